@@ -85,17 +85,15 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     pairs, turns = [], turns_of(dump)
     for a, b in itertools.combinations(names, 2):
         pair = TokenPair(dump, a, b)
-        verdict = judge(
-            *pair.rows(), dump.sources[a], dump.sources[b], cut=_cut_of(dump, a, b), same_weights=same_weights
-        )
+        verdict = judge(pair, cut=_cut_of(dump, a, b), same_weights=same_weights)
         buckets = pair.measured(lambda tokens: mismatch_by_position(tokens, POSITION_EDGES))
         growth = _by_bucket(finalize_buckets(buckets, bucket_labels(POSITION_EDGES)), OF_BUCKETS[:3])
         by_turn = _by_bucket(mismatch_by_turn(dump.logprobs[a], dump.logprobs[b], turns), OF_BUCKETS)
-        pairs.append(Pair(a, b, roles[a] != roles[b], pair.metrics(), growth, verdict, by_turn))
+        pairs.append(Pair(a, b, roles[a] != roles[b], pair.metrics, growth, verdict, by_turn))
     floors: dict[str, dict[str, dict[str, float]]] = {}
     for name, (cause, suffix) in itertools.product(names, OTHER_RUNS.items()):
         if name + suffix in dump.logprobs:
-            floors.setdefault(name, {})[cause] = TokenPair(dump, name, name + suffix).metrics()
+            floors.setdefault(name, {})[cause] = TokenPair(dump, name, name + suffix).metrics
     sources = {name: dataclasses.replace(dump.sources[name], role=roles[name]) for name in names}
     shape = {name: found.pop("shape") for name, found in floors.items() if "shape" in found}
     return Comparison(sources, pairs, shape, {name: found for name, found in floors.items() if found})

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from rljax.mismatch import merge, mismatch_statistics, read_tokens
+from rljax.mismatch import Statistics, merge, mismatch_statistics, read_tokens
 from rljax.mismatch.accurate import exp_minus_one_minus_x
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.mismatch.regions import LARGEST_LOGPROB
 from rljax.mismatch.turns import turns_of_mask
 from rljax.record.token_arrays import to_rows
-from rljax.record.token_dumps import ABOVE_ZERO, TokenDump
+from rljax.record.token_dumps import ABOVE_ZERO, ColumnSource, TokenDump
 
 _CHUNK = 2**19  # the most padded tokens that are measured together
 
@@ -51,8 +53,11 @@ class TokenPair:
     0. So the log-ratio is the log-probability.
     """
 
-    def __init__(self, dump: TokenDump, trainer: str, rollout: str) -> None:
-        self.dump, self.trainer, self.rollout = dump, trainer, rollout  # trainer is "" if there is only one column
+    def __init__(
+        self, dump: TokenDump, trainer: str, rollout: str, progress: Callable[[int], object] = lambda count: None
+    ) -> None:
+        """``trainer`` is "" if there is only one column. ``progress`` gets the number of newly measured sequences."""
+        self.dump, self.trainer, self.rollout, self._progress = dump, trainer, rollout, progress
         own = dump.logprobs[rollout]
         self._sides = (dump.logprobs[trainer], own) if trainer else (own, [np.zeros_like(each) for each in own])
         counts = [mask.sum() for mask in dump.response_mask]
@@ -90,10 +95,7 @@ class TokenPair:
         return x, y, pad(self.dump.response_mask, rows, False)
 
     def measured(self, of: Callable[[Any], Any], progress: Callable[[int], object] = lambda count: None) -> Any:
-        """Returns the statistics ``of`` the tokens of all sequences.
-
-        ``progress`` is called with the number of newly measured sequences.
-        """
+        """Returns the statistics ``of`` the tokens of all sequences."""
         total = None
         for rows, sides in self.chunks():
             found = of(read_tokens(*sides))
@@ -101,13 +103,51 @@ class TokenPair:
             progress(len(rows))
         return total
 
-    def metrics(self, progress: Callable[[int], object] = lambda count: None) -> dict[str, float]:
-        """Returns the metrics of ``mismatch_metrics``, with exact quantiles. ``measured`` calls ``progress``."""
-        metrics = finalize_mismatch(self.measured(mismatch_statistics, progress))
+    @functools.cached_property
+    def statistics(self) -> Statistics:
+        """The statistics of all tokens."""
+        found: Statistics = self.measured(mismatch_statistics, self._progress)
+        return found
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of ``mismatch_metrics``, with exact quantiles."""
+        metrics = finalize_mismatch(self.statistics)
         if self.valid.any():
             exact = np.quantile(np.abs(self.lr[self.valid]), [0.99, 0.999])
             metrics["logprob_abs_diff_p99"], metrics["logprob_abs_diff_p999"] = map(float, exact)
         return metrics
+
+    @property
+    def uncertainty(self) -> np.ndarray:
+        """The uncertainty 1 - p of each valid token, float64."""
+        return -np.expm1(np.minimum(self.x, self.y)[self.valid])
+
+    @property
+    def normalised_gap(self) -> float:
+        """The mean of abs(lr) over the mean uncertainty of the tokens; NaN without a valid token."""
+        gaps = np.abs(self.lr[self.valid])
+        return float(np.mean(gaps)) / max(float(np.mean(self.uncertainty)), 1e-3) if len(gaps) else math.nan
+
+
+def pair_of(
+    trainer: Sequence[np.ndarray],
+    rollout: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray] | None = None,
+    sources: Sequence[ColumnSource] = (ColumnSource(), ColumnSource()),
+) -> TokenPair:
+    """Returns a pair of columns that are in no dump, float [t] for each sequence.
+
+    ``masks`` mark the response tokens, bool [t]; None means all of them. ``sources`` are those of trainer and rollout.
+    Sequences without a token are left out.
+    """
+    kept = [at for at, values in enumerate(rollout) if len(values)]
+    masks = masks if masks is not None else [np.ones(len(values), bool) for values in rollout]
+    names, columns = ("trainer", "rollout"), (trainer, rollout)
+    logprobs = {f"logprobs/{name}": tuple(each[at] for at in kept) for name, each in zip(names, columns, strict=True)}
+    ids, mask = (tuple(np.zeros(len(rollout[at]), np.int32) for at in kept), tuple(masks[at] for at in kept))
+    dump = TokenDump(tuple(map(str, kept)), ids, mask, logprobs, dict(zip(names, sources, strict=True)))
+    return TokenPair(dump, *names)
 
 
 def pad(vectors: Sequence[np.ndarray], rows: Sequence[int] | np.ndarray, fill: float) -> np.ndarray:

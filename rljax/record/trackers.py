@@ -16,7 +16,7 @@ import queue
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,7 +108,7 @@ class Trackers:
         """Finds the trackers. Raises ValueError if one is not installed, cannot be imported or refuses its check."""
         self._config = config
         self._makers = {kind: _find(kind) for kind in config.trackers}
-        self._fed: dict[str, None] = {}  # the trackers that get rows; one that fails leaves
+        self._fed: list[str] = []  # the trackers that get rows; one that fails leaves
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._left_s: Callable[[], float] = lambda: math.inf
         self._failed = False
@@ -125,22 +125,20 @@ class Trackers:
         ``config`` is the resolved configuration, nested as in config.yaml, and ``settings`` has its values by dotted
         key. ``left_s`` returns the seconds until the process has to end.
         """
-        self._left_s, self._fed = left_s, dict.fromkeys(self._makers)
+        self._left_s, self._fed = left_s, [*self._makers]
         name = self._config.run_name or run_dir.resolve().name
         run = TrackedRun(self._config.project, name, "", run_dir / FOLDER, config, settings)
         self._thread = threading.Thread(target=self._feed, args=(run,), daemon=True)
-        self._thread.start()
+        if self._fed:
+            self._thread.start()
 
-    def show(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
+    def __call__(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
         """Hands the row of a step to the trackers. If too many rows wait, they get no more."""
         if self._rows.qsize() >= WAITING:
-            self._leave([*self._fed], "it was too slow")
+            self._leave("it was too slow", *self._fed)
         if self._fed:
             values = {key: math.nan if value in _INFINITE else value for key, value in row.items() if value is not None}
             self._rows.put(values)
-
-    def close(self) -> None:
-        """Does nothing: the end of the block ends the trackers."""
 
     def __enter__(self) -> Trackers:
         return self
@@ -153,7 +151,7 @@ class Trackers:
             self._rows.put(None)
             self._thread.join(1.0 if isinstance(error, KeyboardInterrupt) else max(min(self._left_s(), END_S), 1.0))
         for kind in [*self._fed]:
-            self._leave([kind], "it did not end in time")
+            self._leave("it did not end in time", kind)
             with contextlib.suppress(Exception):  # of a process that has just ended, or of a user's class
                 getattr(self._makers[kind], "abandon", lambda: None)()
 
@@ -174,7 +172,7 @@ class Trackers:
             with self._told(kind):
                 summary, figures = ({}, {}) if self._failed else _results(run.directory.parent)
                 trackers[kind].finish(summary, figures, self._failed)
-                self._fed.pop(kind)
+                self._fed.remove(kind)
 
     @contextlib.contextmanager
     def _told(self, kind: str) -> Iterator[None]:
@@ -182,11 +180,12 @@ class Trackers:
         try:
             yield
         except BaseException as error:  # a library may raise anything, SystemExit included
-            self._leave([kind], _in_one_line(error))
+            self._leave(_in_one_line(error), kind)
 
-    def _leave(self, kinds: Sequence[str], why: str) -> None:
+    def _leave(self, why: str, *kinds: str) -> None:
         for kind in kinds:
-            if self._fed.pop(kind, kind) is None:  # it has not left yet
+            if kind in self._fed:
+                self._fed.remove(kind)
                 said = f"warning: record.trackers: {kind} gets no more rows: {why}; metrics.jsonl has all"
                 tqdm.write(said, file=sys.stderr)
 

@@ -112,26 +112,19 @@ def test_runs_with_turns_have_a_panel_of_them(tmp_path):
     plot_report([run], tmp_path / "report.png")
 
 
-def test_a_panel_of_turns_without_turns_says_so():
-    axis = plot_grid([("turns",)], [run_of(rows_of(3))], 0.0).axes[0]
-    assert texts(axis) == [f"no {PANELS['turns'].needs} in the record"]
-
-
-def test_the_surge_and_the_decay_period_are_marked():
-    figure = report(run_of(rows_of(surge=8, period=14)))
-    assert vertical_lines(axis_named(figure, "Response length")) == [8, 14, 28]
-    assert vertical_lines(axis_named(figure, "Learning rate")) == [8, 14, 28]
-    assert texts(axis_named(figure, "Response length")) == ["surge at 8, period 14"]
-
-
-def test_a_fixed_period_without_a_surge_is_marked_alone():
-    axis = axis_named(report(run_of(rows_of(period=15))), "Response length")
-    assert vertical_lines(axis) == [15, 30]
-    assert texts(axis) == []
-
-
-def test_a_run_without_schedule_has_no_marks():
-    assert vertical_lines(axis_named(report(run_of(rows_of())), "Response length")) == []
+@pytest.mark.parametrize(
+    ("schedule", "lines", "said"),
+    [
+        ({"surge": 8, "period": 14}, [8, 14, 28], ["surge at 8, period 14"]),
+        ({"period": 15}, [15, 30], []),
+        ({}, [], []),
+    ],
+)
+def test_the_surge_and_the_decay_period_are_marked(schedule, lines, said):
+    figure = report(run_of(rows_of(**schedule)))
+    assert vertical_lines(axis_named(figure, "Response length")) == lines
+    assert vertical_lines(axis_named(figure, "Learning rate")) == lines
+    assert texts(axis_named(figure, "Response length")) == said
 
 
 def test_curves_leave_gaps_at_values_that_are_not_finite():
@@ -167,10 +160,11 @@ def test_a_mismatch_of_zero_is_said():
 
 
 def test_missing_keys_leave_a_note_in_their_panel():
-    figure = report(run_of([{"step": 1}, {"step": 2}]))
+    grid = [*REPORT, ("turns",)]
+    figure = plot_grid(grid, [run_of([{"step": 1}, {"step": 2}])], 0.9)
     notes = [text for axis in figure.axes for text in texts(axis)]
-    assert notes == [f"no {PANELS[name].needs} in the record" for row in REPORT for name in row]
-    assert len(notes) == 7
+    assert notes == [f"no {PANELS[name].needs} in the record" for row in grid for name in row]
+    assert len(notes) == 8
 
 
 def test_a_key_missing_in_one_of_several_runs_makes_no_note():

@@ -312,7 +312,9 @@ NEMO = {
 
 
 def test_the_training_data_of_nemo_rl_is_read(tmp_path):
-    dump = read_tokens(write_lines(tmp_path / "train_data_step1.jsonl", NEMO, NEMO | {"sample_loss_mask": 0.0}))
+    lines = NEMO | {"advantages": [0.5] * 5}, NEMO | {"sample_loss_mask": 0.0}
+    dump = read_tokens(write_lines(tmp_path / "train_data_step1.jsonl", *lines))
+    assert dump.values["advantage"][0].tolist() == [0.5] * 4
     np.testing.assert_array_equal(dump.token_ids[0], [1, 2, 7, 8])
     np.testing.assert_array_equal(dump.logprobs["rollout"][0], np.float32([0, 0, -0.5, -1.5]))
     np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([0, -3, -0.5, -1.25]))
