@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from rljax.mismatch.metrics import finalize_mismatch
 from rljax.mismatch.regions import LARGEST_LOGPROB
 from rljax.mismatch.turns import turns_of_mask
 from rljax.record.token_arrays import to_rows
-from rljax.record.token_dumps import ABOVE_ZERO, ColumnSource, TokenDump
+from rljax.record.token_dumps import ABOVE_ZERO, ColumnSource, TokenDump, make_dump
 
 _CHUNK = 2**19  # the most padded tokens that are measured together
 
@@ -134,20 +134,17 @@ def pair_of(
     trainer: Sequence[np.ndarray],
     rollout: Sequence[np.ndarray],
     masks: Sequence[np.ndarray] | None = None,
-    sources: Sequence[ColumnSource] = (ColumnSource(), ColumnSource()),
+    sources: Mapping[str, ColumnSource] | None = None,
 ) -> TokenPair:
-    """Returns a pair of columns that are in no dump, float [t] for each sequence.
+    """Returns the pair of columns trainer and rollout that are in no dump, float [t] for each sequence.
 
-    ``masks`` mark the response tokens, bool [t]; None means all of them. ``sources`` are those of trainer and rollout.
-    Sequences without a token are left out.
+    ``masks`` mark the response tokens, bool [t]; None means all of them. Sequences without a token are left out.
     """
-    kept = [at for at, values in enumerate(rollout) if len(values)]
-    masks = masks if masks is not None else [np.ones(len(values), bool) for values in rollout]
-    names, columns = ("trainer", "rollout"), (trainer, rollout)
-    logprobs = {f"logprobs/{name}": tuple(each[at] for at in kept) for name, each in zip(names, columns, strict=True)}
-    ids, mask = (tuple(np.zeros(len(rollout[at]), np.int32) for at in kept), tuple(masks[at] for at in kept))
-    dump = TokenDump(tuple(map(str, kept)), ids, mask, logprobs, dict(zip(names, sources, strict=True)))
-    return TokenPair(dump, *names)
+    masks = [np.ones(len(values), bool) for values in rollout] if masks is None else masks
+    rows = [row for row in zip(trainer, rollout, masks, strict=True) if len(row[0])]
+    x, y, mask = zip(*rows, strict=True) if rows else ((), (), ())
+    names, ids = [str(number) for number in range(len(rows))], [np.zeros(len(each), np.int32) for each in mask]
+    return TokenPair(make_dump(names, ids, mask, {"trainer": x, "rollout": y}, sources), "trainer", "rollout")
 
 
 def pad(vectors: Sequence[np.ndarray], rows: Sequence[int] | np.ndarray, fill: float) -> np.ndarray:

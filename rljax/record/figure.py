@@ -89,7 +89,7 @@ def draw(
         if smooth and len(values):
             values = exponential_mean(values, smooth**2)  # the mean has two sides, each half as wide
         marker = "o" if np.isfinite(values).sum() == 1 else ""
-        form = {"linestyle": run.line, "linewidth": 1.9, "marker": marker} | style
+        form: dict[str, Any] = {"linestyle": run.line, "linewidth": 1.9, "marker": marker} | style
         axis.plot(steps, values, color=run.color, **form)
     return np.concatenate(found)
 
@@ -219,7 +219,7 @@ def plot_mismatch(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     for cause, (key, marker) in FLOORS.items():
         values = np.concatenate([run.series(key)[1] for run in runs])
         if np.isfinite(values).any():
-            style = {"linestyle": "", "marker": marker, "markersize": 4.5}
+            style: dict[str, Any] = {"linestyle": "", "marker": marker, "markersize": 4.5}
             draw(axis, runs, key, positive=True, alpha=0.7, **style)
             label = f"itself: {cause}" if (values > 0).any() else f"itself: {cause} (0)"
             axis.plot([], [], color=QUIET, label=label, **style)

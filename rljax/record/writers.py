@@ -84,9 +84,15 @@ class Recorder:
             self._reports.append(_first_step(first_step))
         if progress:
             # disable=None: without a terminal there is no bar, and its methods do nothing.
-            form = {"unit": "step", "file": sys.stderr, "dynamic_ncols": True, "disable": None}
-            bar = self._closing.enter_context(tqdm(total=total_steps, initial=first_step - 1, **form))
-            self._reports.append(_Console(bar, total_steps, first_step))
+            bar = tqdm(
+                total=total_steps,
+                initial=first_step - 1,
+                unit="step",
+                file=sys.stderr,
+                dynamic_ncols=True,
+                disable=None,
+            )
+            self._reports.append(_Console(self._closing.enter_context(bar), total_steps, first_step))
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Records the row of the next step.

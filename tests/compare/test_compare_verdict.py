@@ -64,7 +64,7 @@ def unknown(source, **known):
 
 def judge(x, y, mask=None, a=UNKNOWN, b=UNKNOWN, **options):
     """Returns the verdict on columns [b, t] from the sources ``a`` and ``b``."""
-    return judge_pair(pair_of(x, y, mask, (a, b)), **options)
+    return judge_pair(pair_of(x, y, mask, {"trainer": a, "rollout": b}), **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
