@@ -143,6 +143,8 @@ def test_the_mismatch_has_a_log_axis_without_its_zeros():
     axis = axis_named(report(run_of(rows)), "Training-inference mismatch")
     assert axis.get_yscale() == "log"
     assert np.isnan(axis.lines[0].get_ydata()[8])
+    axis = axis_named(report(run_of(rows_of(factor=0.0))), "Training-inference mismatch")
+    assert texts(axis) == ["mismatch/log_ppl_abs_diff is 0 at every step"]
 
 
 @pytest.mark.parametrize("values", [[1e-18, 1e-18], [1e-3, 1e-3 * (1 + 2e-16)], [1e300, 1e300], [2e-3], [1e-5, 1e-1]])
@@ -152,11 +154,6 @@ def test_the_log_axis_shows_every_value_however_alike(values, tmp_path):
     low, high = axis_named(report(run_of(rows)), "Training-inference mismatch").get_ylim()
     assert 0 < low < min(values)
     assert max(values) < high
-
-
-def test_a_mismatch_of_zero_is_said():
-    axis = axis_named(report(run_of(rows_of(factor=0.0))), "Training-inference mismatch")
-    assert texts(axis) == ["mismatch/log_ppl_abs_diff is 0 at every step"]
 
 
 def test_missing_keys_leave_a_note_in_their_panel():
@@ -173,11 +170,6 @@ def test_a_key_missing_in_one_of_several_runs_makes_no_note():
     assert texts(axis_named(figure, "Reward")) == []
 
 
-def test_more_runs_than_colours_differ_in_line(tmp_path):
-    runs = read_runs([write_record(tmp_path / f"run{index}", rows_of(2)) for index in range(8)])
-    assert len({(run.color, run.line) for run in runs}) == 8
-
-
 def test_several_datasets_are_told_apart():
     rows = [row | {"eval/toy/accuracy": 0.1} for row in rows_of()]
     axis = axis_named(report(run_of(rows)), "Evaluation accuracy")
@@ -191,7 +183,9 @@ def test_the_mean_looks_both_ways_and_keeps_a_line_a_line():
     assert got[0] == 0.25 / (1 + 0.5 + 0.25 + 0.125 + 0.0625)
 
 
-def test_names_are_as_long_as_it_takes_to_tell_runs_apart():
+def test_names_and_lines_tell_runs_apart(tmp_path):
+    runs = read_runs([write_record(tmp_path / f"run{index}", rows_of(2)) for index in range(8)])
+    assert len({(run.color, run.line) for run in runs}) == 8  # there are fewer colors
     assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
     assert short_names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
     assert short_names([Path("/a/x"), Path("/a/x")]) == ["x", "x"]
