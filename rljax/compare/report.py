@@ -192,8 +192,8 @@ def _tables(comparison: Comparison) -> Iterator[tuple[str, _Rows]]:
         rows = [["pair", "outcomes", *numbers]]
         for each in comparison.distributions:
             known_to_both = "all tokens" if each.is_complete else "listed tokens and the rest"
-            texts = (f"{each.metrics[name]:.3g}" for name in numbers)
-            rows.append([f"{each.trainer} / {each.rollout}", known_to_both, *texts])
+            shown = (f"{each.metrics[name]:.3g}" for name in numbers)
+            rows.append([f"{each.trainer} / {each.rollout}", known_to_both, *shown])
         yield "Whole distributions at each response token (kl: of the second against the first, nats)", rows
 
 
