@@ -173,7 +173,7 @@ def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
         (["one", "--columns", "a"], "error: a comparison needs at least two"),
     ],
 )
-def test_a_mistake_is_said_in_one_line_and_leaves_no_directory(tmp_path, monkeypatch, capsys, words, message):
+def test_a_mistake_takes_one_line_and_leaves_no_directory(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.jsonl").write_text('{"token_ids": [1, 2], "response_mask": [0, 1]}\n')
     write_dump(tmp_path / "one", noisy_dump())

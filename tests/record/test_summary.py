@@ -49,7 +49,7 @@ def test_summary():
     assert got["rows_with_nonfinite"] == 0
 
 
-def test_summary_adds_up_phases_and_needs_a_length_that_triples():
+def test_summary_adds_up_phases_and_sees_no_tripling():
     rows = [{"step": 1, "time/a_s": 1.0, "time/b_s": 2.0}, {"step": 2, "time/a_s": 4.0, "time/b_s": None}]
     assert summarize(rows)["wall_seconds"] == 7
     rows = [{"step": step, "response_length/mean": 10.0 if step <= 10 else 29.9} for step in range(1, 50)]

@@ -164,7 +164,7 @@ def test_what_does_not_fit_together_is_refused(arguments, message):
         make_dump(*arguments)
 
 
-def test_a_source_and_the_likeliest_tokens_of_no_column_are_refused():
+def test_a_wrong_source_and_tokens_of_no_column_are_refused():
     with pytest.raises(ValueError, match="got 0"):
         ColumnSource(temperature=0.0)
     with pytest.raises(ValueError, match="one of trainer, rollout or empty, got 'engine'"):

@@ -178,7 +178,7 @@ def as_json(values):
     return json.loads(json.dumps(values))
 
 
-def test_wandb_has_each_row_and_configuration_summary_and_figure(whole):
+def test_wandb_has_all_of_a_run(whole):
     pytest.importorskip("wandb")
     assert plain(wandb_rows(whole)) == expected(whole)
     config, summary = {}, {}
@@ -194,7 +194,7 @@ def test_wandb_has_each_row_and_configuration_summary_and_figure(whole):
     assert (files / summary["report"]["path"]).read_bytes() == (whole / "report.png").read_bytes()
 
 
-def test_trackio_has_each_row_and_configuration_summary_and_figure(root, whole):
+def test_trackio_has_all_of_a_run(root, whole):
     trackio = pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -212,7 +212,7 @@ def test_trackio_has_each_row_and_configuration_summary_and_figure(root, whole):
     assert (whole / "report.png").read_bytes() in [path.read_bytes() for path in pictures]
 
 
-def test_mlflow_has_each_number_and_configuration_summary_and_figure(whole):
+def test_mlflow_has_all_numbers_of_a_run(whole):
     pytest.importorskip("mlflow")
     assert plain(mlflow_rows(whole)) == expected(whole, numbers=True)
     client, found = mlflow_run(whole)

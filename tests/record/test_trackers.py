@@ -64,7 +64,7 @@ def test_a_tracker_gets_settings_rows_and_results(tmp_path):
     assert end == {"summary": {"steps": 3}, "figures": ["report"], "failed": False}
 
 
-def test_the_run_directory_names_the_run_and_infinity_is_nan(tmp_path):
+def test_the_directory_names_the_run_and_infinity_is_nan(tmp_path):
     with tracked(tmp_path / "seed3", "Kept") as recorder:
         write(recorder, 1, loss=math.inf, norm=math.nan)
     begun, entry, _ = read(tmp_path / "seed3")
@@ -123,7 +123,7 @@ def test_a_tracker_for_which_too_many_rows_wait_gets_no_more(tmp_path, capfd):
         assert "planted_trackers:HangsAtLog gets no more rows: it was too slow; " in capfd.readouterr().err
 
 
-def test_a_run_that_goes_on_is_the_same_run_of_its_tracker_but_for_another_project(tmp_path):
+def test_a_run_that_goes_on_in_its_project_is_the_same_run(tmp_path):
     with tracked(tmp_path, "Kept") as recorder:
         write(recorder, 1, 2, 3, 4)
     with tracked(tmp_path, "Kept", first_step=3) as recorder:  # from the checkpoint of step 2

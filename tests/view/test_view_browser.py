@@ -159,7 +159,7 @@ def test_colours_tell_sign_and_size(tmp_path, opened):
     assert token(page, 1).get_attribute("class") == "p2"
 
 
-def test_the_keyboard_walks_on_a_page_that_fits_a_telephone(tmp_path, opened):
+def test_the_keyboard_walks_and_a_telephone_fits(tmp_path, opened):
     page = opened(write_page(tmp_path))
     token(page, 3).click()
     page.focus("#tokens")

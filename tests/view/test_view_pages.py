@@ -34,7 +34,7 @@ def dump_of(tmp_path, dump):
     return write_dump(tmp_path / "tokens.parquet", dump)
 
 
-def test_sequences_stand_by_what_they_contribute_with_the_numbers_of_the_dump(tmp_path):
+def test_sequences_stand_by_contribution_with_their_numbers(tmp_path):
     (dump,) = viewed(tmp_path, dump_of(tmp_path, small_dump()))["dumps"]
     assert (dump["names"], dump["lengths"]) == (["b", "a"], [4, 2])
     np.testing.assert_allclose(dump["sequences"]["share"], np.asarray(K3[::-1]) / sum(K3), rtol=1e-5)
