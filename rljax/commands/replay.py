@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from rljax.errors import ConfigError, caller_errors, import_for, print_end
 from rljax.mismatch.names import STEP_COLUMNS
-from rljax.record.length_logs import LengthLog, read_lengths
 from rljax.record.text_tables import cell, text_table
+from rljax.record.training_logs import LengthLog, read_lengths
 from rljax.run.options import read_words
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import RateLaw, RuleOutcome, largest_ratio, neighbours_of, replay_rule

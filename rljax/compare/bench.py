@@ -31,8 +31,8 @@ from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import DTYPES, open_server, score_column
 from rljax.distributed.files import write_whole
 from rljax.errors import parse_json
-from rljax.mismatch import mismatch_metrics
 from rljax.policy.families import read_config
+from rljax.record.dump_facts import TokenPair
 from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump, read_dump, write_dump
 from rljax.rollout.build import version_bytes
 from rljax.rollout.servers.process import environment_python
@@ -59,8 +59,7 @@ COUNTS = ("token_count", "nonfinite_count")
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
 """The packages whose versions bench.json holds, beside rljax."""
 
-ScoredVectors = Sequence[np.ndarray]
-ScoreRows = Callable[[int], tuple[ScoredVectors, ColumnSource]]
+ScoreRows = Callable[[int], tuple[Sequence[np.ndarray], ColumnSource]]
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,7 @@ def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
 
 def is_started(spec: str) -> bool:
     """Returns whether a bench starts the server of a scorer."""
-    kind, _, argument = spec.partition(":")
-    return kind in STARTED and argument in DTYPES
+    return spec.startswith(STARTED) and "://" not in spec
 
 
 def machine() -> dict[str, Any]:
@@ -232,7 +230,8 @@ class Bench:
 
     def _sample(self, length: int) -> None:
         """Reads the tokens of a length, or samples them if there is no file of them yet."""
-        config, prompts, path = self.config, self._prompts, self._tokens(length)
+        config, prompts = self.config, self._prompts
+        path = config.out / f"tokens-{length}.parquet"
         if not path.exists():
             longest = max(int(mask.argmax()) or len(mask) for mask in prompts.response_mask)
             room = read_config(config.model).max_position_embeddings
@@ -243,9 +242,6 @@ class Bench:
         self._dumps[length] = read_dump(path)
         ids = b"".join(row.tobytes() for row in self._dumps[length].token_ids)
         self.document["tokens"][str(length)] = f"sha256:{hashlib.sha256(ids).hexdigest()}"
-
-    def _tokens(self, length: int) -> Path:
-        return self.config.out / f"tokens-{length}.parquet"
 
     @contextlib.contextmanager
     def _server(self, forms: Sequence[BenchForm]) -> Iterator[str]:
@@ -278,20 +274,11 @@ class Bench:
         if is_started(spec):
             spec = f"{spec.partition(':')[0]}:{address}"
 
-        def score(batch_size: int) -> tuple[ScoredVectors, ColumnSource]:
-            return score_column(spec, dump, config.model, batch_size=batch_size)
-
-        numbers, dump = measure_form(
-            form, dump, reference, score, config.batch_size, shape=config.second_run, repeat=config.repeat
-        )
+        form_of = (form, dump, reference, lambda size: score_column(spec, dump, config.model, batch_size=size))
+        numbers, dump = measure_form(*form_of, config.batch_size, shape=config.second_run, repeat=config.repeat)
         self._dumps[form.length] = dump
-        write_dump(self._tokens(form.length), dump)
+        write_dump(config.out / f"tokens-{form.length}.parquet", dump)
         return numbers
-
-
-def of_responses(dump: TokenDump, vectors: ScoredVectors) -> np.ndarray:
-    """Returns the log-probabilities of the response tokens, [n, t]. All responses must have the same length."""
-    return np.stack([vector[mask] for vector, mask in zip(vectors, dump.response_mask, strict=True)])
 
 
 def measure_form(
@@ -317,30 +304,25 @@ def measure_form(
     seconds = time.perf_counter() - start
     if source.dtype and source.dtype != form.dtype:
         raise ValueError(f"the engine computes in {source.dtype}, expected {form.dtype}")
-    dump = dump.with_column(form.column, vectors, source)
-    hashes = {source.weights_hash, dump.sources[reference].weights_hash} - {""}
-    if len(hashes) > 1:
+    dump, again = dump.with_column(form.column, vectors, source), form.column + SECOND_RUN
+    if len({source.weights_hash, dump.sources[reference].weights_hash} - {""}) > 1:
         raise ValueError("the engine holds other weights than the reference")
-    own, theirs = of_responses(dump, vectors), of_responses(dump, dump.logprobs[reference])
-    row: dict[str, Any] = {"program": source.engine, "form": source.form, "reference": reference, **_gap(theirs, own)}
-    row["seconds"] = seconds
-
-    def floor(again: ScoredVectors) -> float:
-        return _gap(own, of_responses(dump, again))["logprob_abs_diff_mean"]
-
+    row: dict[str, Any] = {"program": source.engine, "form": source.form, "reference": reference}
+    row |= _gap(dump, reference, form.column) | {"seconds": seconds}
     if shape:
-        again, _ = score(batch_size // 2 or 2)
-        row["floor_shape"] = floor(again)
-        dump = dump.with_column(form.column + SECOND_RUN, again, source)
+        dump = dump.with_column(again, score(batch_size // 2 or 2)[0], source)
+        row["floor_shape"] = _gap(dump, form.column, again)["logprob_abs_diff_mean"]
     if repeat:
-        row["floor_repeat"] = max(floor(score(batch_size)[0]) for _ in range(repeat))
+        repeated = (dump.with_column(again, score(batch_size)[0], source) for _ in range(repeat))
+        row["floor_repeat"] = max(_gap(each, form.column, again)["logprob_abs_diff_mean"] for each in repeated)
     return row, dump
 
 
-def _gap(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, float]:
-    metrics = mismatch_metrics(trainer, rollout, np.ones(trainer.shape, bool))
+def _gap(dump: TokenDump, trainer: str, rollout: str) -> dict[str, float]:
+    metrics = TokenPair(dump, trainer, rollout).metrics
     if not metrics["token_count"]:
-        raise ValueError(f"none of the {trainer.size} tokens has a finite log-probability on both sides")
+        count = int(metrics["nonfinite_count"])
+        raise ValueError(f"none of the {count} tokens has a finite log-probability on both sides")
     return {name: metrics[name] for name in (*METRICS, *COUNTS)}
 
 

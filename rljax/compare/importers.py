@@ -25,6 +25,10 @@ from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_du
 PRIME_RL_SCHEMA = 1
 """The ``schema_version`` of prime-rl's token export that this module reads."""
 
+_PRIME_RL_SOURCES = {
+    "trainer": ColumnSource("prime-rl trainer", role="trainer"),
+    "inference": ColumnSource("vllm", role="rollout"),
+}
 _PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt"}
 _HEADER = "rljax_tokens"
 _KINDS = {  # the first bytes of files that are named and not read
@@ -45,27 +49,30 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     Raises ValueError if the file is a pickle, damaged, or of an unknown kind; the message names the line.
     """
     place = Path(path)
-    if place.is_dir() and any(place.rglob("rank_*.jsonl")):
-        return read_prime_rl(place)
-    if kind := foreign_kind(place):
+    ranks = sorted(place.rglob("rank_*.jsonl")) if place.is_dir() else []
+    if ranks:
+        exported = ((file, *line) for file in ranks for line in json_lines(file))
+        return _assemble(place, exported, _prime_rl_sequence, _PRIME_RL_SOURCES)
+    kind = foreign_kind(place)
+    if not kind and place.is_dir():
+        raise ValueError(f"{place}: expected rank_*.jsonl files of prime-rl's token export, found none")
+    start = b""
+    if not kind:
+        with place.open("rb") as file:
+            start = file.read(9)
+    if kind := kind or _unread_kind(place, start):
         raise ValueError(f"{place} is {kind}")
-    if place.is_dir():
-        return read_prime_rl(place)
-    with place.open("rb") as file:
-        start = file.read(9)
     if start.startswith(b"PAR1"):
         return _read_parquet(place)
-    if found := _unread_kind(place, start):
-        raise ValueError(f"{place} is {found}")
     lines = _documents(place)
     first = lines[0][2] if lines else {}
     if "schema_version" in first:
-        return read_prime_rl(place)
+        return _assemble(place, lines, _prime_rl_sequence, _PRIME_RL_SOURCES)
     if not {"choices", "outputs", "meta_info"}.isdisjoint(first) and "token_ids" not in first:
-        return _assemble(place, _choices(lines), _reply_sequence, {"rollout": ColumnSource(role="rollout")}, {})
+        return _assemble(place, _choices(lines), _reply_sequence, {"rollout": ColumnSource(role="rollout")})
     if not set(_NEMO_RL.values()).isdisjoint(first):
         sources = {name: ColumnSource(role=name) for name, key in _NEMO_RL.items() if key in first}
-        return _assemble(place, lines, _nemo_rl_sequence, sources, {})
+        return _assemble(place, lines, _nemo_rl_sequence, sources)
     return _read_generic(place, lines)
 
 
@@ -126,22 +133,6 @@ def _read_generic(place: Path, lines: list[_Line]) -> TokenDump:
     except ValueError as error:
         raise ValueError(f"{place}: header: {error}") from error
     return _assemble(place, lines, _jsonl_sequence, sources, header.get("sampling", {}))
-
-
-def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
-    """Reads prime-rl's token export (``enable_token_export``): a ``rank_*.jsonl``, or a directory with such files.
-
-    The columns are ``trainer`` and ``inference``; the mask is prime-rl's loss mask. A sequence's name is
-    ``step/rank/number``, with the step of the export. Raises ValueError if there is no such file, or a line is damaged
-    or has another ``schema_version`` than ``PRIME_RL_SCHEMA``; the message names the line.
-    """
-    place = Path(path)
-    files = sorted(place.rglob("rank_*.jsonl")) if place.is_dir() else [place]
-    if not files:
-        raise ValueError(f"{place}: expected rank_*.jsonl files of prime-rl's token export, found none")
-    lines = ((file, number, record) for file in files for number, record in json_lines(file))
-    trainer, inference = ColumnSource("prime-rl trainer", role="trainer"), ColumnSource("vllm", role="rollout")
-    return _assemble(place, lines, _prime_rl_sequence, {"trainer": trainer, "inference": inference}, {})
 
 
 def _jsonl_sequence(record: FileRow, number: int) -> TokenDump:
@@ -247,7 +238,7 @@ def _read_parquet(place: Path) -> TokenDump:
     lines = ((place, number, row) for number, row in enumerate(rows, 1))
     has_numbers = any(row.get("rollout_log_probs") is not None for row in rows)
     sources = {"rollout": ColumnSource(engine="sglang", role="rollout")} if has_numbers else {}
-    return _assemble(place, lines, _miles_sequence, sources, {})
+    return _assemble(place, lines, _miles_sequence, sources)
 
 
 def _miles_sequence(record: FileRow, number: int) -> TokenDump:
@@ -264,6 +255,7 @@ def _miles_sequence(record: FileRow, number: int) -> TokenDump:
 
 
 def _prime_rl_sequence(record: FileRow, _: int) -> TokenDump:
+    """Makes a dump of one line of prime-rl's token export (``enable_token_export``), named ``step/rank/number``."""
     if record.get("schema_version") != PRIME_RL_SCHEMA:
         raise ValueError(f"schema_version {record.get('schema_version')!r}, expected {PRIME_RL_SCHEMA}")
     run = f"{record['run_id']}/" if record.get("run_id") else ""
@@ -281,7 +273,7 @@ def _assemble(
     lines: Iterable[_Line],
     parse: Callable[[FileRow, int], TokenDump],
     sources: Mapping[str, ColumnSource],
-    sampling: Mapping[str, Any],
+    sampling: Mapping[str, Any] | None = None,
 ) -> TokenDump:
     """Makes a dump of all lines, each (file, line number, record). Raises ValueError, which names the line."""
     parts: list[TokenDump] = []

@@ -13,8 +13,6 @@ from matplotlib.figure import Figure
 from rljax.compare.report import Comparison
 
 METRIC = "logprob_abs_diff_mean"
-MOST_NAMED = 24  # with more pairs than this, the legend groups those that pass
-COARSENESS = {"bfloat16": "tab:red", "float16": "tab:blue", "float32": "tab:green"}
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
@@ -29,24 +27,12 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def plot_growth(axes: Axes, comparison: Comparison) -> None:
-    """Plots one line for each pair.
-
-    With more than ``MOST_NAMED`` pairs, a pair that passes has the colour of the coarser of its two dtypes. The legend
-    then names only the pairs that fail.
-    """
+    """Plots one line for each pair; those that do not pass are dashed."""
     shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
-    named: set[str] = set()
     for pair, shade in zip(comparison.pairs, shades, strict=True):
         gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]
-        label, form = f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}", "x--"
-        if pair.verdict.status == "pass":
-            form = "o-"
-            if len(comparison.pairs) > MOST_NAMED:
-                dtypes = {comparison.columns[name].dtype for name in (pair.trainer, pair.rollout)}
-                dtype = next((name for name in COARSENESS if name in dtypes), "")
-                label, shade = f"coarser dtype: {dtype or 'unknown'}", COARSENESS.get(dtype, "0.5")
-        axes.plot(list(pair.growth), gaps, form, color=shade, label=None if label in named else label)
-        named.add(label)
+        form = "o-" if pair.verdict.status == "pass" else "x--"
+        axes.plot(list(pair.growth), gaps, form, color=shade, label=f"{pair}: {pair.verdict.status}")
     axes.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{METRIC} (nats)")
     axes.grid(alpha=0.3)
 

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.mismatch import framework_metrics, mismatch_statistics, read_tokens
+from rljax.mismatch import framework_metrics
 from rljax.mismatch.names import PUBLISHED_BARS
+from rljax.mismatch.regions import LARGEST_LOGPROB
 from rljax.mismatch.signs import FILL_SPREAD, FILL_TOKENS
+from rljax.record.dump_facts import TokenPair
 from rljax.record.token_dumps import ColumnSource
 
 # The normalised gap is the mean |difference| per token (nats) over the mean of 1 - p. It is normalised because an error
@@ -60,56 +62,40 @@ class Verdict:
     tokens: int = 0  # the number of response tokens
 
 
-def judge(
-    trainer: np.ndarray,
-    rollout: np.ndarray,
-    mask: np.ndarray,
-    trainer_source: ColumnSource,
-    rollout_source: ColumnSource,
-    *,
-    cut: str = "",
-    same_weights: bool = False,
-) -> Verdict:
-    """Judges a pair of columns [b, t]. The cause is inferred from numbers, and the reason says how certain it is.
+def judge(pair: TokenPair, *, cut: str = "", same_weights: bool = False) -> Verdict:
+    """Judges a pair of columns. The cause is inferred from numbers, and the reason says how certain it is.
 
-    The log-probabilities (nats) are NaN where they are unknown. ``mask`` marks the response tokens. ``cut`` has the
-    settings that excluded tokens, such as "top_p = 0.95", if one column is the sampler's; otherwise it is empty. With
-    ``same_weights`` different hashes belong to the same weights in two forms, so hashes are ignored.
+    ``cut`` has the settings that excluded tokens, such as "top_p = 0.95", if one column is the sampler's; otherwise it
+    is empty. With ``same_weights`` different hashes belong to the same weights in two forms, so hashes are ignored.
     """
-    x, y = np.asarray(trainer, np.float64), np.asarray(rollout, np.float64)
-    mask = np.asarray(mask, bool)
-    tokens = read_tokens(x, y, mask)
-    valid = np.asarray(tokens.valid)
+    x, y, mask = pair.rows()
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    valid = mask & (np.abs(x) <= LARGEST_LOGPROB) & (np.abs(y) <= LARGEST_LOGPROB)
     left_out = mask & ~valid
     left_out[:, :1] &= ~(np.isnan(x[:, :1] + y[:, :1]) & valid.any(1, keepdims=True))
-    statistics = mismatch_statistics(tokens)
     bars = {
-        f"{peer} {name}": (framework_metrics(statistics, peer)[name], bar)
+        f"{peer} {name}": (framework_metrics(pair.statistics, peer)[name], bar)
         for (peer, name), bar in PUBLISHED_BARS.items()
     }
-    a, b = trainer_source, rollout_source
+    a, b = (pair.dump.sources[name] for name in (pair.trainer, pair.rollout))
     if same_weights:
         a, b = (dataclasses.replace(source, weights_hash="") for source in (a, b))
     findings = itertools.chain(
         _fill_findings(x, y, mask),
-        _findings(x, y, valid, a, b, bars, cut),
+        _findings(x, y, valid, a, b, cut),
+        _gap_findings(pair.normalised_gap, a, b),
+        _bar_findings(bars),
         _left_out_findings(x, y, mask, left_out),
         [("pass", "none", "within every published limit")],
     )
     return Verdict(*next(findings), bars, int(left_out.sum()), int(mask.sum()))
 
 
-def normalised_gap(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the mean of abs(x - y) over the mean uncertainty (1 - p) of the tokens; ``x`` and ``y`` are [r], nats."""
-    uncertainty = float(np.mean(1.0 - np.exp(np.minimum(x, y))))
-    return float(np.mean(np.abs(x - y))) / max(uncertainty, 1e-3)
-
-
 _Finding = tuple[str, str, str]  # status, cause, reason
 
 
 def _findings(
-    x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource, bars: Bars, cut: str
+    x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource, cut: str
 ) -> Iterator[_Finding]:
     """Yields the findings on a pair; only the first counts, because it may be the cause of the later ones."""
     if not valid.any():
@@ -138,7 +124,9 @@ def _findings(
             )
             yield "refused", "other_rows", f"{reason} the second: the rows of one of them are permuted"
         yield from _scale_findings(x[valid], y[valid], gap)
-    yield from _gap_findings(normalised_gap(x[valid], y[valid]), a, b)
+
+
+def _bar_findings(bars: Bars) -> Iterator[_Finding]:
     over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
     if over:
         yield "fail", "above_bar", f"above the published limit: {'; '.join(over)}"

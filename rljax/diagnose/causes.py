@@ -88,44 +88,35 @@ def _unscored(facts: Facts) -> Iterator[Finding]:
         yield Finding("failed_rewards", SURE if lasts else POSSIBLE, f"no response of {which} could be scored")
 
 
-def _stale_tokens(tokens: TokenFacts, origin: str) -> Iterator[Finding]:
-    """Yields a finding of staleness from the versions of a dump's tokens, without a log."""
-    if not tokens.staleness > 0:
-        return
-    said = f"the tokens were sampled {tokens.staleness:.3g} versions before they were trained on, in the mean"
-    gaps = tokens.by_staleness
-    if len(gaps) == 2:
-        parts = (
-            f"{said}; the gap per uncertainty is {gaps['stale']:.2g} of stale tokens and {gaps['fresh']:.2g} of fresh"
-        )
-        yield Finding("staleness", SURE if gaps["stale"] > 2 * gaps["fresh"] else POSSIBLE, parts)
-    elif _are_two_states(tokens) or origin in ("8 bits", BEYOND):
-        yield Finding("staleness", LIKELY, f"{said}, and the gap is larger than rounding in 16 bits makes it")
-    else:
-        yield Finding("staleness", POSSIBLE, said)
-
-
 def _stale(facts: Facts) -> Iterator[Finding]:
-    course = facts.course
-    if course is None and facts.tokens is not None:
-        yield from _stale_tokens(facts.tokens, facts.origin)
-    if course is None or not course.is_stale:
+    """Yields a finding if older weights sampled the tokens, by the log or, without a log, by the versions of a dump."""
+    course, tokens, fresh, stale = facts.course, facts.tokens, math.nan, math.nan
+    is_large, is_doubtful = facts.origin in ("8 bits", BEYOND), True
+    if course is not None and course.is_stale:
+        fresh, stale = (
+            course.first.get(f"mismatch_{part}/logprob_abs_diff_mean", math.nan) for part in ("numerics", "drift")
+        )
+        buckets = course.gaps.get("mismatch_staleness", {})
+        if math.isnan(stale) and len(buckets) > 1 and "0" in buckets:
+            fresh, stale = buckets["0"], max(gap for label, gap in buckets.items() if label != "0")
+        said = f"rollouts are {max(course.first['staleness'], course.last['staleness'], 0.0):.3g} versions old"
+        split = f"of the gap {stale:.2g} nats are drift and {fresh:.2g} numerics"
+        unsplit = ", but the log does not split the gap into drift and numerics"
+        is_doubtful = any(one.is_crossed for one in facts.crossings)
+    elif course is None and tokens is not None and tokens.staleness > 0:
+        if len(gaps := tokens.by_staleness) == 2:
+            fresh, stale = gaps["fresh"], gaps["stale"]
+        said = f"the tokens were sampled {tokens.staleness:.3g} versions before they were trained on, in the mean"
+        split = f"the gap per uncertainty is {stale:.2g} of stale tokens and {fresh:.2g} of fresh"
+        unsplit, is_large = "", is_large or _are_two_states(tokens)
+    else:
         return
-    age = max(course.first["staleness"], course.last["staleness"], 0.0)
-    drift, numerics = (
-        course.first.get(f"mismatch_{part}/logprob_abs_diff_mean", math.nan) for part in ("drift", "numerics")
-    )
-    buckets = course.gaps.get("mismatch_staleness", {})
-    if math.isnan(drift) and len(buckets) > 1 and "0" in buckets:
-        numerics, drift = buckets["0"], max(gap for label, gap in buckets.items() if label != "0")
-    said = f"rollouts are {age:.3g} versions old"
-    if not math.isnan(drift):
-        parts = f"{said}; of the gap {drift:.2g} nats are drift and {numerics:.2g} numerics"
-        yield Finding("staleness", SURE if drift > 2 * numerics else POSSIBLE, parts)
-    elif facts.origin in ("8 bits", BEYOND):
+    if not math.isnan(stale):
+        yield Finding("staleness", SURE if stale > 2 * fresh else POSSIBLE, f"{said}; {split}")
+    elif is_large:
         yield Finding("staleness", LIKELY, f"{said}, and the gap is larger than rounding in 16 bits makes it")
-    elif any(one.is_crossed for one in facts.crossings):
-        yield Finding("staleness", POSSIBLE, f"{said}, but the log does not split the gap into drift and numerics")
+    elif is_doubtful:
+        yield Finding("staleness", POSSIBLE, said + unsplit)
 
 
 def _temperature(facts: Facts) -> Iterator[Finding]:

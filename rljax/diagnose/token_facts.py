@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rljax.compare.verdict import Verdict, judge, normalised_gap
+from rljax.compare.verdict import Verdict, judge
 from rljax.diagnose.course import effect
 from rljax.mismatch.diagnosis import bucket_labels
 from rljax.mismatch.signs import find_repeats, is_no_chance
 from rljax.record.dump_facts import TokenPair, check_logprobs, choose_pair
-from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import SECOND_RUN, TokenDump
 
 POSITION_EDGES = (4, 8, 16, 64, 256, 1024, 4096)
@@ -69,11 +68,9 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
         raise ValueError(f"a diagnosis needs two columns of log-probabilities, got {names}: add one with rljax compare")
     sides = choose_pair(dump)
     check_logprobs(dump, sides)
-    pair, mask = TokenPair(dump, *sides), to_rows(dump.response_mask, False)
-    x, y = (to_rows(dump.logprobs[name], np.nan) for name in sides)
-    a, b = (dump.sources[name] for name in sides)
+    pair = TokenPair(dump, *sides)
     lr, k3, position = pair.lr[pair.valid], pair.k3[pair.valid], pair.places(pair.valid)[pair.valid]
-    uncertainty = -np.expm1(np.minimum(pair.x, pair.y)[pair.valid])
+    uncertainty = pair.uncertainty
     far, behind, size = outliers(lr, uncertainty), _behind(pair)[pair.valid], np.abs(lr)
     usual = {"gap": size, "doubt": uncertainty, "k3": k3, "at": position, "stale": behind >= 1}
     of = {name: values[~far] for name, values in usual.items()}
@@ -84,9 +81,9 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     return TokenFacts(
         *sides,
         roles_known={"trainer", "rollout"} <= {dump.role(name) for name in dump.first_runs},
-        metrics=pair.metrics(),
-        verdict=judge(x, y, mask, a, b),
-        normalised_gap=normalised_gap(pair.x[pair.valid], pair.y[pair.valid]) if len(lr) else math.nan,
+        metrics=pair.metrics,
+        verdict=judge(pair),
+        normalised_gap=pair.normalised_gap,
         outliers=int(far.sum()),
         outlier_share=float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,
         effect_without=effect(float(of["k3"].mean()), float(of["gap"].mean())) if not far.all() else math.nan,
@@ -94,7 +91,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
         by_uncertainty=ratios(of["gap"], of["doubt"], of["doubt"], UNCERTAINTY_EDGES),
         effects=ratios(of["k3"], of["gap"], of["at"], POSITION_EDGES),
         grids={name: grid for name, grid in grids.items() if grid},
-        floors={both.trainer: both.metrics()["logprob_abs_diff_mean"] for both in again},
+        floors={both.trainer: both.metrics["logprob_abs_diff_mean"] for both in again},
         staleness=float(behind.mean()) if len(behind) else math.nan,
         by_staleness=ratios(of["gap"], of["doubt"], of["stale"], (1,), ("fresh", "stale")),
         repeated=_repeated(dump, sides[1]),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rljax.mismatch import merge, mismatch_statistics, read_tokens
+from rljax.mismatch import Statistics, merge, mismatch_statistics, read_tokens
 from rljax.mismatch.accurate import exp_minus_one_minus_x
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.mismatch.regions import LARGEST_LOGPROB
 from rljax.mismatch.turns import turns_of_mask
 from rljax.record.token_arrays import to_rows
-from rljax.record.token_dumps import ABOVE_ZERO, TokenDump
+from rljax.record.token_dumps import ABOVE_ZERO, ColumnSource, TokenDump, make_dump
 
 _CHUNK = 2**19  # the most padded tokens that are measured together
 
@@ -51,8 +53,11 @@ class TokenPair:
     0. So the log-ratio is the log-probability.
     """
 
-    def __init__(self, dump: TokenDump, trainer: str, rollout: str) -> None:
-        self.dump, self.trainer, self.rollout = dump, trainer, rollout  # trainer is "" if there is only one column
+    def __init__(
+        self, dump: TokenDump, trainer: str, rollout: str, progress: Callable[[int], object] = lambda count: None
+    ) -> None:
+        """``trainer`` is "" if there is only one column. ``progress`` gets the number of newly measured sequences."""
+        self.dump, self.trainer, self.rollout, self._progress = dump, trainer, rollout, progress
         own = dump.logprobs[rollout]
         self._sides = (dump.logprobs[trainer], own) if trainer else (own, [np.zeros_like(each) for each in own])
         counts = [mask.sum() for mask in dump.response_mask]
@@ -78,20 +83,19 @@ class TokenPair:
         waiting: list[int] = []
         for index in np.argsort(lengths, kind="stable").tolist():
             if waiting and (len(waiting) + 1) * lengths[index] > _CHUNK:
-                yield np.asarray(waiting), self._rows(waiting)
+                yield np.asarray(waiting), self.rows(waiting)
                 waiting = []
             waiting.append(index)
-        yield np.asarray(waiting, int), self._rows(waiting)
+        yield np.asarray(waiting, int), self.rows(waiting)
 
-    def _rows(self, chosen: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        x, y = (pad(side, chosen, np.nan) for side in self._sides)
-        return x, y, pad(self.dump.response_mask, chosen, False)
+    def rows(self, chosen: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (trainer, rollout, mask) of some sequences as rows [b, t]; None means all of them, in their order."""
+        rows = range(len(self.dump.token_ids)) if chosen is None else chosen
+        x, y = (pad(side, rows, np.nan) for side in self._sides)
+        return x, y, pad(self.dump.response_mask, rows, False)
 
     def measured(self, of: Callable[[Any], Any], progress: Callable[[int], object] = lambda count: None) -> Any:
-        """Returns the statistics ``of`` the tokens of all sequences.
-
-        ``progress`` is called with the number of newly measured sequences.
-        """
+        """Returns the statistics ``of`` the tokens of all sequences."""
         total = None
         for rows, sides in self.chunks():
             found = of(read_tokens(*sides))
@@ -99,13 +103,48 @@ class TokenPair:
             progress(len(rows))
         return total
 
-    def metrics(self, progress: Callable[[int], object] = lambda count: None) -> dict[str, float]:
-        """Returns the metrics of ``mismatch_metrics``, with exact quantiles. ``measured`` calls ``progress``."""
-        metrics = finalize_mismatch(self.measured(mismatch_statistics, progress))
+    @functools.cached_property
+    def statistics(self) -> Statistics:
+        """The statistics of all tokens."""
+        found: Statistics = self.measured(mismatch_statistics, self._progress)
+        return found
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of ``mismatch_metrics``, with exact quantiles."""
+        metrics = finalize_mismatch(self.statistics)
         if self.valid.any():
             exact = np.quantile(np.abs(self.lr[self.valid]), [0.99, 0.999])
             metrics["logprob_abs_diff_p99"], metrics["logprob_abs_diff_p999"] = map(float, exact)
         return metrics
+
+    @property
+    def uncertainty(self) -> np.ndarray:
+        """The uncertainty 1 - p of each valid token, float64."""
+        return -np.expm1(np.minimum(self.x, self.y)[self.valid])
+
+    @property
+    def normalised_gap(self) -> float:
+        """The mean of abs(lr) over the mean uncertainty of the tokens; NaN without a valid token."""
+        gaps = np.abs(self.lr[self.valid])
+        return float(np.mean(gaps)) / max(float(np.mean(self.uncertainty)), 1e-3) if len(gaps) else math.nan
+
+
+def pair_of(
+    trainer: Sequence[np.ndarray],
+    rollout: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray] | None = None,
+    sources: Mapping[str, ColumnSource] | None = None,
+) -> TokenPair:
+    """Returns the pair of columns trainer and rollout that are in no dump, float [t] for each sequence.
+
+    ``masks`` mark the response tokens, bool [t]; None means all of them. Sequences without a token are left out.
+    """
+    masks = [np.ones(len(values), bool) for values in rollout] if masks is None else masks
+    rows = [row for row in zip(trainer, rollout, masks, strict=True) if len(row[0])]
+    x, y, mask = zip(*rows, strict=True) if rows else ((), (), ())
+    names, ids = [str(number) for number in range(len(rows))], [np.zeros(len(each), np.int32) for each in mask]
+    return TokenPair(make_dump(names, ids, mask, {"trainer": x, "rollout": y}, sources), "trainer", "rollout")
 
 
 def pad(vectors: Sequence[np.ndarray], rows: Sequence[int] | np.ndarray, fill: float) -> np.ndarray:

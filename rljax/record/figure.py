@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,7 +22,6 @@ from rljax.record.rows import Row, is_accuracy, last_value, read_rows
 SMOOTH = 0.9
 """The decay per step of the smoothed curves of a report."""
 
-_MARKERS = "osD^v"
 _MAX_PERIOD_LINES = 30  # more lines per run would hide the curve
 
 
@@ -63,43 +63,43 @@ def curve_panel(key: str, title: str, unit: str, *, log: bool = False) -> Panel:
     """Returns a panel with the raw and the smoothed curve of one metric; a log axis leaves values of 0 out."""
 
     def plot(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-        values = np.concatenate([run.series(key)[1] for run in runs])
         head(axis, title, unit)
-        if log and np.isfinite(values).any() and not (values > 0).any():
-            note(axis, f"{key} is 0 at every step")
-        elif plot_curves(axis, runs, key, smooth, lambda raw: raw > 0 if log else np.isfinite(raw)) and log:
+        values = draw(axis, runs, key, smooth, positive=log)
+        is_zero = np.isfinite(np.concatenate([run.series(key)[1] for run in runs])).any()
+        if has_values(axis, values, f"{key} is 0 at every step" if is_zero else f"no {key} in the record") and log:
             log_axis(axis, values)
 
     return Panel(plot, key)
 
 
-def plot_curves(
-    axis: Axes,
-    runs: Sequence[Run],
-    key: str,
-    smooth: float,
-    shown: Callable[[np.ndarray], np.ndarray] = np.isfinite,
-    drawstyle: str = "default",
-) -> bool:
-    """Draws raw and smoothed curves of the values that ``shown`` selects. Returns whether there are such values.
+def draw(
+    axis: Axes, runs: Sequence[Run], key: str, smooth: float = 0.0, *, positive: bool = False, **style: Any
+) -> np.ndarray:
+    """Draws the values of a metric, and under the smoothed curve the raw one. Returns all values, NaN if not drawn.
 
-    If there are none, it writes a note instead.
+    ``positive`` leaves out values of 0 and below. A single value has a marker, because its line would be invisible.
     """
-    any_shown = False
+    found = []
     for run in runs:
         steps, values = run.series(key)
-        values = np.where(shown(values), values, np.nan)
-        if np.isnan(values).all():
-            continue
-        any_shown = True
-        if smooth:
+        values = np.where(values > 0 if positive else np.isfinite(values), values, np.nan)
+        found.append(values)
+        if smooth and not style and len(values):
             axis.plot(steps, values, color=run.color, linewidth=0.9, alpha=0.35)
+        if smooth and len(values):
             values = exponential_mean(values, smooth**2)  # the mean has two sides, each half as wide
-        marker = "o" if np.isfinite(values).sum() == 1 else ""  # a line through a single point would be invisible
-        axis.plot(steps, values, color=run.color, linestyle=run.line, linewidth=1.9, marker=marker, drawstyle=drawstyle)
-    if not any_shown:
-        note(axis, f"no {key} in the record")
-    return any_shown
+        marker = "o" if np.isfinite(values).sum() == 1 else ""
+        form: dict[str, Any] = {"linestyle": run.line, "linewidth": 1.9, "marker": marker} | style
+        axis.plot(steps, values, color=run.color, **form)
+    return np.concatenate(found)
+
+
+def has_values(axis: Axes, values: np.ndarray, otherwise: str) -> bool:
+    """Returns whether a value is finite. If none is, the text ``otherwise`` takes the place of the curves."""
+    is_drawn = bool(np.isfinite(values).any())
+    if not is_drawn:
+        note(axis, otherwise)
+    return is_drawn
 
 
 def exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
@@ -114,7 +114,8 @@ def exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
 def plot_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """Draws the response length and each run's surge, not smoothed, because the surge is called on raw values."""
     head(axis, "Response length", "mean, tokens")
-    if plot_curves(axis, runs, "response_length/mean", 0.0):
+    key = "response_length/mean"
+    if has_values(axis, draw(axis, runs, key), f"no {key} in the record"):
         called = sum(run.last("schedule/surge_step") is not None for run in runs)
         axis.set_ylim(0, axis.get_ylim()[1] * (1 + 0.1 * min(called, 5)))  # room for the labels of the surges
     _surges(axis, runs, labels=True)
@@ -124,11 +125,8 @@ def plot_accuracy(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """Draws the accuracy on each evaluation dataset, not smoothed."""
     head(axis, "Evaluation accuracy", "accuracy")
     keys = sorted({key for run in runs for row in run.rows for key in row if is_accuracy(key)})
-    for index, key in enumerate(keys):
-        marker = _MARKERS[index % len(_MARKERS)]
-        for run in runs:
-            steps, values = run.series(key)
-            axis.plot(steps, values, color=run.color, linestyle=run.line, linewidth=1.6, marker=marker, markersize=4.5)
+    for key, marker in zip(keys, itertools.cycle("osD^v"), strict=False):
+        draw(axis, runs, key, linewidth=1.6, marker=marker, markersize=4.5)
         axis.plot([], [], color=QUIET, marker=marker, markersize=4.5, label=key.split("/")[1])
     if not keys:
         note(axis, "no eval/*/accuracy in the record")
@@ -143,7 +141,8 @@ def plot_accuracy(axis: Axes, runs: Sequence[Run], _: float) -> None:
 def plot_learning_rate(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """Draws the rate of each update as a step function, with each run's surge and decay periods, not smoothed."""
     head(axis, "Learning rate", "per update")
-    if plot_curves(axis, runs, "schedule/learning_rate", 0.0, drawstyle="steps-mid"):
+    key = "schedule/learning_rate"
+    if has_values(axis, draw(axis, runs, key, drawstyle="steps-mid"), f"no {key} in the record"):
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter("{x:g}")
     _surges(axis, runs, labels=False)
@@ -181,30 +180,25 @@ def plot_turns(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     """Draws the mismatch of each bucket of turns; dashed, the mismatch of the first token after the environment's."""
     head(axis, "Mismatch by turn", "logprob_abs_diff_mean, nats")
     labels = count_labels(TURN_EDGES)
-    lines = [(f"turns/turn_{label}/logprob_abs_diff_mean", f"turn {label.replace('_', ' ')}") for label in labels]
-    lines.append(("turns/after_1/logprob_abs_diff_mean", "first after the environment"))
-    drawn: list[np.ndarray] = []
-    for place, (key, name) in enumerate(lines):
-        shade, width = 1 - 0.7 * (place % len(labels)) / len(labels), 1.6
-        for run in runs:
-            steps, values = run.series(key)
-            values = np.where(values > 0, values, np.nan)
-            if smooth and len(values):
-                values = exponential_mean(values, smooth**2)
-            line = (0, (3, 2)) if place == len(labels) else run.line
-            axis.plot(steps, values, color=run.color, linestyle=line, linewidth=width, alpha=shade)
-            drawn.append(values)
-        if any(key in row for run in runs for row in run.rows):
+    styles: dict[str, tuple[str, dict[str, Any]]] = {
+        f"turn_{label}": (f"turn {label.replace('_', ' ')}", {"alpha": 1 - 0.7 * place / len(labels)})
+        for place, label in enumerate(labels)
+    }
+    styles["after_1"] = "first after the environment", {"linestyle": (0, (3, 2))}
+    drawn = []
+    for bucket, (name, style) in styles.items():
+        values = draw(
+            axis, runs, f"turns/{bucket}/logprob_abs_diff_mean", smooth, positive=True, linewidth=1.6, **style
+        )
+        drawn.append(values)
+        if len(values):
             color = runs[0].color if len(runs) == 1 else QUIET
-            style = (0, (3, 2)) if place == len(labels) else "-"
-            axis.plot([], [], color=color, linestyle=style, linewidth=width, alpha=shade, label=name)
-    found = np.concatenate(drawn)
-    if not np.isfinite(found).any():
-        note(axis, "no turns/turn_*/logprob_abs_diff_mean in the record")
-        return
-    log_axis(axis, found)
-    frame = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.8}
-    axis.legend(fontsize=8, labelcolor=QUIET, loc="best", ncols=2, **frame)
+            axis.plot([], [], color=color, linewidth=1.6, label=name, **style)
+    values = np.concatenate(drawn)
+    if has_values(axis, values, "no turns/turn_*/logprob_abs_diff_mean in the record"):
+        log_axis(axis, values)
+        frame = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.8}
+        axis.legend(fontsize=8, labelcolor=QUIET, loc="best", ncols=2, **frame)
 
 
 FLOORS = {
@@ -221,24 +215,20 @@ def plot_mismatch(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     No remedy brings the mismatch below this difference.
     """
     _MISMATCH.plot(axis, runs, smooth)
-    drawn = []
+    drawn = [run.series(_MISMATCH.needs)[1] for run in runs]
     for cause, (key, marker) in FLOORS.items():
-        found = [(run, *run.series(key)) for run in runs]
-        values = np.concatenate([values for _, _, values in found])
-        if not np.isfinite(values).any():
-            continue
-        for run, steps, series in found:
-            shown = np.where(series > 0, series, np.nan)
-            axis.plot(steps, shown, color=run.color, linestyle="", marker=marker, markersize=4.5, alpha=0.7)
-        drawn.append(values)
-        label = f"itself: {cause}" if (values > 0).any() else f"itself: {cause} (0)"
-        axis.plot([], [], color=QUIET, linestyle="", marker=marker, markersize=4.5, label=label)
-    if not drawn:
-        return
-    above = np.concatenate([*drawn, *(run.series(_MISMATCH.needs)[1] for run in runs)])
-    if (above > 0).any():
-        log_axis(axis, above)
-    axis.legend(frameon=False, fontsize=8.5, labelcolor=QUIET, loc="best")
+        values = np.concatenate([run.series(key)[1] for run in runs])
+        if np.isfinite(values).any():
+            style: dict[str, Any] = {"linestyle": "", "marker": marker, "markersize": 4.5}
+            draw(axis, runs, key, positive=True, alpha=0.7, **style)
+            label = f"itself: {cause}" if (values > 0).any() else f"itself: {cause} (0)"
+            axis.plot([], [], color=QUIET, label=label, **style)
+            drawn.append(values)
+    if len(drawn) > len(runs):
+        values = np.concatenate(drawn)
+        if (values > 0).any():
+            log_axis(axis, values)
+        axis.legend(frameon=False, fontsize=8.5, labelcolor=QUIET, loc="best")
 
 
 _MISMATCH = curve_panel(

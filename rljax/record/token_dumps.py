@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import zlib
@@ -277,9 +276,9 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
     try:
         return TokenDump(
             sequence_ids=tuple(table["sequence_id"].to_pylist()),
-            token_ids=_vectors(table["token_ids"], np.dtype(np.int32)),
-            response_mask=_vectors(table["response_mask"], np.dtype(bool)),
-            columns={name: (_matrices if _is_nested(name) else _vectors)(table[name], _dtype(name)) for name in names},
+            token_ids=_arrays(table["token_ids"], "token_ids"),
+            response_mask=_arrays(table["response_mask"], "response_mask"),
+            columns={name: _arrays(table[name], name) for name in names},
             sources={name: ColumnSource.read(source) for name, source in note["columns"].items()},
             sampling=note["sampling"],
         )
@@ -335,18 +334,6 @@ def _check_column(name: str, arrays: Sequence[Any], dump: TokenDump) -> None:
             raise ValueError(f"sequence {sequence!r}: {what} must have {entries}, got shape {array.shape}")
 
 
-def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:
-    if column.null_count:
-        raise ValueError("a row has no list where one is expected")
-    if dtype.kind != "f" and any(chunk.flatten().null_count for chunk in column.chunks):
-        raise ValueError("a row has a null in its token ids or its mask")
-    found: list[np.ndarray] = []
-    for chunk in column.chunks:
-        flat = np.asarray(chunk.values.to_numpy(zero_copy_only=False), dtype)
-        found += [flat[start:end] for start, end in itertools.pairwise(chunk.offsets.to_numpy().tolist())]
-    return tuple(found)
-
-
 def _lists(arrays: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
     """Returns arrays [t] as lists, or [t, k] as lists of lists, without a Python object for each token."""
     flat = np.concatenate([array.ravel() for array in arrays]) if arrays else np.zeros(0)
@@ -358,13 +345,23 @@ def _lists(arrays: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(starts, inner)
 
 
-def _matrices(column: pa.ChunkedArray, dtype: Any) -> tuple[np.ndarray, ...]:
-    """Returns the lists of lists of each row as a matrix. Raises ValueError if they have several lengths."""
-    found = []
+def _arrays(column: pa.ChunkedArray, name: str) -> tuple[np.ndarray, ...]:
+    """Returns the list of each row as an array [t], or the lists of a row as an array [t, k].
+
+    Raises ValueError if a list is missing, an integer is missing, or the lists of a row have several lengths.
+    """
+    dtype, found = _dtype(name), []
     for row in column:
-        tokens = row.values
-        lengths = np.unique(tokens.value_lengths().to_numpy(zero_copy_only=False))
-        if len(lengths) != 1:
-            raise ValueError(f"the likeliest tokens of a row have lists of several lengths: {lengths[:4].tolist()}")
-        found.append(np.asarray(tokens.flatten().to_numpy(zero_copy_only=False), dtype).reshape(len(tokens), -1))
+        if not row.is_valid:
+            raise ValueError("a row has no list where one is expected")
+        values, shape = row.values, (len(row.values), -1)
+        if _is_nested(name):
+            lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
+            if len(lengths) != 1:
+                raise ValueError(f"the likeliest tokens of a row have lists of several lengths: {lengths[:4].tolist()}")
+            values = values.flatten()
+        if dtype.kind != "f" and values.null_count:
+            raise ValueError("a row has a null in its token ids or its mask")
+        flat = np.asarray(values.to_numpy(zero_copy_only=False), dtype)
+        found.append(flat.reshape(shape) if _is_nested(name) else flat)
     return tuple(found)

@@ -137,7 +137,7 @@ class MlflowTracker:
 
         for name in ("mlflow", "alembic"):  # they log each table that they make, and each attempt to open the store
             logging.getLogger(name).setLevel(logging.ERROR)
-        self._entities = mlflow.entities
+        self._metric = mlflow.entities.Metric
         self._client = mlflow.MlflowClient()
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
@@ -148,19 +148,20 @@ class MlflowTracker:
             self._client.update_run(self._id, status="RUNNING")
         else:
             self._id = self._client.create_run(experiment, run_name=run.name, tags={self.TAG: run.id}).info.run_id
-            self._log_settings(run.settings)
+            values = [(_mlflow_key(key), str(value)[:6000]) for key, value in run.settings.items()]
+            for part in _parts([mlflow.entities.Param(*pair) for pair in values], 100):  # the most in a request
+                self._client.log_batch(self._id, params=part)
         self.where = f"run {self._id} in {mlflow.get_tracking_uri()}"
 
     def log(self, row: Row) -> None:
         """Takes the numbers of a row of a step that the run lacks; MLflow has no texts by step."""
         if row["step"] <= self._last:
             return
-        self._last = row["step"]
-        metric, now = self._entities.Metric, time.time_ns() // 1_000_000
+        self._last, now = row["step"], time.time_ns() // 1_000_000
         numbers = {key: float(value) for key, value in row.items() if isinstance(value, (bool, int, float))}
-        step = numbers.pop("step")  # goes last, because it marks the row as whole
-        metrics = [metric(_mlflow_key(key), value, now, row["step"]) for key, value in numbers.items()]
-        for part in _parts([*metrics, metric("step", step, now, row["step"])], 1000):
+        last = {"step": numbers.pop("step")}  # it marks the row as whole
+        metrics = [self._metric(_mlflow_key(key), value, now, self._last) for key, value in (numbers | last).items()]
+        for part in _parts(metrics, 1000):
             self._client.log_batch(self._id, metrics=part)
 
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
@@ -170,12 +171,6 @@ class MlflowTracker:
         for path in figures.values():
             self._client.log_artifact(self._id, str(path))
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
-
-    def _log_settings(self, settings: Mapping[str, Any]) -> None:
-        """Stores the configuration as parameters. MLflow takes at most 100 of them in a request."""
-        param = self._entities.Param
-        for part in _parts([param(_mlflow_key(key), str(value)[:6000]) for key, value in settings.items()], 100):
-            self._client.log_batch(self._id, params=part)
 
 
 def _parts(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -1,7 +1,7 @@
 """Sends the record of a run to experiment trackers: Weights & Biases, trackio, MLflow, or a class of the user.
 
-Each tracker gets the rows on a thread, so an error or a pause of it costs the run nothing. A tracker that fails gets no
-more rows, and a line says so. A run that continues goes on in the same run of the tracker.
+A thread gives the rows to the trackers, so an error or a pause of one costs the run nothing. A tracker that fails gets
+no more rows, and a line says so. A run that continues goes on in the same run of the tracker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pkgutil
 import queue
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -101,16 +100,16 @@ class Tracker(Protocol):
 class Trackers:
     """The trackers of a run, as a context around it, and a report of its ``Recorder``.
 
-    At the end of the block each tracker gets the summary and the figures. All trackers together have ``END_S`` seconds
-    for that. After an error in the block the trackers mark the run as failed.
+    One thread gives the rows to all trackers. At the end of the block each tracker gets the summary and the figures.
+    All trackers together have ``END_S`` seconds for that. After an error in the block they mark the run as failed.
     """
 
     def __init__(self, config: RecordConfig) -> None:
         """Finds the trackers. Raises ValueError if one is not installed, cannot be imported or refuses its check."""
         self._config = config
         self._makers = {kind: _find(kind) for kind in config.trackers}
-        self._rows: dict[str, queue.Queue[Row | None]] = {kind: queue.Queue(WAITING) for kind in self._makers}
-        self._threads: dict[str, threading.Thread] = {}
+        self._fed: list[str] = []  # the trackers that get rows; one that fails leaves
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._left_s: Callable[[], float] = lambda: math.inf
         self._failed = False
 
@@ -121,27 +120,25 @@ class Trackers:
         settings: dict[str, Any],
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Opens the trackers on threads of their own.
+        """Opens the trackers on their thread.
 
         ``config`` is the resolved configuration, nested as in config.yaml, and ``settings`` has its values by dotted
         key. ``left_s`` returns the seconds until the process has to end.
         """
-        self._left_s = left_s
+        self._left_s, self._fed = left_s, [*self._makers]
         name = self._config.run_name or run_dir.resolve().name
         run = TrackedRun(self._config.project, name, "", run_dir / FOLDER, config, settings)
-        for kind, rows in list(self._rows.items()):  # a tracker that fails leaves the table
-            self._threads[kind] = threading.Thread(target=self._feed, args=(kind, run, rows), daemon=True)
-            self._threads[kind].start()
+        self._thread = threading.Thread(target=self._feed, args=(run,), daemon=True)
+        if self._fed:
+            self._thread.start()
 
-    def show(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
-        """Hands the row of a step to each tracker. One for which too many rows wait gets no more."""
-        values = {key: math.nan if value in _INFINITE else value for key, value in row.items() if value is not None}
-        for kind, rows in list(self._rows.items()):
-            with self._told(kind):
-                rows.put_nowait(values)
-
-    def close(self) -> None:
-        """Does nothing: the end of the block ends the trackers."""
+    def __call__(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
+        """Hands the row of a step to the trackers. If too many rows wait, they get no more."""
+        if self._rows.qsize() >= WAITING:
+            self._leave("it was too slow", *self._fed)
+        if self._fed:
+            values = {key: math.nan if value in _INFINITE else value for key, value in row.items() if value is not None}
+            self._rows.put(values)
 
     def __enter__(self) -> Trackers:
         return self
@@ -149,31 +146,33 @@ class Trackers:
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OwnedError) or isinstance(getattr(error, "__cause__", None), OwnedError):
             return  # another process goes on with the run
-        self._failed = error is not None
-        seconds = 1.0 if isinstance(error, KeyboardInterrupt) else max(min(self._left_s(), END_S), 1.0)
-        ends_at = time.monotonic() + seconds
-        for kind, rows in list(self._rows.items()):
-            with self._told(kind):
-                rows.put_nowait(None)
-        for kind in self._rows.keys() & self._threads:
-            self._threads[kind].join(max(ends_at - time.monotonic(), 0.0))
-            if self._threads[kind].is_alive():
-                with self._told(kind):
-                    raise TimeoutError("it did not end in time")
-                with contextlib.suppress(Exception):  # of a process that has just ended, or of a user's class
-                    getattr(self._makers[kind], "abandon", lambda: None)()
+        if self._fed:
+            self._failed = error is not None
+            self._rows.put(None)
+            self._thread.join(1.0 if isinstance(error, KeyboardInterrupt) else max(min(self._left_s(), END_S), 1.0))
+        for kind in [*self._fed]:
+            self._leave("it did not end in time", kind)
+            with contextlib.suppress(Exception):  # of a process that has just ended, or of a user's class
+                getattr(self._makers[kind], "abandon", lambda: None)()
 
-    def _feed(self, kind: str, run: TrackedRun, rows: queue.Queue[Row | None]) -> None:
-        """Makes the tracker and gives it each row, and at the end the results."""
-        with self._told(kind):
-            run.directory.mkdir(exist_ok=True)
-            run = dataclasses.replace(run, id=_id_of(run.directory / f"{kind}.json", run.project))
-            tracker = self._makers[kind](run)
-            tqdm.write(f"tracked by {kind}: {tracker.where}", file=sys.stderr)
-            while (row := rows.get()) is not None:
-                tracker.log(row)
-            summary, figures = ({}, {}) if self._failed else _results(run.directory.parent)
-            tracker.finish(summary, figures, self._failed)
+    def _feed(self, run: TrackedRun) -> None:
+        """Makes the trackers and gives them each row, and at the end the results."""
+        trackers: dict[str, Tracker] = {}
+        for kind, make in self._makers.items():
+            with self._told(kind):
+                run.directory.mkdir(exist_ok=True)
+                own_id = _id_of(run.directory / f"{kind}.json", run.project)
+                trackers[kind] = make(dataclasses.replace(run, id=own_id))
+                tqdm.write(f"tracked by {kind}: {trackers[kind].where}", file=sys.stderr)
+        while (row := self._rows.get()) is not None:
+            for kind in [*self._fed]:
+                with self._told(kind):
+                    trackers[kind].log(row)
+        for kind in [*self._fed]:
+            with self._told(kind):
+                summary, figures = ({}, {}) if self._failed else _results(run.directory.parent)
+                trackers[kind].finish(summary, figures, self._failed)
+                self._fed.remove(kind)
 
     @contextlib.contextmanager
     def _told(self, kind: str) -> Iterator[None]:
@@ -181,9 +180,13 @@ class Trackers:
         try:
             yield
         except BaseException as error:  # a library may raise anything, SystemExit included
-            if self._rows.pop(kind, None) is not None:
-                what = "it was too slow" if isinstance(error, queue.Full) else _in_one_line(error)
-                said = f"warning: record.trackers: {kind} gets no more rows: {what}; metrics.jsonl has all"
+            self._leave(_in_one_line(error), kind)
+
+    def _leave(self, why: str, *kinds: str) -> None:
+        for kind in kinds:
+            if kind in self._fed:
+                self._fed.remove(kind)
+                said = f"warning: record.trackers: {kind} gets no more rows: {why}; metrics.jsonl has all"
                 tqdm.write(said, file=sys.stderr)
 
 
@@ -215,7 +218,7 @@ def _find(kind: str) -> Callable[[TrackedRun], Tracker]:
 
 def _in_one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:_LONGEST]
-    return text if isinstance(error, (ValueError, TimeoutError)) and text else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def _results(run_dir: Path) -> tuple[Row, dict[str, Path]]:

@@ -10,9 +10,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -38,14 +38,8 @@ _CONSOLE = (
 )
 
 
-class Report(Protocol):
-    """A form of the record besides ``metrics.jsonl``."""
-
-    def show(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
-        """Takes the row of a step, and its histograms by name."""
-
-    def close(self) -> None:
-        """Releases what the report holds."""
+Report = Callable[[Row, Mapping[str, np.ndarray]], None]
+"""A function that takes the row of a step, and its histograms by name, for a form of the record besides the file."""
 
 
 class Recorder:
@@ -80,13 +74,25 @@ class Recorder:
         _keep_steps_before(self._path, first_step)
         self._next_step = first_step
         self._open()
+        self._closing = contextlib.ExitStack()
         self._reports: list[Report] = [*more]
         if tensorboard:
-            self._reports.append(_TensorBoard(directory / "tb", first_step))
+            board = _TensorBoard(directory / "tb", first_step)
+            self._reports.append(board)
+            self._closing.callback(board.close)
         if compiles and first_step <= total_steps:
-            self._reports.append(_FirstStep(first_step))
+            self._reports.append(_first_step(first_step))
         if progress:
-            self._reports.append(_Console(total_steps, first_step))
+            # disable=None: without a terminal there is no bar, and its methods do nothing.
+            bar = tqdm(
+                total=total_steps,
+                initial=first_step - 1,
+                unit="step",
+                file=sys.stderr,
+                dynamic_ncols=True,
+                disable=None,
+            )
+            self._reports.append(_Console(self._closing.enter_context(bar), total_steps, first_step))
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Records the row of the next step.
@@ -109,7 +115,7 @@ class Recorder:
         self._append(f"{_encode(values)}\n".encode())
         self._next_step += 1
         for report in self._reports:
-            report.show(values, histograms or {})
+            report(values, histograms or {})
 
     def sync(self) -> None:
         """Waits until every row is on the disk, so that a checkpoint can rely on it. Raises NotWrittenError."""
@@ -153,8 +159,7 @@ class Recorder:
     def close(self) -> None:
         """Flushes and closes everything; a second call does nothing."""
         self._file.close()
-        for report in self._reports:
-            report.close()
+        self._closing.close()
 
 
 class _TensorBoard:
@@ -169,7 +174,7 @@ class _TensorBoard:
         self._file: EventsWriter | None = None
         self._failed = False
 
-    def show(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
+    def __call__(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
         """Writes the row. After an error it prints a warning and writes no more."""
         if self._failed:
             return
@@ -271,29 +276,24 @@ def _span(steps: Sequence[int]) -> str:
     return f"{len(steps)} rows from step {steps[0]} to {steps[-1]}{out_of_order}"
 
 
-class _FirstStep:
-    def __init__(self, step: int) -> None:
-        self._step, self._start = step, time.monotonic()
-        print(f"compiling step {step}; the steps after it are faster", file=sys.stderr, flush=True)
+def _first_step(step: int) -> Report:
+    """Says that the first step compiles, and returns a report that says how long it took."""
+    start = time.monotonic()
+    print(f"compiling step {step}; the steps after it are faster", file=sys.stderr, flush=True)
 
-    def show(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
-        if row["step"] == self._step:
-            tqdm.write(f"compiled; step {self._step} took {time.monotonic() - self._start:.1f} s", file=sys.stderr)
+    def show(row: Row, _: Mapping[str, np.ndarray]) -> None:
+        if row["step"] == step:
+            tqdm.write(f"compiled; step {step} took {time.monotonic() - start:.1f} s", file=sys.stderr)
 
-    def close(self) -> None:
-        pass
+    return show
 
 
 class _Console:
-    def __init__(self, total_steps: int, first_step: int) -> None:
-        self._total_steps, self._first_step = total_steps, first_step
+    def __init__(self, bar: tqdm[Any], total_steps: int, first_step: int) -> None:
+        self._bar, self._total_steps, self._first_step = bar, total_steps, first_step
         self._last_time, self._last_step = time.monotonic(), first_step - 1
-        # disable=None: without a terminal there is no bar, and its methods do nothing.
-        self._bar = tqdm(
-            total=total_steps, initial=first_step - 1, unit="step", file=sys.stderr, dynamic_ncols=True, disable=None
-        )
 
-    def show(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
+    def __call__(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
         parts = [f"{label} {cell(row.get(key), form)}" for label, key, form in _CONSOLE]
         if self._bar.disable:
             self._print_line(row, parts)
@@ -312,6 +312,3 @@ class _Console:
         accuracies = [f"{key} {cell(row[key], '.3f')}" for key in evaluations if is_accuracy(key)]
         counted = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
         print("  ".join([counted, *parts, *accuracies, f"{pace:.2f} s/step"]), file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        self._bar.close()

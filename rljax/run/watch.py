@@ -17,7 +17,6 @@ import numpy as np
 
 from rljax.mismatch.signs import FILL_SPREAD, FILL_TOKENS, find_constants, find_repeats, is_no_chance
 from rljax.record.rows import Row
-from rljax.record.token_arrays import to_rows
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import TrainerValues
 
@@ -152,11 +151,9 @@ def _sampled(sequences: Sequence[TrainSequence], values: Sequence[np.ndarray]) -
 def _signature(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -> str:
     """Returns the cause that the verdict of ``rljax compare`` finds in the numbers, if it is one of ``_SIGNATURES``."""
     from rljax.compare.verdict import judge  # pyarrow, for few runs
-    from rljax.record.token_dumps import ColumnSource
+    from rljax.record.dump_facts import pair_of
 
-    mask = to_rows([np.ones(len(values), np.bool_) for values in rollout], False)
-    x, y = (to_rows(values, np.nan) for values in (trainer, rollout))
-    cause = judge(x, y, mask, ColumnSource(), ColumnSource()).cause
+    cause = judge(pair_of(trainer, rollout)).cause
     return cause if cause in _SIGNATURES else ""
 
 

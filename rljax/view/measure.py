@@ -77,8 +77,8 @@ def measure(
     """
     if not len(dump.sequence_ids):
         raise ValueError("there is no sequence in the dump")
-    pair = TokenPair(dump, *columns)
-    metrics = pair.metrics(progress)
+    pair = TokenPair(dump, *columns, progress)
+    metrics = pair.metrics
     shown = {name: metrics[name] for name in METRICS}
     if not pair.trainer:
         shown = {"mean_logprob": -metrics["kl"], **{name: metrics[name] for name in METRICS[-3:]}}

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from rljax.commands import compare
-from rljax.compare import picture
-from rljax.compare.importers import read_tokens
 from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
 from rljax.compare.scorers import score_column
+from rljax.compare.verdict import judge
 from rljax.errors import run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params, save_params
 from rljax.policy.model import init_params
+from rljax.record.dump_facts import pair_of
 from rljax.record.token_dumps import ColumnSource, make_dump, read_dump, write_dump
 
 SOURCE = ColumnSource("jax", "bfloat16", "sha256:aa", 1.0)
@@ -56,11 +56,8 @@ def test_pairs_metrics_and_floor_are_those_of_the_library():
 
 def test_floors_by_cause_are_no_columns_of_their_own():
     dump = noisy_dump()
-    shifted = [row + 1e-3 for row in dump.logprobs["a"]]
-    dump = dump.with_column("a@mesh", shifted, SOURCE)
-    comparison = compare_columns(dump)
-    assert list(comparison.columns) == ["a", "b", "c"]
-    assert set(comparison.noise_floor) == {"a"}
+    comparison = compare_columns(dump.with_column("a@mesh", [row + 1e-3 for row in dump.logprobs["a"]], SOURCE))
+    assert (list(comparison.columns), set(comparison.noise_floor)) == (["a", "b", "c"], {"a"})
     assert comparison.other_floors["a"]["mesh"]["logprob_abs_diff_mean"] == pytest.approx(1e-3, rel=1e-3)
     assert "| 0.001 |" in to_markdown(comparison)
 
@@ -88,15 +85,9 @@ def test_columns_that_cannot_be_compared_are_refused(columns, message):
 def test_json_markdown_and_text_say_the_same():
     comparison = compare_columns(noisy_dump(scale=np.nan))
     plain = json.loads(to_json(comparison))
-    assert plain["pairs"][0]["verdict"]["cause"] == "no_tokens"
-    assert plain["passed"] is False
-    assert plain["columns"]["a"] == {
-        "engine": "jax",
-        "dtype": "bfloat16",
-        "weights_hash": "sha256:aa",
-        "temperature": 1,
-        "role": "",
-    }
+    assert (plain["pairs"][0]["verdict"]["cause"], plain["passed"]) == ("no_tokens", False)
+    known = {"engine": "jax", "dtype": "bfloat16", "weights_hash": "sha256:aa", "temperature": 1, "role": ""}
+    assert plain["columns"]["a"] == known
     gap = plain["pairs"][1]["metrics"]["logprob_abs_diff_mean"]
     for text in (to_markdown(comparison), to_text(comparison)):
         assert f"{gap:.3g}" in text
@@ -119,26 +110,20 @@ def test_a_column_of_another_file_goes_by_sequence_id(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("ids", "column", "message"),
     [
-        ([[1, 2, 3]], r"'x' is tokenised differently: from token 1 on it has \[2, 3\], expected \[7, 3\]"),
-        ([[1, 7]], r"'x' is tokenised differently: from token 2 on it has \[\], expected \[3\]"),
+        ([1, 2, 3], "r", r"'x' is tokenised differently: from token 1 on it has \[2, 3\], expected \[7, 3\]"),
+        ([1, 7], "r", r"'x' is tokenised differently: from token 2 on it has \[\], expected \[3\]"),
+        ([1, 7, 3], "r", "no sequence 'y'"),
+        ([1, 7, 3], "s", r"no column 's', but \['r'\]"),
     ],
 )
-def test_another_tokenisation_is_refused_with_its_place(tmp_path, ids, message):
-    mask = [[True] * len(ids[0])]
-    write_dump(tmp_path / "o", make_dump(["x"], ids, mask, {"r": [[-1.0] * len(ids[0])]}))
-    dump = make_dump(["x"], [[1, 7, 3]], [[True] * 3], {})
+def test_another_file_that_does_not_fit_is_named(tmp_path, ids, column, message):
+    mask = [[True] * len(ids)]
+    write_dump(tmp_path / "o", make_dump(["x"], [ids], mask, {"r": [[-1.0] * len(ids)]}))
+    dump = make_dump(["x", "y"], [[1, 7, 3]] * 2, [[True] * 3] * 2, {})
     with pytest.raises(ValueError, match=message):
-        score_column(f"dump:{tmp_path / 'o'}#r", dump)
-
-
-def test_a_missing_sequence_or_column_is_named(tmp_path):
-    write_dump(tmp_path / "o", make_dump(["x"], [[1]], [[True]], {"r": [[-1.0]]}))
-    with pytest.raises(ValueError, match="no sequence 'y'"):
-        score_column(f"dump:{tmp_path / 'o'}#r", make_dump(["y"], [[1]], [[True]], {}))
-    with pytest.raises(ValueError, match=r"no column 's', but \['r'\]"):
-        score_column(f"dump:{tmp_path / 'o'}#s", make_dump(["x"], [[1]], [[True]], {}))
+        score_column(f"dump:{tmp_path / 'o'}#{column}", dump)
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +134,22 @@ def model(tmp_path_factory):
     return path
 
 
+def write_tokens(path):
+    """Writes a dump of four sequences of 5 prompt tokens and 15 response tokens, without columns."""
+    ids = np.random.default_rng(0).integers(0, 16, (4, 20))
+    return str(write_dump(path, make_dump(list("abcd"), ids, np.arange(20)[None] >= np.full((4, 1), 5), {})))
+
+
 def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, 16, (4, 20))
-    write_dump(tmp_path / "t", make_dump(list("abcd"), ids, np.arange(20)[None] >= np.full((4, 1), 5), {}))
-    arguments = [str(tmp_path / "t"), "--model", str(model), "--batch-size", "4", "--out", str(tmp_path / "out")]
+    arguments = [
+        write_tokens(tmp_path / "t"),
+        "--model",
+        str(model),
+        "--batch-size",
+        "4",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     status = run_cli(compare.main, [*arguments, "--scorer", "jax:float32", "--scorer", "hf:float32"])
     assert status == 0, capsys.readouterr()
     assert "jax:float32 / hf:float32" in capsys.readouterr().out
@@ -165,24 +161,30 @@ def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
     assert (tmp_path / "out" / "report.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_failed_comparison_leaves_no_directory(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "error: nowhere: No such file"),
+        (["x.jsonl"], "needs at least two columns"),
+        (["x.jsonl", "--trainer", "x"], "no column 'x'"),
+        (["x.jsonl", "--scorer", "vllm:http://127.0.0.1:1"], "127.0.0.1:1"),
+        (["x.jsonl", "--scorer", "x"], "error: unknown scorer 'x'"),
+        (["x.jsonl", "--scorer", "jax:float32"], "error: scorer 'jax:float32' needs a model directory"),
+        (["one", "--columns", "a"], "error: a comparison needs at least two"),
+    ],
+)
+def test_a_mistake_takes_one_line_and_leaves_no_directory(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "x.jsonl").write_text('{"token_ids": [1, 2], "response_mask": [0, 1]}\n')
-    for words, message in (
-        ([], "needs at least two columns"),
-        (["--trainer", "x"], "no column 'x'"),
-        (["--scorer", "vllm:http://127.0.0.1:1"], "127.0.0.1:1"),
-    ):
-        arguments = [str(tmp_path / "x.jsonl"), "--out", str(tmp_path / "deep" / "out"), *words]
-        assert run_cli(compare.main, arguments) == 2
-        assert message in capsys.readouterr().err.splitlines()[-1]
-        assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+    write_dump(tmp_path / "one", noisy_dump())
+    assert run_cli(compare.main, [*words, "--out", str(tmp_path / "deep" / "out")]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "x.jsonl"]
 
 
 def floors_of(model, tmp_path, *words):
     """Compares two scorers; returns the names of the columns, the additional floors and the report."""
-    ids = np.random.default_rng(0).integers(0, 16, (4, 20))
-    write_dump(tmp_path / "t", make_dump(list("abcd"), ids, np.arange(20)[None] >= np.full((4, 1), 5), {}))
-    arguments = [str(tmp_path / "t"), "--model", str(model), "--out", str(tmp_path / "out"), *words]
+    arguments = [write_tokens(tmp_path / "t"), "--model", str(model), "--out", str(tmp_path / "out"), *words]
     scorers = ["--scorer", "jax:float32", "--scorer", "jax-prefill:float32"]
     assert run_cli(compare.main, [*arguments, *scorers]) == 0
     kept = read_dump(tmp_path / "out" / "tokens.parquet")
@@ -252,6 +254,7 @@ def test_only_pairs_with_the_sampling_column_refuse_a_cut(sampling, refused):
     dump = make_dump(["x"], [[1] * 40], [[True] * 40], columns, {}, sampling)
     pairs = compare_columns(dump).pairs
     cut = [(pair.trainer, pair.rollout) for pair in pairs if pair.verdict.cause == "truncated_sampling"]
+    assert all("the tokens were sampled with " in p.verdict.reason for p in pairs if (p.trainer, p.rollout) in cut)
     assert cut == [pair for pair in itertools.combinations(["a", "b", "rollout"], 2) if set(refused) & set(pair)]
 
 
@@ -281,22 +284,6 @@ def test_an_interrupt_keeps_what_was_scored(model, tmp_path, monkeypatch, capsys
     assert run_cli(compare.main, [*arguments, "--scorer", "jax:float32", "--scorer", "jax:bfloat16"]) == 130
     assert "a / jax:float32" in capsys.readouterr().out
     assert "jax:float32" in read_dump(tmp_path / "out" / "tokens.parquet").logprobs
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "error: nowhere: No such file"),
-        (["{dump}", "--scorer", "x"], "error: unknown scorer 'x'"),
-        (["{dump}", "--scorer", "jax:float32"], "error: scorer 'jax:float32' needs a model directory"),
-        (["{dump}", "--columns", "a"], "error: a comparison needs at least two"),
-    ],
-)
-def test_a_mistake_is_said_in_one_line(tmp_path, capsys, arguments, message):
-    path = write_dump(tmp_path / "t", noisy_dump())
-    filled = [argument.format(dump=path) for argument in arguments]
-    assert run_cli(compare.main, [*filled, "--out", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def two_tokens(order, roles=None, sampling=None):
@@ -339,15 +326,11 @@ def test_roles_and_not_the_order_in_the_file_decide(tmp_path, names, roles, samp
         assert ("Nothing says which of these columns is the trainer's" in text) == (not known)
 
 
-def test_columns_without_roles_stand_as_they_are_named():
+def test_columns_of_one_role_keep_their_order_and_are_listed():
     (pair,) = compare_columns(two_tokens("pq"), ["q", "p"]).pairs
     assert (pair.trainer, pair.rollout, pair.roles_known) == ("q", "p", False)
-
-
-def test_columns_of_one_role_are_listed_together():
     dump = noisy_dump().with_roles({"a": "trainer", "b": "rollout"})
-    dump = dump.with_column("r", dump.logprobs["c"], ColumnSource(role="rollout"))
-    comparison = compare_columns(dump)
+    comparison = compare_columns(dump.with_column("r", dump.logprobs["c"], ColumnSource(role="rollout")))
     assert list(comparison.columns) == ["a", "c", "b", "r"]
     assert [pair.roles_known for pair in comparison.pairs] == [True] * 5 + [False]
     assert "the rollout engine's: b, r." in to_text(comparison)
@@ -368,30 +351,6 @@ def test_a_role_is_named_on_the_command_line(tmp_path, capsys):
     assert "cannot be both" in capsys.readouterr().err
     assert run_cli(compare.main, [*arguments, "--trainer", "z"]) == 2
     assert "no column 'z', but p, q" in capsys.readouterr().err
-
-
-def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    dump = noisy_dump()
-    for i in range(5):
-        vectors = [row + 1e-2 * rng.standard_normal(len(row)) for row in dump.logprobs["a"]]
-        dump = dump.with_column(f"n{i}", vectors, SOURCE)
-    far = [row - 3.0 * (np.arange(len(row)) % 2) for row in dump.logprobs["a"]]
-    comparison = compare_columns(dump.with_column("far", far, SOURCE))
-    drawn = []
-    figure = picture.Figure
-
-    class Kept(figure):
-        def savefig(self, *args, **options):
-            drawn.append([text.get_text() for text in self.legends[0].get_texts()])
-            super().savefig(*args, **options)
-
-    monkeypatch.setitem(vars(picture), "Figure", Kept)
-    picture.plot_comparison(comparison, tmp_path / "r.png")
-    assert len(comparison.pairs) == 36
-    failed = {f"{p.trainer} / {p.rollout}: {p.verdict.status}" for p in comparison.pairs if p.verdict.status != "pass"}
-    assert len(failed) == 8
-    assert sorted(drawn[0]) == sorted({"coarser dtype: bfloat16", *failed})
 
 
 def test_a_pair_that_fails_gives_status_1(tmp_path):
@@ -430,8 +389,7 @@ def test_tokens_that_are_left_out_never_pass(tmp_path, capsys, where, value, lef
 
 
 def test_the_first_token_of_all_has_no_number_to_miss():
-    dump = spoiled(lambda rollout: rollout.__setitem__(np.s_[:, 0], np.nan))
-    (pair,) = compare_columns(dump).pairs
+    (pair,) = compare_columns(spoiled(lambda rollout: rollout.__setitem__(np.s_[:, 0], np.nan))).pairs
     assert (pair.verdict.status, pair.verdict.left_out) == ("pass", 0)
 
 
@@ -453,15 +411,11 @@ def test_numbers_above_zero_are_refused_in_a_line(tmp_path, capsys, change, word
     assert words in line
 
 
-def test_columns_without_sequences_are_compared():
+def test_no_sequence_and_what_rounding_adds_are_no_mistake():
     """A column without sequences must not count as a column of numbers above 0."""
     (pair,) = compare_columns(make_dump([], [], [], {"a": [], "b": []})).pairs
     assert pair.verdict.cause == "no_tokens"
-
-
-def test_zero_and_what_rounding_adds_are_no_mistake():
-    dump = spoiled(lambda rollout: rollout.__setitem__((2, 3), 4e-6))
-    assert "never above 0" not in to_text(compare_columns(dump))
+    assert compare_columns(spoiled(lambda rollout: rollout.__setitem__((2, 3), 4e-6))).pairs
 
 
 @pytest.mark.parametrize(
@@ -492,10 +446,9 @@ def test_certain_tokens_are_no_constant_fill(power):
     rng = np.random.default_rng(4)
     gaps = np.where(rng.random((16, 64)) < 0.5, rng.uniform(8, 40, (16, 64)), rng.uniform(-3, 3, (16, 64)))
     x, y = (-np.log1p(np.exp(-gaps * p)).astype(np.float32) for p in (1.0, power))
-    ids, mask = np.ones(x.shape, int), np.ones(x.shape, bool)
-    (pair,) = compare_columns(make_dump([str(i) for i in range(16)], ids, mask, {"a": x, "b": y})).pairs
-    assert pair.verdict.cause != "constant_fill", pair.verdict.reason
-    assert (pair.verdict.status == "pass") == (power == 1.0)
+    verdict = judge(pair_of(x, y))
+    assert verdict.cause != "constant_fill", verdict.reason
+    assert (verdict.status == "pass") == (power == 1.0)
 
 
 def test_responses_that_begin_alike_are_no_constant_fill():
@@ -504,8 +457,7 @@ def test_responses_that_begin_alike_are_no_constant_fill():
     x = -rng.exponential(1.0, (64, 8)) - 0.1
     y = x + 4e-3 * rng.standard_normal(x.shape)
     x[:, :2], y[:, :2] = (-1.0, -2.0), (-1.02, -2.02)
-    dump = make_dump([str(i) for i in range(64)], np.ones(x.shape, int), np.ones(x.shape, bool), {"a": x, "b": y})
-    assert compare_columns(dump).pairs[0].verdict.status == "pass"
+    assert judge(pair_of(x, y)).status == "pass"
 
 
 def test_a_gap_beyond_any_dtype_lists_its_causes():
@@ -551,25 +503,9 @@ def test_a_mask_with_holes_gives_the_mismatch_by_turn():
     assert "from the environment's last token" in to_text(comparison)
 
 
-def test_masks_of_peers_give_turns(tmp_path):
-    mask, rollout, trainer = [0, 1, 0, 1, 1], [0.0, -1.0, 0.0, -1.0, -1.0], [0.0, -2.0, 0.0, -1.25, -0.5]
-    verl = {"prompt_ids": [1], "response_ids": [2, 3, 4, 5], "response_mask": mask[1:]}
-    verl |= {"logprobs": {"trainer": trainer[1:], "rollout": rollout[1:]}}
-    prime = {"schema_version": 1, "step": 1, "rank": 0, "export_sequence_idx": 0, "token_ids": [1, 2, 3, 4, 5]}
-    prime |= {"loss_mask": mask, "trainer_logprobs": trainer, "inference_logprobs": rollout}
-    nemo = {"input_lengths": 5, "token_ids": [1, 2, 3, 4, 5], "token_loss_mask": mask, "sample_loss_mask": 1.0}
-    nemo |= {"prev_logprobs": trainer, "generation_logprobs": rollout}
-    for name, record in (("verl", verl), ("prime", prime), ("nemo", nemo)):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
-        turns = compare_columns(read_tokens(tmp_path / f"{name}.jsonl")).pairs[0].turns
-        counts = {label: cell["token_count"] for label, cell in turns.items()}
-        assert counts == {"turn_1": 1, "turn_2": 2, "after_1": 1, "after_2_to_4": 1}, name
-
-
 def test_the_turns_of_a_dump_come_before_those_of_its_mask():
     nan = None  # the second sequence is an additional row: its prompt ends with the environment's tokens
-    values = {"turn": [[nan, 1, 0, 2, 3], [nan, nan, 3, 0, 0]]}
-    turns = compare_columns(turned_dump(values)).pairs[0].turns
+    turns = compare_columns(turned_dump({"turn": [[nan, 1, 0, 2, 3], [nan, nan, 3, 0, 0]]})).pairs[0].turns
     counts = {label: cell["token_count"] for label, cell in turns.items()}
     assert counts == {"turn_1": 1, "turn_2": 1, "turn_3_to_4": 2, "after_1": 2, "after_2_to_4": 1}
 

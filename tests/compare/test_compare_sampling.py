@@ -66,9 +66,6 @@ def test_the_embedded_engine_scores_every_response_token(model):
 def test_what_cannot_be_drawn_is_refused(model, ids, mask, message):
     with pytest.raises(ValueError, match=message):
         sample_responses(make_dump(["a"], [ids], [mask], {}), model, "jax-decode:float32")
-
-
-def test_a_draw_of_nothing_is_refused():
     with pytest.raises(ValueError, match="responses must be at least 1, got 0"):
         SampleConfig(responses=0)
     with pytest.raises(ValueError, match=r"temperature must be positive, got 0\.0"):

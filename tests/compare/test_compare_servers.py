@@ -36,8 +36,10 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
     np.testing.assert_array_equal(vectors[1], np.float32([np.nan, -0.125]))
     assert (source.engine, source.dtype, source.temperature) == ("vllm fake", "float32", 1.0)
     assert source.weights_hash == weights_hash(model)
-    assert done == [1, 1]
-    assert fake.most_running == 1
+    assert (done, fake.most_running) == ([1, 1], 1)
+    fake.version = "run7/3"  # weights that were published have no known hash
+    with open_server(fake.url) as server:
+        assert server_source(server.info, "", 1.0).weights_hash == ""
 
 
 @pytest.mark.parametrize("way", ["extra_args", "trace_decode_token_ids"])
@@ -72,13 +74,6 @@ def test_a_server_that_decodes_no_given_tokens_is_named(fake):
         score_column(spec, DUMP)
 
 
-def test_a_column_names_the_form_of_its_server(fake):
-    fake.described = {"kv_cache_dtype": "fp8_e5m2", "quantization": "fp8_per_channel"}
-    form = "fp8_per_channel weights, fp8_e5m2 cache"
-    assert name_columns([f"vllm:{fake.url}"]) == {f"vllm:{fake.url}": f"vllm:float32 ({form})"}
-    assert score_column(f"vllm:{fake.url}", DUMP)[1].form == form
-
-
 def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
     """The server lists two tokens with probabilities e^-4 and e^-5 beside the given token.
 
@@ -106,12 +101,6 @@ def test_a_server_is_not_asked_for_more_tokens_than_there_are(fake, model, descr
     assert pair.metrics["token_count"] == 3
 
 
-def test_weights_that_were_published_since_have_no_known_hash(fake, model):
-    fake.root, fake.version = str(model), "run7/3"
-    with open_server(fake.url) as server:
-        assert server_source(server.info, "", 1.0).weights_hash == ""
-
-
 def test_a_plain_server_is_scored_under_its_own_names(fake):
     """The server has no plugin and no weight endpoints, so dtype and weights are unknown."""
     fake.routes, fake.model = {"/inference/v1/generate"}, "org/name"
@@ -122,28 +111,27 @@ def test_a_plain_server_is_scored_under_its_own_names(fake):
     assert name_columns([f"vllm:{fake.url}"]) == {f"vllm:{fake.url}": f"vllm:127.0.0.1:{fake.port}"}
 
 
-def test_columns_are_named_by_dtype_and_kept_apart(fake, another):
+def test_columns_are_named_by_dtype_and_form_and_kept_apart(fake, another):
     other = another()
     specs = [f"vllm:{fake.url}", f"vllm:{other.url}", "jax:float32"]
     kept = dict(zip(specs, ["vllm:float32", specs[1], "jax:float32"], strict=True))
     assert name_columns([*specs, specs[0]]) == kept
     other.dtype = "bfloat16"
     assert name_columns(specs)[specs[1]] == "vllm:bfloat16"
+    fake.described = {"kv_cache_dtype": "fp8_e5m2", "quantization": "fp8_per_channel"}
+    form = "fp8_per_channel weights, fp8_e5m2 cache"
+    assert name_columns(specs[:1]) == {specs[0]: f"vllm:float32 ({form})"}
+    assert score_column(specs[0], DUMP)[1].form == form
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
+def test_what_a_server_cannot_score_is_refused(fake):
+    """Tokens that would be cut short or would end the server are not sent."""
+    for ids, message in (
         ([5] * 128, "prompt 0 has 128 tokens; with 1 of response it must have 1 to 127"),
         ([5, 64], r"prompt 0 has token ids outside 0\.\.63"),
-    ],
-)
-def test_what_would_be_cut_short_or_end_the_server_is_not_sent(fake, ids, message):
-    with pytest.raises(ValueError, match=message):
-        score_column(f"vllm:{fake.url}", make_dump(["x"], [ids], [[True] * len(ids)], {}))
-
-
-def test_other_refusals(fake):
+    ):
+        with pytest.raises(ValueError, match=message):
+            score_column(f"vllm:{fake.url}", make_dump(["x"], [ids], [[True] * len(ids)], {}))
     with pytest.raises(ValueError, match=r"at temperature 1, got 0\.7"):
         score_column(f"vllm:{fake.url}", DUMP, temperature=0.7)
     with pytest.raises(ValueError, match=r"sglang decodes no given tokens; .* sglang:http://h"):
@@ -192,17 +180,15 @@ def test_a_second_draw_counts_up_to_the_first_other_token(fake, model, monkeypat
     drawn = sample_responses(dump, model, f"vllm-decode:{fake.url}", config)
     assert drawn.sequence_ids == ("p/0", "p/1")
     assert asked == 4
-    none = np.nan
+    none, column = np.nan, "vllm-decode:float32"
     for i in range(2):
         assert drawn.token_ids[i].tolist() == [9, 5, 5, 6, 7, 8]
-        np.testing.assert_array_equal(drawn.logprobs["vllm-decode:float32"][i], [none, none, -1, -1, -1, -1])
-        np.testing.assert_array_equal(drawn.logprobs["vllm-decode:float32@2"][i], [none, none, -1, -1.5, none, none])
-    assert drawn.sources["vllm-decode:float32"].temperature == 0.7
-    floor = compare_columns(
-        drawn.with_column("o", drawn.logprobs["vllm-decode:float32"], drawn.sources["vllm-decode:float32"])
-    ).noise_floor["vllm-decode:float32"]
-    assert floor["logprob_abs_diff_mean"] == 0.25
-    assert floor["token_count"] == 4
+        np.testing.assert_array_equal(drawn.logprobs[column][i], [none, none, -1, -1, -1, -1])
+        np.testing.assert_array_equal(drawn.logprobs[f"{column}@2"][i], [none, none, -1, -1.5, none, none])
+    assert drawn.sources[column].temperature == 0.7
+    both = drawn.with_column("o", drawn.logprobs[column], drawn.sources[column])
+    floor = compare_columns(both).noise_floor[column]
+    assert (floor["logprob_abs_diff_mean"], floor["token_count"]) == (0.25, 4)
 
 
 def test_a_server_that_dies_leaves_one_line_and_what_was_scored(fake, model, tmp_path, capsys):

@@ -56,9 +56,8 @@ def test_a_log_by_step():
 
 
 def test_buckets_stand_in_the_order_of_their_edges():
-    labels = ("ge_16", "4_to_16", "lt_4")
     row = {"step": 1, "mismatch/k3_kl": 1e-4, "reward/mean": 0.1}
-    row |= {f"mismatch_position/{label}/k3_kl": 1e-4 for label in labels}
+    row |= {f"mismatch_position/{label}/k3_kl": 1e-4 for label in ("ge_16", "4_to_16", "lt_4")}
     assert list(read_signals([row]).buckets["mismatch_position"]) == ["lt_4", "4_to_16", "ge_16"]
 
 

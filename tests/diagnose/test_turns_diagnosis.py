@@ -57,7 +57,10 @@ def test_extreme_tokens_after_an_environment_are_the_cause():
 def test_a_log_whose_rewards_fail_is_not_healthy(fractions, cause):
     row = {"mismatch/k3_kl": 1e-4, "mismatch/logprob_abs_diff_mean": 0.01, "reward/mean": 0.0}
     log = read_signals([row | {"step": i, "reward/error_fraction": one} for i, one in enumerate(fractions, 1)])
-    assert judge_cause(Facts(read_course(log), None, []))[0] == cause
+    facts = Facts(read_course(log), None, [])
+    found, findings = judge_cause(facts)
+    assert found == cause
+    assert not any("turn" in question for question in answers(facts, found, findings))  # the log has no turns
 
 
 @pytest.mark.parametrize(
@@ -72,10 +75,3 @@ def test_a_log_whose_rewards_fail_is_not_healthy(fractions, cause):
 def test_extreme_tokens_elsewhere_have_another_cause(near, far, steps):
     _, findings = judge_cause(facts_of(near, far, steps))
     assert "after_environment" not in [finding.cause for finding in findings]
-
-
-def test_a_log_without_turns_says_nothing_of_them():
-    log = read_signals([{"step": step, "mismatch/k3_kl": 1e-4, "reward/mean": 0.5} for step in range(1, 11)])
-    facts = Facts(read_course(log), None, [])
-    cause, findings = judge_cause(facts)
-    assert not any("turn" in question for question in answers(facts, cause, findings))

@@ -112,26 +112,19 @@ def test_runs_with_turns_have_a_panel_of_them(tmp_path):
     plot_report([run], tmp_path / "report.png")
 
 
-def test_a_panel_of_turns_without_turns_says_so():
-    axis = plot_grid([("turns",)], [run_of(rows_of(3))], 0.0).axes[0]
-    assert texts(axis) == [f"no {PANELS['turns'].needs} in the record"]
-
-
-def test_the_surge_and_the_decay_period_are_marked():
-    figure = report(run_of(rows_of(surge=8, period=14)))
-    assert vertical_lines(axis_named(figure, "Response length")) == [8, 14, 28]
-    assert vertical_lines(axis_named(figure, "Learning rate")) == [8, 14, 28]
-    assert texts(axis_named(figure, "Response length")) == ["surge at 8, period 14"]
-
-
-def test_a_fixed_period_without_a_surge_is_marked_alone():
-    axis = axis_named(report(run_of(rows_of(period=15))), "Response length")
-    assert vertical_lines(axis) == [15, 30]
-    assert texts(axis) == []
-
-
-def test_a_run_without_schedule_has_no_marks():
-    assert vertical_lines(axis_named(report(run_of(rows_of())), "Response length")) == []
+@pytest.mark.parametrize(
+    ("schedule", "lines", "said"),
+    [
+        ({"surge": 8, "period": 14}, [8, 14, 28], ["surge at 8, period 14"]),
+        ({"period": 15}, [15, 30], []),
+        ({}, [], []),
+    ],
+)
+def test_the_surge_and_the_decay_period_are_marked(schedule, lines, said):
+    figure = report(run_of(rows_of(**schedule)))
+    assert vertical_lines(axis_named(figure, "Response length")) == lines
+    assert vertical_lines(axis_named(figure, "Learning rate")) == lines
+    assert texts(axis_named(figure, "Response length")) == said
 
 
 def test_curves_leave_gaps_at_values_that_are_not_finite():
@@ -150,6 +143,8 @@ def test_the_mismatch_has_a_log_axis_without_its_zeros():
     axis = axis_named(report(run_of(rows)), "Training-inference mismatch")
     assert axis.get_yscale() == "log"
     assert np.isnan(axis.lines[0].get_ydata()[8])
+    axis = axis_named(report(run_of(rows_of(factor=0.0))), "Training-inference mismatch")
+    assert texts(axis) == ["mismatch/log_ppl_abs_diff is 0 at every step"]
 
 
 @pytest.mark.parametrize("values", [[1e-18, 1e-18], [1e-3, 1e-3 * (1 + 2e-16)], [1e300, 1e300], [2e-3], [1e-5, 1e-1]])
@@ -161,27 +156,18 @@ def test_the_log_axis_shows_every_value_however_alike(values, tmp_path):
     assert max(values) < high
 
 
-def test_a_mismatch_of_zero_is_said():
-    axis = axis_named(report(run_of(rows_of(factor=0.0))), "Training-inference mismatch")
-    assert texts(axis) == ["mismatch/log_ppl_abs_diff is 0 at every step"]
-
-
 def test_missing_keys_leave_a_note_in_their_panel():
-    figure = report(run_of([{"step": 1}, {"step": 2}]))
+    grid = [*REPORT, ("turns",)]
+    figure = plot_grid(grid, [run_of([{"step": 1}, {"step": 2}])], 0.9)
     notes = [text for axis in figure.axes for text in texts(axis)]
-    assert notes == [f"no {PANELS[name].needs} in the record" for row in REPORT for name in row]
-    assert len(notes) == 7
+    assert notes == [f"no {PANELS[name].needs} in the record" for row in grid for name in row]
+    assert len(notes) == 8
 
 
 def test_a_key_missing_in_one_of_several_runs_makes_no_note():
     figure = report(run_of(rows_of()), run_of([{"step": 1, "policy/entropy": 0.5}], "other", "#abcdef"))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a run", "other"]
     assert texts(axis_named(figure, "Reward")) == []
-
-
-def test_more_runs_than_colours_differ_in_line(tmp_path):
-    runs = read_runs([write_record(tmp_path / f"run{index}", rows_of(2)) for index in range(8)])
-    assert len({(run.color, run.line) for run in runs}) == 8
 
 
 def test_several_datasets_are_told_apart():
@@ -197,7 +183,9 @@ def test_the_mean_looks_both_ways_and_keeps_a_line_a_line():
     assert got[0] == 0.25 / (1 + 0.5 + 0.25 + 0.125 + 0.0625)
 
 
-def test_names_are_as_long_as_it_takes_to_tell_runs_apart():
+def test_names_and_lines_tell_runs_apart(tmp_path):
+    runs = read_runs([write_record(tmp_path / f"run{index}", rows_of(2)) for index in range(8)])
+    assert len({(run.color, run.line) for run in runs}) == 8  # there are fewer colors
     assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
     assert short_names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
     assert short_names([Path("/a/x"), Path("/a/x")]) == ["x", "x"]

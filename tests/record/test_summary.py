@@ -49,12 +49,9 @@ def test_summary():
     assert got["rows_with_nonfinite"] == 0
 
 
-def test_summary_adds_up_the_phases_where_there_is_no_whole():
+def test_summary_adds_up_phases_and_sees_no_tripling():
     rows = [{"step": 1, "time/a_s": 1.0, "time/b_s": 2.0}, {"step": 2, "time/a_s": 4.0, "time/b_s": None}]
     assert summarize(rows)["wall_seconds"] == 7
-
-
-def test_length_that_does_not_triple():
     rows = [{"step": step, "response_length/mean": 10.0 if step <= 10 else 29.9} for step in range(1, 50)]
     assert summarize(rows)["length_tripled_step"] is None
 
@@ -67,9 +64,6 @@ def test_summary_of_bare_rows_is_written_and_printed(tmp_path):
     assert path == tmp_path / "summary.json"
     assert json.loads(path.read_text()) == summary
     assert "reward" in format_summary(summary)
-
-
-def test_summary_of_nothing():
     with pytest.raises(ValueError, match="no rows"):
         summarize([])
 

@@ -25,39 +25,6 @@ def small_dump():
     )
 
 
-def assert_same(got, expected):
-    assert (got.sequence_ids, got.sources, got.sampling) == (
-        expected.sequence_ids,
-        expected.sources,
-        expected.sampling,
-    )
-    for vectors, others in [
-        (got.token_ids, expected.token_ids),
-        (got.response_mask, expected.response_mask),
-        *((got.logprobs[name], expected.logprobs[name]) for name in expected.logprobs),
-    ]:
-        for vector, other in zip(vectors, others, strict=True):
-            np.testing.assert_array_equal(vector, other, strict=True)
-
-
-def test_what_is_written_is_read_back_bit_for_bit(tmp_path):
-    dump = small_dump()
-    path = write_dump(tmp_path / "deep" / "x.parquet", dump)
-    assert_same(read_dump(path), dump)
-    assert_same(read_tokens(path), dump)
-    assert [file.name for file in path.parent.iterdir()] == ["x.parquet"]
-    assert read_dump(path).sources["trainer"] == ColumnSource()
-
-
-def test_the_columns_are_typed_and_another_reader_sees_them(tmp_path):
-    table = pq.read_table(write_dump(tmp_path / "x.parquet", small_dump()))
-    assert table.schema.field("token_ids").type == pa.list_(pa.int32())
-    assert table.schema.field("response_mask").type == pa.list_(pa.bool_())
-    assert table.schema.field("logprobs/rollout").type == pa.list_(pa.float32())
-    assert table["logprobs/rollout"].to_pylist() == [[0.0, -0.5, -3.0], [0.0, -1.0]]
-    assert json.loads(table.schema.metadata[b"rljax.dump"])["version"] == 1
-
-
 def dump_with_tops():
     """Returns a dump of responses of 2 and 1 tokens, with two likeliest tokens each.
 
@@ -68,46 +35,55 @@ def dump_with_tops():
         "top_ids": [[none, [7, 3], [2, 9]], [none, none, [4, -1]]],
         "top_logprobs": [[nothing, [-0.1, -2.5], [-0.7, -0.8]], [nothing, nothing, [0.0, -np.inf]]],
     }
-    return make_dump(
-        ["a", "b"],
-        [[5, 7, 2], [6, 8, 4]],
-        [[False, True, True], [False, False, True]],
-        {"rollout": [[None, -0.1, -0.7], [None, None, 0.0]]},
-        {"rollout": ColumnSource(cut=True)},
-        {"top_k": 2},
-        columns,
-    )
+    masks, rollout = [[False, True, True], [False, False, True]], [[None, -0.1, -0.7], [None, None, 0.0]]
+    of_column = {"rollout": ColumnSource(cut=True)}
+    return make_dump(["a", "b"], [[5, 7, 2], [6, 8, 4]], masks, {"rollout": rollout}, of_column, {"top_k": 2}, columns)
 
 
-def test_the_likeliest_tokens_are_read_back(tmp_path):
-    dump = dump_with_tops()
-    found = read_dump(write_dump(tmp_path / "x.parquet", dump))
-    assert_same(found, dump)
-    for name in ("top_ids", "top_logprobs"):
-        for a, b in zip(found.columns[name], dump.columns[name], strict=True):
-            np.testing.assert_array_equal(a, b, strict=True)
-    assert found.sources["rollout"].cut
-    table = pq.read_table(tmp_path / "x.parquet")
+def dump_with_values():
+    """Returns a dump with the likeliest tokens of one column, and with advantages."""
+    columns = dict(dump_with_tops().columns)
+    columns |= {f"{name}/rollout": columns.pop(name) for name in ("top_ids", "top_logprobs")}
+    advantage = tuple(np.asarray(each, np.float32) for each in ([np.nan, 1, -1], [np.nan, np.nan, 0]))
+    return dataclasses.replace(dump_with_tops(), columns={"values/advantage": advantage} | columns)
+
+
+def assert_same(got, expected):
+    for name in ("sequence_ids", "sources", "sampling"):
+        assert getattr(got, name) == getattr(expected, name)
+    ours, theirs = ({**each.columns, "ids": each.token_ids, "mask": each.response_mask} for each in (got, expected))
+    assert set(ours) == set(theirs)
+    for name, arrays in ours.items():
+        for array, other in zip(arrays, theirs[name], strict=True):
+            np.testing.assert_array_equal(array, other, strict=True)
+
+
+BARE = make_dump(["a"], [[1]], [[True]], {})
+
+
+@pytest.mark.parametrize("dump", [small_dump(), dump_with_tops(), dump_with_values(), TokenDump((), (), ()), BARE])
+def test_what_is_written_is_read_back_bit_for_bit(tmp_path, dump):
+    path = write_dump(tmp_path / "deep" / "x.parquet", dump)
+    assert_same(read_dump(path), dump)
+    assert_same(read_tokens(path), dump)
+    assert [file.name for file in path.parent.iterdir()] == ["x.parquet"]
+
+
+def test_the_columns_are_typed_and_another_reader_sees_them(tmp_path):
+    table = pq.read_table(write_dump(tmp_path / "x.parquet", small_dump()))
+    kinds = {"token_ids": pa.int32(), "response_mask": pa.bool_(), "logprobs/rollout": pa.float32()}
+    assert {name: table.schema.field(name).type for name in kinds} == {
+        name: pa.list_(each) for name, each in kinds.items()
+    }
+    assert table["logprobs/rollout"].to_pylist() == [[0.0, -0.5, -3.0], [0.0, -1.0]]
+    note = json.loads(table.schema.metadata[b"rljax.dump"])
+    assert (note["version"], "cut" in note["columns"]["rollout"]) == (1, False)
+    assert not {"top_ids", "top_logprobs"} & set(table.column_names)
+    table = pq.read_table(write_dump(tmp_path / "x.parquet", dump_with_tops()))
     assert table["top_ids"].to_pylist() == [[[-1, -1], [7, 3], [2, 9]], [[-1, -1], [-1, -1], [4, -1]]]
     assert table["top_logprobs"].to_pylist()[1][2] == [0.0, -np.inf]
-
-
-def test_values_and_tops_of_other_columns_are_read_back(tmp_path):
-    advantage = tuple(np.asarray(each, np.float32) for each in ([np.nan, 1, -1], [np.nan, np.nan, 0]))
-    sampled = dump_with_tops().columns
-    columns = {"values/advantage": advantage, "logprobs/rollout": sampled["logprobs/rollout"]}
-    tops = {name: sampled[name] for name in ("top_ids", "top_logprobs")}
-    of_rollout = {f"{name}/rollout": arrays for name, arrays in tops.items()}
-    dump = dataclasses.replace(dump_with_tops(), columns=columns | of_rollout)
-    found = read_dump(write_dump(tmp_path / "x.parquet", dump))
+    found = read_dump(write_dump(tmp_path / "x.parquet", dump_with_values()))
     assert list(found.columns) == ["logprobs/rollout", "top_ids/rollout", "values/advantage", "top_logprobs/rollout"]
-    for name, arrays in dump.columns.items():
-        for a, b in zip(found.columns[name], arrays, strict=True):
-            np.testing.assert_array_equal(a, b, strict=True)
-    with pytest.raises(ValueError, match="likeliest tokens must be of a column, got 'x'"):
-        dataclasses.replace(dump, columns=columns | {f"{name}/x": arrays for name, arrays in tops.items()})
-    with pytest.raises(ValueError, match=r"values 'advantage' must have 3 entries, got shape \(1,\)"):
-        dataclasses.replace(dump, columns=columns | {"values/advantage": (np.zeros(1), np.zeros(3))})
 
 
 def test_values_of_jsonl_may_cover_the_response_alone(tmp_path):
@@ -117,61 +93,51 @@ def test_values_of_jsonl_may_cover_the_response_alone(tmp_path):
     np.testing.assert_equal([each.tolist() for each in values], [[np.nan, np.nan, 0.5], [np.nan] * 3])
 
 
-def test_a_dump_without_likeliest_tokens_is_as_before(tmp_path):
-    table = pq.read_table(write_dump(tmp_path / "x.parquet", small_dump()))
-    assert not {"top_ids", "top_logprobs"} & set(table.column_names)
-    assert "cut" not in json.loads(table.schema.metadata[b"rljax.dump"])["columns"]["rollout"]
-    assert "top_ids" not in read_dump(tmp_path / "x.parquet").columns
+def with_note(table, change):
+    """Returns a table of a dump after ``change`` was made to its JSON object, without the checksum."""
+    note = json.loads(table.schema.metadata[b"rljax.dump"])
+    change(note)
+    return table.replace_schema_metadata({"rljax.dump": json.dumps(note)})
 
 
-def test_likeliest_tokens_of_another_shape_are_refused():
-    def tops(ids, logprobs):
-        return {"top_ids": [ids], "top_logprobs": [logprobs]}
-
-    ids, values = np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32)
-    with pytest.raises(ValueError, match=r"top_ids must have 2 lists of 3 tokens, got shape \(1, 3\)"):
-        make_dump(["a"], [[1, 2]], [[True, True]], {}, columns=tops(ids[:1], values[:1]))
-    with pytest.raises(ValueError, match="top_ids and top_logprobs must have the same shapes"):
-        make_dump(["a"], [[1, 2]], [[True, True]], {}, columns=tops(ids, values[:, :2]))
-    with pytest.raises(ValueError, match="top_ids must have 2 sequences, got 1"):
-        make_dump(["a", "b"], [[1, 2]] * 2, [[True, True]] * 2, {}, columns=tops(ids, values))
-
-
-def test_an_empty_dump_and_one_without_columns_survive(tmp_path):
-    assert read_dump(write_dump(tmp_path / "x", TokenDump((), (), ()))).sequence_ids == ()
-    bare = make_dump(["a"], [[1]], [[True]], {})
-    assert_same(read_dump(write_dump(tmp_path / "y", bare)), bare)
+def with_wide_ids(table):
+    wide = table["token_ids"].cast(pa.list_(pa.int64()))
+    return table.set_column(1, "token_ids", wide).replace_schema_metadata(table.schema.metadata)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "dump version 2, expected 1"),
-        ({"columns": {}}, r"x\.parquet: columns and sources must match, got \['rollout', 'trainer'\], \[\]"),
+        (lambda table: with_note(table, lambda note: note.update(version=2)), "dump version 2, expected 1"),
+        (
+            lambda table: with_note(table, lambda note: note.update(columns={})),
+            r"x\.parquet: columns and sources must match, got \['rollout', 'trainer'\], \[\]",
+        ),
+        (with_wide_ids, r"'token_ids' must be list<.*int32>, got list<.*int64>"),
+        (lambda _: pa.table({"x": [1]}), "not a token dump"),
     ],
 )
-def test_another_version_or_damaged_metadata_is_refused(tmp_path, change, message):
+def test_a_file_of_another_form_is_refused(tmp_path, change, message):
     path = write_dump(tmp_path / "x.parquet", small_dump())
-    table = pq.read_table(path)
-    note = json.loads(table.schema.metadata[b"rljax.dump"]) | change
-    pq.write_table(table.replace_schema_metadata({"rljax.dump": json.dumps(note)}), path)
+    pq.write_table(change(pq.read_table(path)), path)
     with pytest.raises(ValueError, match=message):
-        read_dump(path)
+        read_tokens(path)
 
 
-def test_foreign_parquet_is_refused(tmp_path):
-    pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match="not a token dump"):
-        read_tokens(tmp_path / "x.parquet")
-
-
-def test_a_column_of_another_type_is_refused(tmp_path):
+def test_a_file_of_before_roles_is_read(tmp_path):
+    """In a file from before roles, the metadata of a column has no field ``role``."""
     path = write_dump(tmp_path / "x.parquet", small_dump())
-    table = pq.read_table(path)
-    wide = table["token_ids"].cast(pa.list_(pa.int64()))
-    pq.write_table(table.set_column(1, "token_ids", wide).replace_schema_metadata(table.schema.metadata), path)
-    with pytest.raises(ValueError, match=r"'token_ids' must be list<.*int32>, got list<.*int64>"):
-        read_dump(path)
+    pq.write_table(
+        with_note(pq.read_table(path), lambda note: [each.pop("role") for each in note["columns"].values()]), path
+    )
+    dump = read_dump(path)
+    assert dump.sources["rollout"] == ColumnSource("vllm", "bfloat16", "sha256:12", 0.7)
+    assert (dump.role("rollout"), dump.role("trainer")) == ("rollout", "trainer")
+
+
+def tops(sequences, ids, logprobs):
+    columns = {"top_ids": [np.zeros(ids, np.int32)], "top_logprobs": [np.zeros(logprobs, np.float32)]}
+    return ["a", "b"][:sequences], [[1, 2]] * sequences, [[True, True]] * sequences, {}, {}, {}, columns
 
 
 @pytest.mark.parametrize(
@@ -180,9 +146,17 @@ def test_a_column_of_another_type_is_refused(tmp_path):
         ((["a", "a"], [[1], [2]], [[True]] * 2, {}), "distinct, got \\['a'\\]"),
         ((["a"], [[1, 2]], [[True]], {}), "response_mask must have 2 entries, got shape \\(1,\\)"),
         ((["a"], [[1, 2]], [[True, True]], {"x": [[-1.0]]}), "column 'x' must have 2 entries"),
+        ((["a"], [[1, 2]], [[True] * 2], {"x": [["low", -1.0]]}), "must be numbers"),
+        (
+            (["a"], [[1, 2]], [[True] * 2], {}, {}, {}, {"values/v": [[0.5]]}),
+            "values 'v' must have 2 entries, got shape",
+        ),
         ((["a"], [[]], [[]], {}), "integers"),
         ((["a"], [[1.5]], [[True]], {}), "integers in .* got float64"),
         ((["a"], [[-1]], [[True]], {}), "integers in"),
+        (tops(1, (1, 3), (1, 3)), r"top_ids must have 2 lists of 3 tokens, got shape \(1, 3\)"),
+        (tops(1, (2, 3), (2, 2)), "top_ids and top_logprobs must have the same shapes"),
+        (tops(2, (2, 3), (2, 3)), "top_ids must have 2 sequences, got 1"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(arguments, message):
@@ -190,27 +164,15 @@ def test_what_does_not_fit_together_is_refused(arguments, message):
         make_dump(*arguments)
 
 
-def test_a_temperature_must_be_positive():
+def test_a_wrong_source_and_tokens_of_no_column_are_refused():
     with pytest.raises(ValueError, match="got 0"):
         ColumnSource(temperature=0.0)
-
-
-def test_an_unknown_role_is_refused():
     with pytest.raises(ValueError, match="one of trainer, rollout or empty, got 'engine'"):
         ColumnSource(role="engine")
-
-
-def test_a_file_of_before_roles_is_read(tmp_path):
-    """In a file from before roles, the metadata of a column has no field ``role``."""
-    path = write_dump(tmp_path / "x.parquet", small_dump())
-    table = pq.read_table(path)
-    note = json.loads(table.schema.metadata[b"rljax.dump"])
-    for source in note["columns"].values():
-        del source["role"]
-    pq.write_table(table.replace_schema_metadata({"rljax.dump": json.dumps(note)}), path)
-    dump = read_dump(path)
-    assert dump.sources["rollout"] == ColumnSource("vllm", "bfloat16", "sha256:12", 0.7)
-    assert (dump.role("rollout"), dump.role("trainer")) == ("rollout", "trainer")
+    columns = {name.replace("/rollout", "/x"): arrays for name, arrays in dump_with_values().columns.items()}
+    columns |= {"logprobs/rollout": columns.pop("logprobs/x")}
+    with pytest.raises(ValueError, match="likeliest tokens must be of a column, got 'x'"):
+        dataclasses.replace(dump_with_values(), columns=columns)
 
 
 def write_lines(path, *records):
@@ -259,18 +221,10 @@ def test_a_wrong_line_is_named(tmp_path, record, message):
 
 
 def prime_rl_record(number, **changes):
-    return {
-        "schema_version": 1,
-        "step": 7,
-        "export_step": 3,
-        "rank": 0,
-        "export_sequence_idx": number,
-        "run_id": None,
-        "token_ids": [4, 5, 6],
-        "loss_mask": [False, True, True],
-        "inference_logprobs": [0.0, -0.25, -0.5],
-        "trainer_logprobs": [None, -0.25, -0.75],
-    } | changes
+    record = {"schema_version": 1, "step": 7, "export_step": 3, "rank": 0, "export_sequence_idx": number}
+    record |= {"run_id": None, "token_ids": [4, 5, 6], "loss_mask": [False, True, True]}
+    record |= {"inference_logprobs": [0.0, -0.25, -0.5], "trainer_logprobs": [None, -0.25, -0.75]}
+    return record | changes
 
 
 def test_prime_rl_export_as_file_and_as_directory(tmp_path):
@@ -283,23 +237,11 @@ def test_prime_rl_export_as_file_and_as_directory(tmp_path):
         assert (dump.role("trainer"), dump.role("inference")) == ("trainer", "rollout")
         np.testing.assert_array_equal(dump.logprobs["inference"][1], np.float32([0.0, -0.25, -0.5]))
         np.testing.assert_array_equal(dump.response_mask[0], [False, True, True])
-
-
-def test_prime_rl_of_another_schema_is_refused(tmp_path):
     with pytest.raises(ValueError, match="schema_version 2, expected 1"):
-        read_tokens(write_lines(tmp_path / "rank_0.jsonl", prime_rl_record(0, schema_version=2)))
-
-
-def test_a_directory_without_an_export_is_refused(tmp_path):
+        read_tokens(write_lines(path, prime_rl_record(0, schema_version=2)))
+    path.unlink()
     with pytest.raises(ValueError, match=r"expected rank_\*"):
         read_tokens(tmp_path)
-
-
-def test_infinities_as_text_are_numbers():
-    dump = make_dump(["a"], [[1, 2, 3]], [[True] * 3], {"x": [[None, "-inf", "-0.25"]]})
-    np.testing.assert_array_equal(dump.logprobs["x"][0], np.float32([np.nan, -np.inf, -0.25]))
-    with pytest.raises(ValueError, match="must be numbers"):
-        make_dump(["a"], [[1, 2]], [[True] * 2], {"x": [["low", -1.0]]})
 
 
 def test_prime_rl_in_its_older_form(tmp_path):
@@ -310,10 +252,15 @@ def test_prime_rl_in_its_older_form(tmp_path):
         {"id": 5, "loss_mask": True, "inference_logprob": -0.25, "trainer_logprob": -0.5},
     ]
     dump = read_tokens(write_lines(tmp_path / "rank_0.jsonl", old | {"export_sequence_idx": 0, "tokens": tokens}))
-    assert dump.sequence_ids == ("7/0/0",)
-    np.testing.assert_array_equal(dump.token_ids[0], [4, 5])
-    np.testing.assert_array_equal(dump.response_mask[0], [False, True])
+    assert (dump.sequence_ids, dump.token_ids[0].tolist(), dump.response_mask[0].tolist()) == (
+        *(("7/0/0",), [4, 5], [False, True]),
+    )
     np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([np.nan, -0.5]))
+
+
+def test_infinities_as_text_are_numbers():
+    dump = make_dump(["a"], [[1, 2, 3]], [[True] * 3], {"x": [[None, "-inf", "-0.25"]]})
+    np.testing.assert_array_equal(dump.logprobs["x"][0], np.float32([np.nan, -np.inf, -0.25]))
 
 
 def check_reply(dump):
@@ -365,7 +312,9 @@ NEMO = {
 
 
 def test_the_training_data_of_nemo_rl_is_read(tmp_path):
-    dump = read_tokens(write_lines(tmp_path / "train_data_step1.jsonl", NEMO, NEMO | {"sample_loss_mask": 0.0}))
+    lines = NEMO | {"advantages": [0.5] * 5}, NEMO | {"sample_loss_mask": 0.0}
+    dump = read_tokens(write_lines(tmp_path / "train_data_step1.jsonl", *lines))
+    assert dump.values["advantage"][0].tolist() == [0.5] * 4
     np.testing.assert_array_equal(dump.token_ids[0], [1, 2, 7, 8])
     np.testing.assert_array_equal(dump.logprobs["rollout"][0], np.float32([0, 0, -0.5, -1.5]))
     np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([0, -3, -0.5, -1.25]))
@@ -421,6 +370,7 @@ def test_what_holds_no_tokens_is_named(tmp_path, record, words):
         (b"\x93NUMPY\x01\x00", "a NumPy array"),
         (b"\x1f\x8b\x08\x00", "unpack it first"),
         (b"\x58\x00\x00\x00\x00\x00\x00\x00{}", "a safetensors file"),
+        (b"\xff\xfe\x00\x01" * 5, "not UTF-8"),
     ],
 )
 def test_files_of_other_kinds_are_named(tmp_path, content, words):
@@ -444,12 +394,6 @@ def test_pickles_are_refused_unread_with_the_reason(tmp_path, name):
     (tmp_path / name).write_bytes(pickle.dumps(Trap()))
     with pytest.raises(ValueError, match=r"runs whatever code it holds.*export JSONL"):
         read_tokens(tmp_path / name)
-
-
-def test_bytes_of_no_known_kind_are_refused(tmp_path):
-    (tmp_path / "x").write_bytes(b"\xff\xfe\x00\x01" * 5)
-    with pytest.raises(ValueError, match="not UTF-8"):
-        read_tokens(tmp_path / "x")
 
 
 def test_no_python_runs_for_a_token(tmp_path):

@@ -37,8 +37,13 @@ def write_page(tmp_path):
         {"trainer": ColumnSource("jax", role="trainer"), "rollout": ColumnSource("vllm", role="rollout")},
         columns={"values/advantage": advantage, "values/version": version, "values/entropy": entropy},
     )
+    return address_of(tmp_path, dump)
+
+
+def address_of(tmp_path, dump, *words):
+    """Writes the page of a dump and returns its address."""
     path = write_dump(tmp_path / "tokens.parquet", dump)
-    printed(main, [path, "-o", tmp_path / "page.html"])
+    printed(main, [path, "-o", tmp_path / "page.html", *words])
     return (tmp_path / "page.html").as_uri()
 
 
@@ -120,9 +125,7 @@ def test_the_card_has_the_likeliest_tokens_of_either_side(tmp_path, opened):
     tops = {"top_ids": [ids], "top_logprobs": [sides[0]]}
     tops |= {"top_ids/trainer": [ids], "top_logprobs/trainer": [sides[1]]}
     dump = make_dump(["a"], [[1, 3]], [[False, True]], columns, columns=tops)
-    path = write_dump(tmp_path / "x.parquet", dump)
-    printed(main, [path, "-o", tmp_path / "page.html", "--model", "toy-base"])
-    page = opened((tmp_path / "page.html").as_uri())
+    page = opened(address_of(tmp_path, dump, "--model", "toy-base"))
     token(page, 1).hover()
     assert card(page)["rank for the rollout"] == card(page)["rank for the trainer"] == "2"
     texts = page.locator("#card p").all_inner_texts()
@@ -143,16 +146,6 @@ def test_tapping_opens_and_closes_the_card(tmp_path, opened):
     assert page.is_hidden("#card")
 
 
-def test_the_keyboard_walks_from_token_to_token(tmp_path, opened):
-    page = opened(write_page(tmp_path))
-    token(page, 3).click()
-    page.focus("#tokens")
-    page.keyboard.press("ArrowRight")
-    assert card(page)["token id"] == "4"
-    page.keyboard.press("Escape")
-    assert page.is_hidden("#card")
-
-
 def test_colours_tell_sign_and_size(tmp_path, opened):
     page = opened(write_page(tmp_path))
     # The 99th percentile of the sizes is below 1, so the steps are 0.01, 0.03, 0.1, 0.3, 1.
@@ -164,6 +157,18 @@ def test_colours_tell_sign_and_size(tmp_path, opened):
     ]
     page.select_option("#scale", label="up to 10")
     assert token(page, 1).get_attribute("class") == "p2"
+
+
+def test_the_keyboard_walks_and_a_telephone_fits(tmp_path, opened):
+    page = opened(write_page(tmp_path))
+    token(page, 3).click()
+    page.focus("#tokens")
+    page.keyboard.press("ArrowRight")
+    assert card(page)["token id"] == "4"
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#card")
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 @pytest.mark.parametrize(
@@ -236,9 +241,7 @@ def test_a_bar_of_a_turn_selects_its_tokens(tmp_path, opened):
 
 def test_a_dump_of_one_turn_has_no_turn_filters(tmp_path, opened):
     columns = {"trainer": [[None, -0.5]], "rollout": [[None, -1.0]]}
-    path = write_dump(tmp_path / "x.parquet", make_dump(["a"], [[1, 2]], [[False, True]], columns))
-    printed(main, [path, "-o", tmp_path / "page.html"])
-    page = opened((tmp_path / "page.html").as_uri())
+    page = opened(address_of(tmp_path, make_dump(["a"], [[1, 2]], [[False, True]], columns)))
     assert page.locator("section[data-chart=turn]").count() == 0
     assert page.is_hidden("#of-turn")
     assert page.is_hidden("#of-after")
@@ -263,9 +266,7 @@ def test_sequences_are_sorted_and_chosen(tmp_path, opened):
 
 def test_numbers_that_are_not_finite_are_never_selected(tmp_path, opened):
     columns = {"trainer": [[-np.inf, -1e30, -0.5]], "rollout": [[-1.0, -1.0, -1.0]]}
-    path = write_dump(tmp_path / "x.parquet", make_dump(["a"], [[1, 2, 3]], [[True] * 3], columns))
-    printed(main, [path, "-o", tmp_path / "page.html"])
-    page = opened((tmp_path / "page.html").as_uri())
+    page = opened(address_of(tmp_path, make_dump(["a"], [[1, 2, 3]], [[True] * 3], columns)))
     assert kept(page) == "1 of 3"
     assert [span.get_attribute("class") for span in page.locator("#tokens span").all()] == ["lost", "lost", "p4"]
     assert "2 response tokens have no finite log-probability" in page.inner_text("#about")
@@ -299,12 +300,6 @@ def contrast(*colours):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_a_page_fits_a_telephone(tmp_path, opened):
-    page = opened(write_page(tmp_path))
-    page.set_viewport_size({"width": 390, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
 def test_a_run_shows_texts_curves_and_each_dump(tmp_path, opened):
     run = write_record(tmp_path / "run", [record_row(step, surge=3, period=5) for step in range(1, 13)])
     (run / "config.yaml").write_text(json.dumps({"model": {"path": "toy-base"}, "run": {"dir": str(run)}}))
@@ -327,9 +322,7 @@ def test_a_run_shows_texts_curves_and_each_dump(tmp_path, opened):
 
 def test_a_single_column_is_coloured_by_its_logprobs(tmp_path, opened):
     dump = make_dump(["a"], [[5, 6, 7]], [[False, True, True]], {"rollout": [[None, -0.01, -4.0]]})
-    path = write_dump(tmp_path / "x.parquet", dump)
-    printed(main, [path, "-o", tmp_path / "page.html"])
-    page = opened((tmp_path / "page.html").as_uri())
+    page = opened(address_of(tmp_path, dump))
     classes = [span.get_attribute("class") for span in page.locator("#tokens span").all()]
     assert classes == ["prompt", "", "n5"]
     token(page, 2).hover()
