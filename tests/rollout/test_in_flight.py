@@ -16,6 +16,7 @@ from waiting import until
 
 from rljax.errors import ReplyError, ServerError, VerificationError
 from rljax.rollout.build import check_engine
+from rljax.rollout.engine import AHEAD
 from rljax.rollout.types import RolloutConfig, SamplingParams
 
 TOKENS = 40
@@ -23,7 +24,7 @@ TOKENS = 40
 
 @pytest.fixture
 def elsewhere():
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1, initializer=AHEAD.set, initargs=(1,)) as thread:
         yield thread
 
 
@@ -95,7 +96,7 @@ def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, upda
         until(lambda: fake.running + other.running == 4)
         engine.publish(PARAMS, 1)
         responses = sampling.result(timeout=30)
-        assert engine.fleet.client.opened() == [other.url]
+        assert engine.fleet.opened() == [other.url]
     assert len(responses) == 4
     for response in responses:
         of_unproven = response["rollout_logprobs"] == np.float32(-1.001)

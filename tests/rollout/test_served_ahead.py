@@ -8,12 +8,13 @@ import pytest
 from served_engines import PARAMS, PROMPTS, make
 
 from rljax.errors import ServersLostError
+from rljax.rollout.engine import AHEAD
 from rljax.rollout.types import SamplingParams
 
 
 @pytest.fixture
 def elsewhere():
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1, initializer=AHEAD.set, initargs=(1,)) as thread:
         yield thread
 
 
@@ -31,9 +32,9 @@ def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere, an
         # Nothing may be verified here, because the trainer may have taken over the weights.
         responses = elsewhere.submit(sample, engine).result(timeout=30)
         assert len(responses) == 6
-        assert engine.fleet.client.opened() == [fake.url]
+        assert engine.fleet.opened() == [fake.url]
         engine.publish(PARAMS, 1)
-        assert sorted(engine.fleet.client.opened()) == sorted([fake.url, other.url])
+        assert sorted(engine.fleet.opened()) == sorted([fake.url, other.url])
         for response in elsewhere.submit(sample, engine).result(timeout=30):
             assert response["version"].tolist() == [1] * 5
 

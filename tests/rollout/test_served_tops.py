@@ -7,16 +7,15 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from opened_clients import opened, sampled
 from records import completion
 from served_engines import PARAMS, PROMPTS, make
 
 from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.build import check_engine
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.replies import check_tops, make_completion, make_tops, without_ties
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sglang.client import SglangBackend
-from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import RolloutConfig, SamplingParams
@@ -264,11 +263,9 @@ def test_a_long_reply_is_read_beside_the_event_loop(fake):
             return super().completion(route, reply, request)
 
     fake.tops = lambda token: [(token, -1.0), *((64 + i, -9.0 - i) for i in range(300))]
-    with closing(ServerClient([fake.url], Backend())) as client:
-        client.open(fake.url, None)
+    with opened(fake.url, backend=Backend(), route=GENERATE) as fleet:
         for k in (1, 300):
-            request = Request(PROMPT, SamplingParams(500, reported=k))
-            ((_, reply),) = [item for item in client.stream(ListedRequests([request])) if item is not None]
+            ((_, reply),) = sampled(fleet, [Request(PROMPT, SamplingParams(500, reported=k))])
             assert reply["top_ids"].shape == (500, k)
-    assert threads[False] == "rljax-server-client"
+    assert threads[False] == "rljax-servers"
     assert threads[True].startswith("rljax-reply-reader")

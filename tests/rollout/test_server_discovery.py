@@ -7,17 +7,17 @@ import time
 
 import numpy as np
 import pytest
+from opened_clients import opened
+from opened_clients import sampled as sampled_from
 from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 from waiting import until
 
-from rljax.errors import HandshakeError, VerificationError
-from rljax.rollout.servers.client import ServerClient
+from rljax.errors import HandshakeError
 from rljax.rollout.servers.discovery import Discovery, make_lookup
 from rljax.rollout.servers.http import check_url
 from rljax.rollout.servers.requests import Request
-from rljax.rollout.servers.sources import ListedRequests
-from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 
@@ -116,7 +116,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
         assert sorted(places) == [(i, j) for i in range(2) for j in range(100)]
         assert 0 < of_first <= first.seen[GENERATE] < of_first + 20
         assert second.version == engine.files.tag(0)
-        assert engine.fleet.client.opened() == [second.url]
+        assert engine.fleet.opened() == [second.url]
         metrics = engine.fleet.report()
         assert (metrics["rollout/servers_joined"], metrics["rollout/servers_left"]) == (1, 1)
         assert (metrics["rollout/servers"], metrics["rollout/server_losses"]) == (1, 0)
@@ -132,7 +132,7 @@ def test_a_publish_takes_in_the_servers_that_are_listed_by_then(fakes, tmp_path)
         write(tmp_path / "servers", *servers[1:])
         until(lambda: len(engine.fleet.discovery.urls) == 2)
         engine.publish(PARAMS, 1)
-        assert engine.fleet.client.opened() == [each.url for each in servers[1:]]
+        assert engine.fleet.opened() == [each.url for each in servers[1:]]
         assert [each.version for each in servers] == [engine.files.tag(version) for version in (0, 1, 1)]
         assert len(list(engine.generate(PROMPTS, 2, SamplingParams(1), seed=0))) == 4
 
@@ -158,7 +158,7 @@ def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
     write(tmp_path / "servers", good, other)
     with contextlib.closing(make(discovery=str(tmp_path / "servers"))) as engine:
         engine.publish(PARAMS, 0)
-        assert engine.fleet.client.opened() == [good.url]
+        assert engine.fleet.opened() == [good.url]
         assert "the dtype is bfloat16, expected float32" in caplog.text
         assert other.seen[GENERATE] == 0
     write(tmp_path / "servers", other)
@@ -172,11 +172,11 @@ def test_an_update_that_one_server_refuses_does_not_end_the_run(fakes, caplog):
         engine.publish(PARAMS, 0)
         other.refuse = {"/update_weights": 500}
         engine.publish(PARAMS, 1)
-        assert engine.fleet.client.opened() == [good.url]
+        assert engine.fleet.opened() == [good.url]
         assert f"{other.url}/update_weights answered 500" in caplog.text
         other.refuse = {}
         engine.publish(PARAMS, 2)
-        assert set(engine.fleet.client.opened()) == {good.url, other.url}
+        assert set(engine.fleet.opened()) == {good.url, other.url}
 
 
 def test_servers_are_verified_side_by_side(fakes):
@@ -197,7 +197,7 @@ def test_servers_are_verified_side_by_side(fakes):
             took.append(time.monotonic() - began)
             for each in servers:
                 each.delay_s = 0.0
-            assert len(engine.fleet.client.opened()) == len(engine.fleet.client.urls)
+            assert len(engine.fleet.opened()) == len(engine.fleet.urls)
     finally:
         alone.close()
         together.close()
@@ -220,12 +220,12 @@ def test_a_slow_recovery_delays_no_rollout(fakes):
         began = time.monotonic()
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
         assert time.monotonic() - began < 15
-        assert engine.fleet.client.opened() == [quick.url]
+        assert engine.fleet.opened() == [quick.url]
         hold.set()
         until(lambda: not engine.fleet.busy())
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
         # If the first rollout ended before the slow server was asked, the server is being recovered only now.
-        until(lambda: engine.fleet.recover_all() or set(engine.fleet.client.opened()) == {quick.url, slow.url})
+        until(lambda: engine.fleet.recover() or set(engine.fleet.opened()) == {quick.url, slow.url})
     finally:
         hold.set()
         engine.close()
@@ -246,14 +246,14 @@ def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
         engine.publish(PARAMS, 0)
         slow.version, slow.answer = "another", waits
         list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
-        until(lambda: engine.fleet.recover_all() or slow.seen["/start_weight_update"] == 2)
+        until(lambda: engine.fleet.recover() or slow.seen["/start_weight_update"] == 2)
         engine.publish(PARAMS, 1)
-        assert engine.fleet.client.opened() == [quick.url]
+        assert engine.fleet.opened() == [quick.url]
         hold.set()
         until(lambda: not engine.fleet.busy())
-        engine.fleet.take_answers()
-        assert engine.fleet.client.opened() == [quick.url]
-        until(lambda: engine.fleet.recover_all() or slow.url in engine.fleet.client.opened())
+        engine.fleet.judge()
+        assert engine.fleet.opened() == [quick.url]
+        until(lambda: engine.fleet.recover() or slow.url in engine.fleet.opened())
         assert slow.version == engine.files.tag(1)
     finally:
         hold.set()
@@ -279,31 +279,16 @@ def test_a_publish_waits_for_a_straggler_for_a_while(fakes, path, monkeypatch):
         began = time.monotonic()
         engine.publish(PARAMS, 1)
         assert 1.0 < time.monotonic() - began < 15
-        assert engine.fleet.client.opened() == [quick.url]
+        assert engine.fleet.opened() == [quick.url]
         engine.publish(PARAMS, 2)
-        assert engine.fleet.client.opened() == [quick.url]
+        assert engine.fleet.opened() == [quick.url]
         hold.set()
-        until(lambda: engine.fleet.recover_all() or slow.url in engine.fleet.client.opened())
+        until(lambda: engine.fleet.recover() or slow.url in engine.fleet.opened())
         assert slow.version == engine.files.tag(2)
         assert len(list(engine.generate(PROMPTS, 4, SamplingParams(2), seed=0))) == 8
     finally:
         hold.set()
         engine.close()
-
-
-def test_a_server_that_fails_the_proof_is_named(fakes):
-    servers = fakes(3)
-    with contextlib.closing(make(*(each.url for each in servers))) as engine:
-        engine.publish(PARAMS, 0)
-        for each in servers:
-            each.not_loaded = {"a"}
-        with pytest.raises(VerificationError, match=r"1 tensor differs: a \(not loaded"):
-            engine.publish(PARAMS, 1)
-        assert engine.fleet.report()["rollout/servers_rejected"] == 3
-        for each in servers[1:]:
-            each.not_loaded = set()
-        engine.publish(PARAMS, 2)
-        assert engine.fleet.client.opened() == [each.url for each in servers[1:]]
 
 
 def test_responses_of_a_prompt_come_from_one_server(fakes):
@@ -328,12 +313,9 @@ def test_responses_of_a_prompt_come_from_one_server(fakes):
     def sampled(max_outstanding: int) -> None:
         for prompts in asked.values():
             prompts.clear()
-        with contextlib.closing(
-            ServerClient([each.url for each in servers], VllmBackend(), ClientLimits(max_outstanding=max_outstanding))
-        ) as client:
-            for each in servers:
-                client.open(each.url, None)
-            answered = [item[0] for item in client.stream(ListedRequests(requests, 4)) if item is not None]
+        limits = ClientLimits(max_outstanding=max_outstanding)
+        with opened(*(each.url for each in servers), limits=limits, route=GENERATE) as fleet:
+            answered = [place for place, _ in sampled_from(fleet, requests, group_size=4)]
         assert sorted(answered) == [(i, j) for i in range(12) for j in range(4)]
 
     sampled(512)
