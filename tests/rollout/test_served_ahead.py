@@ -1,11 +1,10 @@
 """Tests of an HTTP engine that samples on another thread than the publishing one: when each server is verified."""
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from served_engines import PARAMS, PROMPTS, make
+from served_engines import PARAMS, PROMPTS, published
 
 from rljax.errors import ServersLostError
 from rljax.rollout.engine import AHEAD
@@ -24,8 +23,7 @@ def sample(engine, n=3):
 
 def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere, another):
     other = another()
-    with contextlib.closing(make(fake.url, other.url)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, other.url) as engine:
         port = other.port
         other.stop()
         other = another(port)
@@ -40,8 +38,7 @@ def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere, an
 
 
 def test_without_any_server_sampling_ends_at_once(fake, elsewhere, another):
-    with contextlib.closing(make(fake.url)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url) as engine:
         port = fake.port
         fake.stop()
         another(port)

@@ -3,13 +3,12 @@
 import json
 import math
 import threading
-from contextlib import closing
 
 import numpy as np
 import pytest
 from opened_clients import opened, sampled
 from records import completion
-from served_engines import PARAMS, PROMPTS, make
+from served_engines import PROMPTS, make, published
 
 from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.build import check_engine
@@ -202,8 +201,7 @@ def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
     """The server lacks the ``better`` routes. Only rljax's own route is asked for no further token."""
     fake.tops = of_token
     fake.routes -= {*better}
-    with closing(make(fake.url, top_logprobs=2)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, top_logprobs=2) as engine:
         probes = len(fake.sampling)
         responses = list(engine.generate(PROMPTS, 2, SamplingParams(5, reported=2), seed=0))
     assert {sampling["logprobs"] for sampling in fake.sampling[probes:]} == {asked}
@@ -218,8 +216,7 @@ def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
 def test_probes_are_of_the_whole_distribution(fake):
     fake.tops = of_token
     cut = {"top_k": 3, "top_p": 0.99, "min_p": 0.01}
-    with closing(make(fake.url, **cut)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, **cut) as engine:
         probes = len(fake.sampling)
         (response,) = engine.generate(PROMPTS[:1], 1, SamplingParams(5, **cut, reported=3), seed=0)
     shapes = [{name: sampling[name] for name in cut} for sampling in fake.sampling]

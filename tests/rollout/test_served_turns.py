@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from served_engines import PARAMS, make
+import served_engines
+from served_engines import PARAMS
 from stopping import StopWhen
 
 from rljax.errors import StoppedWaitingError
@@ -23,8 +24,7 @@ ENVIRONMENT = [40, 41]  # the tokens that the environment of these tests writes 
 
 @contextlib.contextmanager
 def published(*fakes, **config):
-    with contextlib.closing(make(*(each.url for each in fakes), **config)) as engine:
-        engine.publish(PARAMS, 0)
+    with served_engines.published(*(each.url for each in fakes), **config) as engine:
         for each in fakes:
             each.asked.clear()
             each.sampling.clear()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from opened_clients import opened
 from opened_clients import sampled as sampled_from
-from served_engines import PARAMS, PROMPTS, make
+from served_engines import PARAMS, PROMPTS, make, published
 from vllm_fake import FakeVllm
 from waiting import until
 
@@ -100,8 +100,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
     file = tmp_path / "servers"
     write(file, first)
     limits = ClientLimits(max_outstanding=2)
-    with contextlib.closing(make(discovery=str(file), limits=limits)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(discovery=str(file), limits=limits) as engine:
         first.delay_s = second.delay_s = 0.05
         places, of_first = [], 0
         for response in engine.generate(PROMPTS, 100, SamplingParams(2), seed=0):
@@ -127,8 +126,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
 def test_a_publish_takes_in_the_servers_that_are_listed_by_then(fakes, tmp_path):
     servers = fakes(3)
     write(tmp_path / "servers", servers[0])
-    with contextlib.closing(make(discovery=str(tmp_path / "servers"))) as engine:
-        engine.publish(PARAMS, 0)
+    with published(discovery=str(tmp_path / "servers")) as engine:
         write(tmp_path / "servers", *servers[1:])
         until(lambda: len(engine.fleet.discovery.urls) == 2)
         engine.publish(PARAMS, 1)
@@ -156,8 +154,7 @@ def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
     good, other = fakes(2)
     other.dtype = "bfloat16"
     write(tmp_path / "servers", good, other)
-    with contextlib.closing(make(discovery=str(tmp_path / "servers"))) as engine:
-        engine.publish(PARAMS, 0)
+    with published(discovery=str(tmp_path / "servers")) as engine:
         assert engine.fleet.opened() == [good.url]
         assert "the dtype is bfloat16, expected float32" in caplog.text
         assert other.seen[GENERATE] == 0
@@ -168,8 +165,7 @@ def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
 
 def test_an_update_that_one_server_refuses_does_not_end_the_run(fakes, caplog):
     good, other = fakes(2)
-    with contextlib.closing(make(good.url, other.url)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(good.url, other.url) as engine:
         other.refuse = {"/update_weights": 500}
         engine.publish(PARAMS, 1)
         assert engine.fleet.opened() == [good.url]
@@ -204,91 +200,76 @@ def test_servers_are_verified_side_by_side(fakes):
     assert took[1] < 3 * took[0]
 
 
-def test_a_slow_recovery_delays_no_rollout(fakes):
-    quick, slow = fakes(2)
-    engine = make(quick.url, slow.url)
-    answer, hold = slow.answer, threading.Event()
+@contextlib.contextmanager
+def held(server, path, tag=None):
+    """Yields an event until which ``server`` does not answer at ``path``. With ``tag``: for this version alone."""
+    answer, over = server.answer, threading.Event()
 
-    def waits(method, path, body):
-        if path == "/update_weights":
-            hold.wait(20)
-        return answer(method, path, body)
+    def waits(method, asked, body):
+        if asked == path and tag in (None, body.get("update_info", {}).get("tag")):
+            over.wait(30)
+        return answer(method, asked, body)
 
+    server.answer = waits
     try:
-        engine.publish(PARAMS, 0)
-        slow.version, slow.answer = "another", waits
+        yield over
+    finally:
+        over.set()
+
+
+@contextlib.contextmanager
+def pair(fakes):
+    """Yields an engine that has published to two servers, and the servers."""
+    quick, slow = fakes(2)
+    with published(quick.url, slow.url) as engine:
+        yield engine, quick, slow
+
+
+def test_a_slow_recovery_delays_no_rollout(fakes):
+    with pair(fakes) as (engine, quick, slow), held(slow, "/update_weights") as over:
+        slow.version = "another"
         began = time.monotonic()
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
         assert time.monotonic() - began < 15
         assert engine.fleet.opened() == [quick.url]
-        hold.set()
+        over.set()
         until(lambda: not engine.fleet.busy())
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
         # If the first rollout ended before the slow server was asked, the server is being recovered only now.
         until(lambda: engine.fleet.recover() or set(engine.fleet.opened()) == {quick.url, slow.url})
-    finally:
-        hold.set()
-        engine.close()
 
 
 def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
     """A publish comes while a server is being recovered, so the server is proven once more, for the new version."""
-    quick, slow = fakes(2)
-    engine = make(quick.url, slow.url)
-    answer, hold = slow.answer, threading.Event()
-
-    def waits(method, path, body):
-        if path == "/update_weights" and body["update_info"]["tag"] == engine.files.tag(0):
-            hold.wait(20)
-        return answer(method, path, body)
-
-    try:
-        engine.publish(PARAMS, 0)
-        slow.version, slow.answer = "another", waits
+    with pair(fakes) as (engine, quick, slow), held(slow, "/update_weights", engine.files.tag(0)) as over:
+        slow.version = "another"
         list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
         until(lambda: engine.fleet.recover() or slow.seen["/start_weight_update"] == 2)
         engine.publish(PARAMS, 1)
         assert engine.fleet.opened() == [quick.url]
-        hold.set()
+        over.set()
         until(lambda: not engine.fleet.busy())
         engine.fleet.judge()
         assert engine.fleet.opened() == [quick.url]
         until(lambda: engine.fleet.recover() or slow.url in engine.fleet.opened())
         assert slow.version == engine.files.tag(1)
-    finally:
-        hold.set()
-        engine.close()
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/collective_rpc"])
 def test_a_publish_waits_for_a_straggler_for_a_while(fakes, path, monkeypatch):
     """A server that hangs in its update or in its proof is left out. It is opened once it is ready."""
-    quick, slow = fakes(2)
     monkeypatch.setattr("rljax.rollout.servers.engine.STRAGGLER_S", 1.0)
-    engine = make(quick.url, slow.url)
-    answer, hold = slow.answer, threading.Event()
-
-    def waits(method, asked, body):
-        if asked == path:
-            hold.wait(30)
-        return answer(method, asked, body)
-
-    try:
-        engine.publish(PARAMS, 0)
-        slow.answer = waits
+    with pair(fakes) as (engine, quick, slow), held(slow, path) as over:
         began = time.monotonic()
         engine.publish(PARAMS, 1)
         assert 1.0 < time.monotonic() - began < 15
         assert engine.fleet.opened() == [quick.url]
         engine.publish(PARAMS, 2)
         assert engine.fleet.opened() == [quick.url]
-        hold.set()
+        over.set()
         until(lambda: engine.fleet.recover() or slow.url in engine.fleet.opened())
         assert slow.version == engine.files.tag(2)
         assert len(list(engine.generate(PROMPTS, 4, SamplingParams(2), seed=0))) == 8
-    finally:
-        hold.set()
-        engine.close()
 
 
 def test_responses_of_a_prompt_come_from_one_server(fakes):

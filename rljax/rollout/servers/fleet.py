@@ -15,13 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any
 
-from rljax.errors import (
-    ReplyError,
-    ServerError,
-    ServerGoneError,
-    ServersLostError,
-    StoppedWaitingError,
-)
+from rljax.errors import ReplyError, ServerError, ServerGoneError, ServersLostError, StoppedWaitingError
 from rljax.rollout.engine import AHEAD, Stopping, check_wanted
 from rljax.rollout.servers.discovery import Discovery
 from rljax.rollout.servers.dispatch import Dispatcher
@@ -37,7 +31,6 @@ log = logging.getLogger(__name__)
 Work = Callable[[Server], Coroutine[Any, Any, Any]]
 """A coroutine function of a server."""
 
-_TICK_S = 0.25  # The time between two looks after the servers while responses are sampled (seconds).
 _POLL_S = 1.0  # The longest wait for a proof (seconds).
 _TRY_EVERY_S = 0.5  # The time between two attempts to recover a server (seconds).
 _RECOVERY_S = 10.0  # The time that a server may recover before a log line says that the run waits for it (seconds).

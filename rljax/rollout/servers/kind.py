@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError, VerificationError
@@ -27,12 +27,21 @@ UPDATE_S = 600.0
 _POLL_S = 0.05  # The time between two questions whether the workers have pulled a version (seconds).
 
 
-@dataclass(frozen=True)
-class WorkerChecksums:
-    """The checksums of the weights that the last update brought to one worker of a server."""
+class PullAnswer(msgspec.Struct):
+    """The result of a worker's pull of a version, with the fields of ``pull.Pulled`` that are recorded."""
 
-    # The checksum of each tensor, or of the worker's part of it, as it was loaded; None where it was not loaded.
-    tensors: Mapping[str, Checksum | None]
+    error: str  # the message of a failure, or ""
+    seconds: float
+    fetch_s: float = 0.0
+    check_s: float = 0.0
+    bytes: int = 0
+    repaired: str = ""
+
+
+class _LoadedAnswer(msgspec.Struct):
+    tag: str  # the tag of the version that the last update brought to the worker
+    # The ``Checksum`` of each tensor, or of the worker's part of it, as it was loaded; None where it was not loaded.
+    tensors: dict[str, tuple[int, int, int, int] | None]
     seconds: float  # the time that the checksums took
 
 
@@ -192,27 +201,31 @@ class Backend(ABC):
             await self.show(server, probe | {"version_bytes": expected.version_bytes})
         return handshake.server_info(server.url, described, self.name.lower())
 
-    async def prepare(self, server: Remote, version: WeightVersion) -> Mapping[str, Any]:
+    async def ask(self, server: Remote, wanted: Any, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of the plugin in each worker, and returns the answers, of the type ``wanted`` each."""
+        answers = await self.ask_plugin(server, method, *arguments)
+        try:
+            return [msgspec.convert(answer, wanted) for answer in answers]
+        except msgspec.ValidationError as error:
+            raise ReplyError(f"{server.url} answered {method} with {str(answers)[:300]}: {error}") from error
+
+    async def prepare(self, server: Remote, version: WeightVersion) -> PullAnswer | None:
         """Makes the workers pull a version into their machine's mirror while they sample. :meth:`push` loads it later.
 
-        Returns the fields of ``pull.Pulled`` of the slowest worker, or {} if servers read the version in the directory
-        of the trainer. It raises ServerGoneError if a worker could not pull the version in time.
+        Returns the answer of the slowest worker, or None if servers read the version in the directory of the trainer.
+        It raises ServerGoneError if a worker could not pull the version in time.
         """
         if not version.source:
-            return {}
+            return None
         name, begun = version.path.name, time.monotonic()
         await self.ask_plugin(server, "rljax_pull", name)
         while time.monotonic() - begun < UPDATE_S:
-            answers = await self.ask_plugin(server, "rljax_pulled", name)
-            try:
-                done = [worker for worker in answers if worker is not None]
-                failed = [worker["error"] for worker in done if worker["error"]]
-            except (KeyError, TypeError) as error:
-                raise ReplyError(f"{server.url} answered without {error}: {str(answers)[:300]}") from error
-            if failed:
+            answers: list[PullAnswer | None] = await self.ask(server, PullAnswer | None, "rljax_pulled", name)
+            done = [answer for answer in answers if answer is not None]
+            if failed := [answer.error for answer in done if answer.error]:
                 raise ServerGoneError(f"{server.url} could not pull {version.tag}: {failed[0]}")
             if len(done) == len(answers):
-                return max(done, key=lambda worker: worker["seconds"])
+                return max(done, key=lambda answer: answer.seconds)
             await asyncio.sleep(_POLL_S)
         raise ServerGoneError(f"{server.url} did not pull {version.tag} within {UPDATE_S:g} s")
 
@@ -229,28 +242,18 @@ class Backend(ABC):
         if not await self.serves(server, version):
             raise ServerGoneError(f"{server.url} does not hold {version.tag}: it was restarted or updated by others")
 
-    async def check_bits(
-        self, server: Remote, version: WeightVersion, sums: Mapping[str, Checksum]
-    ) -> Sequence[WorkerChecksums]:
-        """Compares the weights that each worker loaded with the trainer's ``sums``, and returns the workers' answers.
+    async def check_bits(self, server: Remote, version: WeightVersion, sums: Mapping[str, Checksum]) -> float:
+        """Compares the weights that each worker loaded with the trainer's ``sums``.
 
-        It raises VerificationError if a tensor differs, or a worker's last update brought another version.
+        Returns the time of the slowest worker's checksums (seconds). It raises VerificationError if a tensor differs,
+        or a worker's last update brought another version.
         """
         await self.check_serves(server, version)
-        answers = await self.ask_plugin(server, "rljax_checksums")
-        try:
-            tags = {worker["tag"] for worker in answers}
-            if tags != {version.tag}:
-                raise VerificationError(f"{server.url} was last given the weights {sorted(tags)}, not {version.tag!r}")
-            workers = [
-                WorkerChecksums(
-                    {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()}, each["seconds"]
-                )
-                for each in answers
-            ]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ReplyError(f"{server.url} answered without {error}: {str(answers)[:300]}") from error
-        found = await asyncio.to_thread(differences, sums, [worker.tensors for worker in workers])
-        if found:
+        workers: list[_LoadedAnswer] = await self.ask(server, _LoadedAnswer, "rljax_checksums")
+        tags = {worker.tag for worker in workers}
+        if tags != {version.tag}:
+            raise VerificationError(f"{server.url} was last given the weights {sorted(tags)}, not {version.tag!r}")
+        loaded = [{name: found and Checksum(*found) for name, found in worker.tensors.items()} for worker in workers]
+        if found := await asyncio.to_thread(differences, sums, loaded):
             raise VerificationError(f"{server.url} does not hold the trainer's weights: {describe_differences(found)}")
-        return workers
+        return max(worker.seconds for worker in workers)

@@ -237,13 +237,13 @@ class Server(Remote):
     async def pull(self, version: WeightVersion) -> None:
         """Makes the server's machine pull a version while the server samples."""
         done = await self._kind.prepare(self, version)
-        if done:
-            names = {"pull_s": "seconds", "fetch_s": "fetch_s", "check_s": "check_s", "pulled_bytes": "bytes"}
-            for name, field in names.items():
-                self._metrics.highest(f"publish/{name}", done[field])
-            if done["repaired"]:
+        if done is not None:
+            names = {"pull_s": done.seconds, "fetch_s": done.fetch_s, "check_s": done.check_s}
+            for name, value in {**names, "pulled_bytes": done.bytes}.items():
+                self._metrics.highest(f"publish/{name}", value)
+            if done.repaired:
                 self._metrics.add("publish/mirrors_repaired", 1.0)
-                log.warning("%s: the weights on its machine were repaired: %s", self.url, done["repaired"])
+                log.warning("%s: the weights on its machine were repaired: %s", self.url, done.repaired)
 
     async def load(self, version: WeightVersion, in_flight: InFlight) -> None:
         """Loads weights that the server's machine has. ``in_flight`` is the fate of the responses under way."""
@@ -254,9 +254,9 @@ class Server(Remote):
     async def prove(self, published: Published, verifier: Verifier, info: ServerInfo | None = None) -> Proof:
         """Asks for the proof that the server holds these weights. Errors are those of :meth:`Backend.check_bits`."""
         self.state = "proving"
-        workers = await self._kind.check_bits(self, published.version, published.sums)
+        seconds = await self._kind.check_bits(self, published.version, published.sums)
         self._metrics.put("publish/verified_tensors", len(published.sums))
-        self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
+        self._metrics.highest("time/server_checksums_s", seconds)
         with self._metrics.slowest("publish/probe_s"):
             return Proof(await verifier.sample(self), info)
 

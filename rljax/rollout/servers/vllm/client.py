@@ -91,6 +91,11 @@ class _Rollout(msgspec.Struct):
     prompt_hash: bytes = b""  # the value of ``prompt_hash`` of the prompt that was sampled from
 
 
+class _ForceAnswer(msgspec.Struct):
+    way: str  # the name of the sampling setting that carries the tokens, or ""
+    reason: str  # the reason why the worker cannot decode given tokens
+
+
 # The decoders of GENERATE, by whether the likeliest tokens are read.
 _DECODERS: dict[bool, msgspec.json.Decoder[Any]] = {
     False: msgspec.json.Decoder(_VllmReply[_Content[_Sampled] | None]),
@@ -182,17 +187,13 @@ class VllmBackend(Backend):
     async def force(self, server: Remote, name: str) -> Callable[[np.ndarray], Mapping[str, Any]]:
         """Makes the workers force tokens, by hooks that are removed at the end, or by vLLM's own trace replay."""
         try:
-            answers = await self.ask_plugin(server, "rljax_force", name, FORCING_S)
-            ways, reasons = zip(*((each["way"], each["reason"]) for each in answers), strict=True)
+            answers: list[_ForceAnswer] = await self.ask(server, _ForceAnswer, "rljax_force", name, FORCING_S)
         except ServerRefusedError as error:
             raise ValueError(f"{server.url} decodes no given tokens: {self.without_plugin} ({error})") from error
-        except (KeyError, TypeError, ValueError) as error:
-            said = f"answered without {error}: {str(answers)[:300]}"
-            raise ReplyError(f"{server.url}/collective_rpc {said}") from error
-        if not all(ways):
+        if reasons := [answer.reason for answer in answers if not answer.way]:
             await self.end_force(server, name)
-            raise ValueError(f"{server.url} decodes no given tokens: {next(filter(None, reasons))}")
-        way = ways[0]
+            raise ValueError(f"{server.url} decodes no given tokens: {reasons[0]}")
+        way = answers[0].way
         return lambda tokens: {way: {FORCED_TOKENS: tokens.tolist()} if way == "extra_args" else tokens.tolist()}
 
     async def describe(self, server: Remote) -> ServerInfo:
