@@ -37,9 +37,15 @@ class ServedModel(RolloutEngine):
     """RolloutEngine over servers that already hold the policy. ``publish`` is refused. It also scores given tokens."""
 
     def __init__(
-        self, urls: Sequence[str], kind: Backend, *, limits: ClientLimits | None = None, api_key_file: str | None = None
+        self,
+        urls: Sequence[str],
+        kind: Backend,
+        *,
+        wait_s: float = 60.0,
+        limits: ClientLimits | None = None,
+        api_key_file: str | None = None,
     ) -> None:
-        """Asks each server for its description. Later it waits at most a minute while no server answers.
+        """Asks each server for its description. Later it waits at most ``wait_s`` seconds while no server answers.
 
         ``urls`` are the base URLs. ``api_key_file`` has the servers' key, as ``RolloutConfig.api_key_file``.
 
@@ -49,7 +55,7 @@ class ServedModel(RolloutEngine):
         """
         self._kind = kind
         config = RolloutConfig(
-            urls=tuple(urls), server_wait_s=60.0, limits=limits or ClientLimits(), api_key_file=api_key_file
+            urls=tuple(urls), server_wait_s=wait_s, limits=limits or ClientLimits(), api_key_file=api_key_file
         )
         self._fleet = Fleet(config, kind, Admission())
         try:
