@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import json
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,9 +38,9 @@ from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import load_jax_engine, policy_functions
 from rljax.rollout.form import ServerForm
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.requests import Completion, Request, ServerInfo
+from rljax.rollout.servers.loop import LoopThread
+from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
 from rljax.rollout.servers.verify import LOOKS, OWN_FLOOR, ROUNDED_BAND, ROUNDS, TAIL_PROMPTS, Look, Verifier, limits
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
@@ -59,54 +58,51 @@ PUBLISHES, SERVERS = 600, 8  # of the run for which refusals are counted
 
 
 class EmbeddedServer:
-    """The embedded engine in the place of a client of one server."""
+    """The embedded engine in the place of a server."""
 
-    urls = ("embedded",)
+    url = "embedded"
 
     def __init__(self, path: str, dtype: str) -> None:
         """Loads the policy of the directory ``path``."""
         self._engine = load_jax_engine(path, dtype, 512)
-        self._one = threading.Lock()
 
-    def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
+    async def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Returns one completion for each request."""
-        del url
         prompts, sampling = [request.prompt for request in requests], requests[0].sampling
-        with self._one:
-            responses = list(self._engine.generate(prompts, 1, sampling, seed=requests[0].seed or 0))
+        responses = list(self._engine.generate(prompts, 1, sampling, seed=requests[0].seed or 0))
         responses.sort(key=lambda response: response.prompt_index)
         return [Completion(each.ids, each.prompt_length, each.columns, "length") for each in responses]
 
 
 class OneByOne:
-    """A client that sends one request at a time.
+    """A server that gets one request at a time.
 
     A server may then decode with another kernel than in its prefill.
     """
 
-    def __init__(self, client: Any) -> None:
-        """Wraps a client of one server."""
-        self.urls, self._client = client.urls, client
+    def __init__(self, server: Any) -> None:
+        """Wraps a server."""
+        self.url, self._server = server.url, server
 
-    def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
+    async def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Returns one completion for each request."""
-        return [completion for request in requests for completion in self._client.sample(url, [request])]
+        return [completion for request in requests for completion in await self._server.sample([request])]
 
 
 class KeptCache:
-    """A client that keeps the prefix cache of a server during an update."""
+    """A server that keeps its prefix cache during an update."""
 
-    def __init__(self, client: ServerClient) -> None:
-        """Wraps a client."""
-        self._client = client
+    def __init__(self, server: Remote) -> None:
+        """Wraps a server."""
+        self.url, self._server = server.url, server
 
-    def call(self, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
+    async def call(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         """Sends a request, unless it resets the cache."""
         if path == "/reset_prefix_cache":
             return {"success": True}
         if path == "/pause":
             content["params"] = {"mode": "wait", "clear_cache": "false"}
-        return self._client.call(url, method, path, **content)
+        return await self._server.call(method, path, **content)
 
 
 class FaultyBackend(VllmBackend):
@@ -114,22 +110,21 @@ class FaultyBackend(VllmBackend):
 
     keeps_cache = False
 
-    def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+    async def push(self, server: Remote, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Updates the weights."""
-        kept: Any = KeptCache(client)
-        super().push(kept if self.keeps_cache else client, url, version, in_flight)
+        kept: Any = KeptCache(server)
+        await super().push(kept if self.keeps_cache else server, version, in_flight)
 
 
 class Probes:
     """A group of verifiers, each with its own probes."""
 
-    def __init__(self, client: Any, options: argparse.Namespace, kind: str) -> None:
-        """Makes ``options.verifiers`` verifiers of a server, with probes of a ``kind``."""
+    def __init__(self, loop: LoopThread, server: Any, options: argparse.Namespace, kind: str) -> None:
+        """Makes ``options.verifiers`` verifiers of a server, which is used on ``loop``, with probes of a ``kind``."""
         policy, tokenizer = read_config(options.path), load_tokenizer(options.path)
-        (self._url,) = client.urls
-        self._client = OneByOne(client) if options.alone else client
+        self._loop, self._server = loop, OneByOne(server) if options.alone else server
         form = ServerForm(kv_cache=options.kv_cache_dtype)
-        info = ServerInfo(self._url, vocab_size=policy.vocab_size, block_size=BLOCK_SIZE, form=form)
+        info = ServerInfo(server.url, vocab_size=policy.vocab_size, block_size=BLOCK_SIZE, form=form)
         prompts = [prompt_ids(problem, tokenizer) for problem in addition_problems("train", 64)]
         of_run = prompts if kind == "prompts of the run" else ()
         config, score = VerifyConfig(prompts=options.prompts), make_scorer(policy, options.dtype)
@@ -140,7 +135,7 @@ class Probes:
     def warm(self) -> None:
         """Makes the server cache the keys and values of all probes."""
         for verifier in self._verifiers:
-            verifier.warm(self._client, self._url)
+            self._loop.wait(verifier.warm(self._server))
 
     def measure(self, params: Any, looks: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the mean |server - trainer| of each probe, and the mean |server - server|, float64 [probes].
@@ -149,7 +144,7 @@ class Probes:
         """
 
         def taken(verifier: Verifier) -> list[Look]:
-            return [verifier.look(self._client, self._url) for _ in range(looks)]
+            return [self._loop.wait(verifier.look(self._server)) for _ in range(looks)]
 
         with ThreadPoolExecutor(self._threads) as threads:
             pairs = zip(self._verifiers, threads.map(taken, self._verifiers), strict=True)
@@ -248,11 +243,13 @@ def with_old_caches(engine: ServedEngine, backend: FaultyBackend, probes: Probes
     engine.publish(params, 2 * len(SCALES) + 1)
 
 
-def opened(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[Any, ServedEngine | None, FaultyBackend]:
-    """Returns a client of the engine that the options name, the engine over it if it is a server, and its backend."""
+def opened(
+    options: argparse.Namespace, stack: contextlib.ExitStack
+) -> tuple[LoopThread, Any, ServedEngine | None, FaultyBackend]:
+    """Returns the event loop, the server that the options name, the engine over it if it is one, and its backend."""
     backend = FaultyBackend()
     if options.engine == "embedded":
-        return EmbeddedServer(options.path, options.dtype), None, backend
+        return LoopThread("embedded"), EmbeddedServer(options.path, options.dtype), None, backend
     cache, policy = ("--kv-cache-dtype", options.kv_cache_dtype), read_config(options.path)
     config = VllmConfig(options.path, str(vllm_python()), options.dtype, max_model_len=512, extra_args=cache)
     server = stack.enter_context(start(config, timeout_s=600))
@@ -263,7 +260,7 @@ def opened(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[An
     engine = ServedEngine(rollout, backend, functions, hf_config=hf_config, max_tokens=512)
     stack.callback(engine.close)
     engine.publish(load_params(options.path, policy), 0)
-    return engine.fleet.client, engine, backend
+    return engine.fleet, engine.fleet.servers[0], engine, backend
 
 
 def main(argv: Sequence[str]) -> int:
@@ -287,9 +284,9 @@ def main(argv: Sequence[str]) -> int:
     between, own_between = limits(options.dtype, rounded=rounded), (OWN_FLOOR, ROUNDED_BAND[1])
     count = TAIL_PROMPTS if rounded else VerifyConfig().prompts
     with contextlib.ExitStack() as stack:
-        client, engine, backend = opened(options, stack)
+        loop, server, engine, backend = opened(options, stack)
         for kind in ("prompts of the run", "random tokens"):
-            probes = Probes(client, options, kind)
+            probes = Probes(loop, server, options, kind)
             measured, own = probes.measure(params, options.looks)
             of_kind = result["kinds"][kind] = {
                 "measured_probes": measured.size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -119,6 +120,12 @@ def as_turns(samples: Samples, requests: Sequence[TurnRequest]) -> Samples:
             yield turn.first(request.max_tokens)
 
     return Samples(responses(), samples.metrics)
+
+
+AHEAD: ContextVar[int | None] = ContextVar("AHEAD", default=None)
+"""The step for which this thread samples ahead; None on the thread that publishes, which alone may use the policy.
+
+Another thread must not use it: the trainer may have reused the buffers of the policy that was published last."""
 
 
 class Stopping(Protocol):

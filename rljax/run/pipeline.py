@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from rljax.data.prompts import Problem, PromptStream
 from rljax.errors import ServersLostError
 from rljax.policy.model import Params
-from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.engine import AHEAD, RolloutEngine
 from rljax.run.sampling import BatchSampler, SampledStep
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
@@ -208,7 +208,7 @@ class BatchesAhead(Batches):
                         return
                     self._changed.wait()
                 self._under_way = job
-                self._stop.work_ahead(job.step)
+                AHEAD.set(job.step)
                 self._changed.notify_all()
             self._finish(job)
 

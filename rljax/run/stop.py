@@ -7,7 +7,6 @@ import functools
 import math
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 
 from rljax.distributed.processes import ALONE, Processes
+from rljax.rollout.engine import AHEAD
 from rljax.run.checkpoint import Checkpointer
 
 # The time that the first save is expected to take: a start in seconds, and the speed of a common disk.
@@ -27,7 +27,7 @@ class StopRequest:
     Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Code that waits
     for servers, responses, rewards or a command takes this object, a ``Stopping``. The object also reports the place of
     the run, such as a phase of a step, so that a run without progress is found (``run.stuck_s``). A thread that
-    samples the batches of coming steps *works ahead*.
+    samples the batches of coming steps *works ahead*: it has set ``AHEAD`` to the step.
     """
 
     def __init__(self, grace_s: float = math.inf, processes: Processes = ALONE) -> None:
@@ -44,7 +44,6 @@ class StopRequest:
         self._checkpointer: Checkpointer | None = None
         self._previous: dict[int, Any] = {}
         self._place = "starting"
-        self._ahead: dict[int, int] = {}  # thread that works ahead -> the step that its work is for
         self._waits_for_ahead = self._ahead_is_over = False
 
     def is_requested(self) -> bool:
@@ -64,7 +63,7 @@ class StopRequest:
         for its step. Otherwise a thread gives up after a request if the step is not expected to be done and saved
         within the grace.
         """
-        ahead = self._ahead.get(threading.get_ident())
+        ahead = AHEAD.get()
         if ahead is not None and (self._ahead_is_over or (self.is_requested() and ahead != self.awaited_step)):
             return True
         if not self.is_requested():
@@ -96,12 +95,8 @@ class StopRequest:
 
         Progress of a thread that works ahead counts only while the run waits for such a thread.
         """
-        if self._waits_for_ahead or threading.get_ident() not in self._ahead:
+        if self._waits_for_ahead or AHEAD.get() is None:
             self._processes.at(self._place)
-
-    def work_ahead(self, step: int) -> None:
-        """Records that the calling thread works ahead for ``step`` from now on."""
-        self._ahead[threading.get_ident()] = step
 
     @contextlib.contextmanager
     def waiting_for_ahead(self) -> Iterator[None]:

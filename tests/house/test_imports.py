@@ -30,6 +30,7 @@ DOORS = {
     "uvicorn": {"weights.http_limits"},
     "h11": {"weights.http_limits"},
     "msgspec": {
+        "rollout.servers.kind",
         "rollout.servers.vllm.client",
         "rollout.servers.vllm.endpoint",
         "rollout.servers.sglang.client",

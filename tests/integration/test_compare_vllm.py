@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm_checks import rpc
 from vllm_processes import ONE_THREAD
 
 from rljax.commands import compare
@@ -17,8 +18,6 @@ from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import open_server, score_column
 from rljax.errors import run_cli
 from rljax.record.token_dumps import ColumnSource, make_dump, read_dump
-from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.client import VllmBackend
 
 pytestmark = pytest.mark.vllm
 SOUND = {}
@@ -100,14 +99,11 @@ def test_an_off_by_one_is_refused(served, sound):
 
 @contextlib.contextmanager
 def logprobs_mode(served, mode):
-    client = ServerClient([served.url], VllmBackend())
-    body = {"method": "sabotage_logprobs_mode"}
     try:
-        client.call(served.url, "POST", "/collective_rpc", json=body | {"args": [mode]})
+        rpc(served, "sabotage_logprobs_mode", mode)
         yield
     finally:
-        client.call(served.url, "POST", "/collective_rpc", json=body | {"args": ["processed_logprobs"]})
-        client.close()
+        rpc(served, "sabotage_logprobs_mode", "processed_logprobs")
 
 
 def test_raw_logprobs_at_temperature_07_are_refused(bfloat16, prompts):

@@ -23,7 +23,7 @@ def colocated(bfloat16):
 
 
 def is_asleep(engine) -> bool:
-    return engine.fleet.client.call(engine.fleet.client.urls[0], "GET", "/is_sleeping")["is_sleeping"]
+    return engine.fleet.wait(engine.fleet.server(engine.fleet.urls[0]).call("GET", "/is_sleeping"))["is_sleeping"]
 
 
 def sampled_versions(engine) -> set[int]:

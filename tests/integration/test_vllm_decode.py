@@ -1,16 +1,13 @@
 """Forced decoding in a real vLLM shows the path that a difference comes from. Its hooks leave nothing behind."""
 
-from contextlib import closing
-
 import numpy as np
 import pytest
+from opened_clients import call
 from vllm_checks import rpc
 from vllm_processes import ONE_THREAD
 
 from rljax.compare.scorers import open_server, score_column
 from rljax.record.token_dumps import make_dump
-from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import FORCED_TOKENS, VllmConfig, start
 from rljax.rollout.types import SamplingParams
 
@@ -111,10 +108,9 @@ def forced_again(url, response):
 
 def fails_harmlessly(server):
     """Returns whether a failing hook is removed with its reason. Checks that the request is answered."""
-    with closing(ServerClient([server.url], VllmBackend())) as client:
-        assert rpc(server, "rljax_force", "test", 60.0) == [{"way": "extra_args", "reason": ""}]
-        how = {"max_tokens": 4, "logprobs": 0, "extra_args": {FORCED_TOKENS: [10**6]}}
-        body = {"model": "policy", "token_ids": [1, 2], "sampling_params": how}
-        reply = client.call(server.url, "POST", "/inference/v1/generate", json=body)
-        assert len(reply["choices"][0]["token_ids"]) > 0
-        return "outside the vocabulary of 509" in rpc(server, "rljax_end_force", "test")[0]
+    assert rpc(server, "rljax_force", "test", 60.0) == [{"way": "extra_args", "reason": ""}]
+    how = {"max_tokens": 4, "logprobs": 0, "extra_args": {FORCED_TOKENS: [10**6]}}
+    body = {"model": "policy", "token_ids": [1, 2], "sampling_params": how}
+    reply = call(server.url, "POST", "/inference/v1/generate", json=body)
+    assert len(reply["choices"][0]["token_ids"]) > 0
+    return "outside the vocabulary of 509" in rpc(server, "rljax_end_force", "test")[0]

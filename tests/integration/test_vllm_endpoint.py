@@ -9,12 +9,11 @@ import urllib.request
 import httpx
 import numpy as np
 import pytest
-from opened_clients import opened
+from opened_clients import opened, probes
 
 from rljax.errors import ServerRefusedError
 from rljax.rollout.servers.http import Http
-from rljax.rollout.servers.requests import Request, make_requests
-from rljax.rollout.servers.sources import ListedRequests
+from rljax.rollout.servers.requests import Request, listed_asks, make_requests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import SamplingParams
@@ -53,7 +52,7 @@ def test_it_samples_what_vllms_own_endpoint_does(float32, prompts, cut):
     try:
         engine.publish(float32.model.params, 0)
         for route in (ROLLOUTS, GENERATE):
-            engine.fleet.client.set_route(float32.url, route)
+            engine.fleet.server(float32.url).route = route
             sampling = SamplingParams(24, 0.8, reported=6, **cut)
             responses = sorted(
                 engine.generate(prompts, 3, sampling, seed=5), key=lambda r: (r.prompt_index, r.sample_index)
@@ -74,7 +73,7 @@ def test_scores_of_a_prompt_are_those_of_vllms_endpoint(float32, prompts):
     scored = []
     for route in (ROLLOUTS, GENERATE):
         with opened(float32.url, route=route) as client:
-            scored += [reply.prompt_logprobs for reply in client.sample(float32.url, [asked])]
+            scored += [reply.prompt_logprobs for reply in probes(client, [asked])]
     own, plain = scored
     assert own[0] == plain[0] == {}
     for mine, theirs in zip(own[1:], plain[1:], strict=True):
@@ -138,8 +137,8 @@ def test_one_bad_request_does_not_harm_the_others(float32, prompts):
     good = make_requests(prompts[:1], 3, SamplingParams(4), 0)
     with opened(float32.url) as client:
         with pytest.raises(ServerRefusedError, match="answered 400: "):
-            client.sample(float32.url, [*good, bad])
-        assert [len(reply.response) for reply in client.sample(float32.url, good)] == [4, 4, 4]
+            probes(client, [*good, bad])
+        assert [len(reply.response) for reply in probes(client, good)] == [4, 4, 4]
 
 
 # The server samples 64 requests at a time, and all of them take many seconds. So a server that is slow to notice a
@@ -152,7 +151,7 @@ def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
     with opened(float32.url) as client:
         requests = make_requests(prompts[:1], MANY, LONG, 0)
         requests[0] = Request(prompts[0], SamplingParams(2))
-        (index, _), first = next(item for item in client.stream(ListedRequests(requests)) if item is not None)
+        (index, _), first = next(client.stream(lambda: listed_asks(requests)))
         assert len(first.response) == requests[index].sampling.max_response_tokens  # of any batch
     asyncio.run(until(lambda: running(float32.url) == 0))
     assert 0 < generated(float32.url) - before < 0.8 * MANY * 400

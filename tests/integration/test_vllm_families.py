@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from transformers_models import repeat_head
-from vllm_checks import OTHER_BITS, OUT_OF_BAND
+from vllm_checks import OTHER_BITS, OUT_OF_BAND, rpc
 
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
@@ -19,8 +19,6 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
-from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SamplingParams
 from tests.integration.conftest import Model, Served
 
@@ -66,11 +64,6 @@ def served(request, start_server, tmp_path_factory):
     server.stop()
 
 
-def sabotage(served, method, *arguments):
-    with closing(ServerClient([served.url], VllmBackend())) as client:
-        client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})
-
-
 def test_what_is_published_is_proven_and_sampled_from(served):
     with closing(served.engine()) as engine:
         assert engine.publish(served.model.params, 0)["publish/verified_tensors"] == len(
@@ -105,12 +98,12 @@ def test_a_tensor_that_is_not_loaded_is_named(served):
     with closing(served.engine()) as engine:
         engine.publish(served.model.params, 0)
         for version, name in enumerate(FAULTS[served.model.config.family]):
-            sabotage(served, "sabotage_load", "skip", name)
+            rpc(served, "sabotage_load", "skip", name)
             try:
                 with pytest.raises(VerificationError, match=f"{OTHER_BITS}: .*{name}"):
                     engine.publish(served.model.moved(version), 2 * version + 1)
             finally:
-                sabotage(served, "sabotage_load", "off", "")
+                rpc(served, "sabotage_load", "off", "")
             engine.publish(served.model.moved(version), 2 * version + 2)
 
 
@@ -122,12 +115,12 @@ def test_experts_that_are_not_packed_are_caught_by_their_use(served):
     """
     with closing(served.engine()) as engine:
         engine.publish(served.model.params, 0)
-        sabotage(served, "sabotage_repack", "on")
+        rpc(served, "sabotage_repack", "on")
         try:
             with pytest.raises(VerificationError, match=OUT_OF_BAND):
                 engine.publish(served.model.moved(20), 1)
         finally:
-            sabotage(served, "sabotage_repack", "off")
+            rpc(served, "sabotage_repack", "off")
         engine.publish(served.model.moved(20), 2)
 
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from vllm_checks import rpc
 
 from rljax.errors import HandshakeError
 from rljax.policy.hf import SINGLE_NAME, open_tensors
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import free_port
 from rljax.rollout.servers.vllm.client import VllmBackend
@@ -18,26 +18,6 @@ from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.weights.format import PROTOCOL
 
 pytestmark = pytest.mark.vllm
-
-
-def calls(url):
-    client = ServerClient([url], VllmBackend())
-
-    def call(method: str, argument: str) -> None:
-        client.call(url, "POST", "/collective_rpc", json={"method": method, "args": [argument]})
-
-    yield call
-    client.close()
-
-
-@pytest.fixture
-def rpc(float32):
-    yield from calls(float32.url)
-
-
-@pytest.fixture
-def served_rpc(served):
-    yield from calls(served.url)
 
 
 def refused(served, **changes) -> str:
@@ -60,7 +40,7 @@ OPTION = '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype":
 
 
 @pytest.mark.parametrize("served", ["bfloat16", pytest.param("float16", marks=pytest.mark.harness)], indirect=True)
-def test_head_dtype(served, served_rpc, prompts):
+def test_head_dtype(served, prompts):
     """The blocks add nothing, so only the heads can differ. In float32 the server's head is the trainer's."""
     flat = {**served.model.params, "layers": jax.tree.map(jnp.zeros_like, served.model.params["layers"])}
 
@@ -75,13 +55,13 @@ def test_head_dtype(served, served_rpc, prompts):
     line = f"the LM head computes in {served.dtype}, expected float32 {where} with {OPTION}"
     assert refused(served, head_dtype="float32") == line
     rounded = largest_gap(served.dtype)
-    served_rpc("sabotage_head_dtype", "float32")
+    rpc(served, "sabotage_head_dtype", "float32")
     try:
         line = f"the LM head computes in float32, expected {served.dtype} {where} without {OPTION}"
         assert refused(served, head_dtype=served.dtype) == line
         upcast = largest_gap("float32")
     finally:
-        served_rpc("sabotage_head_dtype", "model")
+        rpc(served, "sabotage_head_dtype", "model")
     print(served.dtype, rounded, upcast)
     assert upcast < 1e-5
     assert rounded > {"bfloat16": 1e-3, "float16": 1e-4}[served.dtype]
@@ -97,14 +77,14 @@ def test_vocabulary_and_shape(float32):
 
 
 @pytest.mark.parametrize("change", [{"rope_type": "yarn", "factor": 1.5}, {"rope_theta": 12_345.0}])
-def test_rotary_settings(float32, rpc, change):
+def test_rotary_settings(float32, change):
     plain = float32.model.hf_config["rope_parameters"]
     changed = {"rope_type": "default"} | plain | change
-    rpc("sabotage_rope", json.dumps(changed))
+    rpc(float32, "sabotage_rope", json.dumps(changed))
     try:
         assert refused(float32) == f"rope_parameters is {changed}, expected {plain} (another model)"
     finally:
-        rpc("sabotage_rope", json.dumps(plain))
+        rpc(float32, "sabotage_rope", json.dumps(plain))
     float32.engine().close()
 
 
@@ -133,21 +113,21 @@ def test_length(float32):
     assert line == "max_model_len is 512, expected at least 513 for prompt plus response"
 
 
-def test_logprobs_mode_is_probed(float32, rpc):
-    rpc("sabotage_logprobs_mode", "raw_logprobs")
+def test_logprobs_mode_is_probed(float32):
+    rpc(float32, "sabotage_logprobs_mode", "raw_logprobs")
     try:
         assert "start with --logprobs-mode processed_logprobs" in refused(float32)
     finally:
-        rpc("sabotage_logprobs_mode", "processed_logprobs")
+        rpc(float32, "sabotage_logprobs_mode", "processed_logprobs")
     float32.engine().close()
 
 
-def test_default_sampling_must_be_plain(float32, rpc):
-    rpc("sabotage_default_sampling", json.dumps({"top_p": 0.9, "top_k": 20}))
+def test_default_sampling_must_be_plain(float32):
+    rpc(float32, "sabotage_default_sampling", json.dumps({"top_p": 0.9, "top_k": 20}))
     try:
         line = refused(float32)
     finally:
-        rpc("sabotage_default_sampling", "{}")
+        rpc(float32, "sabotage_default_sampling", "{}")
     assert line == "default sampling is not plain: {'top_k': 20, 'top_p': 0.9}; start with --generation-config vllm"
 
 

@@ -4,9 +4,7 @@ import functools
 
 import pytest
 from in_flight import GROUP, check_versions, sampled_across_publishes
-
-from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.client import VllmBackend
+from vllm_checks import rpc
 
 pytestmark = pytest.mark.vllm
 TOKENS = 300
@@ -16,18 +14,15 @@ TOKENS = 300
 def test_each_token_has_the_logprob_of_its_policy(float32, prompts, update):
     """The same policy also computed everything before the token. No key and no value of an older policy is left."""
     policies = [float32.model.params, float32.model.moved(1), float32.model.moved(2)]
-    client = ServerClient([float32.url], VllmBackend())
     engine = float32.engine(update=update, max_staleness=2, server_wait_s=30.0)
 
     def pace(seconds: float) -> None:
-        body = {"method": "sabotage_pace", "args": [str(seconds)]}
-        client.call(float32.url, "POST", "/collective_rpc", json=body)
+        rpc(float32, "sabotage_pace", str(seconds))
 
     try:
         responses = sampled_across_publishes(engine, policies, prompts, TOKENS, pace)
     finally:
         engine.close()
-        client.close()
     assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == GROUP * len(prompts)
     assert all(r.length == TOKENS and r.truncated for r in responses)
     scores = [functools.partial(float32.score, params) for params in policies]

@@ -209,9 +209,11 @@ def test_a_server_that_missed_versions_gets_the_newest(bfloat16, pulling):
         params = adamw_step(params, seed=version)
         engine.publish(params, version)
     mirror_of(engine).clear()
-    engine.fleet.client.mark_down(bfloat16.url, "planted")
-    engine.fleet.client.call(bfloat16.url, "POST", "/start_weight_update")
-    engine.fleet.client.call(bfloat16.url, "POST", "/finish_weight_update", json={"weight_version": "another"})
+    engine.fleet.on_loop(engine.fleet.server(bfloat16.url).close, "planted")
+    engine.fleet.wait(engine.fleet.server(bfloat16.url).call("POST", "/start_weight_update"))
+    engine.fleet.wait(
+        engine.fleet.server(bfloat16.url).call("POST", "/finish_weight_update", json={"weight_version": "another"})
+    )
     responses = list(engine.generate([np.array([1, 2], np.int32)], 2, SamplingParams(4), seed=0))
     assert [response.versions[0] for response in responses] == [2, 2]
     metrics = engine.fleet.report()
@@ -237,7 +239,7 @@ def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
     moved = bfloat16.model.moved(7)
     tensors = bfloat16.model.tensors("bfloat16")
     version = engine.files.write(tensors(moved), 1, bfloat16.model.checksums("bfloat16")(moved))
-    VllmBackend().prepare(engine.fleet.client, bfloat16.url, version)
+    engine.fleet.wait(VllmBackend().prepare(engine.fleet.server(bfloat16.url), version))
     assert_bits(engine, bfloat16, moved)
     band = engine.verifier.band
     assert check_use(engine, bfloat16.url, bfloat16.model.params).mean < band

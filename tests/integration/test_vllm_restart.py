@@ -35,7 +35,9 @@ def test_weights_changed_behind_our_back(float32, prompts):
     params = float32.model.moved(8)
     try:
         engine.publish(params, 3)
-        engine.fleet.client.call(float32.url, "POST", "/update_weight_version", json={"new_version": "default"})
+        engine.fleet.wait(
+            engine.fleet.server(float32.url).call("POST", "/update_weight_version", json={"new_version": "default"})
+        )
         responses = list(engine.generate(prompts, 2, SamplingParams(8), seed=0))
         metrics = engine.fleet.report()
     finally:

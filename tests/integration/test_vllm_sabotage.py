@@ -41,7 +41,7 @@ def publish_fails_both_halves(engine, params, version: int, said: str) -> None:
     with pytest.raises(VerificationError, match=f"{OTHER_BITS}: {said}"):
         engine.publish(params, version)
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
-        check_use(engine, engine.fleet.client.urls[0], params)
+        check_use(engine, engine.fleet.urls[0], params)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,9 @@ def test_a_step_at_the_papers_rate_that_goes_wrong_in_a_worker(bfloat16, calibra
         assert check_use(engine, bfloat16.url, stepped).mean < engine.verifier.band
     with pytest.raises(RuntimeError, match="hold no verified policy"):
         engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0)
-    VllmBackend().push(engine.fleet.client, bfloat16.url, engine.version)  # no probe is sent to such weights
+    engine.fleet.wait(
+        VllmBackend().push(engine.fleet.server(bfloat16.url), engine.version)
+    )  # no probe is sent to such weights
     metrics = engine.publish(stepped, 2)
     assert metrics["publish/verified_tensors"] == 24
     assert metrics["time/server_checksums_s"] > 0
@@ -89,7 +91,7 @@ def test_tied_head_not_repacked(bfloat16, calibrated):
         # On some processors the head has a copy of its own. Then its use shows the old weights, too.
         is_stale = rpc(bfloat16, "head_is_stale")[0]["stale"]
         with pytest.raises(VerificationError, match=OUT_OF_BAND) if is_stale else contextlib.nullcontext():
-            check_use(engine, engine.fleet.client.urls[0], bfloat16.model.moved(1))
+            check_use(engine, engine.fleet.urls[0], bfloat16.model.moved(1))
     finally:
         rpc(bfloat16, "sabotage_tied_head", "off")
     engine.publish(bfloat16.model.moved(1), 2)
@@ -143,7 +145,7 @@ def test_bfloat16_published_to_a_float16_server(float16, calibrated):
     sums = {name: array_checksum(array) for name, array in tensors.items()}
     version = engine.files.write(tensors.items(), 2, sums)
     assert version.dtype == np.dtype(ml_dtypes.bfloat16).name
-    VllmBackend().push(engine.fleet.client, float16.url, version)
+    engine.fleet.wait(VllmBackend().push(engine.fleet.server(float16.url), version))
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
         check_use(engine, float16.url, params)
 

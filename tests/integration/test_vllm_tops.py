@@ -33,7 +33,7 @@ def sampled(served, prompts, sampling, n=3, *, route=None, **config):
     with closing(served.engine(**config)) as engine:
         engine.publish(served.model.params, 0)
         if route is not None:
-            engine.fleet.client.set_route(served.url, route)
+            engine.fleet.server(served.url).route = route
         return list(engine.generate(prompts, n, sampling, seed=3))
 
 

@@ -139,7 +139,7 @@ def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
         metrics = engine.publish(init_params(CONFIG, 0), 0)
         assert (tmp_path / "w") in engine.files.root.parents
         assert metrics["publish/verify_band"] == pytest.approx(5e-5, rel=0.02)
-        assert engine.fleet.client.limits == rollout.limits
+        assert engine.fleet.limits == rollout.limits
 
 
 @pytest.mark.parametrize("settings", [{"weight_quantization": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}])

@@ -4,18 +4,17 @@ The stand-in's tokens count up from the last token of the prompt. So a response 
 parts: the first token of a part equals the last token of the part before.
 """
 
-import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 
 import numpy as np
 import pytest
-from served_engines import PARAMS, PROMPTS, make
+from served_engines import PARAMS, PROMPTS, published
 from waiting import until
 
 from rljax.errors import ReplyError, ServerError, VerificationError
 from rljax.rollout.build import check_engine
+from rljax.rollout.engine import AHEAD
 from rljax.rollout.types import RolloutConfig, SamplingParams
 
 TOKENS = 40
@@ -23,7 +22,7 @@ TOKENS = 40
 
 @pytest.fixture
 def elsewhere():
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1, initializer=AHEAD.set, initargs=(1,)) as thread:
         yield thread
 
 
@@ -39,8 +38,7 @@ def tops_of(token):
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update):
     fake.tops = tops_of
-    with closing(make(fake.url, update=update, max_staleness=1)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, update=update, max_staleness=1) as engine:
         fake.token_s = 0.02
         fake.asked.clear()
         sampling = elsewhere.submit(sampled, engine, 2, 2)
@@ -69,8 +67,7 @@ def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update)
 
 
 def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
-    with closing(make(fake.url, update="keep", max_staleness=1)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, update="keep", max_staleness=1) as engine:
         fake.token_s = 0.02
         samples = engine.generate(PROMPTS, 2, SamplingParams(60), seed=0)
         sampling = elsewhere.submit(list, samples)
@@ -86,8 +83,7 @@ def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, update, another):
     other = another()
-    with contextlib.closing(make(fake.url, other.url, update=update, max_staleness=1)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, other.url, update=update, max_staleness=1) as engine:
         fake.token_s = other.token_s = 0.02
         fake.not_loaded = {"b"}
         fake.logprob = -1.001  # a value inside the band
@@ -95,7 +91,7 @@ def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, upda
         until(lambda: fake.running + other.running == 4)
         engine.publish(PARAMS, 1)
         responses = sampling.result(timeout=30)
-        assert engine.fleet.client.opened() == [other.url]
+        assert engine.fleet.opened() == [other.url]
     assert len(responses) == 4
     for response in responses:
         of_unproven = response["rollout_logprobs"] == np.float32(-1.001)
@@ -103,8 +99,7 @@ def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, upda
 
 
 def test_where_no_server_passes_nothing_is_handed_on(fake, elsewhere):
-    with closing(make(fake.url, update="keep", max_staleness=1)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, update="keep", max_staleness=1) as engine:
         fake.token_s, fake.not_loaded = 0.01, {"b"}
         given = []
         sampling = elsewhere.submit(lambda: given.extend(engine.generate(PROMPTS, 2, SamplingParams(TOKENS), seed=0)))
@@ -117,16 +112,14 @@ def test_where_no_server_passes_nothing_is_handed_on(fake, elsewhere):
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_replies_that_do_not_name_their_weights_are_refused(fake, elsewhere, update):
-    with closing(make(fake.url, update=update, max_staleness=1)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, update=update, max_staleness=1) as engine:
         fake.names_versions = False
         with pytest.raises(ReplyError, match=r"does not name the weights that sampled a response; set rollout\.update"):
             sampled(engine)
 
 
 def test_a_response_given_up_without_new_weights_fails(fake):
-    with closing(make(fake.url, update="abort", max_staleness=1)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, update="abort", max_staleness=1) as engine:
         fake.finish = "abort"
         with pytest.raises(ServerError, match=r"failed 6 times; the last: .* ended a response with 'abort'"):
             sampled(engine)

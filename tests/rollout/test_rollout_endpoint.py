@@ -17,14 +17,13 @@ import pytest
 from opened_clients import opened
 from quick_backends import quick
 from vllm_fake import as_base64, flat_scores, hash_of
+from waiting import until
 
 from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.http import Http
 from rljax.rollout.servers.replies import check_completion
-from rljax.rollout.servers.requests import Request
-from rljax.rollout.servers.sources import ListedRequests
+from rljax.rollout.servers.requests import Request, listed_asks
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import SamplingParams
@@ -50,8 +49,7 @@ def read(reply, request=REQUEST):
 
 def stream(client, count, vocab_size=64, metrics=None):
     requests = [Request(PROMPT + i, SamplingParams(2), seed=i) for i in range(count)]
-    found = client.stream(ListedRequests(requests), vocab_size, metrics=metrics)
-    return (item for item in found if item is not None)
+    return client.stream(lambda: listed_asks(requests), None, vocab_size, metrics)
 
 
 # ---- The content of a reply ----
@@ -144,7 +142,7 @@ def test_one_that_failed_is_asked_again_alone(fake):
     fake.fail_next, metrics = [500], {}
     with opened(fake.url, backend=QUICK) as client:
         assert len(dict(stream(client, 4, metrics=metrics))) == 4
-        assert client.losses == 0
+        assert client.report()["rollout/server_losses"] == 0
     assert metrics == {"rollout/requests": 5, "rollout/retries": 1}
 
 
@@ -184,15 +182,6 @@ def test_replies_that_stay_mixed_up_end_in_one_line(fake, monkeypatch):
     said = r"^response \d failed 3 times; the last: http\S+ gave the reply to another prompt than the request has$"
     with opened(fake.url, backend=QUICK) as client, pytest.raises(ServerError, match=said):
         dict(stream(client, 4))
-
-
-def test_one_that_is_refused_ends_in_one_line(fake):
-    fake.fail_next = [400]
-    with (
-        opened(fake.url, backend=QUICK) as client,
-        pytest.raises(ServerError, match=r"rollouts answered 400: told to fail with 400$"),
-    ):
-        dict(stream(client, 3))
 
 
 @pytest.mark.parametrize("has_own", [True, False])
@@ -317,14 +306,14 @@ def test_a_request_that_is_given_up_alone_is_deleted(scripted):
 
 def test_what_came_before_the_connection_broke_is_kept(scripted):
     with opened(scripted.url, backend=QUICK) as client:
-        found = client.stream(ListedRequests([Request(PROMPT, SamplingParams(2))] * 2), 64)
+        found = client.stream(lambda: listed_asks([Request(PROMPT, SamplingParams(2))] * 2), None, 64)
         accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(1), scripted.close()))
         accepted.start()
-        items = []
-        while not client.down():
-            items += [item for item in [next(found)] if item is not None]
+        place, _ = next(found)
         accepted.join()
-    assert [place for place, _ in items] == [(1, 0)]
+        until(client.down)
+        found.close()
+    assert place == (1, 0)
 
 
 def test_a_batch_whose_server_dies_is_sampled_elsewhere(scripted, fake):
@@ -332,19 +321,16 @@ def test_a_batch_whose_server_dies_is_sampled_elsewhere(scripted, fake):
 
     The others are asked of the other server: none is lost, and none comes twice.
     """
-    client = ServerClient([scripted.url, fake.url], QUICK)
-    with contextlib.closing(client):
-        client.set_route(scripted.url, ROLLOUTS)
-        client.set_route(fake.url, ROLLOUTS)
-        client.open(scripted.url, None)
+    with opened(scripted.url, fake.url, backend=QUICK) as client:
+        client.on_loop(client.server(fake.url).pause)
         found = stream(client, 4)
         dying = threading.Thread(target=lambda: (scripted.accept(), scripted.line(2), scripted.close()))
         dying.start()
         items = [next(found)]
-        client.open(fake.url, None)
+        client.on_loop(client.server(fake.url).open, None)
         items += found
         dying.join()
-        assert (client.losses, list(client.down())) == (1, [scripted.url])
+        assert (client.report()["rollout/server_losses"], list(client.down())) == (1, [scripted.url])
     assert sorted(place for place, _ in items) == [(i, 0) for i in range(4)]
     assert sorted(prompt[-1] for prompt, _, _ in fake.asked) == [5, 6, 8]
 
@@ -370,9 +356,6 @@ def test_whatever_line_comes_back(scripted, line):
 
 def test_two_servers_do_not_share_a_batch(fake, another):
     other = another()
-    with contextlib.closing(ServerClient([fake.url, other.url], QUICK)) as client:
-        for each in (fake, other):
-            client.open(each.url, None)
-            client.set_route(each.url, ROLLOUTS)
+    with opened(fake.url, other.url, backend=QUICK) as client:
         assert len(dict(stream(client, 8))) == 8
         assert len(fake.asked) == len(other.asked) == 4

@@ -1,19 +1,19 @@
 """Tests of an HTTP engine that samples on another thread than the publishing one: when each server is verified."""
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from served_engines import PARAMS, PROMPTS, make
+from served_engines import PARAMS, PROMPTS, published
 
 from rljax.errors import ServersLostError
+from rljax.rollout.engine import AHEAD
 from rljax.rollout.types import SamplingParams
 
 
 @pytest.fixture
 def elsewhere():
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1, initializer=AHEAD.set, initargs=(1,)) as thread:
         yield thread
 
 
@@ -23,24 +23,22 @@ def sample(engine, n=3):
 
 def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere, another):
     other = another()
-    with contextlib.closing(make(fake.url, other.url)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, other.url) as engine:
         port = other.port
         other.stop()
         other = another(port)
         # Nothing may be verified here, because the trainer may have taken over the weights.
         responses = elsewhere.submit(sample, engine).result(timeout=30)
         assert len(responses) == 6
-        assert engine.fleet.client.opened() == [fake.url]
+        assert engine.fleet.opened() == [fake.url]
         engine.publish(PARAMS, 1)
-        assert sorted(engine.fleet.client.opened()) == sorted([fake.url, other.url])
+        assert sorted(engine.fleet.opened()) == sorted([fake.url, other.url])
         for response in elsewhere.submit(sample, engine).result(timeout=30):
             assert response["version"].tolist() == [1] * 5
 
 
 def test_without_any_server_sampling_ends_at_once(fake, elsewhere, another):
-    with contextlib.closing(make(fake.url)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url) as engine:
         port = fake.port
         fake.stop()
         another(port)

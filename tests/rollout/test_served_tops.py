@@ -3,20 +3,18 @@
 import json
 import math
 import threading
-from contextlib import closing
 
 import numpy as np
 import pytest
+from opened_clients import opened, sampled
 from records import completion
-from served_engines import PARAMS, PROMPTS, make
+from served_engines import PROMPTS, make, published
 
 from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.build import check_engine
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.replies import check_tops, make_completion, make_tops, without_ties
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sglang.client import SglangBackend
-from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import RolloutConfig, SamplingParams
@@ -203,8 +201,7 @@ def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
     """The server lacks the ``better`` routes. Only rljax's own route is asked for no further token."""
     fake.tops = of_token
     fake.routes -= {*better}
-    with closing(make(fake.url, top_logprobs=2)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, top_logprobs=2) as engine:
         probes = len(fake.sampling)
         responses = list(engine.generate(PROMPTS, 2, SamplingParams(5, reported=2), seed=0))
     assert {sampling["logprobs"] for sampling in fake.sampling[probes:]} == {asked}
@@ -219,8 +216,7 @@ def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
 def test_probes_are_of_the_whole_distribution(fake):
     fake.tops = of_token
     cut = {"top_k": 3, "top_p": 0.99, "min_p": 0.01}
-    with closing(make(fake.url, **cut)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, **cut) as engine:
         probes = len(fake.sampling)
         (response,) = engine.generate(PROMPTS[:1], 1, SamplingParams(5, **cut, reported=3), seed=0)
     shapes = [{name: sampling[name] for name in cut} for sampling in fake.sampling]
@@ -264,11 +260,9 @@ def test_a_long_reply_is_read_beside_the_event_loop(fake):
             return super().completion(route, reply, request)
 
     fake.tops = lambda token: [(token, -1.0), *((64 + i, -9.0 - i) for i in range(300))]
-    with closing(ServerClient([fake.url], Backend())) as client:
-        client.open(fake.url, None)
+    with opened(fake.url, backend=Backend(), route=GENERATE) as fleet:
         for k in (1, 300):
-            request = Request(PROMPT, SamplingParams(500, reported=k))
-            ((_, reply),) = [item for item in client.stream(ListedRequests([request])) if item is not None]
+            ((_, reply),) = sampled(fleet, [Request(PROMPT, SamplingParams(500, reported=k))])
             assert reply["top_ids"].shape == (500, k)
-    assert threads[False] == "rljax-server-client"
+    assert threads[False] == "rljax-servers"
     assert threads[True].startswith("rljax-reply-reader")

@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from served_engines import PARAMS, make
+import served_engines
+from served_engines import PARAMS
 from stopping import StopWhen
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.build import connect
+from rljax.rollout.engine import AHEAD
 from rljax.rollout.servers.requests import response_seed
 from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import SamplingParams
@@ -22,12 +24,16 @@ ENVIRONMENT = [40, 41]  # the tokens that the environment of these tests writes 
 
 @contextlib.contextmanager
 def published(*fakes, **config):
-    with contextlib.closing(make(*(each.url for each in fakes), **config)) as engine:
-        engine.publish(PARAMS, 0)
+    with served_engines.published(*(each.url for each in fakes), **config) as engine:
         for each in fakes:
             each.asked.clear()
             each.sampling.clear()
         yield engine
+
+
+def ahead_thread():
+    """Returns an executor of one thread that samples ahead, while the test publishes."""
+    return ThreadPoolExecutor(1, initializer=AHEAD.set, initargs=(1,))
 
 
 def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, turn: 6, after=lambda response: None):
@@ -90,7 +96,7 @@ def test_turns_are_answered_while_others_run(fake):
 
 
 def test_requests_may_come_late_and_from_other_threads(fake):
-    with published(fake) as engine, ThreadPoolExecutor(1) as thread:
+    with published(fake) as engine, ahead_thread() as thread:
         queue, responses = TurnQueue([3, 8]), []
         answering = thread.submit(lambda: responses.extend(engine.answer(queue, LIMITS, seed=0)))
         for key in (8, 3):
@@ -136,7 +142,7 @@ def test_another_server_goes_on_where_one_dies(another):
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update):
-    with published(fake, update=update, max_staleness=1) as engine, ThreadPoolExecutor(1) as thread:
+    with published(fake, update=update, max_staleness=1) as engine, ahead_thread() as thread:
         fake.token_s = 0.02
         limits = SamplingParams(40)
         answering = thread.submit(converse, engine, [2, 2], limits=limits, max_tokens=lambda key, turn: 40)
@@ -155,7 +161,7 @@ def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update):
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_turns_are_asked_for_while_new_weights_come(fake, update):
     """Trajectories have many short turns. Some turns end while the servers are not verified yet."""
-    with published(fake, update=update, max_staleness=1) as engine, ThreadPoolExecutor(1) as thread:
+    with published(fake, update=update, max_staleness=1) as engine, ahead_thread() as thread:
         fake.token_s = 0.01
         limits = SamplingParams(1, stop_token_ids=(63,))
         answering = thread.submit(converse, engine, [30] * 4, limits=limits, max_tokens=lambda key, turn: 1)

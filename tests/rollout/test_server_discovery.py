@@ -7,17 +7,17 @@ import time
 
 import numpy as np
 import pytest
-from served_engines import PARAMS, PROMPTS, make
+from opened_clients import opened
+from opened_clients import sampled as sampled_from
+from served_engines import PARAMS, PROMPTS, make, published
 from vllm_fake import FakeVllm
 from waiting import until
 
-from rljax.errors import HandshakeError, VerificationError
-from rljax.rollout.servers.client import ServerClient
+from rljax.errors import HandshakeError
 from rljax.rollout.servers.discovery import Discovery, make_lookup
 from rljax.rollout.servers.http import check_url
 from rljax.rollout.servers.requests import Request
-from rljax.rollout.servers.sources import ListedRequests
-from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 
@@ -100,8 +100,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
     file = tmp_path / "servers"
     write(file, first)
     limits = ClientLimits(max_outstanding=2)
-    with contextlib.closing(make(discovery=str(file), limits=limits)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(discovery=str(file), limits=limits) as engine:
         first.delay_s = second.delay_s = 0.05
         places, of_first = [], 0
         for response in engine.generate(PROMPTS, 100, SamplingParams(2), seed=0):
@@ -116,7 +115,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
         assert sorted(places) == [(i, j) for i in range(2) for j in range(100)]
         assert 0 < of_first <= first.seen[GENERATE] < of_first + 20
         assert second.version == engine.files.tag(0)
-        assert engine.fleet.client.opened() == [second.url]
+        assert engine.fleet.opened() == [second.url]
         metrics = engine.fleet.report()
         assert (metrics["rollout/servers_joined"], metrics["rollout/servers_left"]) == (1, 1)
         assert (metrics["rollout/servers"], metrics["rollout/server_losses"]) == (1, 0)
@@ -127,12 +126,11 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
 def test_a_publish_takes_in_the_servers_that_are_listed_by_then(fakes, tmp_path):
     servers = fakes(3)
     write(tmp_path / "servers", servers[0])
-    with contextlib.closing(make(discovery=str(tmp_path / "servers"))) as engine:
-        engine.publish(PARAMS, 0)
+    with published(discovery=str(tmp_path / "servers")) as engine:
         write(tmp_path / "servers", *servers[1:])
         until(lambda: len(engine.fleet.discovery.urls) == 2)
         engine.publish(PARAMS, 1)
-        assert engine.fleet.client.opened() == [each.url for each in servers[1:]]
+        assert engine.fleet.opened() == [each.url for each in servers[1:]]
         assert [each.version for each in servers] == [engine.files.tag(version) for version in (0, 1, 1)]
         assert len(list(engine.generate(PROMPTS, 2, SamplingParams(1), seed=0))) == 4
 
@@ -156,9 +154,8 @@ def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
     good, other = fakes(2)
     other.dtype = "bfloat16"
     write(tmp_path / "servers", good, other)
-    with contextlib.closing(make(discovery=str(tmp_path / "servers"))) as engine:
-        engine.publish(PARAMS, 0)
-        assert engine.fleet.client.opened() == [good.url]
+    with published(discovery=str(tmp_path / "servers")) as engine:
+        assert engine.fleet.opened() == [good.url]
         assert "the dtype is bfloat16, expected float32" in caplog.text
         assert other.seen[GENERATE] == 0
     write(tmp_path / "servers", other)
@@ -168,15 +165,14 @@ def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
 
 def test_an_update_that_one_server_refuses_does_not_end_the_run(fakes, caplog):
     good, other = fakes(2)
-    with contextlib.closing(make(good.url, other.url)) as engine:
-        engine.publish(PARAMS, 0)
+    with published(good.url, other.url) as engine:
         other.refuse = {"/update_weights": 500}
         engine.publish(PARAMS, 1)
-        assert engine.fleet.client.opened() == [good.url]
+        assert engine.fleet.opened() == [good.url]
         assert f"{other.url}/update_weights answered 500" in caplog.text
         other.refuse = {}
         engine.publish(PARAMS, 2)
-        assert set(engine.fleet.client.opened()) == {good.url, other.url}
+        assert set(engine.fleet.opened()) == {good.url, other.url}
 
 
 def test_servers_are_verified_side_by_side(fakes):
@@ -197,113 +193,83 @@ def test_servers_are_verified_side_by_side(fakes):
             took.append(time.monotonic() - began)
             for each in servers:
                 each.delay_s = 0.0
-            assert len(engine.fleet.client.opened()) == len(engine.fleet.client.urls)
+            assert len(engine.fleet.opened()) == len(engine.fleet.urls)
     finally:
         alone.close()
         together.close()
     assert took[1] < 3 * took[0]
 
 
-def test_a_slow_recovery_delays_no_rollout(fakes):
-    quick, slow = fakes(2)
-    engine = make(quick.url, slow.url)
-    answer, hold = slow.answer, threading.Event()
+@contextlib.contextmanager
+def held(server, path, tag=None):
+    """Yields an event until which ``server`` does not answer at ``path``. With ``tag``: for this version alone."""
+    answer, over = server.answer, threading.Event()
 
-    def waits(method, path, body):
-        if path == "/update_weights":
-            hold.wait(20)
-        return answer(method, path, body)
+    def waits(method, asked, body):
+        if asked == path and tag in (None, body.get("update_info", {}).get("tag")):
+            over.wait(30)
+        return answer(method, asked, body)
 
+    server.answer = waits
     try:
-        engine.publish(PARAMS, 0)
-        slow.version, slow.answer = "another", waits
+        yield over
+    finally:
+        over.set()
+
+
+@contextlib.contextmanager
+def pair(fakes):
+    """Yields an engine that has published to two servers, and the servers."""
+    quick, slow = fakes(2)
+    with published(quick.url, slow.url) as engine:
+        yield engine, quick, slow
+
+
+def test_a_slow_recovery_delays_no_rollout(fakes):
+    with pair(fakes) as (engine, quick, slow), held(slow, "/update_weights") as over:
+        slow.version = "another"
         began = time.monotonic()
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
         assert time.monotonic() - began < 15
-        assert engine.fleet.client.opened() == [quick.url]
-        hold.set()
+        assert engine.fleet.opened() == [quick.url]
+        over.set()
         until(lambda: not engine.fleet.busy())
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
         # If the first rollout ended before the slow server was asked, the server is being recovered only now.
-        until(lambda: engine.fleet.recover_all() or set(engine.fleet.client.opened()) == {quick.url, slow.url})
-    finally:
-        hold.set()
-        engine.close()
+        until(lambda: engine.fleet.recover() or set(engine.fleet.opened()) == {quick.url, slow.url})
 
 
 def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
     """A publish comes while a server is being recovered, so the server is proven once more, for the new version."""
-    quick, slow = fakes(2)
-    engine = make(quick.url, slow.url)
-    answer, hold = slow.answer, threading.Event()
-
-    def waits(method, path, body):
-        if path == "/update_weights" and body["update_info"]["tag"] == engine.files.tag(0):
-            hold.wait(20)
-        return answer(method, path, body)
-
-    try:
-        engine.publish(PARAMS, 0)
-        slow.version, slow.answer = "another", waits
+    with pair(fakes) as (engine, quick, slow), held(slow, "/update_weights", engine.files.tag(0)) as over:
+        slow.version = "another"
         list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
-        until(lambda: engine.fleet.recover_all() or slow.seen["/start_weight_update"] == 2)
+        until(lambda: engine.fleet.recover() or slow.seen["/start_weight_update"] == 2)
         engine.publish(PARAMS, 1)
-        assert engine.fleet.client.opened() == [quick.url]
-        hold.set()
+        assert engine.fleet.opened() == [quick.url]
+        over.set()
         until(lambda: not engine.fleet.busy())
-        engine.fleet.take_answers()
-        assert engine.fleet.client.opened() == [quick.url]
-        until(lambda: engine.fleet.recover_all() or slow.url in engine.fleet.client.opened())
+        engine.fleet.judge()
+        assert engine.fleet.opened() == [quick.url]
+        until(lambda: engine.fleet.recover() or slow.url in engine.fleet.opened())
         assert slow.version == engine.files.tag(1)
-    finally:
-        hold.set()
-        engine.close()
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/collective_rpc"])
 def test_a_publish_waits_for_a_straggler_for_a_while(fakes, path, monkeypatch):
     """A server that hangs in its update or in its proof is left out. It is opened once it is ready."""
-    quick, slow = fakes(2)
     monkeypatch.setattr("rljax.rollout.servers.engine.STRAGGLER_S", 1.0)
-    engine = make(quick.url, slow.url)
-    answer, hold = slow.answer, threading.Event()
-
-    def waits(method, asked, body):
-        if asked == path:
-            hold.wait(30)
-        return answer(method, asked, body)
-
-    try:
-        engine.publish(PARAMS, 0)
-        slow.answer = waits
+    with pair(fakes) as (engine, quick, slow), held(slow, path) as over:
         began = time.monotonic()
         engine.publish(PARAMS, 1)
         assert 1.0 < time.monotonic() - began < 15
-        assert engine.fleet.client.opened() == [quick.url]
+        assert engine.fleet.opened() == [quick.url]
         engine.publish(PARAMS, 2)
-        assert engine.fleet.client.opened() == [quick.url]
-        hold.set()
-        until(lambda: engine.fleet.recover_all() or slow.url in engine.fleet.client.opened())
+        assert engine.fleet.opened() == [quick.url]
+        over.set()
+        until(lambda: engine.fleet.recover() or slow.url in engine.fleet.opened())
         assert slow.version == engine.files.tag(2)
         assert len(list(engine.generate(PROMPTS, 4, SamplingParams(2), seed=0))) == 8
-    finally:
-        hold.set()
-        engine.close()
-
-
-def test_a_server_that_fails_the_proof_is_named(fakes):
-    servers = fakes(3)
-    with contextlib.closing(make(*(each.url for each in servers))) as engine:
-        engine.publish(PARAMS, 0)
-        for each in servers:
-            each.not_loaded = {"a"}
-        with pytest.raises(VerificationError, match=r"1 tensor differs: a \(not loaded"):
-            engine.publish(PARAMS, 1)
-        assert engine.fleet.report()["rollout/servers_rejected"] == 3
-        for each in servers[1:]:
-            each.not_loaded = set()
-        engine.publish(PARAMS, 2)
-        assert engine.fleet.client.opened() == [each.url for each in servers[1:]]
 
 
 def test_responses_of_a_prompt_come_from_one_server(fakes):
@@ -328,12 +294,9 @@ def test_responses_of_a_prompt_come_from_one_server(fakes):
     def sampled(max_outstanding: int) -> None:
         for prompts in asked.values():
             prompts.clear()
-        with contextlib.closing(
-            ServerClient([each.url for each in servers], VllmBackend(), ClientLimits(max_outstanding=max_outstanding))
-        ) as client:
-            for each in servers:
-                client.open(each.url, None)
-            answered = [item[0] for item in client.stream(ListedRequests(requests, 4)) if item is not None]
+        limits = ClientLimits(max_outstanding=max_outstanding)
+        with opened(*(each.url for each in servers), limits=limits, route=GENERATE) as fleet:
+            answered = [place for place, _ in sampled_from(fleet, requests, group_size=4)]
         assert sorted(answered) == [(i, j) for i in range(12) for j in range(4)]
 
     sampled(512)

@@ -7,16 +7,16 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from opened_clients import fleet_of, opened, probes, sampled
 from python_calls import count_calls
 from quick_backends import quick
 from vllm_fake import rollout_reply
+from waiting import until
 
-from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
+from rljax.errors import ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.replies import check_completion
-from rljax.rollout.servers.requests import Request
-from rljax.rollout.servers.sources import ListedRequests
+from rljax.rollout.servers.requests import Request, listed_asks
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import ClientLimits, SamplingParams
@@ -27,20 +27,14 @@ WIRE = quick()
 
 @pytest.fixture
 def client(fake):
-    made = ServerClient([fake.url], WIRE)
-    made.open(fake.url, None)
-    yield made
+    with opened(fake.url, backend=WIRE, route=GENERATE) as made:
+        yield made
     made.close()
-    made.close()
-
-
-def sampled(client, requests, metrics=None):
-    return [item for item in client.stream(ListedRequests(requests), metrics=metrics) if item is not None]
 
 
 @pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
 def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
-    client.set_route(fake.url, route)
+    client.servers[0].route = route
     ((place, reply),) = sampled(client, [Request(PROMPT, SamplingParams(3), seed=1)])
     assert place == (0, 0)
     assert reply.response.tolist() == [5, 6, 7]
@@ -51,21 +45,18 @@ def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
 
 @pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
 def test_prompt_logprobs_come_only_when_asked_for(fake, client, route):
-    client.set_route(fake.url, route)
-    asked, not_asked = client.sample(
-        fake.url, [Request(PROMPT, SamplingParams(1), prompt_logprobs=ask) for ask in (0, None)]
-    )
+    client.servers[0].route = route
+    asked, not_asked = probes(client, [Request(PROMPT, SamplingParams(1), prompt_logprobs=ask) for ask in (0, None)])
     assert asked.prompt_logprobs == ({}, {4: -0.125}, {5: -0.25})
     assert not_asked.prompt_logprobs == ()
 
 
 def test_a_server_may_call_its_model_otherwise(fake, client):
     fake.model = "org/name"
-    client.set_route(fake.url, GENERATE)
     with pytest.raises(ServerRefusedError, match="no model policy"):
-        client.sample(fake.url, [Request(PROMPT, SamplingParams(1))])
-    client.set_model(fake.url, "org/name")
-    (reply,) = client.sample(fake.url, [Request(PROMPT, SamplingParams(1))])
+        probes(client, [Request(PROMPT, SamplingParams(1))])
+    client.servers[0].model = "org/name"
+    (reply,) = probes(client, [Request(PROMPT, SamplingParams(1))])
     assert reply.response.tolist() == [5]
 
 
@@ -80,20 +71,6 @@ def test_body_leaves_no_default_to_the_server(route):
     assert sampling["ignore_eos"] is True
     assert sampling["stop_token_ids"] == [1, 2]
     assert sampling["seed"] == 9
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        {},
-        {"choices": []},
-        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": None}]},
-        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": {"content": [{"logprob": 0.0}]}}]},
-    ],
-)
-def test_replies_that_are_none(reply):
-    with pytest.raises(ReplyError):
-        WIRE.completion(GENERATE, json.dumps(reply).encode(), Request(PROMPT, SamplingParams(1)))
 
 
 @pytest.mark.parametrize("top", [0, 2])
@@ -143,15 +120,9 @@ def test_no_python_runs_for_each_token_of_a_reply(route, k):
 
 def test_server_errors_are_retried_and_counted(fake, client):
     fake.fail_next, metrics = [500, 429, 500], {}
-    assert len(sampled(client, [Request(PROMPT, SamplingParams(1))], metrics)) == 1
+    assert len(sampled(client, [Request(PROMPT, SamplingParams(1))], metrics=metrics)) == 1
     assert metrics == {"rollout/requests": 4, "rollout/retries": 3}
-    assert client.losses == 0
-
-
-def test_retries_are_bounded(fake, client):
-    fake.fail_next = [500] * 50
-    with pytest.raises(RuntimeError, match=r"failed 6 times; the last: .* answered 500: told to fail with 500"):
-        sampled(client, [Request(PROMPT, SamplingParams(1))])
+    assert client.report()["rollout/server_losses"] == 0
 
 
 @pytest.mark.parametrize("is_probe", [False, True])
@@ -165,15 +136,13 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
             time.sleep(0.01)
         fake.paused = False
 
-    made = ServerClient([fake.url], quick(attempts=2))
-    with closing(made) as client, ThreadPoolExecutor() as threads:
-        client.open(fake.url, None)
+    with opened(fake.url, backend=quick(attempts=2), route=GENERATE) as client, ThreadPoolExecutor() as threads:
         resumed = threads.submit(resume)
         request = Request(PROMPT, SamplingParams(1))
-        reply = client.sample(fake.url, [request])[0] if is_probe else sampled(client, [request], metrics)[0][1]
+        reply = probes(client, [request])[0] if is_probe else sampled(client, [request], metrics=metrics)[0][1]
         resumed.result()
         assert client.opened() == [fake.url]
-        assert client.losses == 0
+        assert client.report()["rollout/server_losses"] == 0
     assert reply.response.tolist() == [5]
     assert fake.seen[GENERATE] > 3
     assert metrics.get("rollout/retries", 0) == 0
@@ -183,31 +152,26 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
 def test_a_server_that_stays_paused_is_given_up(fake, is_probe):
     fake.refuses_paused = fake.paused = True
     limits = ClientLimits(request_timeout_s=0.3)
-    with closing(ServerClient([fake.url], quick(attempts=2), limits)) as client:
-        client.open(fake.url, None)
+    with opened(fake.url, backend=quick(attempts=2), limits=limits, route=GENERATE) as client:
         request = Request(PROMPT, SamplingParams(1))
         with pytest.raises(ServerError, match="503: it is paused"):
-            client.sample(fake.url, [request]) if is_probe else sampled(client, [request])
+            probes(client, [request]) if is_probe else sampled(client, [request])
 
 
 def test_a_503_of_a_server_that_is_not_paused_is_a_failure(fake, client):
     fake.fail_next = [503]
     metrics = {}
-    sampled(client, [Request(PROMPT, SamplingParams(1))], metrics)
+    sampled(client, [Request(PROMPT, SamplingParams(1))], metrics=metrics)
     assert metrics["rollout/retries"] == 1
 
 
-def test_a_refusal_is_not_retried(fake, client):
+@pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
+def test_a_refusal_is_not_retried(fake, client, route):
+    client.servers[0].route = route
     fake.fail_next, metrics = [400], {}
-    with pytest.raises(ServerRefusedError, match="answered 400"):
-        sampled(client, [Request(PROMPT, SamplingParams(1))], metrics)
+    with pytest.raises(ServerRefusedError, match=rf"{route} answered 400: told to fail with 400$"):
+        sampled(client, [Request(PROMPT, SamplingParams(1))], metrics=metrics)
     assert metrics["rollout/requests"] == 1
-
-
-def test_aborted_responses_are_sampled_again(fake, client):
-    fake.finish = "abort"
-    with pytest.raises(RuntimeError, match="ended a response with 'abort'"):
-        sampled(client, [Request(PROMPT, SamplingParams(1))])
 
 
 @pytest.mark.slow
@@ -218,11 +182,10 @@ def test_hundreds_of_responses_come_back_as_they_complete(fake, client):
     began = time.monotonic()
     first = None
     completed = set()
-    for item in client.stream(ListedRequests(requests)):
-        if item is not None:
-            first = first or time.monotonic() - began
-            completed.add(item[0])
-            assert item[1].response[0] == item[0][0] % 64
+    for item in client.stream(lambda: listed_asks(requests)):
+        first = first or time.monotonic() - began
+        completed.add(item[0])
+        assert item[1].response[0] == item[0][0] % 64
     assert completed == {(i, 0) for i in range(640)}
     assert first < 0.8 * (time.monotonic() - began)
     assert 256 < fake.most_running <= 512
@@ -231,9 +194,8 @@ def test_hundreds_of_responses_come_back_as_they_complete(fake, client):
 def test_the_idler_server_samples_more(another):
     slow, fast = another(), another()
     slow.delay_s, fast.delay_s = 2.0, 0.02
-    with closing(ServerClient([slow.url, fast.url], WIRE, ClientLimits(max_outstanding=4))) as client:
-        for fake in (slow, fast):
-            client.open(fake.url, None)
+    limits = ClientLimits(max_outstanding=4)
+    with opened(slow.url, fast.url, backend=WIRE, limits=limits, route=GENERATE) as client:
         sampled(client, [Request(PROMPT, SamplingParams(1)) for _ in range(80)])
     assert fast.seen[GENERATE] > 3 * slow.seen[GENERATE] > 0
     assert max(fast.most_running, slow.most_running) <= 4
@@ -241,9 +203,7 @@ def test_the_idler_server_samples_more(another):
 
 def test_the_work_of_a_server_that_is_down_goes_to_the_others(another):
     good, bad = another(), another()
-    with closing(ServerClient([good.url, bad.url], WIRE)) as client:
-        for fake in (good, bad):
-            client.open(fake.url, None)
+    with opened(good.url, bad.url, backend=WIRE, route=GENERATE) as client:
         bad.stop()
         assert len(sampled(client, [Request(PROMPT, SamplingParams(1)) for _ in range(20)])) == 20
         assert list(client.down()) == [bad.url]
@@ -251,39 +211,39 @@ def test_the_work_of_a_server_that_is_down_goes_to_the_others(another):
 
 
 def test_replies_of_other_weights_are_not_handed_on(fake):
-    with closing(ServerClient([fake.url], WIRE)) as client:
-        client.open(fake.url, "run.1")
-        stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
-        assert next(stream) is None
+    with opened(fake.url, backend=WIRE, route=GENERATE, version="run.1") as client, ThreadPoolExecutor() as threads:
+        sampling = threads.submit(sampled, client, [Request(PROMPT, SamplingParams(1))])
+        until(client.down)
         assert "samples from weights 'default'" in client.down()[fake.url]
         fake.version = "run.1"
-        client.open(fake.url, "run.1")
-        (item,) = [item for item in stream if item is not None]
-        assert item[1].spans == (("run.1", 0, 1),)
+        client.on_loop(client.servers[0].open, "run.1")
+        ((_, reply),) = sampling.result()
+        assert reply.spans == (("run.1", 0, 1),)
 
 
 def test_nothing_is_sent_until_a_server_is_opened(fake):
-    with closing(ServerClient([fake.url], WIRE)) as client:
-        stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
-        assert next(stream) is None
+    with closing(fleet_of(fake.url, backend=WIRE)) as fleet, ThreadPoolExecutor() as threads:
+        sampling = threads.submit(sampled, fleet, [Request(PROMPT, SamplingParams(1))])
+        time.sleep(0.5)
         assert fake.seen[GENERATE] == 0
-        client.open(fake.url, None)
-        assert [item for item in stream if item is not None]
+        fleet.on_loop(fleet.servers[0].open, None)
+        assert len(sampling.result()) == 1
 
 
 def test_control_plane_errors(fake, client):
     fake.routes.discard("/weight_info")
+    (server,) = client.servers
     with pytest.raises(ServerRefusedError, match="answered 404") as refused:
-        client.call(fake.url, "GET", "/weight_info")
+        client.wait(server.call("GET", "/weight_info"))
     assert refused.value.status == 404
     fake.stop()
     with pytest.raises(ServerGoneError):
-        client.call(fake.url, "GET", "/weight_info")
-    assert not client.answers(fake.url)
+        client.wait(server.call("GET", "/weight_info"))
+    assert not client.wait(server.answers())
 
 
 def test_urls_must_be_distinct():
     with pytest.raises(ValueError, match="distinct"):
-        ServerClient(["http://a:1", "http://a:1"], WIRE)
+        fleet_of("http://a:1", "http://a:1")
     with pytest.raises(ValueError, match="at least one"):
         connect([])

@@ -11,13 +11,15 @@ import time
 
 import numpy as np
 import pytest
+from opened_clients import fleet_of
+from opened_clients import opened as opened_at
+from opened_clients import sampled as sampled_from
 from quick_backends import quick
+from stopping import StopWhen
 
 from rljax.errors import ServerError
 from rljax.rollout.servers import http
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.requests import Request
-from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.types import ClientLimits, SamplingParams
 
@@ -26,16 +28,12 @@ REQUEST = Request(np.array([3, 4, 5], np.int32), SamplingParams(3, stop_token_id
 QUICK = quick(attempts=3, wait_s=0.001)
 
 
-@contextlib.contextmanager
-def opened(*urls, limits=None, version="default", backend=QUICK):
-    with contextlib.closing(ServerClient(urls, backend, limits)) as client:
-        for url in urls:
-            client.open(url, version)
-        yield client
+def opened(*urls, limits=None, backend=QUICK):
+    return opened_at(*urls, limits=limits, version="default", backend=backend, route=GENERATE)
 
 
-def sampled(client, requests, vocab_size=64, metrics=None):
-    return [item for item in client.stream(ListedRequests(requests), vocab_size, metrics=metrics) if item is not None]
+def sampled(client, requests, metrics=None):
+    return sampled_from(client, requests, 64, metrics)
 
 
 def logprob(value):
@@ -103,7 +101,7 @@ def test_a_bad_reply_is_sampled_again_and_then_ends_in_one_line(fake, change, sa
         metrics = {}
         ((_, reply),) = sampled(client, [REQUEST], metrics=metrics)
         assert reply.response.tolist() == [5, 6, 7]
-        assert (metrics, client.losses) == ({"rollout/requests": 3, "rollout/retries": 2}, 0)
+        assert (metrics, client.report()["rollout/server_losses"]) == ({"rollout/requests": 3, "rollout/retries": 2}, 0)
         bad[0] = 99
         with pytest.raises(ServerError) as ended:
             sampled(client, [REQUEST])
@@ -166,12 +164,15 @@ def test_an_exchange_has_a_deadline_though_bytes_keep_coming():
 
 
 def test_a_server_is_looked_after_while_another_answers(fake):
-    """Replies come all the time, and the iterator still yields None at its interval."""
-    fake.delay_s = 0.05
-    with opened(fake.url, limits=ClientLimits(max_outstanding=1)) as client:
-        items = list(client.stream(ListedRequests([REQUEST] * 30)))
-    assert sum(item is not None for item in items) == 30
-    assert sum(item is None for item in items) >= 4
+    """Replies come all the time, and the run is still asked at its interval whether it gives them up."""
+    fake.delay_s, asked = 0.05, []
+    stop = StopWhen(gives_up=lambda: asked.append(1))
+    with contextlib.closing(
+        fleet_of(fake.url, backend=QUICK, limits=ClientLimits(max_outstanding=1), stop=stop)
+    ) as fleet:
+        fleet.on_loop(fleet.servers[0].open, None)
+        assert len(sampled(fleet, [REQUEST] * 30)) == 30
+    assert len(asked) >= 4
 
 
 def test_a_client_whose_thread_has_ended_says_so(fake, monkeypatch):
@@ -195,7 +196,7 @@ def test_a_client_whose_thread_has_ended_says_so(fake, monkeypatch):
 )
 def test_what_is_no_url_is_refused(url, said):
     with pytest.raises(ValueError, match=said) as refused:
-        ServerClient([url], VllmBackend())
+        fleet_of(url)
     assert "secret-word" not in str(refused.value)
 
 

@@ -1,5 +1,7 @@
 """Tests of the band: it is measured at the start, between a floor and a hard ceiling."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from records import completion
@@ -12,13 +14,14 @@ from rljax.rollout.verify_config import VerifyConfig
 
 
 class Server:
-    """A client of one server whose log-probabilities are off by ``gap``. Generated ones are off by ``stale`` more."""
+    """A server whose log-probabilities are off by ``gap``. Generated ones are off by ``stale`` more."""
 
     def __init__(self, gap: float, stale: float = 0.0) -> None:
         self.gap, self.stale = gap, stale
         self.prompts: list[np.ndarray] = []
+        self.url = "url"
 
-    def sample(self, url, requests):
+    async def sample(self, requests):
         self.prompts += [request.prompt for request in requests]
         return [self.scored(r) if r.prompt_logprobs is not None else self.generated(r) for r in requests]
 
@@ -41,7 +44,10 @@ def verifier(dtype="float32", mixture=False, form=ServerForm(), **config) -> Ver
 
 
 def check(made, server):
-    return made.judge(server, "url", made.sample(server, "url"), None)
+    def looks():
+        return asyncio.run(made.sample(server))
+
+    return made.judge("url", looks(), None, looks)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +147,15 @@ def test_a_server_that_rounds_nothing_is_not_asked_twice():
 
 
 class Script:
-    """A client of one server that is off by another gap at each look. It keeps the prompts of each look."""
+    """A server that is off by another gap at each look. It keeps the prompts of each look."""
 
     def __init__(self, *gaps: float) -> None:
-        self.gaps, self.looks = list(gaps), []
+        self.gaps, self.looks, self.url = list(gaps), [], "url"
 
-    def sample(self, url, requests):
+    async def sample(self, requests):
         server = Server(self.gaps.pop(0))
         self.looks.append([(tuple(r.prompt), r.seed) for r in requests])
-        return server.sample(url, requests)
+        return await server.sample(requests)
 
 
 @pytest.mark.parametrize("mixture", [False, True])
@@ -213,8 +219,8 @@ def test_a_probe_of_a_rounding_server_is_two_blocks_and_a_third(block, length):
 
 def test_what_is_cached_before_an_update_is_read_after_it():
     made, server = verifier(), Server(0.0)
-    made.warm(server, "url")
-    made.sample(server, "url")
+    asyncio.run(made.warm(server))
+    asyncio.run(made.sample(server))
     cached, probes = server.prompts[:8], server.prompts[8:]
     assert {len(prompt) for prompt in cached} == {129}  # a whole block and one token, which is computed at once
     assert {len(prompt) for prompt in probes} == {probe_lengths(128)[1]}
@@ -222,7 +228,7 @@ def test_what_is_cached_before_an_update_is_read_after_it():
     assert {tuple(prompt[:129]) for prompt in probes[:8]} == {tuple(prompt) for prompt in cached}
     assert np.array_equal(probes[8:], probes[:4])  # the third look has the prompts of the first one
     again = Server(0.0)
-    verifier().warm(again, "url")
+    asyncio.run(verifier().warm(again))
     assert all(np.array_equal(a, b) for a, b in zip(cached, again.prompts, strict=True))
 
 

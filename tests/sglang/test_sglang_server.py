@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from exact_distributions import distributions
 from in_flight import GROUP, check_versions, sampled_across_publishes
+from opened_clients import call
 from sglang_policy import Policy
 from weight_training import change_after_writing
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.build import connect
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.sglang.client import SglangBackend
@@ -197,10 +197,9 @@ def test_what_does_not_fit_is_refused_at_the_handshake(served):
 
 def test_a_directory_that_no_trainer_has_shown_is_not_loaded(served, opened, tmp_path):
     opened()
-    with closing(ServerClient([served.server.url], SglangBackend())) as client:
-        update = {"model_path": str(tmp_path), "weight_version": "x"}
-        with pytest.raises(RuntimeError, match="lies in no directory that a trainer has shown"):
-            client.call(served.server.url, "POST", "/update_weights_from_disk", json=update)
+    update = {"model_path": str(tmp_path), "weight_version": "x"}
+    with pytest.raises(RuntimeError, match="lies in no directory that a trainer has shown"):
+        call(served.server.url, "POST", "/update_weights_from_disk", kind=SglangBackend(), json=update)
 
 
 def test_prompts_outside_the_vocabulary_are_not_sent(opened):
@@ -209,15 +208,14 @@ def test_prompts_outside_the_vocabulary_are_not_sent(opened):
 
 
 def test_a_paused_server_goes_on_with_the_next_run(served, opened):
-    client = ServerClient([served.server.url], SglangBackend())
+    url, kind = served.server.url, SglangBackend()
     try:
-        client.call(served.server.url, "POST", "/pause_generation", json={"mode": "retract"})
+        call(url, "POST", "/pause_generation", kind=kind, json={"mode": "retract"})
         with pytest.raises(ValueError, match="is paused"):
             connect([served.server.url], kind="sglang")
         opened().publish(served.policy.moved(6), 1)
     finally:
-        client.call(served.server.url, "POST", "/continue_generation", json={})
-        client.close()
+        call(url, "POST", "/continue_generation", kind=kind, json={})
 
 
 def test_scores_of_given_tokens_are_the_trainers(served, opened):

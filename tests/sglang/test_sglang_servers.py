@@ -136,15 +136,15 @@ def test_servers_join_and_leave_while_responses_are_sampled(pair, engine_of, tmp
     listed = tmp_path / "servers"
     listed.write_text(f"{pair.urls[0]}\n")
     engine = engine_of(discovery=str(listed))
-    assert engine.fleet.client.opened() == pair.urls[:1]
+    assert engine.fleet.opened() == pair.urls[:1]
     params = pair.policy.moved(3)
     engine.publish(params, 1)
     responses = []
 
     def sample_until(opened) -> None:
         until = time.monotonic() + LONGEST_S
-        while engine.fleet.client.opened() != opened:
-            assert time.monotonic() < until, (engine.fleet.client.opened(), engine.fleet.client.down())
+        while engine.fleet.opened() != opened:
+            assert time.monotonic() < until, (engine.fleet.opened(), engine.fleet.down())
             responses.extend(engine.generate(PROMPTS, 8, SamplingParams(60), seed=len(responses)))
 
     for wanted in (pair.urls, pair.urls[1:]):
@@ -173,18 +173,20 @@ def test_responses_of_a_killed_server_are_sampled_elsewhere(pair, engine_of):
         assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 96
         assert metrics["rollout/server_losses"] == 1
         assert metrics["rollout/retries"] > 0
-        assert engine.fleet.client.opened() == pair.urls[1:]
+        assert engine.fleet.opened() == pair.urls[1:]
         until = time.monotonic() + START_S
         while "rollout/servers_brought_back" not in metrics:
-            assert time.monotonic() < until, engine.fleet.client.down()
+            assert time.monotonic() < until, engine.fleet.down()
             responses += engine.generate(PROMPTS, 1, SamplingParams(120), seed=1)
             metrics = engine.fleet.report()
     finally:
         restarting.join()
-    assert engine.fleet.client.opened() == pair.urls
+    assert engine.fleet.opened() == pair.urls
     assert metrics["publish/verify_abs_diff_mean"] < 1e-5
     assert all(response["version"].tolist() == [1] * 120 for response in responses)
     assert worst_gap(pair.policy, params, responses) < 2e-5
-    (completion,) = engine.fleet.client.sample(lost, make_requests(PROMPTS[:1], 1, SamplingParams(24), 0, None))
+    (completion,) = engine.fleet.wait(
+        engine.fleet.server(lost).sample(make_requests(PROMPTS[:1], 1, SamplingParams(24), 0, None))
+    )
     (scored,) = pair.policy.scorer()(params, [np.concatenate([PROMPTS[0], completion.response])])
     np.testing.assert_allclose(completion["rollout_logprobs"], scored[-24:], atol=2e-5)

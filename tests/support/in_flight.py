@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from rljax.rollout.engine import AHEAD
 from rljax.rollout.types import SamplingParams
 
 GROUP = 4
@@ -28,6 +29,7 @@ def sampled_across_publishes(engine, policies, prompts, tokens, pace):
     samples = engine.generate(prompts, GROUP, SamplingParams(tokens), seed=1)
 
     def sample():
+        AHEAD.set(1)
         try:
             responses.extend(samples)
         except BaseException as error:

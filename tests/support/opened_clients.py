@@ -1,16 +1,41 @@
-"""Clients of one vLLM server (real or a stand-in) that ask a given endpoint for rollouts."""
+"""Fleets of servers (real or stand-ins) that are opened without a handshake, and single requests to a server."""
 
 import contextlib
 
-from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.client import VllmBackend
+from rljax.rollout.servers.fleet import Fleet
+from rljax.rollout.servers.requests import listed_asks
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
+from rljax.rollout.types import ClientLimits, RolloutConfig
+
+
+def fleet_of(*urls, limits=None, backend=None, stop=None):
+    """Returns a fleet whose servers nobody opens."""
+    config = RolloutConfig(urls=urls, limits=limits or ClientLimits())
+    return Fleet(config, backend or VllmBackend(), stop=stop)
 
 
 @contextlib.contextmanager
-def opened(url, limits=None, route=ROLLOUTS, backend=None):
-    """Opens the server at ``url`` for rollouts over ``route``, without a handshake."""
-    with contextlib.closing(ServerClient([url], backend or VllmBackend(), limits)) as client:
-        client.open(url, None)
-        client.set_route(url, route)
-        yield client
+def opened(*urls, limits=None, route=ROLLOUTS, backend=None, version=None):
+    """Opens the servers at ``urls`` for rollouts over ``route``, whose replies must name ``version``."""
+    with contextlib.closing(fleet_of(*urls, limits=limits, backend=backend)) as fleet:
+        for server in fleet.servers:
+            server.route = route
+            fleet.on_loop(server.open, version)
+        yield fleet
+
+
+def sampled(fleet, requests, vocab_size=None, metrics=None, group_size=1):
+    """Returns the place and the completion of each request, in the order of their arrival."""
+    return list(fleet.stream(lambda: listed_asks(requests, group_size), None, vocab_size, metrics))
+
+
+def probes(fleet, requests, url=None):
+    """Returns the completions of probes at the server ``url``, or at the only one."""
+    return fleet.wait(fleet.server(url or fleet.urls[0]).sample(requests))
+
+
+def call(url, method, path, *, kind=None, **content):
+    """Sends one request of the control plane, and returns the reply's JSON object."""
+    with opened(url, backend=kind, route=GENERATE) as fleet:
+        return fleet.wait(fleet.servers[0].call(method, path, **content))

@@ -1,5 +1,7 @@
 """Engines over stand-in servers whose log-probability is always -1."""
 
+import contextlib
+
 import numpy as np
 from quick_backends import quick
 from vllm_fake import SHAPE
@@ -41,3 +43,11 @@ def make(
         head_dtype=head_dtype,
         stop=stop,
     )
+
+
+@contextlib.contextmanager
+def published(*urls, **settings):
+    """Yields an engine that has published ``PARAMS`` as version 0. The arguments are those of ``make``."""
+    with contextlib.closing(make(*urls, **settings)) as engine:
+        engine.publish(PARAMS, 0)
+        yield engine

@@ -4,9 +4,7 @@ import contextlib
 
 import jax
 import optax
-
-from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.client import VllmBackend
+from opened_clients import call
 
 OTHER_BITS = "does not hold the trainer's weights"
 OUT_OF_BAND = "does not sample from them"
@@ -14,35 +12,36 @@ OUT_OF_BAND = "does not sample from them"
 
 def rpc(served, method: str, *arguments: object) -> list:
     """Calls a method in each worker, and returns their answers."""
-    with contextlib.closing(ServerClient([served.url], VllmBackend())) as client:
-        return client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})[
-            "results"
-        ]
+    return call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})["results"]
 
 
 @contextlib.contextmanager
 def cache_kept(engine):
-    """Prevents that publishes of ``engine`` reset the prefix cache of its servers, inside the block."""
-    sound = engine.fleet.client.call
+    """Prevents that publishes of ``engine`` reset the prefix cache of its only server, inside the block."""
+    (server,) = engine.fleet.servers
+    sound = server.call
 
-    def without_reset(url, method, path, *, params=None, **kwargs):
+    async def without_reset(method, path, *, params=None, **kwargs):
         if path == "/reset_prefix_cache":
             return {"success": True}
         if path == "/pause":
             params = {"mode": "wait", "clear_cache": "false"}
-        return sound(url, method, path, params=params, **kwargs)
+        return await sound(method, path, params=params, **kwargs)
 
-    engine.fleet.client.call = without_reset
+    server.call = without_reset
     try:
         yield
     finally:
-        engine.fleet.client.call = sound
+        server.call = sound
 
 
 def check_use(engine, url: str, params):
     """Runs only the second half of the verification, and returns its judgement."""
-    client = engine.fleet.client
-    return engine.verifier.judge(client, url, engine.verifier.sample(client, url), params)
+
+    def looks():
+        return engine.fleet.wait(engine.verifier.sample(engine.fleet.server(url)))
+
+    return engine.verifier.judge(url, looks(), params, looks)
 
 
 def adamw_step(params, seed: int):

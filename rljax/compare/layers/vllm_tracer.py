@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 from rljax.compare.layers.operations import PER_HEAD, OperationValues, operations
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
-from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.fleet import Fleet
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import GIVEN, PROBE
-from rljax.rollout.types import ClientLimits
+from rljax.rollout.types import ClientLimits, RolloutConfig
 
 _TIMEOUT_S = 300.0
 
@@ -34,10 +34,10 @@ class VllmTracer:
           ServerError: The server does not answer.
         """
         backend = VllmBackend()
-        self._client = ServerClient([url], backend, ClientLimits(request_timeout_s=_TIMEOUT_S))
-        self._url = self._client.urls[0]
+        self._fleet = Fleet(RolloutConfig(urls=(url,), limits=ClientLimits(request_timeout_s=_TIMEOUT_S)), backend)
+        (self._server,) = self._fleet.servers
         try:
-            info = backend.describe(self._client, self._url)
+            info = self._fleet.wait(backend.describe(self._server))
             if not info.dtype:
                 raise ValueError(f"{url}: {backend.without_plugin}")
             readable = (Path(info.root) / "config.json").is_file()
@@ -45,7 +45,7 @@ class VllmTracer:
                 raise ValueError(f"{url}: its model directory {info.root} cannot be read here, so --model is needed")
             self.config = read_config(Path(info.root if readable else directory or ""))
         except BaseException:
-            self._client.close()
+            self._fleet.close()
             raise
         self._backend, self._model = backend, info.model
         self.label, self.dtype = f"vllm:{info.dtype}", info.dtype
@@ -63,11 +63,11 @@ class VllmTracer:
             (directory / PROBE).write_text(request)
             if given:
                 save_file({name: np.ascontiguousarray(value) for name, value in given.items()}, directory / GIVEN)
-            self._check(self._backend.ask_plugin(self._client, self._url, "rljax_tap", str(directory), request))
+            self._check(self._ask("rljax_tap", str(directory), request))
             try:
                 self._compute(tokens, request)
             finally:
-                answers = self._backend.ask_plugin(self._client, self._url, "rljax_untap")
+                answers = self._ask("rljax_untap")
             self._check(answers)
             ranks = [load_file(directory / f"rank{rank}.safetensors") for rank in range(len(answers))]
         found = {op.name: _joined(ranks, op.name, _width(op.kind, self.config)) for op in operations(self.config)}
@@ -75,25 +75,28 @@ class VllmTracer:
         short = [name for name, value in values.items() if len(value) != len(tokens) - (name == "logits")]
         if short or "logits" not in values:
             raise ValueError(
-                f"the values that {self._url} recorded do not fit {len(tokens)} tokens: {short or 'no logits'}"
+                f"the values that {self._server.url} recorded do not fit {len(tokens)} tokens: {short or 'no logits'}"
             )
         return values
 
     def close(self) -> None:
         """Closes the connection."""
-        self._client.close()
+        self._fleet.close()
 
     def _compute(self, tokens: np.ndarray, request: str) -> None:
         """Sends the sequence as a prompt. Its keys and values stay out of the prefix cache of other requests."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "ignore_eos": True}
         body = {"model": self._model, "token_ids": tokens.tolist(), "sampling_params": sampling}
         extra = {"request_id": request, "cache_salt": request}
-        self._client.call(self._url, "POST", GENERATE, timeout_s=_TIMEOUT_S, json=body | extra)
+        self._fleet.wait(self._server.call("POST", GENERATE, timeout_s=_TIMEOUT_S, json=body | extra))
+
+    def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        return self._fleet.wait(self._backend.ask_plugin(self._server, method, *arguments))
 
     def _check(self, answers: list[Any]) -> None:
         errors = [answer["error"] for answer in answers if answer["error"]]
         if errors:
-            raise ValueError(f"{self._url} cannot show its operations: {errors[0]}")
+            raise ValueError(f"{self._server.url} cannot show its operations: {errors[0]}")
 
 
 def _width(kind: str, config: PolicyConfig) -> int:

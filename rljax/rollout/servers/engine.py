@@ -14,7 +14,6 @@ import contextlib
 import functools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +26,18 @@ from rljax.rollout.engine import RolloutEngine, Samples, Stopping
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import Expectation, check_logprobs
 from rljax.rollout.servers.kind import Backend
-from rljax.rollout.servers.requests import Completion, ServerInfo, check_prompts, make_requests, shortest
-from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
-from rljax.rollout.servers.verify import Look, Score, Verifier
+from rljax.rollout.servers.requests import (
+    Completion,
+    ServerInfo,
+    TakeAsks,
+    check_prompts,
+    listed_asks,
+    make_requests,
+    shortest,
+    turn_asks,
+)
+from rljax.rollout.servers.server import Proof, Published, Server
+from rljax.rollout.servers.verify import Score, Verifier
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams
 from rljax.weights.access import find_key_file
@@ -43,11 +51,6 @@ log = logging.getLogger(__name__)
 STRAGGLER_S = 30.0
 """The shortest time that a publish waits for the other servers once the first one is ready (seconds)."""
 
-_Shown = tuple[ServerInfo | None, Sequence[Look]]
-"""The proof of a server: its description or None, and its completions of the probes, one ``Look`` for each round.
-
-The description is there after a handshake. There are no looks before the first publish."""
-
 
 @dataclass(frozen=True)
 class PolicyFunctions:
@@ -58,15 +61,6 @@ class PolicyFunctions:
     score: Score  # the log-probabilities at temperature 1, for the verification
     parts: Callable[[Any], Iterable[Part]] = lambda params: ()  # yields the parts of the tensors that this process has
     writer: Writer | None = None  # the writer if several processes write a version; None if this process writes all
-
-
-@dataclass(frozen=True, eq=False)
-class _Published:
-    """The weight files of a version, the policy's pytree that they hold, and the checksum of each tensor."""
-
-    version: WeightVersion
-    params: Any
-    sums: Mapping[str, Checksum]
 
 
 class ServedEngine(Admission, RolloutEngine):
@@ -107,25 +101,21 @@ class ServedEngine(Admission, RolloutEngine):
         self._config, self._backend, self._publish = config, backend, publish or PublishConfig()
         self._functions = functions
         self._expected = Expectation(config, hf_config, max_tokens, head_dtype, version_bytes)
-        self._current: _Published | None = None
-        self._prepared: _Published | None = None  # the version that is published next
-        self._publisher = threading.get_ident()  # the thread that may use the policy of ``_current``
+        self._current: Published | None = None
+        self._prepared: Published | None = None  # the version that is published next
         self._verified = self._warned = False
-        self._rejected: dict[str, Exception] = {}  # the servers that failed under the current version, and how
-        self._infos: dict[str, ServerInfo] = {}
-        self._asleep: set[str] = set()
         self.fleet = Fleet(config, backend, self, stop)
-        self._client, self._metrics = self.fleet.client, self.fleet.metrics
+        self._metrics = self.fleet.metrics
         with contextlib.ExitStack() as opened:
             opened.callback(self.fleet.close)
             key_file, writer = find_key_file(config.api_key_file), functions.writer
             self.files = WeightDirectory(self._publish, config.transfer_dir, api_key_file=key_file, writer=writer)
             opened.callback(self.files.close)
             # Until all servers of ``urls`` have shaken hands, or the first one that discovery lists.
-            while not self._infos or (self.fleet.discovery is None and self._client.down()):
-                self.fleet.recover_all()
+            while not self.fleet.answering() or (self.fleet.discovery is None and self.fleet.down()):
+                self.fleet.recover()
             opened.pop_all()
-        info, mixture = shortest(self._infos.values()), "num_experts" in hf_config
+        info, mixture = self._shortest(), "num_experts" in hf_config
         self.verifier = Verifier(
             config.verify, functions.score, info, dtype=config.dtype, mixture=mixture, prompts=probe_prompts
         )
@@ -133,7 +123,6 @@ class ServedEngine(Admission, RolloutEngine):
     def prepare(self, params: Any, policy_version: int) -> None:
         """Writes the version, and makes the servers' machines pull it while responses are sampled."""
         began = time.monotonic()
-        self._publisher = threading.get_ident()
         # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
         sums = self._functions.checksums(params)
         self._metrics.add("time/checksums_s", time.monotonic() - began)
@@ -143,11 +132,10 @@ class ServedEngine(Admission, RolloutEngine):
         if version.dtype != self._config.dtype:
             raise ValueError(f"published tensors are {version.dtype}, the rollout dtype is {self._config.dtype}")
         self.fleet.follow_discovery()
-        self.fleet.take_answers()
+        self.fleet.judge()
         # A server that cannot read the version now may read it later: it is updated when it is brought back.
-        pull = functools.partial(self._pull, version)
-        self.fleet.side_by_side(pull, self.fleet.answering(), STRAGGLER_S)
-        self._prepared = _Published(version, params, sums)
+        self.fleet.side_by_side(lambda server: server.pull(version), self.fleet.answering(), STRAGGLER_S)
+        self._prepared = Published(version, params, sums)
         self._metrics.add("publish/bytes", version.num_bytes)
         self._metrics.add("publish/seconds", time.monotonic() - began)
         if not math.isnan(version.changed_fraction):
@@ -166,8 +154,7 @@ class ServedEngine(Admission, RolloutEngine):
         self._current, self._prepared = self._prepared, None
         answering = self.fleet.answering()
         self._verified = False
-        self._rejected.clear()
-        self.fleet.forget_asked()
+        self.fleet.begin_version()
         self._renew_all(answering)
         self._verified = True
         ended = time.monotonic()
@@ -180,7 +167,7 @@ class ServedEngine(Admission, RolloutEngine):
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples from all verified servers. If some die, other servers sample their part again.
 
-        If all have died, the thread that publishes waits up to ``server_wait_s``. Another one raises ServersLostError.
+        If all have died, it waits up to ``server_wait_s``. A thread that samples ahead raises ServersLostError.
         """
         if not prompts or n < 1:
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")
@@ -189,7 +176,7 @@ class ServedEngine(Admission, RolloutEngine):
         check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
         requests = make_requests(prompts, n, sampling, seed_sent, self._expected.routes, info.vocab_size)
         metrics: dict[str, float] = {}
-        return Samples(self._responses(ListedRequests(requests, n), metrics), metrics)
+        return Samples(self._responses(lambda: listed_asks(requests, n), None, metrics), metrics)
 
     def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples each turn as soon as it is asked for. Servers and errors are those of ``generate``.
@@ -197,9 +184,9 @@ class ServedEngine(Admission, RolloutEngine):
         The turns of a trajectory go to one server while it has room, because it has computed the tokens before them.
         """
         self._check_verified()
-        turns = QueuedTurns(queue, sampling, self._seed_sent(seed), self._shortest, self._expected.routes)
+        take = turn_asks(queue, sampling, self._seed_sent(seed), self._shortest, self._expected.routes)
         metrics: dict[str, float] = {}
-        return Samples(self._responses(turns, metrics), metrics)
+        return Samples(self._responses(take, queue, metrics), metrics)
 
     def _check_verified(self) -> None:
         if not self._verified:
@@ -207,7 +194,7 @@ class ServedEngine(Admission, RolloutEngine):
 
     def _shortest(self) -> ServerInfo:
         """Returns the description of the server that takes the shortest sequences now, on any thread."""
-        return shortest(list(self._infos.values()))
+        return shortest(self.fleet.infos())
 
     def _seed_sent(self, seed: int) -> int | None:
         """Returns the seed from which the seeds of responses are made, or None if the servers choose their own."""
@@ -220,20 +207,20 @@ class ServedEngine(Admission, RolloutEngine):
         self.files.close()
         self._current = self._prepared = None
 
-    def _responses(self, source: RequestSource, metrics: dict[str, float]) -> Iterator[Response]:
+    def _responses(self, take: TakeAsks, turns: TurnQueue | None, metrics: dict[str, float]) -> Iterator[Response]:
         began = time.monotonic()
         metrics["rollout/responses_without_version"] = 0.0
-        asleep = [url for url in self._client.opened() if url in self._asleep]
-        if asleep:
+        if asleep := self.fleet.all_in("asleep"):
             self._renew_all(asleep)
-        self.fleet.side_by_side(self.check, self._client.opened())
+        kind, version = self._backend, self.version
+        self.fleet.side_by_side(lambda server: kind.check_serves(server, version), self.fleet.all_in("open"))
         try:
-            with contextlib.closing(self.fleet.stream(source, self._shortest().vocab_size, metrics)) as stream:
+            with contextlib.closing(self.fleet.stream(take, turns, self._shortest().vocab_size, metrics)) as stream:
                 for place, reply in stream:
                     yield self._response(place, reply, metrics)
         finally:
             if self._config.colocated and self._current is not None:
-                self.fleet.side_by_side(self._rest, self._client.opened())
+                self.fleet.side_by_side(lambda server: server.sleep(self.verifier), self.fleet.all_in("open"))
             metrics["time/generate_s"] = time.monotonic() - began
 
     def _response(self, place: tuple[int, int], reply: Completion, metrics: dict[str, float]) -> Response:
@@ -262,73 +249,15 @@ class ServedEngine(Admission, RolloutEngine):
         assert self._current is not None
         return self._current.version
 
-    def _renew_all(self, urls: Sequence[str]) -> None:
+    def _renew_all(self, servers: Sequence[Server]) -> None:
         """Gives the current weights to these servers and to those that came back. Returns once one is verified."""
-        assert self._current is not None
-        self.fleet.renew(functools.partial(self._renew, self._current), urls, STRAGGLER_S)
-
-    def _handshake(self, url: str) -> ServerInfo:
-        info = self._backend.handshake(self._client, url, self._expected, self.files)
-        log.info("%s: %s %s, %s, agrees with the trainer", url, self._backend.name, info.version, info.dtype)
-        return info
-
-    def _pull(self, version: WeightVersion, url: str) -> None:
-        """Makes the server's machine pull a version while the server samples."""
-        done = self._backend.prepare(self._client, url, version)
-        if done:
-            names = {"pull_s": "seconds", "fetch_s": "fetch_s", "check_s": "check_s", "pulled_bytes": "bytes"}
-            for name, field in names.items():
-                self._metrics.highest(f"publish/{name}", done[field])
-            if done["repaired"]:
-                self._metrics.add("publish/mirrors_repaired", 1.0)
-                log.warning("%s: the weights on its machine were repaired: %s", url, done["repaired"])
-
-    def _rest(self, url: str) -> None:
-        """Caches the probes and puts the server to sleep. So a cache that outlives its weights shows in the proof."""
-        began = time.monotonic()
-        self.verifier.warm(self._client, url)
-        self._backend.sleep(self._client, url)
-        self._asleep.add(url)
-        self._metrics.highest("time/sleep_s", time.monotonic() - began)
-
-    def _wake(self, url: str) -> bool:
-        """Wakes the server, without weights, and returns whether it slept."""
-        if url not in self._asleep:
-            return False
-        began = time.monotonic()
-        self._backend.wake(self._client, url)
-        self._asleep.discard(url)
-        self._metrics.highest("time/wake_s", time.monotonic() - began)
-        return True
-
-    def _renew(self, published: _Published, url: str) -> _Shown:
-        """Loads weights that the server's machine has, and asks for the proof. The probes are cached before that."""
-        slept = self._wake(url)  # the whole server wakes first: a part that wakes later could change the weights
-        began = time.monotonic()
-        if not slept and published.version.changed_fraction != 0:  # Keys and values of equal weights are not stale.
-            self.verifier.warm(self._client, url)
-        self._metrics.highest("publish/warm_s", time.monotonic() - began)
-        self._load(published, url)
-        return self._prove(published, url)
-
-    def _load(self, published: _Published, url: str) -> None:
-        began = time.monotonic()
-        self._backend.push(self._client, url, published.version, self._config.update)
-        self._metrics.highest("publish/load_s", time.monotonic() - began)
-
-    def _prove(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Shown:
-        """Asks for the proof that the server holds these weights. Errors are those of :meth:`Backend.check_bits`."""
-        workers = self._backend.check_bits(self._client, url, published.version, published.sums)
-        self._metrics.put("publish/verified_tensors", len(published.sums))
-        self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
-        began = time.monotonic()
-        looks = self.verifier.sample(self._client, url)
-        self._metrics.highest("publish/probe_s", time.monotonic() - began)
-        return info, looks
+        published, in_flight = self._current, self._config.update
+        assert published is not None
+        self.fleet.renew(lambda server: server.renew(published, self.verifier, in_flight), servers, STRAGGLER_S)
 
     # ---- What a server must show (Admission) ----
 
-    def recover(self, url: str) -> _Shown:
+    async def recover(self, server: Server) -> Proof:
         """Makes a server that answers again hold the current weights.
 
         Before the first publish it only passes the handshake. If only the connection broke and it still has the
@@ -336,74 +265,62 @@ class ServedEngine(Admission, RolloutEngine):
         that: weights that are not finite would put NaN into its key-value cache, which no update removes. A server that
         was rejected waits for the next version.
         """
-        if url in self._rejected:
-            raise ServerGoneError(str(self._rejected[url]))
-        published = self._current
+        if server.rejected is not None:
+            raise ServerGoneError(str(server.rejected))
+        published, hint = self._current, self._backend.logprobs_hint
         if published is None:
             try:
-                info = self._handshake(url)
-                check_logprobs(self._client, info, self._backend.logprobs_hint)
-                return info, ()
+                info = await server.greet(self._expected, self.files)
+                await check_logprobs(server, info, hint)
+                return Proof((), info)
             except ReplyError as error:  # no server of this kind: waiting would not make it one
                 raise HandshakeError(error) from error
-        if not self._wake(url) and self._backend.serves(self._client, url, published.version):
-            return self._prove(published, url)
+        if not await server.wake() and await self._backend.serves(server, published.version):
+            return await server.prove(published, self.verifier)
         try:
-            info = self._handshake(url)
-            self._pull(published.version, url)
+            info = await server.greet(self._expected, self.files)
+            await server.pull(published.version)
             if self._current is not published:
-                raise ServerGoneError(f"{url} was recovered for weights that are not the current ones any more")
-            self._load(published, url)
-            shown = self._prove(published, url, info)
-            check_logprobs(self._client, info, self._backend.logprobs_hint)
+                raise ServerGoneError(f"{server.url} was recovered for weights that are not the current ones any more")
+            await server.load(published.version, self._config.update)
+            proof = await server.prove(published, self.verifier, info)
+            await check_logprobs(server, info, hint)
         except HandshakeError as error:
             raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
-        return shown
+        return proof
 
-    def check(self, url: str) -> None:
-        """Raises ServerError if an open server no longer holds the current version."""
-        self._backend.check_serves(self._client, url, self.version)
-
-    def may_recover(self) -> bool:
-        """Returns whether the calling thread is the one that publishes.
-
-        On another thread, servers that come back wait for the next publish. The trainer may have reused the buffers of
-        the policy that they would be verified with.
-        """
-        return threading.get_ident() == self._publisher
-
-    def admit(self, url: str, shown: _Shown) -> None:
+    def admit(self, server: Server, proof: Proof) -> Callable[[], None]:
         """Opens the server to rollouts if its probes agree with the current weights, or raises VerificationError."""
-        info, probes = shown
-        if info is not None:
-            self._infos[url] = info
+        if proof.info is not None:
+            server.info = proof.info
         current = self._current
         if current is None:
-            self._client.pause(url)
-            return
-        began = time.monotonic()
-        difference = self.verifier.judge(self._client, url, probes, current.params)
+            return server.pause
+        began, verifier = time.monotonic(), self.verifier
+        difference = verifier.judge(
+            server.url, proof.looks, current.params, lambda: self.fleet.wait(verifier.sample(server))
+        )
         self._metrics.add("publish/score_s", time.monotonic() - began)
-        assert self.verifier.band is not None
+        assert verifier.band is not None
         self._metrics.highest("publish/verify_abs_diff_mean", difference.mean)
-        self._metrics.put("publish/verify_band", self.verifier.band)
-        if self.verifier.own_band is not None:
+        self._metrics.put("publish/verify_band", verifier.band)
+        if verifier.own_band is not None:
             self._metrics.highest("publish/verify_own_abs_diff_mean", difference.own)
-            self._metrics.put("publish/verify_own_band", self.verifier.own_band)
-        self._client.open(url, current.version.tag)
-        if info is not None:
+            self._metrics.put("publish/verify_own_band", verifier.own_band)
+        if proof.info is not None:
             self._metrics.add("rollout/servers_brought_back", 1.0)
             version = self.files.policy_version(current.version.tag)
-            log.warning("%s is back with policy version %d, verified", url, version)
+            log.warning("%s is back with policy version %d, verified", server.url, version)
+        return functools.partial(server.open, current.version.tag)
 
-    def refuse(self, url: str, error: Exception) -> None:
+    def refuse(self, server: Server, error: Exception) -> None:
         """Rejects a server for this version. Raises ``error`` if none is left or at a start without discovery."""
         if self._current is None and self.fleet.discovery is None:
             raise error
-        self._rejected[url] = error
+        server.rejected = error
         self._metrics.add("rollout/servers_rejected", 1.0)
-        if url in self._client.down():
+        if server.reason:
             log.warning("a %s server is left out: %s", self._backend.name, error)
-        self._client.mark_down(url, str(error))
-        if self._rejected.keys() >= set(self._client.urls):
+        self.fleet.on_loop(server.close, str(error))
+        if all(each.rejected for each in self.fleet.servers):
             raise error

@@ -1,287 +1,315 @@
-"""The servers of an engine while a run goes on: requests go to open servers, and servers that are down recover.
+"""The servers of a run: the event loop on which they are used, their list, and the proofs that open them.
 
-Threads ask the servers the questions of a recovery, side by side, while responses are sampled. The caller's thread
-judges the answers, which may need the policy, and decides which servers may sample.
+Servers that are down are asked for a proof, side by side, while responses are sampled. The proofs wait until the thread
+that publishes judges them, because only that thread may use the policy.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import math
-import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import Any
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServersLostError, StoppedWaitingError
-from rljax.rollout.engine import Stopping, check_wanted
-from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.engine import AHEAD, Stopping, check_wanted
 from rljax.rollout.servers.discovery import Discovery
-from rljax.rollout.servers.http import check_url
+from rljax.rollout.servers.dispatch import Dispatcher
+from rljax.rollout.servers.http import Http, check_url, room_for
 from rljax.rollout.servers.kind import Backend
-from rljax.rollout.servers.requests import Completion
-from rljax.rollout.servers.sources import RequestSource
+from rljax.rollout.servers.requests import ServerInfo
+from rljax.rollout.servers.server import Metrics, Server, State
 from rljax.rollout.types import RolloutConfig
+from rljax.weights.access import find_client_key_file, read_api_key
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 1.0  # The longest wait for answers of servers that recover (seconds).
+Work = Callable[[Server], Coroutine[Any, Any, Any]]
+"""A coroutine function of a server."""
+
+_POLL_S = 1.0  # The longest wait for a proof (seconds).
 _TRY_EVERY_S = 0.5  # The time between two attempts to recover a server (seconds).
 _RECOVERY_S = 10.0  # The time that a server may recover before a log line says that the run waits for it (seconds).
 _SAY_EVERY_S = 30.0  # The time between two such lines (seconds).
-_AT_ONCE = 64  # The most servers that are asked side by side.
 _LONGEST_S = 3600.0  # A time longer than any request to a server takes (seconds).
 
 
-class Admission(ABC):
-    """The proof that a server must give before rollouts go to it, and the fate of one that fails."""
+class Admission:
+    """The proof that a server must give before rollouts go to it, and the fate of one that fails.
 
-    def recover(self, url: str) -> Any:
-        """Asks a server that answers again for its proof, and returns the proof for ``admit``. Runs on a thread."""
+    By default a server only has to answer, and an error is raised.
+    """
+
+    async def recover(self, server: Server) -> Any:
+        """Asks a server that answers again for its proof, and returns it. Runs on the event loop."""
         return None
 
-    @abstractmethod
-    def admit(self, url: str, shown: Any) -> None:
-        """Opens a server if its proof ``shown`` holds. Runs on the caller's thread."""
+    def admit(self, server: Server, proof: Any) -> Callable[[], None]:
+        """Judges ``proof``. Returns the method of the server that its next state takes. On the publishing thread."""
+        return partial(server.open, None)
 
-    def refuse(self, url: str, error: Exception) -> None:
-        """Marks a server down after ``error`` in ``recover`` or ``admit``, or raises it. On the caller's thread."""
+    def refuse(self, server: Server, error: Exception) -> None:
+        """Closes a server after ``error`` in ``recover`` or ``admit``, or raises it. Runs on the publishing thread."""
         raise error
 
-    def may_recover(self) -> bool:
-        """Returns whether servers can be recovered on the calling thread now."""
-        return True
 
+class Fleet(Dispatcher):
+    """The servers of one kind that a run samples from. Methods block their caller, never the event loop."""
 
-class Metrics:
-    """Named numbers of one step that several threads add to."""
+    def __init__(
+        self, config: RolloutConfig, kind: Backend, admission: Admission | None = None, stop: Stopping | None = None
+    ) -> None:
+        """Sends nothing yet. Every server is down. The soft limit of file descriptors is raised.
 
-    def __init__(self) -> None:
-        self._values: dict[str, float] = {}
-        self._lock = threading.Lock()
+        Args:
+          config: The servers, the limits on requests, and the longest time without an open server.
+          kind: The kind of the servers.
+          admission: The proof that a server must give. None: the caller opens the servers itself.
+          stop: The object that tells when to give up a wait. None: waits are never given up.
 
-    def add(self, name: str, value: float) -> None:
-        """Adds ``value`` to the number, which begins at 0."""
-        with self._lock:
-            self._values[name] = self._values.get(name, 0.0) + value
-
-    def highest(self, name: str, value: float) -> None:
-        """Keeps the larger of the number and ``value``."""
-        with self._lock:
-            self._values[name] = max(self._values.get(name, value), value)
-
-    def put(self, name: str, value: float) -> None:
-        """Replaces the number."""
-        with self._lock:
-            self._values[name] = value
-
-    def take(self) -> dict[str, float]:
-        """Returns all numbers and forgets them."""
-        with self._lock:
-            values, self._values = self._values, {}
-            return values
-
-
-class Fleet:
-    """A client of servers, and the recovery of servers that are down."""
-
-    def __init__(self, config: RolloutConfig, backend: Backend, admission: Admission, stop: Stopping | None = None):
-        """Sends nothing yet. ``stop`` tells when to give up a wait; None stands for never.
-
-        It raises ValueError if ``urls``, ``discovery`` or ``api_key_file`` cannot be used.
+        Raises:
+          ValueError: There is no URL, a URL stands twice, has another form or holds a password, or ``discovery`` or
+            ``api_key_file`` cannot be used.
         """
         urls = config.urls if config.discovery is None else ()
         if not urls and config.discovery is None:
             raise ValueError("at least one server is needed, in urls or by discovery")
-        self._backend, self._admission = backend, admission
-        self.client = ServerClient(urls, backend, config.limits, api_key_file=config.api_key_file)
-        self.metrics = Metrics()  # the numbers that :meth:`report` returns
+        key_file = find_client_key_file(config.api_key_file)
+        headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
+        for url in urls:
+            check_url(url)
+        if len(set(urls)) != len(urls):
+            raise ValueError(f"urls must be distinct, got {list(urls)}")
         self.discovery = None if config.discovery is None else Discovery(config.discovery, check_url)
-        self._wait_s, self._stop = config.server_wait_s, stop
-        self._reported_losses = 0
-        self._last_open, self._last_said = time.monotonic(), -math.inf
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rljax-servers")
-        self._asked: dict[str, Future[Any]] = {}  # the proof that each asked server will give, by URL
-        self._outdated: set[Future[Any]] = set()  # the futures in ``_asked`` whose proof is of older weights
-        self._next_try: dict[str, float] = {}  # the time of the next attempt to recover a server, by URL
-        self._following = threading.Lock()
+        super().__init__(kind, config.limits)
+        self._admission, self._stop = admission, stop
+        self.metrics = Metrics()  # the numbers that :meth:`report` returns
+        self._wait_s, self._last_said = config.server_wait_s, -math.inf
+        self._known: dict[str, Server] = {}  # all servers that were ever listed, by URL
+        self._listed: tuple[str, ...] = ()
+        # The proof that each asked server will give, and the number of publishes when it was asked, by URL.
+        self._proofs: dict[str, tuple[Future[Any], int]] = {}
+        self._publishes = 0
+        self._http = Http(kind, headers)
+        self._list([url.rstrip("/") for url in urls])
+
+    # ---- The list ----
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of the servers, in the order in which they were given."""
+        return self._listed
+
+    @property
+    def servers(self) -> list[Server]:
+        """The servers of the list, in its order."""
+        return [self._known[url] for url in self._listed]
+
+    def server(self, url: str) -> Server:
+        """Returns the server at ``url``, which may have left the list."""
+        return self._known[url]
+
+    def all_in(self, state: State) -> list[Server]:
+        """Returns the servers in ``state``."""
+        return [server for server in self.servers if server.state == state]
+
+    def opened(self) -> list[str]:
+        """Returns the URLs of the servers that rollouts may go to."""
+        return [server.url for server in self.all_in("open")]
+
+    def infos(self) -> list[ServerInfo]:
+        """Returns the description of each server that was admitted once."""
+        return [server.info for server in list(self._known.values()) if server.info is not None]
+
+    def down(self) -> dict[str, str]:
+        """Returns the reason of each server that was down and is not open again, by its URL."""
+        return {server.url: server.reason for server in self.servers if server.reason}
+
+    def answering(self) -> list[Server]:
+        """Returns the servers that are not down."""
+        return [server for server in self.servers if not server.reason]
+
+    def busy(self) -> list[str]:
+        """Returns the URLs of the servers that have not given their proof yet."""
+        return [url for url, (proof, _) in self._proofs.items() if not proof.done()]
 
     def report(self) -> dict[str, float]:
         """Returns the metrics of the servers since the last report. Sampling has metrics of its own."""
-        losses = self.client.losses
-        since, self._reported_losses = losses - self._reported_losses, losses
-        return {
-            **self.metrics.take(),
-            "rollout/server_losses": float(since),
-            "rollout/servers": float(len(self.client.opened())),
-        }
-
-    def close(self) -> None:
-        """Closes the client and ends the threads. The servers keep running, with the weights that they have."""
-        if self.discovery is not None:
-            self.discovery.close()
-        self.client.close()
-        self._threads.shutdown(cancel_futures=True)
-
-    def stream(
-        self, source: RequestSource, vocab_size: int | None, metrics: dict[str, float]
-    ) -> Generator[tuple[tuple[int, int], Completion]]:
-        """Yields the completions of :meth:`ServerClient.stream` with their places, and tends the servers meanwhile."""
-        self.restart_wait()
-        sampled = self.client.stream(source, vocab_size, metrics=metrics)
-        with contextlib.closing(sampled) as stream:
-            for item in stream:
-                if item is None:
-                    self.tend()
-                else:
-                    yield item
-
-    def tend(self) -> None:
-        """Looks after the servers while responses are sampled, and recovers them if the calling thread may do that.
-
-        It raises StoppedWaitingError if the run gives the responses up, and ServersLostError if all servers are down
-        and the calling thread may not recover them. It also raises the errors of :meth:`recover_all`.
-        """
-        if self._stop is not None:
-            check_wanted(self._stop)
-        if self._admission.may_recover():
-            self.recover_all()
-            return
-        self.follow_discovery()
-        down = self.client.down()
-        if len(down) == len(self.client.urls):  # a paused server is given weights, and goes on then
-            reason = next(iter(down.values()), "none is listed")
-            raise ServersLostError(f"no {self._backend.name} server is left to sample: {reason}")
-
-    def recover_all(self) -> None:
-        """Recovers the servers that are down and answer again. It waits, for a moment, only while no server is open.
-
-        It raises RuntimeError if no server was open for ``server_wait_s``, and StoppedWaitingError if none is open and
-        the run was asked to stop.
-        """
-        self.follow_discovery()
-        if self.client.opened():
-            self.restart_wait()
-        for url in self.client.down():
-            if time.monotonic() >= self._next_try.get(url, 0.0):
-                self._ask(url, self._recover)
-        if not self.client.opened():
-            wait(self._asked.values(), timeout=_POLL_S, return_when=FIRST_COMPLETED)
-        down = len(self.client.down())
-        self.take_answers()
-        if not self.client.opened() and len(self.client.down()) >= down:
-            self._wait(time.monotonic() - self._last_open)
-
-    def renew(self, work: Callable[[str], Any], urls: Sequence[str], patience_s: float) -> None:
-        """Pauses ``urls``, calls ``work`` for each, and recovers servers that are down. Returns once one is open.
-
-        ``work`` runs on threads and returns the proof for ``Admission.admit``. Once one server is ready, the others
-        have as long again, and at least ``patience_s`` seconds. It raises the errors of :meth:`recover_all` and
-        ``Admission.refuse``.
-        """
-        begun = []
-        for url in urls:
-            self.client.pause(url)
-            begun.append(self._ask(url, work))
-        begun += [self._ask(url, self._recover) for url in self.client.down()]
-        wait_for_most((each for each in begun if each is not None), patience_s)
-        self.restart_wait()
-        self.take_answers()
-        while not self.client.opened():
-            self.recover_all()
-
-    def side_by_side(self, work: Callable[[str], None], urls: Sequence[str], patience_s: float = _LONGEST_S) -> None:
-        """Calls ``work(url)`` for each URL on threads, and marks down a server that fails or is much slower.
-
-        After the first success, the other calls may take as long again as that call took, and at least ``patience_s``
-        seconds. ``work`` raises ServerError if the server fails.
-        """
-        futures = {url: self._threads.submit(work, url) for url in urls}
-        wait_for_most(futures.values(), patience_s)
-        for url, future in futures.items():
-            if not future.done():
-                self.client.mark_down(url, f"{url} was not ready {patience_s:g} s after another server")
-                continue
-            try:
-                future.result()
-            except ServerError as error:
-                self.client.mark_down(url, str(error))
-
-    def answering(self) -> list[str]:
-        """Returns the URLs of the servers that are not down."""
-        return [url for url in self.client.urls if url not in self.client.down()]
-
-    def busy(self) -> list[str]:
-        """Returns the URLs of the servers that have not answered yet in a recovery or an update."""
-        return [url for url, answer in self._asked.items() if not answer.done()]
+        return {"rollout/server_losses": 0.0, **self.metrics.take(), "rollout/servers": float(len(self.opened()))}
 
     def follow_discovery(self) -> None:
         """Adds the servers that discovery lists now, and drops those that it does not list."""
         if self.discovery is None:
             return
-        with self._following:  # a thread that samples and one that publishes may do it at the same time
-            joined, left = self.client.set_urls(self.discovery.urls)
-        for url in joined:
-            log.info("%s joins", url)
-        for url in left:
-            log.info("%s leaves", url)
-            self._next_try.pop(url, None)
-        for name, urls in (("joined", joined), ("left", left)):
+        for name, urls in zip(("joined", "left"), self.on_loop(self._list, self.discovery.urls), strict=True):
+            for url in urls:
+                log.info("%s %s", url, "joins" if name == "joined" else "leaves")
             if urls:
                 self.metrics.add(f"rollout/servers_{name}", float(len(urls)))
 
-    def forget_asked(self) -> None:
-        """Marks the proofs that servers are giving now as outdated, because other weights are published."""
-        self._outdated.update(self._asked.values())
+    def _list(self, urls: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Makes ``urls`` the list of servers. Returns those that join, which are down, and those that leave.
 
-    def take_answers(self) -> None:
-        """Judges the proofs that servers have given, in the order of the servers. Admits those that pass."""
-        urls = [url for url in self._asked if self._asked[url].done()]
-        for url in sorted(urls, key=[*self.client.urls, *urls].index):
-            answer = self._asked.pop(url)
-            self._next_try[url] = time.monotonic() + _TRY_EVERY_S
-            outdated = answer in self._outdated
-            self._outdated.discard(answer)
-            if url not in self.client.urls:
+        If the hard limit of file descriptors does not allow ``max_outstanding`` requests to each server, fewer are sent
+        at a time.
+        """
+        before, wanted = self._listed, self.limits.max_outstanding
+        joined, left = [url for url in urls if url not in before], [url for url in before if url not in urls]
+        if not joined and not left:
+            return [], []
+        for url in joined:
+            if url not in self._known:
+                timeout_s = self.limits.request_timeout_s
+                self._known[url] = Server(url, self.kind, self._http, timeout_s, self.metrics, self.assign)
+        self._listed = tuple(urls)
+        for url in left:
+            self._known[url].leave()
+        count = max(1, len(urls))
+        most = max(1, room_for(count * wanted) // count)
+        if most < min(self.most, wanted):
+            log.warning(
+                "at most %d requests at a time go to each server, not %d: the hard limit of file descriptors "
+                "(ulimit -Hn) allows no more",
+                most,
+                wanted,
+            )
+        self.most = most
+        return joined, left
+
+    def close(self) -> None:
+        """Closes connections and ends the thread. It may be called twice. The servers keep running."""
+        if self.discovery is not None:
+            self.discovery.close()
+        self.end(self._http.aclose)
+
+    # ---- Servers that are down, and new weights ----
+
+    def tend(self) -> None:
+        """Follows the list of servers while responses are sampled, and recovers them unless the thread samples ahead.
+
+        It raises StoppedWaitingError if the run gives the responses up, and ServersLostError if all servers are down
+        and the thread samples ahead. It also raises the errors of :meth:`recover`.
+        """
+        if self._stop is not None:
+            check_wanted(self._stop)
+        if self._admission is None:
+            return
+        if AHEAD.get() is None:
+            self.recover()
+            return
+        self.follow_discovery()
+        down = self.down()
+        if len(down) == len(self.urls):  # a paused server is given weights, and goes on then
+            reason = next(iter(down.values()), "none is listed")
+            raise ServersLostError(f"no {self.kind.name} server is left to sample: {reason}")
+
+    def recover(self) -> None:
+        """Recovers the servers that are down and answer again. It waits, for a moment, only while no server is open.
+
+        It raises RuntimeError if no server was open for ``server_wait_s``, and StoppedWaitingError if none is open and
+        the run was asked to stop. It also raises the errors of :meth:`judge`. Only the thread that publishes calls it.
+        """
+        self.follow_discovery()
+        if self.opened():
+            self.last_open = time.monotonic()
+        down = [server for server in self.servers if server.reason]
+        for server in down:
+            if time.monotonic() >= server.next_try:
+                self._ask(server, self._recover)
+        if not self.opened():
+            wait([proof for proof, _ in self._proofs.values()], timeout=_POLL_S, return_when=FIRST_COMPLETED)
+        self.judge()
+        if not self.opened() and len(self.down()) >= len(down):
+            self._wait_for_any()
+
+    def renew(self, work: Work, servers: Sequence[Server], patience_s: float) -> None:
+        """Pauses ``servers``, calls ``work`` for each, and recovers those that are down. Returns once one is open.
+
+        ``work`` returns the proof for ``Admission.admit``. Once one server is ready, the others have as long again, and
+        at least ``patience_s`` seconds. It raises the errors of :meth:`recover`.
+        """
+        for server in servers:
+            self.on_loop(server.pause)
+        begun = [self._ask(server, work) for server in servers]
+        begun += [self._ask(server, self._recover) for server in self.servers if server.reason]
+        wait_for_most((each for each in begun if each is not None), patience_s)
+        self.last_open = time.monotonic()
+        self.judge()
+        while not self.opened():
+            self.recover()
+
+    def side_by_side(self, work: Work, servers: Sequence[Server], patience_s: float = _LONGEST_S) -> None:
+        """Calls ``work`` for each of ``servers``, and closes a server that fails or is much slower.
+
+        After the first success, the other calls may take as long again as that call took, and at least ``patience_s``
+        seconds. ``work`` raises ServerError if the server fails.
+        """
+        futures = [self.start(work(server)) for server in servers]
+        wait_for_most(futures, patience_s)
+        for server, future in zip(servers, futures, strict=True):
+            late = ServerError(f"{server.url} was not ready {patience_s:g} s after another server")
+            error = future.exception() if future.done() else late
+            if isinstance(error, ServerError):
+                self.on_loop(server.close, str(error))
+            elif error is not None:
+                raise error
+
+    def begin_version(self) -> None:
+        """Makes the proofs that servers are giving now outdated, and forgets which servers were rejected."""
+        self._publishes += 1
+        for server in list(self._known.values()):
+            server.rejected = None
+
+    def judge(self) -> None:
+        """Judges the proofs that servers have given, in the order of the servers. Opens those that pass.
+
+        Only the thread that publishes may call it. It raises the errors of ``Admission.refuse``.
+        """
+        given = [url for url, (proof, _) in self._proofs.items() if proof.done()]
+        for url in sorted(given, key=[*self.urls, *given].index):
+            (proof, number), server = self._proofs.pop(url), self._known[url]
+            server.next_try = time.monotonic() + _TRY_EVERY_S
+            if url not in self.urls:
                 continue
-            if outdated:
-                self.client.mark_down(url, f"{url} was busy with the weights before")
+            if number != self._publishes:
+                self.on_loop(server.close, f"{url} was busy with the weights before")
                 continue
+            assert self._admission is not None
             try:
-                self._admission.admit(url, answer.result())
+                self.on_loop(self._admission.admit(server, proof.result()))
             except (ServerGoneError, ReplyError) as error:
-                self.client.mark_down(url, str(error))
+                self.on_loop(server.close, str(error))
             except (RuntimeError, ValueError) as error:
-                self._admission.refuse(url, error)
+                self._admission.refuse(server, error)
 
-    def restart_wait(self) -> None:
-        """Restarts the count of the time without an open server."""
-        self._last_open = time.monotonic()
-
-    def _ask(self, url: str, work: Callable[[str], Any]) -> Future[Any] | None:
-        """Begins ``work(url)`` on a thread. Returns None if that server is still being asked something else."""
-        if url in self._asked:
+    def _ask(self, server: Server, work: Work) -> Future[Any] | None:
+        """Begins ``work`` for a server. Returns None if that server is still being asked something else."""
+        if server.url in self._proofs:
             return None
-        self._asked[url] = self._threads.submit(work, url)
-        return self._asked[url]
+        self.check_alive()
+        future = asyncio.run_coroutine_threadsafe(work(server), self.loop)
+        self._proofs[server.url] = future, self._publishes
+        return future
 
-    def _recover(self, url: str) -> Any:
+    async def _recover(self, server: Server) -> Any:
         """Recovers a server that was down. Raises ServerGoneError if it does not answer."""
-        if not self.client.answers(url):
-            raise ServerGoneError(self.client.down().get(url, f"{url} does not answer"))
-        return self._admission.recover(url)
+        assert self._admission is not None
+        if not await server.answers():
+            raise ServerGoneError(server.reason or f"{server.url} does not answer")
+        return await self._admission.recover(server)
 
-    def _wait(self, waited: float) -> None:
-        """Waits a moment, and logs the wait from time to time. ``waited``: The time without an open server (seconds).
+    def _wait_for_any(self) -> None:
+        """Waits a moment, and logs the wait from time to time.
 
         Raises StoppedWaitingError if the run was asked to stop, and RuntimeError after ``server_wait_s``.
         """
-        name = self._backend.name
-        reason = next(iter(self.client.down().values()), "")
-        if not self.client.urls and self.discovery is not None:
+        name, waited = self.kind.name, time.monotonic() - self.last_open
+        reason = next(iter(self.down().values()), "")
+        if not self.urls and self.discovery is not None:
             reason = f"{self.discovery.where} lists none"
         if self._stop is not None and self._stop.is_requested():
             raise StoppedWaitingError(f"asked to stop, and no {name} server answers: {reason}")

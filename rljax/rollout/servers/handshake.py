@@ -12,7 +12,7 @@ import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.servers.requests import Caller, ServerInfo
+from rljax.rollout.servers.requests import Remote, ServerInfo
 from rljax.rollout.servers.verify import probe_lengths, sharpening
 from rljax.rollout.types import RolloutConfig
 
@@ -54,10 +54,10 @@ def refusals(url: str, meaning: str) -> Iterator[None]:
         raise HandshakeError(text) from error
 
 
-def ask_if_there(client: Caller, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
+async def ask_if_there(server: Remote, method: str, path: str, **content: Any) -> dict[str, Any]:
     """Returns the reply of an endpoint that a server may lack, or {} if the server refuses the request."""
     try:
-        return client.call(url, method, path, **content)
+        return await server.call(method, path, **content)
     except ServerRefusedError:
         return {}
 
@@ -131,14 +131,14 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
     return lines
 
 
-def check_logprobs(client: Caller, info: ServerInfo, hint: str) -> None:
+async def check_logprobs(server: Remote, info: ServerInfo, hint: str) -> None:
     """Checks that log-probabilities belong to the distribution that the server samples from.
 
     Half the temperature must double their gaps. It raises HandshakeError, with ``hint`` as the remedy, if it does not,
     or if they are not finite.
     """
     assert info.vocab_size is not None
-    ratio = sharpening(client, info.url, info.vocab_size, 0.5)
+    ratio = await sharpening(server, info.vocab_size, 0.5)
     if np.isnan(ratio):
         said = "log-probabilities are not finite, or all equal: the server's weights are broken; restart it"
         raise HandshakeError(f"{info.url}: {said}")

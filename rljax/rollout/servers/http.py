@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import math
 import os
 import resource
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, TypeVar
 
 import httpx
 import msgspec
@@ -37,6 +39,9 @@ _GATHER_S = 0.002  # The longest time that a request waits for others (seconds).
 _GIVE_UP_S = 10.0  # The longest time that a server may take to give requests up (seconds).
 _SPARE_FILES = 256  # The file descriptors left to checkpoints, rows, reward workers and the device driver.
 
+_LONG_REPLY = 2**22  # A longer reply is read on a thread, so that the event loop goes on meanwhile (bytes).
+
+R = TypeVar("R")
 _Reply = tuple[int, bytes]
 """The status and the content of a reply."""
 
@@ -68,13 +73,21 @@ class Http:
         self._timeout = httpx.Timeout(None, connect=CONNECT_S)
         self._gathered: defaultdict[str, _Batch] = defaultdict(_Batch)  # by URL
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reader = ThreadPoolExecutor(1, "rljax-reply-reader")  # one: a long reply takes many times its size
 
     async def aclose(self) -> None:
         """Closes all connections."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
         await self._http.aclose()
 
-    async def exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
-        """Returns a reply of status 200 within ``timeout_s`` seconds. ``content`` is passed on to httpx.
+    async def read(self, read: Callable[[bytes], R], content: bytes) -> R:
+        """Returns ``read(content)``. The content of a long reply is read beside the event loop."""
+        if len(content) <= _LONG_REPLY:
+            return read(content)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read, content)
+
+    async def exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> bytes:
+        """Returns the content of a reply of status 200 within ``timeout_s`` seconds. httpx takes ``content``.
 
         Raises:
           ServerGoneError: No answer comes, or the server is not healthy.
@@ -87,7 +100,7 @@ class Http:
             reply = await self._http.request(method, url + path, timeout=timeout, **content)
         if reply.status_code != 200:
             await self._refuse(url, path, reply)
-        return reply
+        return reply.content
 
     async def ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
         """Returns the reply to a request, which is sent together with others to ``url`` of the same moment.
@@ -127,7 +140,7 @@ class Http:
         if self._kind.paused_route:
             with contextlib.suppress(ServerError):
                 reply = await self.exchange(url, "GET", self._kind.paused_route, 10.0)
-                return bool(json_object(reply).get("is_paused"))
+                return bool(json_object(url + self._kind.paused_route, reply).get("is_paused"))
         return False
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -251,15 +264,16 @@ def may_pass(error: ServerError) -> bool:
     return not isinstance(error, ServerRefusedError) or error.status >= 500 or error.status in (408, 429)
 
 
-def json_object(reply: Any) -> dict[str, Any]:
-    """Returns the JSON object of an httpx reply. Any other JSON value comes under the key ``value``.
+def json_object(address: str, content: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a reply from ``address``. Any other JSON value comes under the key ``value``.
 
     Raises ReplyError if the reply is not JSON.
     """
     try:
-        value = reply.json()
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ReplyError(f"{reply.url} sent no valid JSON: {reply.text[:200]!r}") from error
+        said = content[:200].decode(errors="replace")
+        raise ReplyError(f"{address} sent no valid JSON: {said!r}") from error
     return value if isinstance(value, dict) else {"value": value}
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError, VerificationError
 from rljax.rollout.servers import handshake
 from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.replies import without_ties
-from rljax.rollout.servers.requests import Caller, Completion, Request, Retries, ServerInfo
+from rljax.rollout.servers.requests import Completion, Remote, Request, Retries, ServerInfo
 from rljax.rollout.types import InFlight
 from rljax.weights.format import PROTOCOL, Checksum
 from rljax.weights.store import WeightDirectory, WeightVersion
@@ -27,20 +27,29 @@ UPDATE_S = 600.0
 _POLL_S = 0.05  # The time between two questions whether the workers have pulled a version (seconds).
 
 
-@dataclass(frozen=True)
-class WorkerChecksums:
-    """The checksums of the weights that the last update brought to one worker of a server."""
+class PullAnswer(msgspec.Struct):
+    """The result of a worker's pull of a version, with the fields of ``pull.Pulled`` that are recorded."""
 
-    # The checksum of each tensor, or of the worker's part of it, as it was loaded; None where it was not loaded.
-    tensors: Mapping[str, Checksum | None]
+    error: str  # the message of a failure, or ""
+    seconds: float
+    fetch_s: float = 0.0
+    check_s: float = 0.0
+    bytes: int = 0
+    repaired: str = ""
+
+
+class _LoadedAnswer(msgspec.Struct):
+    tag: str  # the tag of the version that the last update brought to the worker
+    # The ``Checksum`` of each tensor, or of the worker's part of it, as it was loaded; None where it was not loaded.
+    tensors: dict[str, tuple[int, int, int, int] | None]
     seconds: float  # the time that the checksums took
 
 
 class Backend(ABC):
     """One kind of server. A new kind is a subclass.
 
-    Every method that takes a client raises ServerGoneError if the server does not answer, and ReplyError if its answer
-    cannot be read.
+    Every method that takes a server raises ServerGoneError if that does not answer, and ReplyError if its answer cannot
+    be read.
     """
 
     name: str  # the name of the kind in messages
@@ -67,21 +76,21 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def ask_plugin(self, client: Caller, url: str, method: str, *arguments: Any) -> list[Any]:
+    async def ask_plugin(self, server: Remote, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of rljax's plugin in each worker, and returns the answers.
 
         It raises ServerRefusedError, with the reason, if there is no plugin or the method failed.
         """
 
     @abstractmethod
-    def describe(self, client: Caller, url: str) -> ServerInfo:
-        """Returns the server's description of itself, and tells the client its model's name and its route.
+    async def describe(self, server: Remote) -> ServerInfo:
+        """Returns the server's description of itself, and sets the server's ``model`` and ``route``.
 
         It raises ValueError if the server is of another kind, does not serve exactly one model, or is paused.
         """
 
     @abstractmethod
-    def resume(self, client: Caller, url: str) -> None:
+    async def resume(self, server: Remote) -> None:
         """Resumes a server that an earlier run left paused."""
 
     @abstractmethod
@@ -89,14 +98,14 @@ class Backend(ABC):
         """Returns one line for each difference between ``expected`` and the plugin's answer ``described``."""
 
     @abstractmethod
-    def show(self, client: Caller, url: str, probe: Mapping[str, Any]) -> None:
+    async def show(self, server: Remote, probe: Mapping[str, Any]) -> None:
         """Tells the plugin where the run's weights will be. Raises ServerRefusedError if the plugin cannot read there.
 
         ``probe`` has the arguments of ``WorkerWeights.show``.
         """
 
     @abstractmethod
-    def push(self, client: Caller, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+    async def push(self, server: Remote, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Makes the server load a version that its machine can read. This does not prove that the weights arrived.
 
         ``in_flight`` is the fate of the responses under way, as ``RolloutConfig.update``. A token of the new weights
@@ -104,23 +113,28 @@ class Backend(ABC):
         stays paused, because it may hold half of the weights.
         """
 
-    def forcing(
-        self, client: Caller, url: str
-    ) -> contextlib.AbstractContextManager[Callable[[np.ndarray], Mapping[str, Any]]]:
-        """Lets requests give the tokens that the server decodes, until the end of the ``with`` block.
+    async def force(self, server: Remote, name: str) -> Callable[[np.ndarray], Mapping[str, Any]]:
+        """Lets requests give the tokens that the server decodes, until :meth:`end_force` with the same ``name``.
 
-        The value of the block is a function from these tokens, int32 [t], to ``Request.forced``. It raises ValueError
-        if the server cannot do that.
+        Returns a function from these tokens, int32 [t], to ``Request.forced``. It raises ValueError if the server
+        cannot do that.
         """
-        raise ValueError(f"{url}: {self.name} decodes no given tokens; {self.name.lower()}:URL scores them by prefill")
+        said = f"{self.name} decodes no given tokens; {self.name.lower()}:URL scores them by prefill"
+        raise ValueError(f"{server.url}: {said}")
 
-    def sleep(self, client: Caller, url: str) -> None:
+    async def end_force(self, server: Remote, name: str) -> None:
+        """Ends what :meth:`force` began. Raises ReplyError if the server gave up decoding given tokens."""
+        errors = await self.ask_plugin(server, "rljax_end_force", name)
+        if any(errors):
+            raise ReplyError(f"{server.url} gave up decoding given tokens: {next(filter(None, errors))}")
+
+    async def sleep(self, server: Remote) -> None:
         """Makes the server free its devices' memory, with weights and caches. Raises RuntimeError if it cannot."""
-        raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
+        raise RuntimeError(f"{server.url}: rollout.colocated works with vLLM servers")
 
-    def wake(self, client: Caller, url: str) -> None:
+    async def wake(self, server: Remote) -> None:
         """Makes a sleeping server allocate its memory again, but load no weights. Raises RuntimeError if it cannot."""
-        raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
+        raise RuntimeError(f"{server.url}: rollout.colocated works with vLLM servers")
 
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads the bytes of a reply of ``route`` to ``request``, which have a log-probability for each token.
@@ -137,114 +151,109 @@ class Backend(ABC):
             shown = " ".join(reply[:300].decode(errors="replace").split())
             raise ReplyError(f"{route} answered with no completion, {said}: {shown}") from error
 
-    def find_route(self, client: Caller, url: str) -> None:
-        """Sets the path that samples at ``url`` to the best path that the server has. Nothing is sampled.
+    async def find_route(self, server: Remote) -> None:
+        """Sets ``server.route`` to the best path that the server has. Nothing is sampled.
 
         It raises HandshakeError if the server has none, and ServerRefusedError for another refusal than "not found".
         """
         for route in filter(None, (self.own_route, self.route)):
-            client.set_route(url, route)
+            server.route = route
             try:
-                client.call(url, "GET", route)
+                await server.call("GET", route)
                 return
             except ServerRefusedError as error:
                 if error.status == HTTPStatus.METHOD_NOT_ALLOWED:  # it is there, and takes only POST
                     return
                 if error.status != HTTPStatus.NOT_FOUND:
                     raise
-        raise HandshakeError(f"{url} has no {self.route}: {self.without_route}")
+        raise HandshakeError(f"{server.url} has no {self.route}: {self.without_route}")
 
-    def handshake(self, client: Caller, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
+    async def handshake(self, server: Remote, expected: Expectation, files: WeightDirectory) -> ServerInfo:
         """Compares a server with the trainer, and tells it where the run's weights will be. Nothing is sampled.
 
         It raises HandshakeError if they differ, with one line for each difference.
         """
-        self.resume(client, url)
-        with handshake.refusals(url, self.without_plugin):
-            answers = self.ask_plugin(client, url, "rljax_describe")
+        await self.resume(server)
+        with handshake.refusals(server.url, self.without_plugin):
+            answers = await self.ask_plugin(server, "rljax_describe")
         try:
             described = answers[0]
             if (theirs := described.get("protocol")) != PROTOCOL:
                 said = (
                     f"the plugin speaks protocol {theirs}, the trainer {PROTOCOL}: install the same rljax beside both"
                 )
-                raise HandshakeError(f"{url}: {said}")
+                raise HandshakeError(f"{server.url}: {said}")
             differing = self.differences(described, expected)
         except (LookupError, TypeError, AttributeError) as error:
-            raise ReplyError(f"{url}: the plugin answered without {error}: {str(answers)[:300]}") from error
+            raise ReplyError(f"{server.url}: the plugin answered without {error}: {str(answers)[:300]}") from error
         if differing:
-            raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
-        with handshake.refusals(url, self.without_version):
-            client.call(url, "GET", self.version_route)
-        self.find_route(client, url)
+            raise HandshakeError("\n".join(f"{server.url}: {line}" for line in differing))
+        with handshake.refusals(server.url, self.without_version):
+            await server.call("GET", self.version_route)
+        await self.find_route(server)
         unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
         unread += ", and publish.readable_by where the server runs as another user"
         if files.source:
             unread = f"the server's machine cannot read weights from {files.source}"
         path, text = files.probe()
-        with handshake.refusals(url, unread):
+        with handshake.refusals(server.url, unread):
             probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
-            self.show(client, url, probe | {"version_bytes": expected.version_bytes})
-        return handshake.server_info(url, described, self.name.lower())
+            await self.show(server, probe | {"version_bytes": expected.version_bytes})
+        return handshake.server_info(server.url, described, self.name.lower())
 
-    def prepare(self, client: Caller, url: str, version: WeightVersion) -> Mapping[str, Any]:
+    async def ask(self, server: Remote, wanted: Any, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of the plugin in each worker, and returns the answers, of the type ``wanted`` each."""
+        answers = await self.ask_plugin(server, method, *arguments)
+        try:
+            return [msgspec.convert(answer, wanted) for answer in answers]
+        except msgspec.ValidationError as error:
+            raise ReplyError(f"{server.url} answered {method} with {str(answers)[:300]}: {error}") from error
+
+    async def prepare(self, server: Remote, version: WeightVersion) -> PullAnswer | None:
         """Makes the workers pull a version into their machine's mirror while they sample. :meth:`push` loads it later.
 
-        Returns the fields of ``pull.Pulled`` of the slowest worker, or {} if servers read the version in the directory
-        of the trainer. It raises ServerGoneError if a worker could not pull the version in time.
+        Returns the answer of the slowest worker, or None if servers read the version in the directory of the trainer.
+        It raises ServerGoneError if a worker could not pull the version in time.
         """
         if not version.source:
-            return {}
+            return None
         name, begun = version.path.name, time.monotonic()
-        self.ask_plugin(client, url, "rljax_pull", name)
+        await self.ask_plugin(server, "rljax_pull", name)
         while time.monotonic() - begun < UPDATE_S:
-            answers = self.ask_plugin(client, url, "rljax_pulled", name)
-            try:
-                done = [worker for worker in answers if worker is not None]
-                failed = [worker["error"] for worker in done if worker["error"]]
-            except (KeyError, TypeError) as error:
-                raise ReplyError(f"{url} answered without {error}: {str(answers)[:300]}") from error
-            if failed:
-                raise ServerGoneError(f"{url} could not pull {version.tag}: {failed[0]}")
+            answers: list[PullAnswer | None] = await self.ask(server, PullAnswer | None, "rljax_pulled", name)
+            done = [answer for answer in answers if answer is not None]
+            if failed := [answer.error for answer in done if answer.error]:
+                raise ServerGoneError(f"{server.url} could not pull {version.tag}: {failed[0]}")
             if len(done) == len(answers):
-                return max(done, key=lambda worker: worker["seconds"])
-            time.sleep(_POLL_S)
-        raise ServerGoneError(f"{url} did not pull {version.tag} within {UPDATE_S:g} s")
+                return max(done, key=lambda answer: answer.seconds)
+            await asyncio.sleep(_POLL_S)
+        raise ServerGoneError(f"{server.url} did not pull {version.tag} within {UPDATE_S:g} s")
 
-    def serves(self, client: Caller, url: str, version: WeightVersion) -> bool:
+    async def serves(self, server: Remote, version: WeightVersion) -> bool:
         """Returns whether the server says that it holds ``version``. Raises ServerGoneError also after a refusal."""
         try:
-            answer = client.call(url, "GET", self.version_route, timeout_s=10.0)
+            answer = await server.call("GET", self.version_route, timeout_s=10.0)
         except ServerRefusedError as error:
             raise ServerGoneError(str(error)) from error
         return answer.get("weight_version") == version.tag
 
-    def check_serves(self, client: Caller, url: str, version: WeightVersion) -> None:
+    async def check_serves(self, server: Remote, version: WeightVersion) -> None:
         """Raises ServerGoneError unless the server says that it holds ``version``."""
-        if not self.serves(client, url, version):
-            raise ServerGoneError(f"{url} does not hold {version.tag}: it was restarted or updated by others")
+        if not await self.serves(server, version):
+            raise ServerGoneError(f"{server.url} does not hold {version.tag}: it was restarted or updated by others")
 
-    def check_bits(
-        self, client: Caller, url: str, version: WeightVersion, sums: Mapping[str, Checksum]
-    ) -> Sequence[WorkerChecksums]:
-        """Compares the weights that each worker loaded with the trainer's ``sums``, and returns the workers' answers.
+    async def check_bits(self, server: Remote, version: WeightVersion, sums: Mapping[str, Checksum]) -> float:
+        """Compares the weights that each worker loaded with the trainer's ``sums``.
 
-        It raises VerificationError if a tensor differs, or a worker's last update brought another version.
+        Returns the time of the slowest worker's checksums (seconds). It raises VerificationError if a tensor differs,
+        or a worker's last update brought another version.
         """
-        self.check_serves(client, url, version)
-        answers = self.ask_plugin(client, url, "rljax_checksums")
-        try:
-            tags = {worker["tag"] for worker in answers}
-            if tags != {version.tag}:
-                raise VerificationError(f"{url} was last given the weights {sorted(tags)}, not {version.tag!r}")
-            workers = [
-                WorkerChecksums(
-                    {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()}, each["seconds"]
-                )
-                for each in answers
-            ]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ReplyError(f"{url} answered without {error}: {str(answers)[:300]}") from error
-        if found := differences(sums, [worker.tensors for worker in workers]):
-            raise VerificationError(f"{url} does not hold the trainer's weights: {describe_differences(found)}")
-        return workers
+        await self.check_serves(server, version)
+        workers: list[_LoadedAnswer] = await self.ask(server, _LoadedAnswer, "rljax_checksums")
+        tags = {worker.tag for worker in workers}
+        if tags != {version.tag}:
+            raise VerificationError(f"{server.url} was last given the weights {sorted(tags)}, not {version.tag!r}")
+        loaded = [{name: found and Checksum(*found) for name, found in worker.tensors.items()} for worker in workers]
+        if found := await asyncio.to_thread(differences, sums, loaded):
+            raise VerificationError(f"{server.url} does not hold the trainer's weights: {describe_differences(found)}")
+        return max(worker.seconds for worker in workers)

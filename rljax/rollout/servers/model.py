@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +16,16 @@ from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.replies import check_completion
-from rljax.rollout.servers.requests import Completion, Request, check_prompts, make_requests, shortest
-from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
+from rljax.rollout.servers.requests import (
+    Completion,
+    Request,
+    TakeAsks,
+    check_prompts,
+    listed_asks,
+    make_requests,
+    shortest,
+    turn_asks,
+)
 from rljax.rollout.servers.verify import sharpening
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
@@ -23,19 +33,19 @@ from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingP
 _FITS = 0.25  # The largest error of a measured log-temperature that is accepted, as a share of |log temperature|.
 
 
-class ServedModel(Admission, RolloutEngine):
+class ServedModel(RolloutEngine):
     """RolloutEngine over servers that already hold the policy. ``publish`` is refused. It also scores given tokens."""
 
     def __init__(
         self,
         urls: Sequence[str],
-        backend: Backend,
+        kind: Backend,
         *,
         wait_s: float = 60.0,
         limits: ClientLimits | None = None,
         api_key_file: str | None = None,
     ) -> None:
-        """Asks each server for its description, and waits at most ``wait_s`` seconds while no server answers.
+        """Asks each server for its description. Later it waits at most ``wait_s`` seconds while no server answers.
 
         ``urls`` are the base URLs. ``api_key_file`` has the servers' key, as ``RolloutConfig.api_key_file``.
 
@@ -43,13 +53,13 @@ class ServedModel(Admission, RolloutEngine):
           ServerError: A server does not answer.
           ValueError: A server does not serve exactly one model, is paused, or holds another model than the others.
         """
+        self._kind = kind
         config = RolloutConfig(
             urls=tuple(urls), server_wait_s=wait_s, limits=limits or ClientLimits(), api_key_file=api_key_file
         )
-        self._backend, self._fleet = backend, Fleet(config, backend, self)
-        self._client = self._fleet.client
+        self._fleet = Fleet(config, kind, Admission())
         try:
-            infos = [backend.describe(self._client, url) for url in self._client.urls]
+            infos = [self._fleet.wait(kind.describe(server)) for server in self._fleet.servers]
             models = list(dict.fromkeys(info.root or info.model for info in infos))
             if len(models) > 1:
                 raise ValueError(f"the servers hold different models: {' and '.join(models)}")
@@ -57,8 +67,9 @@ class ServedModel(Admission, RolloutEngine):
             self.close()
             raise
         self.info = shortest(infos)  # the description of the server that takes the shortest sequences
-        for url in self._client.urls:
-            self._client.open(url, version=None)
+        self._server = self._fleet.server(self.info.url)  # the server that scores and decodes given tokens
+        for server in self._fleet.servers:
+            self._fleet.on_loop(server.open, None)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
@@ -67,17 +78,16 @@ class ServedModel(Admission, RolloutEngine):
         check_prompts(prompts, sampling.max_response_tokens, self.info)
         requests = make_requests(prompts, n, sampling, seed)
         size, metrics = at_once or max(1, len(requests)), dict[str, float]()
-        sources = (
-            ListedRequests(requests[start : start + size], n, first=start) for start in range(0, len(requests), size)
-        )
-        responses = (response for source in sources for response in self._responses(source, metrics))
+        starts = range(0, len(requests), size)
+        parts = [functools.partial(listed_asks, requests[at : at + size], n, first=at) for at in starts]
+        responses = (response for take in parts for response in self._responses(take, None, metrics))
         return Samples(responses, metrics)
 
     def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples each turn as soon as it is asked for."""
         metrics: dict[str, float] = {}
-        turns = QueuedTurns(queue, sampling, seed, lambda: self.info)
-        return Samples(self._responses(turns, metrics), metrics)
+        take = turn_asks(queue, sampling, seed, lambda: self.info)
+        return Samples(self._responses(take, queue, metrics), metrics)
 
     def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
         """Yields the log-probabilities of given tokens at temperature 1, which one server scores as a prompt.
@@ -108,7 +118,9 @@ class ServedModel(Admission, RolloutEngine):
         """
         for prompt, response in zip(prompts, responses, strict=True):
             check_prompts([prompt], max(len(response), 1), self.info)
-        with self._backend.forcing(self._client, self.info.url) as forced:
+        name = uuid.uuid4().hex
+        forced = self._fleet.wait(self._kind.force(self._server, name))
+        try:
             requests = (
                 Request(prompt, SamplingParams(len(tokens)), seed=0, forced=forced(tokens))
                 for prompt, tokens in zip(prompts, responses, strict=True)
@@ -117,6 +129,8 @@ class ServedModel(Admission, RolloutEngine):
             replies = self._scored(requests, at_once)
             for tokens in responses:
                 yield self._decoded(tokens, next(replies)) if len(tokens) else np.zeros(0, np.float32)
+        finally:
+            self._fleet.wait(self._kind.end_force(self._server, name))
 
     def _decoded(self, tokens: np.ndarray, reply: Completion) -> np.ndarray:
         """Returns the log-probabilities in ``reply``. Raises ReplyError if its tokens are not ``tokens``."""
@@ -148,7 +162,8 @@ class ServedModel(Admission, RolloutEngine):
         """
         if temperature == 1.0:
             return 1.0
-        sharpened = np.log(sharpening(self._client, self.info.url, self.info.vocab_size or 64, temperature) or np.nan)
+        measured = self._fleet.wait(sharpening(self._server, self.info.vocab_size or 64, temperature))
+        sharpened = np.log(measured or np.nan)
         room = _FITS * abs(np.log(temperature))
         if abs(sharpened) < room:
             return 1.0
@@ -166,8 +181,8 @@ class ServedModel(Admission, RolloutEngine):
         """Closes the client. The servers keep running."""
         self._fleet.close()
 
-    def _responses(self, source: RequestSource, metrics: dict[str, float]) -> Iterator[Response]:
-        with contextlib.closing(self._fleet.stream(source, self.info.vocab_size, metrics)) as stream:
+    def _responses(self, take: TakeAsks, turns: TurnQueue | None, metrics: dict[str, float]) -> Iterator[Response]:
+        with contextlib.closing(self._fleet.stream(take, turns, self.info.vocab_size, metrics)) as stream:
             for place, reply in stream:
                 is_cut = reply.finish_reason == "length"
                 yield Response(reply.ids, reply.prompt_length, reply.columns, *place, is_cut)
@@ -176,7 +191,7 @@ class ServedModel(Admission, RolloutEngine):
         """Yields one server's checked replies to these requests. ``at_once`` requests are sent at a time."""
         left = iter(requests)
         while batch := list(itertools.islice(left, at_once)):
-            for request, reply in zip(batch, self._client.sample(self.info.url, batch), strict=True):
+            for request, reply in zip(batch, self._fleet.wait(self._server.sample(batch)), strict=True):
                 if reply.finish_reason not in ("stop", "length"):
                     raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
                 check_completion(self.info.url, reply, request, self.info.vocab_size)
@@ -193,9 +208,3 @@ class ServedModel(Admission, RolloutEngine):
             said = other[0] if other else f"{len(reply.prompt_logprobs)}, expected {len(ids)}"
             raise ReplyError(f"{self.info.url} scored other tokens: {said}")
         return np.asarray([np.nan, *(top[token] for token, top in pairs)], np.float32)
-
-    # ---- What a server must show (Admission): that it answers again ----
-
-    def admit(self, url: str, shown: None) -> None:
-        """Opens the server."""
-        self._client.open(url, version=None)

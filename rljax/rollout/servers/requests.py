@@ -6,14 +6,16 @@ import dataclasses
 import hashlib
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rljax.errors import ReplyError
 from rljax.rollout.form import ServerForm
+from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import SamplingParams
 from rljax.tokens import TokenRecord, join
 
@@ -74,20 +76,85 @@ class Retries:
         return min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
-class Caller(Protocol):
-    """The methods of the client that the handshake, the proof and each kind of server use."""
+class Remote(Protocol):
+    """A server as the handshake, the proof and its kind use it, on the event loop of the fleet."""
 
-    def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
-        """Sends one request of the control plane, and returns the reply's JSON object."""
+    url: str  # the address
+    route: str  # the path at which the server samples
+    model: str  # the name that the server gives its model
 
-    def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
-        """Samples probes from one server."""
+    async def call(self, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
+        """Sends one request of the control plane, without a retry, and returns the reply's JSON object.
 
-    def set_route(self, url: str, route: str) -> None:
-        """Sets the path at which the server at ``url`` samples."""
+        ``content`` is ``params`` and ``json`` as httpx takes them. The whole reply may take ``timeout_s`` seconds. It
+        raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no JSON, and
+        ServerRefusedError, with the server's message, for any other status than 200.
+        """
 
-    def set_model(self, url: str, model: str) -> None:
-        """Sets the name that the server at ``url`` gives its model."""
+    async def sample(self, requests: Sequence[Request]) -> list[Completion]:
+        """Samples probes, whatever the state of the server. Raises the errors of :meth:`call`."""
+
+
+@dataclass
+class Group:
+    """Requests with the same prompt. ``home`` is the server that got the last one, and so has computed the prompt."""
+
+    home: Remote | None = None
+
+
+class Ask(NamedTuple):
+    """A request, and facts about it that are not sent."""
+
+    place: tuple[int, int]  # the ``prompt_index`` and the ``sample_index`` of the response
+    name: str  # the name of the response in messages
+    request: Request  # the request itself
+    group: Group  # the requests that should go to one server, because it has computed a part of their prompts
+
+
+TakeAsks = Callable[[], Iterable[Ask]]
+"""A function that returns the requests that came since its last call. It may raise the error that ended them."""
+
+
+def listed_asks(requests: Sequence[Request], group_size: int = 1, *, first: int = 0) -> list[Ask]:
+    """Returns ``requests``, each ``group_size`` of which in a row have one prompt. Numbers count from ``first``."""
+    groups: defaultdict[int, Group] = defaultdict(Group)
+    return [
+        Ask(divmod(number, group_size), f"response {number}", request, groups[i // group_size])
+        for i, (number, request) in enumerate(enumerate(requests, first))
+    ]
+
+
+def turn_asks(
+    queue: TurnQueue,
+    sampling: SamplingParams,
+    seed: int | None,
+    info: Callable[[], ServerInfo],
+    routes: tuple[int, int, int] | None = None,
+) -> TakeAsks:
+    """Returns a function that takes the turns which wait in ``queue``. The turns of a trajectory form a group.
+
+    The function raises ValueError if a turn is too long for the servers, and the errors of ``TurnQueue.take``.
+
+    Args:
+      queue: The turns of trajectories, requested while other turns are sampled.
+      sampling: The settings, with the most tokens of a turn as ``max_response_tokens``.
+      seed: The seed from which each turn gets its own. None: it is left to the servers.
+      info: The function that returns the description of the server which takes the shortest sequences now.
+      routes: The sizes of the routes that servers must report, as :class:`Request` has them.
+    """
+    groups: defaultdict[int, Group] = defaultdict(Group)
+
+    def take() -> Iterator[Ask]:
+        for key, turn, tokens, max_tokens in queue.take():
+            shortest_info, name = info(), f"turn {turn} of trajectory {key}"
+            limit = min(max_tokens, sampling.max_response_tokens)
+            check_prompts([tokens], limit, shortest_info, sampling.stop_token_ids, name=f"the prompt of {name}")
+            own_seed = None if seed is None else response_seed(seed, key, turn)
+            limited = dataclasses.replace(sampling, max_response_tokens=limit)
+            request = Request(tokens, limited, own_seed, None, routes, shortest_info.vocab_size)
+            yield Ask((key, turn - 1), name, request, groups[key])
+
+    return take
 
 
 def make_requests(

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import VerificationError
-from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
+from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
 from rljax.rollout.types import SamplingParams
 from rljax.rollout.verify_config import VerifyConfig
 
@@ -118,7 +118,7 @@ def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int], seed: 
     return found
 
 
-def sharpening(client: Caller, url: str, vocab_size: int, temperature: float) -> float:
+async def sharpening(server: Remote, vocab_size: int, temperature: float) -> float:
     """Returns the ratio of the gaps between the likeliest tokens' log-probabilities at ``temperature`` to those at 1.
 
     It is 1 / temperature if a server reports the distribution that it samples from, and 1 if it reports the one before
@@ -126,9 +126,8 @@ def sharpening(client: Caller, url: str, vocab_size: int, temperature: float) ->
     """
     prompts = random_prompts((8, 4), vocab_size)
     how = [SamplingParams(1, t, reported=min(TOP, vocab_size)) for t in (1.0, temperature)]
-    replies = [
-        client.sample(url, [Request(prompt, each, seed=1, vocab_size=vocab_size) for prompt in prompts]) for each in how
-    ]
+    asked = [[Request(prompt, each, seed=1, vocab_size=vocab_size) for prompt in prompts] for each in how]
+    replies = [await server.sample(requests) for requests in asked]
     gaps = np.zeros(2)
     for pair in zip(*replies, strict=True):
         tops = [_first(reply) for reply in pair]
@@ -182,36 +181,35 @@ class Verifier:
         self.own_band: float | None = None
         self._rounds: dict[str, int] = {}  # the number of looks that each server has sampled, by URL
 
-    def warm(self, client: Caller, url: str) -> None:
+    async def warm(self, server: Remote) -> None:
         """Makes the server cache the whole blocks of all probes, under the weights that it has now.
 
         One more token is sent, because a server computes at least the last token of a prompt.
         """
         requests = [Request(prompt[: self._cached + 1], SamplingParams(1)) for prompt in self._prompts]
-        client.sample(url, requests)
+        await server.sample(requests)
 
-    def sample(self, client: Caller, url: str) -> list[Look]:
-        """Makes the server generate from the probes: ``ROUNDS`` looks before there is a band, and one look afterwards.
+    async def sample(self, server: Remote) -> list[Look]:
+        """Makes the server generate from the probes: ``ROUNDS`` looks while there is no band, and one afterwards."""
+        return [await self.look(server) for _ in range(ROUNDS if self.band is None else 1)]
 
-        Several threads may call it, for different servers.
-        """
-        return [self.look(client, url) for _ in range(ROUNDS if self.band is None else 1)]
-
-    def look(self, client: Caller, url: str) -> Look:
+    async def look(self, server: Remote) -> Look:
         """Makes the server generate from one look's probes. Consecutive looks have other prompts."""
-        number = self._rounds[url] = self._rounds.get(url, 0) + 1
+        number = self._rounds[server.url] = self._rounds.get(server.url, 0) + 1
         prompts, sampling = self._prompts[number % LOOKS :: LOOKS], SamplingParams(self._config.tokens)
         requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
-        completions, again = client.sample(url, requests), list[Completion]()
+        completions, again = await server.sample(requests), list[Completion]()
         if self._is_rounded:
-            again = client.sample(url, [Request(c.ids, SamplingParams(1), prompt_logprobs=0) for c in completions])
+            again = await server.sample([Request(c.ids, SamplingParams(1), prompt_logprobs=0) for c in completions])
         return Look(prompts, completions, again)
 
-    def judge(self, client: Caller, url: str, looks: Sequence[Look], params: Any) -> ProbeDifference:
-        """Compares the looks of :meth:`sample` with the trainer's ``params``. The first call sets the band.
+    def judge(
+        self, url: str, looks: Sequence[Look], params: Any, again: Callable[[], Sequence[Look]]
+    ) -> ProbeDifference:
+        """Compares the looks of the server at ``url`` with the trainer's ``params``. The first call sets the band.
 
-        If the worst look is out of the band, the server samples once more. At the first call the ceiling is the limit.
-        It returns the difference that passed. It raises VerificationError if the second attempt fails, too.
+        If the worst look is out of the band, ``again`` makes the server sample once more. At the first call the ceiling
+        is the limit. It returns the difference that passed. It raises VerificationError if the second attempt fails.
         """
         limit = self._ceiling if self.band is None else self.band
         own_limit = self._ceiling if self.own_band is None else self.own_band
@@ -219,7 +217,7 @@ class Verifier:
         while not (measured[-1].mean <= limit and measured[-1].own <= own_limit):
             if len(measured) == LOOKS:
                 raise VerificationError(self._said(url, measured))
-            measured.append(self._worst(self.sample(client, url), params))
+            measured.append(self._worst(again(), params))
         if self.band is None:
             self.band = self._band(measured[-1].mean, self._floor)
             if self._is_rounded:

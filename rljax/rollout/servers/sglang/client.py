@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import json
 import logging
-import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from operator import itemgetter
@@ -20,7 +20,7 @@ from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_di
 from rljax.rollout.servers.kind import UPDATE_S, Backend
 from rljax.rollout.servers.process import Dtype
 from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
-from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
+from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
@@ -130,45 +130,45 @@ class SglangBackend(Backend):
             prompt_logprobs=prompt,
         )
 
-    def ask_plugin(self, client: Caller, url: str, method: str, *arguments: Any) -> list[Any]:
+    async def ask_plugin(self, server: Remote, method: str, *arguments: Any) -> list[Any]:
         """Asks the workers through ``/weights_checker``."""
         body = {"action": method, "selector": "target", "skip_tensor_list": [json.dumps(each) for each in arguments]}
-        reply = client.call(url, "POST", "/weights_checker", json=body)
+        reply = await server.call("POST", "/weights_checker", json=body)
         try:
             return [json.loads(rank["checksums"][_ANSWER]) for rank in reply["ranks"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise ReplyError(f"{url}/weights_checker answered without {error}: {str(reply)[:300]}") from error
+            raise ReplyError(f"{server.url}/weights_checker answered without {error}: {str(reply)[:300]}") from error
 
-    def describe(self, client: Caller, url: str) -> ServerInfo:
+    async def describe(self, server: Remote) -> ServerInfo:
         """Returns the description of any SGLang server. Without rljax's plugin it lacks the size of the vocabulary."""
         try:
-            model = client.call(url, "GET", self.version_route)
+            model = await server.call("GET", self.version_route)
             root, version = str(model["model_path"]), str(model["weight_version"])
         except (KeyError, ServerRefusedError) as error:
-            raise ValueError(f"{url} does not name its model at /model_info: {error}") from error
-        if _is_paused(client, url):
+            raise ValueError(f"{server.url} does not name its model at /model_info: {error}") from error
+        if await _is_paused(server):
             said = "end the run that publishes weights to it, or POST /continue_generation {}"
-            raise ValueError(f"{url} is paused: {said}")
+            raise ValueError(f"{server.url} is paused: {said}")
         try:
-            info = server_info(url, self.ask_plugin(client, url, "rljax_describe")[0], "sglang")
+            info = server_info(server.url, (await self.ask_plugin(server, "rljax_describe"))[0], "sglang")
         except ServerRefusedError:
-            plain = ask_if_there(client, url, "GET", "/server_info")
+            plain = await ask_if_there(server, "GET", "/server_info")
             dtype = plain.get("dtype", "auto")
             info = ServerInfo(
-                url,
+                server.url,
                 dtype="" if dtype == "auto" else str(dtype),
                 version=str(plain.get("version", "")),
                 max_model_len=plain.get("max_req_input_len"),
             )
-        self.find_route(client, url)
+        await self.find_route(server)
         name = str(model.get("served_model_name") or root)
         return dataclasses.replace(info, model=name, root=root, has_first_weights=version == "default")
 
-    def resume(self, client: Caller, url: str) -> None:
+    async def resume(self, server: Remote) -> None:
         """Resumes a paused server."""
-        if _is_paused(client, url):
-            log.info("%s was left paused; it goes on", url)
-            client.call(url, "POST", "/continue_generation", json={})
+        if await _is_paused(server):
+            log.info("%s was left paused; it goes on", server.url)
+            await server.call("POST", "/continue_generation", json={})
 
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
         """Returns the lines of :func:`common_differences`, and those of SGLang's own settings."""
@@ -189,46 +189,46 @@ class SglangBackend(Backend):
             lines.append(f"default sampling is not plain: {said} (--preferred-sampling-params)")
         return lines
 
-    def show(self, client: Caller, url: str, probe: Mapping[str, Any]) -> None:
+    async def show(self, server: Remote, probe: Mapping[str, Any]) -> None:
         """Sends the probe to the plugin's ``rljax_show``."""
-        self.ask_plugin(client, url, "rljax_show", probe)
+        await self.ask_plugin(server, "rljax_show", probe)
 
-    def push(self, client: Caller, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+    async def push(self, server: Remote, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Waits for the responses under way, or pauses the server, makes it load the version, and flushes its cache."""
         path = "" if version.source else str(version.path)
         update = {"model_path": path, "weight_version": version.tag, "load_format": "safetensors", "flush_cache": True}
         try:
             if in_flight != "wait":
-                client.call(url, "POST", "/pause_generation", timeout_s=UPDATE_S, json={"mode": _PAUSES[in_flight]})
-            answer = _update(client, url, update)
+                await server.call("POST", "/pause_generation", timeout_s=UPDATE_S, json={"mode": _PAUSES[in_flight]})
+            answer = await _update(server, update)
             if answer.get("success") is not True:
-                raise RuntimeError(f"{url} did not load {version.tag}: {str(answer)[:300]}")
-            client.call(url, "POST", "/continue_generation", json={})  # another client may have paused it, too
+                raise RuntimeError(f"{server.url} did not load {version.tag}: {str(answer)[:300]}")
+            await server.call("POST", "/continue_generation", json={})  # another client may have paused it, too
         except (RuntimeError, ServerRefusedError):
             # The server may hold half of the weights, which must not sample.
-            ask_if_there(client, url, "POST", "/pause_generation", json={"mode": "retract"})
+            await ask_if_there(server, "POST", "/pause_generation", json={"mode": "retract"})
             raise
 
 
-def _update(client: Caller, url: str, update: Mapping[str, Any]) -> Any:
+async def _update(server: Remote, update: Mapping[str, Any]) -> Any:
     """Makes the server load a version. A server that could not flush its cache is paused, and loads the version again.
 
     SGLang sends the last token of a response before its scheduler has ended the request. Until then it cannot flush.
     """
     for seconds in _UNFLUSHED_S:
         try:
-            return client.call(url, "POST", "/update_weights_from_disk", timeout_s=UPDATE_S, json=update)
+            return await server.call("POST", "/update_weights_from_disk", timeout_s=UPDATE_S, json=update)
         except ServerRefusedError as error:
             if _UNFLUSHED not in str(error):
                 raise
-        client.call(url, "POST", "/pause_generation", timeout_s=UPDATE_S, json={"mode": "retract"})
-        time.sleep(seconds)
-    return client.call(url, "POST", "/update_weights_from_disk", timeout_s=UPDATE_S, json=update)
+        await server.call("POST", "/pause_generation", timeout_s=UPDATE_S, json={"mode": "retract"})
+        await asyncio.sleep(seconds)
+    return await server.call("POST", "/update_weights_from_disk", timeout_s=UPDATE_S, json=update)
 
 
-def _is_paused(client: Caller, url: str) -> bool:
+async def _is_paused(server: Remote) -> bool:
     try:
-        client.call(url, "GET", "/ready")
+        await server.call("GET", "/ready")
     except ServerRefusedError as error:
         return error.status == HTTPStatus.SERVICE_UNAVAILABLE
     return False

@@ -6,12 +6,10 @@ own, for servers without the first. Both report which weight version sampled whi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import logging
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -29,7 +27,7 @@ from rljax.rollout.servers.handshake import (
 )
 from rljax.rollout.servers.kind import UPDATE_S, Backend
 from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
-from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
+from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
 from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS, prompt_hash
 from rljax.rollout.types import InFlight
@@ -91,6 +89,11 @@ class _Rollout(msgspec.Struct):
     weight_versions: list[Span] | None = None
     routed_experts: bytes | None = None  # a .npy file
     prompt_hash: bytes = b""  # the value of ``prompt_hash`` of the prompt that was sampled from
+
+
+class _ForceAnswer(msgspec.Struct):
+    way: str  # the name of the sampling setting that carries the tokens, or ""
+    reason: str  # the reason why the worker cannot decode given tokens
 
 
 # The decoders of GENERATE, by whether the likeliest tokens are read.
@@ -173,69 +176,60 @@ class VllmBackend(Backend):
             ),
         )
 
-    def ask_plugin(self, client: Caller, url: str, method: str, *arguments: Any) -> list[Any]:
+    async def ask_plugin(self, server: Remote, method: str, *arguments: Any) -> list[Any]:
         """Asks the workers through ``/collective_rpc``."""
-        answer = client.call(url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})
+        answer = await server.call("POST", "/collective_rpc", json={"method": method, "args": list(arguments)})
         try:
             return list(answer["results"])
         except (KeyError, TypeError) as error:
-            raise ReplyError(f"{url}/collective_rpc answered without {error}: {str(answer)[:300]}") from error
+            raise ReplyError(f"{server.url}/collective_rpc answered without {error}: {str(answer)[:300]}") from error
 
-    @contextlib.contextmanager
-    def forcing(self, client: Caller, url: str) -> Iterator[Callable[[np.ndarray], Mapping[str, Any]]]:
+    async def force(self, server: Remote, name: str) -> Callable[[np.ndarray], Mapping[str, Any]]:
         """Makes the workers force tokens, by hooks that are removed at the end, or by vLLM's own trace replay."""
-        name = uuid.uuid4().hex
         try:
-            answers = self.ask_plugin(client, url, "rljax_force", name, FORCING_S)
-            ways, reasons = zip(*((each["way"], each["reason"]) for each in answers), strict=True)
+            answers: list[_ForceAnswer] = await self.ask(server, _ForceAnswer, "rljax_force", name, FORCING_S)
         except ServerRefusedError as error:
-            raise ValueError(f"{url} decodes no given tokens: {self.without_plugin} ({error})") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise ReplyError(f"{url}/collective_rpc answered without {error}: {str(answers)[:300]}") from error
-        try:
-            if not all(ways):
-                raise ValueError(f"{url} decodes no given tokens: {next(filter(None, reasons))}")
-            way = ways[0]
-            yield lambda tokens: {way: {FORCED_TOKENS: tokens.tolist()} if way == "extra_args" else tokens.tolist()}
-        finally:
-            errors = self.ask_plugin(client, url, "rljax_end_force", name)
-        if any(errors):
-            raise ReplyError(f"{url} gave up decoding given tokens: {next(filter(None, errors))}")
+            raise ValueError(f"{server.url} decodes no given tokens: {self.without_plugin} ({error})") from error
+        if reasons := [answer.reason for answer in answers if not answer.way]:
+            await self.end_force(server, name)
+            raise ValueError(f"{server.url} decodes no given tokens: {reasons[0]}")
+        way = answers[0].way
+        return lambda tokens: {way: {FORCED_TOKENS: tokens.tolist()} if way == "extra_args" else tokens.tolist()}
 
-    def describe(self, client: Caller, url: str) -> ServerInfo:
+    async def describe(self, server: Remote) -> ServerInfo:
         """Returns the description of any vLLM server. Without rljax's plugin it lacks dtype and vocabulary."""
         try:
-            (model,) = client.call(url, "GET", "/v1/models")["data"]
+            (model,) = (await server.call("GET", "/v1/models"))["data"]
         except (KeyError, ValueError, ServerRefusedError) as error:
-            raise ValueError(f"{url} does not list one model at /v1/models: {error}") from error
-        if ask_if_there(client, url, "GET", self.paused_route).get("is_paused"):
-            raise ValueError(f"{url} is paused: end the run that publishes weights to it, or POST /resume")
-        described = ask_if_there(client, url, "POST", "/collective_rpc", json={"method": "rljax_describe"})
-        weights = ask_if_there(client, url, "GET", self.version_route)
-        client.set_model(url, str(model["id"]))
-        self.find_route(client, url)
+            raise ValueError(f"{server.url} does not list one model at /v1/models: {error}") from error
+        if (await ask_if_there(server, "GET", self.paused_route)).get("is_paused"):
+            raise ValueError(f"{server.url} is paused: end the run that publishes weights to it, or POST /resume")
+        described = await ask_if_there(server, "POST", "/collective_rpc", json={"method": "rljax_describe"})
+        weights = await ask_if_there(server, "GET", self.version_route)
+        server.model = str(model["id"])
+        await self.find_route(server)
         return dataclasses.replace(
-            server_info(url, (described.get("results") or [{}])[0], "vllm"),
+            server_info(server.url, (described.get("results") or [{}])[0], "vllm"),
             model=str(model["id"]),
             root=str(model.get("root") or ""),
-            version=str(ask_if_there(client, url, "GET", "/version").get("version", "")),
+            version=str((await ask_if_there(server, "GET", "/version")).get("version", "")),
             max_model_len=model.get("max_model_len"),
             has_first_weights=weights.get("weight_version") == "default",
         )
 
-    def resume(self, client: Caller, url: str) -> None:
+    async def resume(self, server: Remote) -> None:
         """Wakes and resumes a paused server. Raises HandshakeError if it has no endpoints for that."""
         development = (
             "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1, as rljax serve vllm does"
         )
-        with refusals(url, development):
-            if not client.call(url, "GET", self.paused_route).get("is_paused"):
+        with refusals(server.url, development):
+            if not (await server.call("GET", self.paused_route)).get("is_paused"):
                 return
-            is_sleeping = client.call(url, "GET", "/is_sleeping").get("is_sleeping")
+            is_sleeping = (await server.call("GET", "/is_sleeping")).get("is_sleeping")
         if is_sleeping:
-            self.wake(client, url)
-        log.info("%s was left paused; resuming it", url)
-        client.call(url, "POST", "/resume")
+            await self.wake(server)
+        log.info("%s was left paused; resuming it", server.url)
+        await server.call("POST", "/resume")
 
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
         """Returns the lines of :func:`common_differences`, and those of vLLM's own settings."""
@@ -266,39 +260,39 @@ class VllmBackend(Backend):
             lines.append(f"default sampling is not plain: {said}; start with --generation-config vllm")
         return lines
 
-    def show(self, client: Caller, url: str, probe: Mapping[str, Any]) -> None:
+    async def show(self, server: Remote, probe: Mapping[str, Any]) -> None:
         """Sends the probe to the plugin as the start of a weight transfer."""
-        client.call(url, "POST", "/init_weight_transfer_engine", json={"init_info": probe})
+        await server.call("POST", "/init_weight_transfer_engine", json={"init_info": probe})
 
-    def push(self, client: Caller, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+    async def push(self, server: Remote, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Pauses the server, updates its weights, resets its prefix cache and resumes it."""
         update = {"path": "" if version.source else str(version.path), "tag": version.tag}
 
-        def post(path: str, **kwargs: Any) -> dict[str, Any]:
-            return client.call(url, "POST", path, timeout_s=UPDATE_S, **kwargs)
+        async def post(path: str, **kwargs: Any) -> dict[str, Any]:
+            return await server.call("POST", path, timeout_s=UPDATE_S, **kwargs)
 
-        post("/pause", params={"mode": in_flight, "clear_cache": "true"})
+        await post("/pause", params={"mode": in_flight, "clear_cache": "true"})
         try:
-            post("/start_weight_update")
+            await post("/start_weight_update")
         except ServerRefusedError:  # the last one broke off, by an error or with its trainer
-            self.ask_plugin(client, url, "rljax_end_update")
-            post("/start_weight_update")
-        post("/update_weights", json={"update_info": update})
-        post("/finish_weight_update", json={"weight_version": version.tag})
+            await self.ask_plugin(server, "rljax_end_update")
+            await post("/start_weight_update")
+        await post("/update_weights", json={"update_info": update})
+        await post("/finish_weight_update", json={"weight_version": version.tag})
         # On servers that know clear_cache, /pause has cleared the cache already. This call is for all others. It also
         # drops the keys and values of held responses, which are then computed again.
         held = {"reset_running_requests": "true"} if in_flight == "keep" else {}
-        if post("/reset_prefix_cache", params=held).get("success") is False:
-            raise RuntimeError(f"{url} could not reset its prefix cache: requests are still running there")
-        post("/resume")
+        if (await post("/reset_prefix_cache", params=held)).get("success") is False:
+            raise RuntimeError(f"{server.url} could not reset its prefix cache: requests are still running there")
+        await post("/resume")
 
-    def sleep(self, client: Caller, url: str) -> None:
+    async def sleep(self, server: Remote) -> None:
         """Puts the server to sleep at level 2, which drops its weights."""
-        client.call(url, "POST", "/sleep", timeout_s=UPDATE_S, params={"level": 2, "mode": "wait"})
+        await server.call("POST", "/sleep", timeout_s=UPDATE_S, params={"level": 2, "mode": "wait"})
 
-    def wake(self, client: Caller, url: str) -> None:
+    async def wake(self, server: Remote) -> None:
         """Wakes the server. It then holds no weights."""
-        client.call(url, "POST", "/wake_up", timeout_s=UPDATE_S)
+        await server.call("POST", "/wake_up", timeout_s=UPDATE_S)
 
 
 def _read_routes(file: bytes | None) -> np.ndarray | None:

@@ -1,0 +1,190 @@
+"""Requests on their way to servers: each waits in line for a server with room, and is sent again if that fails.
+
+The requests of a group, which have one prompt, go to one open server while it has room, so that it computes the prompt
+once. The first goes to the server with the least outstanding work. Responses come back as they complete. The requests
+of a server that goes down are sent again to another one, or wait. A server may also give a response up for new weights.
+Then its part is kept, and any server samples the rest. A request that a paused server refuses waits and is sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+
+from rljax.errors import OtherPromptError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
+from rljax.rollout.servers.http import Pauses, may_pass
+from rljax.rollout.servers.kind import Backend
+from rljax.rollout.servers.loop import LoopThread
+from rljax.rollout.servers.requests import Ask, Completion, Group, TakeAsks, join_parts, remaining_request
+from rljax.rollout.servers.server import Server
+from rljax.rollout.turns import TurnQueue
+from rljax.rollout.types import ClientLimits
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25  # The time between two calls of ``tend`` while responses are sampled (seconds).
+
+
+class Dispatcher(LoopThread, ABC):
+    """The requests that wait, in their order, and those under way. A subclass has the servers."""
+
+    def __init__(self, kind: Backend, limits: ClientLimits) -> None:
+        """Starts the event loop. Nothing is sent yet."""
+        self.kind, self.limits = kind, limits
+        self.most = limits.max_outstanding  # the most requests that a server gets at a time
+        self.last_open = time.monotonic()  # the last time at which a server was open or a stream began
+        self._waiting: deque[tuple[Group, asyncio.Future[Server]]] = deque()
+        self._warned = False  # whether a line was logged about replies of other prompts
+        super().__init__("rljax-servers")
+
+    @property
+    @abstractmethod
+    def servers(self) -> Sequence[Server]:
+        """The servers that are listed now."""
+
+    @abstractmethod
+    def tend(self) -> None:
+        """Follows the list of servers, and recovers those that are down. Called while responses are sampled."""
+
+    def stream(
+        self,
+        take: TakeAsks,
+        turns: TurnQueue | None = None,
+        vocab_size: int | None = None,
+        metrics: dict[str, float] | None = None,
+    ) -> Generator[tuple[tuple[int, int], Completion]]:
+        """Samples requests from open servers; yields (``Ask.place``, completion) as they complete.
+
+        ``take`` is called once, and at each change of ``turns`` until these are over. Further requests are sent while
+        the caller waits for the next item. Closing the iterator gives up the other responses. A token id of
+        ``vocab_size`` or more makes a reply invalid; None allows any. ``metrics`` counts ``rollout/requests`` and
+        ``rollout/retries``. It raises ServerError, in one line with the URL, if a response failed ``Retries.attempts``
+        times or was refused, and the errors of :meth:`tend` and ``take``.
+        """
+        metrics = {} if metrics is None else metrics
+        completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
+        for name in ("rollout/requests", "rollout/retries"):
+            metrics.setdefault(name, 0.0)
+        running: dict[Future[Completion], tuple[int, int]] = {}
+        has_news = threading.Event()
+
+        def wake() -> None:
+            if not has_news.is_set():
+                has_news.set()
+                completed.put(None)
+
+        if turns is not None:
+            turns.watch(wake)
+        has_news.set()
+        self.last_open = time.monotonic()
+        tend_at = self.last_open + _TICK_S
+        try:
+            while True:
+                if has_news.is_set():
+                    has_news.clear()
+                    self.check_alive()
+                    for ask in take():
+                        work = self._answer(ask, vocab_size, metrics)
+                        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+                        running[future] = ask.place
+                        future.add_done_callback(completed.put)
+                if not running and (turns is None or turns.is_over):
+                    return
+                try:
+                    done = completed.get(timeout=max(tend_at - time.monotonic(), 0.0))
+                except queue.Empty:
+                    self.check_alive()
+                else:
+                    if done is not None:
+                        yield running.pop(done), done.result()
+                if time.monotonic() >= tend_at:
+                    self.tend()
+                    tend_at = time.monotonic() + _TICK_S
+        finally:
+            if turns is not None:
+                turns.watch(lambda: None)
+            for future in running:
+                future.cancel()
+
+    async def _answer(self, ask: Ask, vocab_size: int | None, metrics: dict[str, float]) -> Completion:
+        """Returns the completion of a request. Raises ServerError if it is refused or all attempts failed."""
+        failure, failures, pauses = "", 0, Pauses(self.limits.request_timeout_s)
+        parts: list[Completion] = []
+        while failures < self.kind.retries.attempts:
+            if failure:
+                metrics["rollout/retries"] += 1
+                await asyncio.sleep(self.kind.retries.wait_s(failures))
+            elif pauses.count:
+                await asyncio.sleep(self.kind.retries.wait_s(pauses.count))
+            server = await self._take(ask.group)
+            metrics["rollout/requests"] += 1
+            try:
+                parts.append(await server.rollout(remaining_request(ask.request, parts), vocab_size))
+                if parts[-1].finish_reason != "abort":
+                    return join_parts(parts)
+                failure, pauses.count = "", 0
+                continue
+            except ServerGoneError as error:
+                failure = str(error)
+                server.close(failure)
+            except ReplyError as error:
+                failure = str(error)
+                if isinstance(error, OtherPromptError) and not self._warned:
+                    self._warned = True
+                    log.warning("%s; no such reply is taken, rollout/retries counts them", failure)
+            except ServerRefusedError as error:
+                if pauses.may_end(error):
+                    failure = ""
+                    continue
+                if not may_pass(error):
+                    raise
+                failure = str(error)
+            except Exception as error:
+                said = " ".join(f"{type(error).__name__} {error}".split())
+                raise ServerError(f"{ask.name} from {server.url} failed: {said}") from error
+            finally:
+                self._give_back(server)
+            failures += 1
+        raise ServerError(f"{ask.name} failed {self.kind.retries.attempts} times; the last: {failure}")
+
+    async def _take(self, group: Group) -> Server:
+        """Waits for an open server with room for a request, counts the request there, and returns the server."""
+        given: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+        self._waiting.append((group, given))
+        self.assign()
+        try:
+            return await given
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled():
+                self._give_back(given.result())
+            raise
+
+    def _give_back(self, server: Server) -> None:
+        server.outstanding -= 1
+        self.assign()
+
+    def assign(self) -> None:
+        """Gives servers to the requests that wait, as long as a server has room. Called at each change of a server."""
+        while self._waiting:
+            group, given = self._waiting[0]
+            server = None if given.done() else self._next(group)
+            if server is not None:
+                group.home = server
+                server.outstanding += 1
+                given.set_result(server)
+            elif not given.done():
+                return
+            self._waiting.popleft()
+
+    def _next(self, group: Group) -> Server | None:
+        """Returns the last server of ``group`` if it is open with room, else the idlest open one with room, or None."""
+        free = [each for each in self.servers if each.state == "open" and each.outstanding < self.most]
+        idlest = min(free, key=lambda server: server.outstanding, default=None)
+        return next((each for each in free if each is group.home), idlest)

@@ -1,0 +1,289 @@
+"""One server of a run: its state, and everything that a run does with it.
+
+The states are ``down > greeted > loading > proving > open``. A server is *down* at the start and after a failure. It is
+*greeted* once its handshake has passed, *loading* while it gets weights, and *proving* while it shows that it samples
+from them. Only an *open* server samples rollouts. An open server is *paused* when new weights come, and *asleep* while
+the trainer uses its devices. A server that was down stays closed, with its reason, until it is open again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
+from rljax.rollout.servers.handshake import Expectation
+from rljax.rollout.servers.http import Http, Pauses, json_object, may_pass
+from rljax.rollout.servers.kind import Backend
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
+from rljax.rollout.servers.verify import Look, Verifier
+from rljax.rollout.types import InFlight
+from rljax.weights.format import Checksum
+from rljax.weights.store import WeightDirectory, WeightVersion
+
+log = logging.getLogger(__name__)
+
+State = Literal["down", "greeted", "loading", "proving", "open", "paused", "asleep"]
+_PROBE_S = 600.0  # The longest time of a probe: a few tokens, and the server's compilations for them (seconds).
+
+
+class Metrics:
+    """Named numbers of one step that several threads add to."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, value: float) -> None:
+        """Adds ``value`` to the number, which begins at 0."""
+        with self._lock:
+            self._values[name] = self._values.get(name, 0.0) + value
+
+    def highest(self, name: str, value: float) -> None:
+        """Keeps the larger of the number and ``value``."""
+        with self._lock:
+            self._values[name] = max(self._values.get(name, value), value)
+
+    def put(self, name: str, value: float) -> None:
+        """Replaces the number."""
+        with self._lock:
+            self._values[name] = value
+
+    def take(self) -> dict[str, float]:
+        """Returns all numbers and forgets them."""
+        with self._lock:
+            values, self._values = self._values, {}
+            return values
+
+    @contextlib.contextmanager
+    def slowest(self, name: str) -> Iterator[None]:
+        """Keeps the seconds of the ``with`` block if they are more than the number."""
+        began = time.monotonic()
+        yield
+        self.highest(name, time.monotonic() - began)
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """The weight files of a version, the policy's pytree that they hold, and the checksum of each tensor."""
+
+    version: WeightVersion
+    params: Any
+    sums: Mapping[str, Checksum]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The answers by which a server shows that it samples from a version. The policy has yet to judge them."""
+
+    looks: Sequence[Look]  # the completions of the probes, one look for each round; there are none before a publish
+    info: ServerInfo | None = None  # the server's description if it had to pass the handshake
+
+
+class Server(Remote):
+    """One server. Its coroutines, and its methods that change its state, run on the event loop of the fleet."""
+
+    def __init__(
+        self, url: str, kind: Backend, http: Http, timeout_s: float, metrics: Metrics, on_change: Callable[[], None]
+    ) -> None:
+        """Sends nothing yet. The server is down.
+
+        Args:
+          url: The address.
+          kind: The kind of the server.
+          http: The exchanges of the fleet.
+          timeout_s: The longest time of a rollout (seconds).
+          metrics: The object that takes the times of publishes.
+          on_change: The function that is called after each change of the state.
+        """
+        self.url, self.route, self.model = url, kind.route, kind.model
+        self.state: State = "down"
+        self.reason = f"{url}: /health does not answer 200"  # the reason why it was down last; "" if it is not
+        self.versions: list[str] = []  # the tags of the weights that it was opened with, newest last
+        self.info: ServerInfo | None = None  # its description at its last handshake
+        self.rejected: Exception | None = None  # the failure of its proof of the current version
+        self.outstanding = 0  # the number of requests that it has not answered yet
+        self.next_try = 0.0  # the time of the next attempt to recover it (``time.monotonic``)
+        self._slept = False  # whether it has no weights because it was put to sleep
+        self._kind, self._http, self._timeout_s, self._metrics = kind, http, timeout_s, metrics
+        self._on_change, self._changed = on_change, asyncio.Event()
+
+    # ---- The state ----
+
+    @property
+    def is_renewed(self) -> bool:
+        """Whether new weights come to it, so that rollouts may soon go on there."""
+        return self.state in ("paused", "loading", "proving") and not self.reason
+
+    def pause(self) -> None:
+        """Sends no further rollout to the server until it is open again. The rollouts under way go on.
+
+        A greeted server, which never was open, stays one.
+        """
+        self._enter("greeted" if self.state == "greeted" else "paused")
+
+    def open(self, version: str | None) -> None:
+        """Admits rollouts, whose replies must name weight ``version``; None allows any version.
+
+        A reply may also name a version that the server was opened with since the request was sent, or no version.
+        Another version marks the server down.
+        """
+        if version is not None and self.versions[-1:] != [version]:
+            self.versions.append(version)
+        self._enter("open")
+
+    def close(self, reason: str) -> None:
+        """Marks the server down, and keeps the ``reason``."""
+        if not self.reason:
+            log.warning("a %s server is down: %s", self._kind.name, reason)
+            self._metrics.add("rollout/server_losses", 1.0)
+        self._enter("down", reason)
+
+    def leave(self) -> None:
+        """Marks the server down because it is not listed any more. It still answers the requests that it has."""
+        self.next_try = 0.0
+        self._enter("down", f"{self.url}: /health does not answer 200")
+
+    def _enter(self, state: State, reason: str = "") -> None:
+        self.state, self.reason = state, reason
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._on_change()
+
+    # ---- Requests ----
+
+    async def call(self, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
+        """Sends one request of the control plane, as :meth:`Remote.call` says."""
+        reply = await self._http.exchange(self.url, method, path, timeout_s, **content)
+        return json_object(self.url + path, reply) if reply and path != "/health" else {}
+
+    async def answers(self) -> bool:
+        """Returns whether ``/health`` answers 200 within 5 seconds."""
+        try:
+            await self.call("GET", "/health", timeout_s=5.0)
+        except ServerGoneError:
+            return False
+        return True
+
+    async def rollout(self, request: Request, vocab_size: int | None) -> Completion:
+        """Returns a completion that may be trained on, or a part of one if new weights came meanwhile.
+
+        If it names weights that are not proven yet, it is returned once they are.
+        """
+        first = max(0, len(self.versions) - 1)
+        completion = await self._read(await self._send(request, self._timeout_s), request)
+        is_updated = self.is_renewed or len(self.versions) - 1 > first
+        check_completion(self.url, completion, request, vocab_size, may_be_part=is_updated)
+        tags = {tag for tag, _, _ in completion.spans or ()} if self.versions else set()
+        while (others := tags.difference(self.versions[first:])) and self.is_renewed:
+            await self._changed.wait()
+        if others:
+            raise ServerGoneError(f"{self.url} samples from weights {min(others)!r}, not from {self.versions[-1]!r}")
+        return completion
+
+    async def sample(self, requests: Sequence[Request]) -> list[Completion]:
+        """Samples probes, as :meth:`Remote.sample` says."""
+        probes = [asyncio.ensure_future(self._probe(request)) for request in requests]
+        try:
+            return await asyncio.gather(*probes)
+        finally:
+            for probe in probes:
+                probe.cancel()
+
+    async def _probe(self, request: Request) -> Completion:
+        """Returns a completion. Asks again if the reply cannot be read or the refusal may pass."""
+        timeout_s, retries = min(_PROBE_S, self._timeout_s), self._kind.retries
+        failures, pauses = 0, Pauses(timeout_s)
+        while True:
+            try:
+                return await self._read(await self._send(request, timeout_s), request)
+            except (ReplyError, ServerRefusedError) as error:
+                if not pauses.may_end(error):
+                    failures += 1
+                    if failures >= retries.attempts or not may_pass(error):
+                        raise
+            await asyncio.sleep(retries.wait_s(failures + pauses.count))
+
+    def _send(self, request: Request, timeout_s: float) -> Coroutine[Any, Any, bytes]:
+        """Returns the exchange of a request for one response."""
+        body = self._kind.body(self.route, request, self.model)
+        if self.route == self._kind.own_route:
+            return self._http.ask(self.url, self.route, timeout_s, body)
+        return self._http.exchange(self.url, "POST", self.route, timeout_s, json=body)
+
+    async def _read(self, reply: bytes, request: Request) -> Completion:
+        kind, route = self._kind, self.route
+        try:
+            return await self._http.read(lambda content: kind.completion(route, content, request), reply)
+        except ReplyError as error:
+            raise type(error)(f"{self.url}{error}") from error
+
+    # ---- Weights ----
+
+    async def greet(self, expected: Expectation, files: WeightDirectory) -> ServerInfo:
+        """Shakes hands with the server. Raises HandshakeError if it does not fit, in one line for each difference."""
+        info = await self._kind.handshake(self, expected, files)
+        log.info("%s: %s %s, %s, agrees with the trainer", self.url, self._kind.name, info.version, info.dtype)
+        self.state = "greeted"
+        return info
+
+    async def pull(self, version: WeightVersion) -> None:
+        """Makes the server's machine pull a version while the server samples."""
+        done = await self._kind.prepare(self, version)
+        if done is not None:
+            names = {"pull_s": done.seconds, "fetch_s": done.fetch_s, "check_s": done.check_s}
+            for name, value in {**names, "pulled_bytes": done.bytes}.items():
+                self._metrics.highest(f"publish/{name}", value)
+            if done.repaired:
+                self._metrics.add("publish/mirrors_repaired", 1.0)
+                log.warning("%s: the weights on its machine were repaired: %s", self.url, done.repaired)
+
+    async def load(self, version: WeightVersion, in_flight: InFlight) -> None:
+        """Loads weights that the server's machine has. ``in_flight`` is the fate of the responses under way."""
+        self.state = "loading"
+        with self._metrics.slowest("publish/load_s"):
+            await self._kind.push(self, version, in_flight)
+
+    async def prove(self, published: Published, verifier: Verifier, info: ServerInfo | None = None) -> Proof:
+        """Asks for the proof that the server holds these weights. Errors are those of :meth:`Backend.check_bits`."""
+        self.state = "proving"
+        seconds = await self._kind.check_bits(self, published.version, published.sums)
+        self._metrics.put("publish/verified_tensors", len(published.sums))
+        self._metrics.highest("time/server_checksums_s", seconds)
+        with self._metrics.slowest("publish/probe_s"):
+            return Proof(await verifier.sample(self), info)
+
+    async def renew(self, published: Published, verifier: Verifier, in_flight: InFlight) -> Proof:
+        """Loads weights that the server's machine has, and asks for the proof. The probes are cached before that."""
+        slept = await self.wake()  # the whole server wakes first: a part that wakes later could change the weights
+        with self._metrics.slowest("publish/warm_s"):
+            # Keys and values of equal weights are not stale.
+            if not slept and published.version.changed_fraction != 0:
+                await verifier.warm(self)
+        await self.load(published.version, in_flight)
+        return await self.prove(published, verifier)
+
+    async def sleep(self, verifier: Verifier) -> None:
+        """Caches the probes and puts the server to sleep. So a cache that outlives its weights shows in the proof."""
+        with self._metrics.slowest("time/sleep_s"):
+            await verifier.warm(self)
+            await self._kind.sleep(self)
+        self._slept = True
+        if self.state == "open":
+            self._enter("asleep")
+
+    async def wake(self) -> bool:
+        """Wakes the server, without weights, and returns whether it slept."""
+        slept = self._slept
+        if slept:
+            with self._metrics.slowest("time/wake_s"):
+                await self._kind.wake(self)
+            self._slept = False
+        return slept
