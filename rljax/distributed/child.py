@@ -11,6 +11,7 @@ import os
 import pickle
 import queue
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -199,10 +200,9 @@ class Child:
     def _kill(self) -> None:
         """Ends the process with everything that it has started."""
         if self._process.returncode is None:
-            # The id is not used again before the process is waited for. Without the others it ends by itself.
+            # The id is not used again before the process is waited for. A stopped process starts no others meanwhile.
+            os.kill(self._process.pid, signal.SIGSTOP)
             end_followers(self._process.pid)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
             self._process.kill()
             self._process.wait()
 

@@ -92,18 +92,20 @@ def test_a_delta_against_another_base_is_refused(training, mirror):
     assert_holds(mirror, training)
 
 
+@pytest.mark.parametrize("kind", ["dense", "delta"])
 @pytest.mark.parametrize("what", ["a bit", "the end", "all"])
-def test_a_damaged_file_is_not_taken(training, mirror, what):
-    training.step()
-    training.pull(mirror)
+def test_a_damaged_file_is_not_taken(training, mirror, what, kind):
     version = training.step()
-    (delta,) = version.path.glob("*-delta.safetensors")
+    if kind == "delta":
+        training.pull(mirror)
+        version = training.step()
+    (file,) = version.path.glob(f"*-{kind}.safetensors")
     if what == "a bit":
-        flip(delta)
+        flip(file)
     elif what == "the end":
-        delta.write_bytes(delta.read_bytes()[:-1])
+        file.write_bytes(file.read_bytes()[:-1])
     else:
-        delta.unlink()
+        file.unlink()
     said = "does not have the recorded checksum" if what == "a bit" else "cannot be read"
     with pytest.raises((DamagedError, SourceError), match=said):
         training.pull(mirror)

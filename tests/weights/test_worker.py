@@ -39,11 +39,15 @@ def pulling(tmp_path, files, monkeypatch):
 
 
 def ended(pulling, name):
-    until = time.monotonic() + 60
-    while (done := pulling.result(name)) is None:
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return done
+    until(lambda: pulling.result(name) is not None)
+    return pulling.result(name)
+
+
+def shown(files):
+    """Returns the weights of a worker that has passed the handshake."""
+    weights = WorkerWeights()
+    weights.show(*(str(each) for each in files.probe()), PROTOCOL)
+    return weights
 
 
 def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
@@ -86,6 +90,16 @@ def test_a_pull_whose_process_dies_may_be_begun_again(files, pulling):
         pulling.begin(version.path.name)
         time.sleep(0.5)
         assert pulling.result(version.path.name) is None
+    assert ended(pulling, version.path.name)["error"] == ""
+
+
+def test_another_pull_ends_the_one_that_runs(files, pulling):
+    """The first process still starts when it is ended. No pull goes on while the mirror is locked."""
+    version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
+    with pulling.mirror.locked():
+        for number in range(5):
+            pulling.begin(f"v0000000{number}-9")
+        pulling.begin(version.path.name)
     assert ended(pulling, version.path.name)["error"] == ""
 
 
@@ -149,9 +163,7 @@ def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
     tensors = {"b": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float32)}
     sums = {name: array_checksum(array) for name, array in tensors.items()}
     with contextlib.closing(WeightDirectory(PublishConfig(), tmp_path)) as files:
-        path, text = files.probe()
-        weights = WorkerWeights()
-        weights.show(str(path), text, PROTOCOL)
+        weights = shown(files)
         version = files.write(tensors.items(), 7, sums)
         with weights.version(str(version.path), version.tag) as (directory, names):
             found = [load_file(directory / name) for name in names]
@@ -169,9 +181,7 @@ def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
 def test_a_delta_or_a_part_is_not_loaded_from_its_files(tmp_path):
     tensor = np.arange(400, dtype=np.float32)
     with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
-        path, text = files.probe()
-        weights = WorkerWeights()
-        weights.show(str(path), text, PROTOCOL)
+        weights = shown(files)
         for number in range(2):
             tensor = tensor + (np.arange(400) == number)
             version = files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
