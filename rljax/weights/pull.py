@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -143,19 +142,9 @@ def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path)
     for file in files:
         of_place[version.files[file].at].append(file)
     places = random.sample(list(of_place.values()), len(of_place))
-    failed = threading.Event()
 
     def fetch(names: Sequence[str]) -> dict[str, Path]:
-        paths = {}
-        for file in names:
-            if failed.is_set():
-                break
-            try:
-                paths[file] = source.fetch(f"{version.name}/{file}", version.files[file], folder)
-            except BaseException:
-                failed.set()
-                raise
-        return paths
+        return {file: source.fetch(f"{version.name}/{file}", version.files[file], folder) for file in names}
 
     with ThreadPoolExecutor(PLACES) as pool:
         return {file: path for paths in pool.map(fetch, places) for file, path in paths.items()}

@@ -71,8 +71,7 @@ def test_a_delta_that_would_be_larger_than_dense_is_dense(training, mirror):
     assert [path.name for path in version.path.glob("*-delta*")] == []
     assert training.pull(mirror).dense
     assert_holds(mirror, training)
-    training.step()
-    assert training.pull(mirror).deltas == 1
+    assert training.publish(mirror).deltas == 1
 
 
 def test_versions_before_the_newest_anchor_are_removed(training, mirror):
@@ -124,8 +123,7 @@ def test_another_runs_mirror_is_taken_for_nothing(tmp_path, training, mirror):
             other.step(0.5)
         other.pull(mirror)
     training.step()
-    training.step()
-    assert training.pull(mirror).dense
+    assert training.publish(mirror).dense
     assert_holds(mirror, training)
 
 
@@ -145,8 +143,7 @@ def test_servers_of_one_machine_pull_once(training, mirror):
 
 
 def test_nobody_loads_while_the_mirror_changes(training, mirror):
-    training.step()
-    training.pull(mirror)
+    training.publish(mirror)
     training.step()
     pulling = threading.Thread(target=training.pull, args=[Mirror(mirror.root)])
     with mirror.locked(shared=True), Mirror(mirror.root).locked(shared=True):

@@ -64,6 +64,9 @@ def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
     assert pulling.result(names[0])["error"] == f"{names[0]} is not being pulled"
     pulling.begin(names[1])
     assert ended(pulling, names[1])["bytes"] == 0
+    assert pulling.mirror.root.is_dir()
+    pulling.close()
+    assert not pulling.mirror.root.exists(), "the last user takes the mirror with it"
 
 
 def test_a_pull_that_fails_says_why_and_may_be_begun_again(files, pulling):
@@ -122,13 +125,6 @@ def holders(mirror):
             if os.readlink(link) == str(mirror.root / "lock"):
                 found.add(int(link.parts[2]))
     return found - {os.getpid()}
-
-
-def test_the_last_user_takes_the_mirror_with_it(files, pulling):
-    root = pulling.mirror.root
-    assert root.is_dir()
-    pulling.close()
-    assert not root.exists()
 
 
 def test_a_mirror_without_room_is_refused_before_a_pull(tmp_path, monkeypatch):
