@@ -161,7 +161,8 @@ def test_threads_and_devices_sum_the_same(dtype, size):
 
     bits = np.random.default_rng(0).integers(0, 2**15, size).astype({"bfloat16": np.int16, "float32": np.int32}[dtype])
     words = torch.from_numpy(bits)
-    expected = array_checksum(bits)
+    expected = region_checksum(bits_of(bits), TensorRegion.whole((size,)))
+    assert array_checksum(bits) == expected
     assert tensor_checksum(words.view(getattr(torch, dtype))) == expected
     assert device_checksum(words) == expected
 
