@@ -200,11 +200,15 @@ class Child:
     def _kill(self) -> None:
         """Ends the process with everything that it has started."""
         if self._process.returncode is None:
-            # The id is not used again before the process is waited for. A stopped process starts no others meanwhile.
-            os.kill(self._process.pid, signal.SIGSTOP)
+            # The id is not used again before the process is waited for. Without the others it ends by itself.
             end_followers(self._process.pid)
-            self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # It has just started another. A stopped process starts no more.
+                os.kill(self._process.pid, signal.SIGSTOP)
+                end_followers(self._process.pid)
+                self._process.kill()
+                self._process.wait()
 
     def _start(self) -> None:
         with self._lock:
