@@ -43,7 +43,7 @@ from rljax.policy.model import Params, abstract_params
 from rljax.weights.format import Base, TensorRecord, Version, write_version
 from rljax.weights.mirror import Mirror
 from rljax.weights.pull import pull
-from rljax.weights.source import DirectorySource
+from rljax.weights.source import Source
 from rljax.weights.sums import array_checksum, bits_of, changed_checksum
 from rljax.weights.writer import PartWriter, WrittenFiles, whole_parts
 
@@ -152,7 +152,7 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
         records = {key: TensorRecord(array.shape, sums[key]) for key, array in old.items()}
         return Version(name, name, "bfloat16", records, dense.files | delta.files, dense.pieces, delta.pieces, base)
 
-    none, source = WrittenFiles((), {}), DirectorySource(root)
+    none, source = WrittenFiles((), {}), Source(str(root))
     for name in ("v1-1", "v2-1", "v2-2"):
         (root / name).mkdir(parents=True)
     writer.collect(old.items())

@@ -11,6 +11,7 @@ import os
 import pickle
 import queue
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -201,10 +202,13 @@ class Child:
         if self._process.returncode is None:
             # The id is not used again before the process is waited for. Without the others it ends by itself.
             end_followers(self._process.pid)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self._process.wait(_END_S)
-            self._process.kill()
-            self._process.wait()
+            except subprocess.TimeoutExpired:  # It has just started another. A stopped process starts no more.
+                os.kill(self._process.pid, signal.SIGSTOP)
+                end_followers(self._process.pid)
+                self._process.kill()
+                self._process.wait()
 
     def _start(self) -> None:
         with self._lock:

@@ -38,8 +38,15 @@ from rljax.trainer.state import TrainState
 from rljax.trainer.update import TrainerValues, Update, Updated, UpdateOptions
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
-from rljax.weights.outlets import make_part_writer
-from rljax.weights.writer import Kind, PartsSummary, PartWriter, WrittenFiles, merge_summaries, merge_written
+from rljax.weights.writer import (
+    Kind,
+    PartsSummary,
+    PartWriter,
+    WrittenFiles,
+    make_part_writer,
+    merge_summaries,
+    merge_written,
+)
 
 
 class Packed(NamedTuple):

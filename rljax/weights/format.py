@@ -216,21 +216,30 @@ def parse_version(content: bytes, name: str | None = None) -> Version:
     return version
 
 
-def create_file(path: Path, key: str, dtype: str, shape: Sequence[int], content: np.ndarray | None = None) -> None:
-    """Writes a safetensors file with one tensor, whose bits are ``content``. None reserves the room, filled with zeros.
+def write_file(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], np.ndarray]]) -> FileRecord:
+    """Writes a safetensors file, and returns its size and hash.
 
-    Raises OSError, and ValueError if the size of ``content`` does not fit ``dtype`` and ``shape``.
+    ``tensors`` has the dtype, the shape and the bits of each tensor by key, in the order of the file. Raises OSError,
+    and ValueError if bits have another size than their dtype and shape.
     """
-    header, size = file_header({key: (dtype, shape)}), math.prod(shape) * _SIZES[_DTYPES[dtype]]
+    entries, place = {}, 0
+    for key, (dtype, shape, bits) in tensors.items():
+        kind = _DTYPES[dtype]
+        end = place + math.prod(shape) * _SIZES[kind]
+        if bits.nbytes != end - place:
+            raise ValueError(f"{bits.nbytes} bytes are not a tensor of {end - place}")
+        entries[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    header = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
+    hasher = xxhash.xxh3_64()
     with open(path, "wb") as file:
-        file.write(header)
-        if content is None:
-            file.flush()
-            os.posix_fallocate(file.fileno(), 0, len(header) + size)
-        elif content.nbytes == size:
-            file.write(bytes_of(content).data)
-        else:
-            raise ValueError(f"{content.nbytes} bytes are not a tensor of {size}")
+        for content in (header, *(bits for _, _, bits in tensors.values())):
+            data = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
+            file.write(data)
+            hasher.update(data)
+    return FileRecord(header.size + place, hasher.hexdigest())
 
 
 def mapped(path: Path, *, writable: bool = False) -> dict[str, np.ndarray]:
@@ -239,22 +248,26 @@ def mapped(path: Path, *, writable: bool = False) -> dict[str, np.ndarray]:
     With ``writable``, writing into the arrays changes the file. Raises OSError if the file cannot be opened, and
     ValueError if its header cannot be used.
     """
-    with open(path, "r+b" if writable else "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < 8:
-            raise ValueError(f"{path} is not a safetensors file")
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=access), np.uint8)
+    data = _bytes_of(path, writable=writable)
     try:
         return {key: content.view(f"u{_SIZES[entry['dtype']]}") for key, entry, content in _entries(data)}
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: the header of the safetensors file cannot be used: {error}") from error
 
 
+def _bytes_of(path: Path, *, writable: bool = False) -> np.ndarray:
+    """Maps a file into memory (uint8). Raises OSError."""
+    with open(path, "r+b" if writable else "rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
+            return np.empty(0, np.uint8)
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=access), np.uint8)
+
+
 def _entries(data: np.ndarray) -> Iterator[tuple[str, Mapping[str, Any], np.ndarray]]:
     """Yields the key, header entry and content (uint8) of each tensor in a file's bytes, without a copy."""
     length = int.from_bytes(data[:8].tobytes(), "little")
-    if length > min(data.size - 8, _HEADER_BYTES):
+    if not 0 < length <= min(data.size - 8, _HEADER_BYTES):
         raise ValueError("the file ends before the header does")
     content = data[8 + length :]
     for key, entry in json.loads(data[8 : 8 + length].tobytes()).items():
@@ -267,12 +280,7 @@ def _entries(data: np.ndarray) -> Iterator[tuple[str, Mapping[str, Any], np.ndar
 
 def xxh3_of(path: Path) -> str:
     """Returns the hexadecimal xxh3-64 of a file's content. Raises OSError."""
-    hasher = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                hasher.update(content)
-    return hasher.hexdigest()
+    return xxhash.xxh3_64(_bytes_of(path).data).hexdigest()
 
 
 def weights_hash(directory: str | os.PathLike[str]) -> str:
@@ -284,7 +292,7 @@ def weights_hash(directory: str | os.PathLike[str]) -> str:
     tensors = [
         (name, f"{entry['dtype']} {entry['shape']}", content)
         for path in Path(directory).glob("*.safetensors")
-        for name, entry, content in _entries(np.memmap(path, np.uint8, mode="r"))
+        for name, entry, content in _entries(_bytes_of(path))
     ]
     if not tensors:
         raise ValueError(f"no *.safetensors in {os.fspath(directory)}")
@@ -293,21 +301,3 @@ def weights_hash(directory: str | os.PathLike[str]) -> str:
         digest.update(f"{name} {kind}\n".encode())
         digest.update(content.data)
     return f"sha256:{digest.hexdigest()}"
-
-
-def bytes_of(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array as a vector of uint8. A contiguous array is not copied."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def file_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
-    """Returns the header of a safetensors file. ``tensors`` has dtype and shape by key, in the order of the file."""
-    entries, place = {}, 0
-    for key, (dtype, shape) in tensors.items():
-        kind = _DTYPES[dtype]
-        end = place + math.prod(shape) * _SIZES[kind]
-        entries[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [place, end]}
-        place = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
-    return len(text).to_bytes(8, "little") + text

@@ -6,7 +6,6 @@ Connections are accepted before any key is asked for. So without limits a strang
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ _UNREAD_S = 60.0  # the longest time that a client may leave a reply unread (sec
 
 def limited_server(app: App, *, keep_alive_s: int = 5) -> uvicorn.Server:
     """Returns a server of ``app`` with limits; it does not run yet. An idle connection is kept for ``keep_alive_s``."""
-    files = _reserve_files(_FILES)
+    files = _share_of_files()
     config = uvicorn.Config(
         app,
         http=LimitedConnection,
@@ -118,20 +117,10 @@ class LimitedConnection(H11Protocol):
         self._timer = None if seconds is None else self.loop.call_later(seconds, self.close)
 
 
-def _reserve_files(count: int) -> int:
-    """Raises the soft limit of file descriptors by ``count``, if it can. Returns the number that a server may use.
-
-    Where the limit cannot be raised, the server gets a quarter of it, so that the rest of the process goes on.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return count
-    wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
-    with contextlib.suppress(OSError, ValueError):  # a kernel that allows less than it says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        if wanted == soft + count:
-            return count
-    return max(10, min(count, soft // 4))
+def _share_of_files() -> int:
+    """Returns the number of file descriptors that a server may use. Three quarters stay for the rest of the process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _FILES if limit == resource.RLIM_INFINITY else max(10, min(_FILES, limit // 4))
 
 
 def guarded_app(routes: Sequence[Route], host: str, key_file: Path | None) -> Starlette:

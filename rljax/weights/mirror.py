@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
 
 from rljax.weights.delta import decode_piece
 from rljax.weights.format import (
@@ -25,9 +26,9 @@ from rljax.weights.format import (
     Piece,
     TensorRegion,
     Version,
-    create_file,
     mapped,
     read_version,
+    write_file,
     write_version,
     xxh3_of,
 )
@@ -90,49 +91,35 @@ class Mirror:
     def fill(self, version: Version, paths: Mapping[str, Path]) -> None:
         """Replaces the content of the mirror by a dense version.
 
-        ``paths`` has the paths of the version's files by name. The caller has compared their hashes. Raises
-        DamagedError if a tensor does not have the version's checksum, or a file cannot be used. The mirror then holds
-        no version.
+        ``paths`` has the paths of the version's files by name, whose hashes were compared. Raises DamagedError if a
+        tensor does not have the version's checksum, or a file cannot be used. The mirror then holds no version.
         """
         self.clear()
+        files = {name: f"{number:05d}.safetensors" for number, name in enumerate(version.tensors)}
         sources = {file: mapped(paths[file]) for file in version.files_of(version.dense)}
         pieces = _by_tensor(version.dense)
 
-        def take(number: int, name: str) -> str:
-            record, file = version.tensors[name], f"{number:05d}.safetensors"
-            whole = TensorRegion.whole(record.shape)
-            if [piece.region for piece in pieces[name]] == [whole]:
-                (piece,) = pieces[name]
-                create_file(self.root / file, name, version.dtype, record.shape, sources[piece.file][piece.key])
-                return file
-            create_file(self.root / file, name, version.dtype, record.shape)
-            matrix = mapped(self.root / file, writable=True)[name].reshape(whole.rows, whole.width)
-            for piece in pieces[name]:
-                region, bits = piece.region, sources[piece.file][piece.key]
-                if bits.dtype != matrix.dtype or bits.size != region.size:
-                    raise ValueError(f"{piece.file} has another {piece.key}")
-                rows, columns = slice(region.row, region.row + region.rows), slice(region.column, None)
-                matrix[rows, columns][:, : region.width] = bits.reshape(region.rows, region.width)
-            return file
+        def take(name: str) -> FileRecord:
+            shape = version.tensors[name].shape
+            bits = _assembled(shape, pieces[name], sources)
+            return write_file(self.root / files[name], {name: (version.dtype, shape, bits)})
 
         def summed(name: str) -> Checksum:
-            return region_checksum(
-                mapped(self.root / files[name])[name], TensorRegion.whole(version.tensors[name].shape)
-            )
+            whole = TensorRegion.whole(version.tensors[name].shape)
+            return region_checksum(mapped(self.root / files[name])[name], whole)
 
         with ThreadPoolExecutor(THREADS) as pool:
             with _damaged_if_unusable(version):
-                files = dict(zip(version.tensors, pool.map(take, itertools.count(), version.tensors), strict=True))
+                records = dict(zip(files, pool.map(take, files), strict=True))
             with self._timed():
                 largest_first = sorted(files, key=lambda name: -version.tensors[name].sums.count)
                 sums = dict(zip(largest_first, pool.map(summed, largest_first), strict=True))
-        self._record(version, files, sums, None)
+        self._record(version, files, sums, records)
 
     def apply(self, version: Version, paths: Mapping[str, Path]) -> None:
         """Applies a delta to the version that the mirror holds, which must be the delta's base.
 
-        ``paths`` has the paths of the delta's files by name. The caller has compared their hashes. Raises DamagedError
-        if a tensor does not have the version's checksum, or a file cannot be used. The mirror then holds no version.
+        ``paths`` is as in :meth:`fill`, and so are the errors.
         """
         before = self.version
         assert before is not None
@@ -157,7 +144,8 @@ class Mirror:
 
         with ThreadPoolExecutor(THREADS) as pool, _damaged_if_unusable(version):
             sums = dict(zip(version.tensors, pool.map(take, version.tensors), strict=True))
-        self._record(version, {name: files[name] for name in sums}, sums, before)
+        kept = (name for name in sums if before.tensors[name] == version.tensors[name])
+        self._record(version, files, sums, {name: before.files[files[name]] for name in kept})
 
     def clear(self) -> None:
         """Removes the version that the mirror holds."""
@@ -166,24 +154,26 @@ class Mirror:
             path.unlink()
 
     def _record(
-        self, version: Version, files: Mapping[str, str], sums: Mapping[str, Checksum], before: Version | None
+        self,
+        version: Version,
+        files: Mapping[str, str],
+        sums: Mapping[str, Checksum],
+        known: Mapping[str, FileRecord],
     ) -> None:
         """Compares the tensors' checksums with the version's, and writes ``version.json``.
 
-        ``before`` is the version before a delta: files of unchanged tensors keep their records. Raises DamagedError.
+        ``known`` has the records of those tensors' files that need not be read for it. Raises DamagedError.
         """
-        _refuse([name for name in files if sums[name] != version.tensors[name].sums], f"other than in {version.tag}")
+        tensors = version.tensors
+        _refuse([name for name in tensors if sums[name] != tensors[name].sums], f"other than in {version.tag}")
 
         def record(name: str) -> FileRecord:
-            if before is not None and before.tensors[name] == version.tensors[name]:
-                return before.files[files[name]]
             path = self.root / files[name]
-            return FileRecord(path.stat().st_size, xxh3_of(path))
+            return known.get(name) or FileRecord(path.stat().st_size, xxh3_of(path))
 
         with self._timed(), ThreadPoolExecutor(THREADS) as pool:
-            records = dict(zip(files.values(), pool.map(record, files), strict=True))
-        dense = tuple(Piece(name, TensorRegion.whole(version.tensors[name].shape), files[name], name) for name in files)
-        tensors = {name: version.tensors[name] for name in files}
+            records = {files[name]: found for name, found in zip(tensors, pool.map(record, tensors), strict=True)}
+        dense = tuple(Piece(name, TensorRegion.whole(tensors[name].shape), files[name], name) for name in tensors)
         write_version(self.root, Version(version.name, version.tag, version.dtype, tensors, records, dense))
 
     @contextlib.contextmanager
@@ -199,7 +189,7 @@ class Mirror:
 def _damaged_if_unusable(version: Version) -> Iterator[None]:
     try:
         yield
-    except (KeyError, ValueError) as error:
+    except (LookupError, ValueError) as error:
         raise DamagedError(f"{version.name} cannot be used: {error}") from error
 
 
@@ -208,6 +198,23 @@ def _by_tensor(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
     for piece in pieces:
         found[piece.tensor].append(piece)
     return found
+
+
+def _assembled(
+    shape: Sequence[int], pieces: Sequence[Piece], sources: Mapping[str, Mapping[str, np.ndarray]]
+) -> np.ndarray:
+    """Returns the bits of the tensor that consists of ``pieces``. A tensor in one piece is not copied."""
+    parts, whole = [sources[piece.file][piece.key] for piece in pieces], TensorRegion.whole(shape)
+    if len(parts) == 1:
+        return parts[0]
+    matrix = np.empty((whole.rows, whole.width), parts[0].dtype)
+    for piece, bits in zip(pieces, parts, strict=True):
+        region = piece.region
+        if bits.dtype != matrix.dtype:
+            raise ValueError(f"{piece.file} has another {piece.key}")
+        rows = slice(region.row, region.row + region.rows)
+        matrix[rows, region.column : region.column + region.width] = bits.reshape(region.rows, region.width)
+    return matrix
 
 
 def _refuse(names: list[str], how: str) -> None:

@@ -6,88 +6,84 @@ If several processes write a version, each process keeps, uploads or serves the 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
+import re
+import socket
 import threading
-from collections.abc import Collection
 from pathlib import Path
+from typing import ClassVar
 
-import msgspec
-
+from rljax.distributed.answering import end_with_parent, tell_ready
 from rljax.distributed.child import Child
-from rljax.distributed.files import OwnedDirectory
-from rljax.errors import ConfigError
-from rljax.weights.access import KEY_FILE, listen, own_address, serving_key
-from rljax.weights.format import PREFIX, VERSION_FILE
-from rljax.weights.publish_config import PublishConfig
+from rljax.distributed.frames import Frames
+from rljax.weights.access import KEY_FILE, listen, read_api_key, serving_key
+from rljax.weights.format import VERSION_FILE
 from rljax.weights.source import open_store
-from rljax.weights.writer import Kind, MakeParts, PartWriter, WrittenFiles
 
 log = logging.getLogger(__name__)
 
+_NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
+
 
 class Outlet:
-    """A place from which the machines of the servers read versions. Here it is the run's directory, which they share.
+    """The way in which files of a process reach the machines of the servers. Here they see the files themselves.
 
-    ``source`` is the argument of ``source.open_source``. It is empty where servers read the run's directory themselves.
+    ``url`` is the URL of the server that has the files, or "". ``takes_files`` says whether files leave this machine.
     """
 
-    def __init__(self, source: str | Path) -> None:
-        self.source = str(source)
+    url = ""
+    takes_files: ClassVar[bool] = False
 
-    def add(self, path: Path) -> None:
-        """Offers ``path``, which is written: a version's directory, or the file of the probe. Raises OSError."""
+    def add(self, path: Path, run: str) -> None:
+        """Offers ``path``, which is written: a version's directory, or the file of the probe. Raises OSError.
 
-    def remove(self, name: str) -> None:
-        """Withdraws the version ``name``. The owner of the run's directory removes its files. Raises OSError."""
+        ``run`` is the name of the directory of process 0.
+        """
+
+    def remove(self, run: str, version: str = "") -> None:
+        """Withdraws a version, or all that a run has offered. The owner removes its files. Raises OSError."""
 
     def close(self) -> None:
         """Releases everything at the end of the run; may be called twice."""
 
 
 class StoreOutlet(Outlet):
-    """A folder of an object store. A version's files are uploaded, its ``version.json`` last."""
+    """A folder of an object store, with a folder for each run. A version's ``version.json`` is uploaded last."""
 
-    def __init__(self, root: Path, *, url: str) -> None:
-        """Opens the folder under ``url`` that has the name of ``root``, the run's directory.
+    takes_files = True
+
+    def __init__(self, url: str) -> None:
+        """Opens the folder at ``url``.
 
         Raises RuntimeError if the store cannot be opened, for example because no package for such URLs is installed.
         """
-        super().__init__(f"{url.rstrip('/')}/{root.name}")
         try:
-            self._fs, self._folder = open_store(self.source)
+            self._fs, self._root = open_store(url.rstrip("/"))
         except Exception as error:
             raise RuntimeError(f"weights cannot be served from {url}: {error}") from error
 
-    def add(self, path: Path) -> None:
+    def add(self, path: Path, run: str) -> None:
         """Uploads a file, or moves the files of a version into the store. Raises OSError."""
         files = [path] if path.is_file() else sorted(path.iterdir(), key=lambda file: file.name == VERSION_FILE)
         for file in files:
-            name = file.relative_to(path.parent)
+            place = f"{self._root}/{run}/{file.relative_to(path.parent)}"
             try:
-                self._fs.put_file(str(file), f"{self._folder}/{name}")
+                self._fs.put_file(str(file), place)
             except Exception as error:
-                raise OSError(f"{self.source}/{name} cannot be written: {error}") from error
+                raise OSError(f"{place} cannot be written: {error}") from error
             if file.suffix == ".safetensors":
                 file.unlink()
 
-    def remove(self, name: str) -> None:
-        """Deletes the files of the version ``name``."""
-        self._delete(f"{self._folder}/{name}")
-
-    def close(self) -> None:
-        """Deletes the run's folder."""
-        self._delete(self._folder)
-
-    def _delete(self, path: str) -> None:
-        if self._fs.exists(path):
-            self._fs.rm(path, recursive=True)
+    def remove(self, run: str, version: str = "") -> None:
+        """Deletes the folder of a version, or of the run."""
+        folder = f"{self._root}/{run}/{version}".rstrip("/")
+        if self._fs.exists(folder):
+            self._fs.rm(folder, recursive=True)
 
 
 class HttpOutlet(Outlet):
-    """An HTTP server of a directory: a child process (``weights.server``), which is replaced whenever it ends.
+    """An HTTP server of a directory: a child process that runs ``serve``, which is replaced whenever it ends.
 
-    ``source`` is the URL. This process holds the socket, so requests wait until a new server answers them.
+    This process holds the socket, so requests wait until a new server answers them.
     """
 
     def __init__(self, root: Path, *, host: str, port: int, api_key_file: Path | None) -> None:
@@ -98,14 +94,13 @@ class HttpOutlet(Outlet):
         """
         try:
             key_file = serving_key(host, api_key_file, f"{KEY_FILE} must name a key file")
-            self._listening, source = listen(host, port)
+            self._listening, self.url = listen(host, port)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"weights cannot be served on {host}:{port}: {error}") from error
-        super().__init__(source)
         self._failure: RuntimeError | None = None
         settings = root, host, self._listening.fileno(), key_file
         self._child = Child(
-            "server of weights", "rljax.weights.server:serve", settings, files=[self._listening.fileno()]
+            "server of weights", "rljax.weights.outlets:serve", settings, files=[self._listening.fileno()]
         )
         try:
             self._child.wait_until_ready()
@@ -114,7 +109,7 @@ class HttpOutlet(Outlet):
             raise
         threading.Thread(target=self._keep, name="rljax-weight-server", daemon=True).start()
 
-    def add(self, path: Path) -> None:
+    def add(self, path: Path, run: str) -> None:
         """Does nothing, because ``path`` is served from where it is. Raises OSError if no server can be started."""
         if self._failure is not None:
             raise OSError(str(self._failure))
@@ -126,7 +121,7 @@ class HttpOutlet(Outlet):
 
     def _keep(self) -> None:
         def warn(end: str) -> None:
-            log.warning("the server of weights at %s %s; another one is started", self.source, end)
+            log.warning("the server of weights at %s %s; another one is started", self.url, end)
 
         try:
             self._child.keep(warn)
@@ -134,97 +129,32 @@ class HttpOutlet(Outlet):
             self._failure = error
 
 
-class OfferingPartWriter(PartWriter):
-    """A writer of one of several processes that offers its files itself: it serves them, or uploads them.
+def serve(frames: Frames, root: Path, host: str, listening: int, key_file: Path | None) -> None:
+    """Serves the files in ``root``, in byte ranges, until the parent process ends. A child process runs this program.
 
-    ``directory`` has the files, unless it is None: then they are in the version's directory. ``outlet`` serves them. If
-    it is None, they are uploaded into the folder of process 0's run under ``url``, and no file stays on this machine.
+    ``listening`` is the descriptor of the socket, which is bound to ``host``. Every request must bring the key in
+    ``key_file``, if there is one.
     """
+    from starlette.requests import Request
+    from starlette.responses import FileResponse, PlainTextResponse, Response
+    from starlette.routing import Route
 
-    def __init__(
-        self,
-        parts: MakeParts,
-        name: str,
-        directory: OwnedDirectory | None,
-        *,
-        outlet: HttpOutlet | None = None,
-        url: str = "",
-    ) -> None:
-        super().__init__(parts, name)
-        self.directory, self.outlet, self._url = directory, outlet, url
+    from rljax.weights.http_limits import guarded_app, limited_server
 
-    def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes and offers the parts of this process. The records of served files name this process's server."""
-        own = directory if self.directory is None else self.directory.root / directory.name
-        own.mkdir(exist_ok=True)
-        written = super().write(kind, own)
-        outlet = self.outlet or StoreOutlet(directory.parent, url=self._url)
-        outlet.add(own)
-        at = "" if self.outlet is None else self.outlet.source
-        files = {name: msgspec.structs.replace(record, at=at) for name, record in written.files.items()}
-        return WrittenFiles(written.pieces, files)
-
-    def wait(self, directory: Path, written: WrittenFiles) -> None:
-        """Returns at once, because the files of other processes do not come into process 0's directory."""
-
-    def forget(self, directory: Path) -> None:
-        """Gives up a version and removes this process's files of it."""
-        super().forget(directory)
-        if self.directory is not None:
-            shutil.rmtree(self.directory.root / directory.name, ignore_errors=True)
-
-    def keep_only(self, names: Collection[str]) -> None:
-        """Removes this process's files of all versions except ``names``."""
-        for path in () if self.directory is None else self.directory.root.glob("v*"):
-            if path.name not in names:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def close(self) -> None:
-        """Ends the outlet and removes the directory; may be called twice."""
-        for each in (self.outlet, self.directory):
-            if each is not None:
-                each.close()
-
-
-def make_part_writer(
-    parts: MakeParts,
-    publish: PublishConfig,
-    parent: str | os.PathLike[str] | None,
-    *,
-    api_key_file: Path | None,
-    index: int,
-    coordinator: str,
-) -> PartWriter:
-    """Makes the writer of one of several processes, the one with number ``index``.
-
-    Args:
-      parts: A function from the published tensors to the parts that this process holds.
-      publish: The place that has the versions, which is not shared. With the store "http" this process serves at an
-        address that reaches the same machines as ``host``, and at ``port`` + ``index``.
-      parent: The directory in which a process other than 0 makes a directory for its files, unless the store is
-        "directory". None means this machine's memory.
-      api_key_file: The file of the key that every HTTP request must bring, or None.
-      coordinator: The HOST:PORT at which this process reaches process 0.
-
-    Raises:
-      ConfigError: This process cannot make its directory, or cannot serve it.
-    """
-    name, store = str(index), publish.store
-    if index == 0 or store == "directory":
-        return OfferingPartWriter(parts, name, None, url=store) if "://" in store else PartWriter(parts, name)
-    try:
-        directory = OwnedDirectory(PREFIX, parent)
+    end_with_parent(frames)
+    if key_file is not None:
         try:
-            if store != "http":
-                return OfferingPartWriter(parts, name, directory, url=store)
-            own_host = own_address(publish.host, coordinator.rpartition(":")[0].strip("[]"))
-            own_port = publish.port and publish.port + index
-            if own_port >= 65536:
-                raise ValueError(f"publish.port + {index} must be in 0..65535, got {own_port}")
-            outlet = HttpOutlet(directory.root, host=own_host, port=own_port, api_key_file=api_key_file)
-            return OfferingPartWriter(parts, name, directory, outlet=outlet)
-        except BaseException:
-            directory.close()
-            raise
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"process {index} cannot hand over its part of the weights: {error}") from error
+            read_api_key(key_file)
+        except ValueError as error:
+            tell_ready(frames, str(error))
+            return
+
+    async def file(request: Request) -> Response:
+        name = request.path_params["name"]
+        if not _NAME.fullmatch(name) or not (root / name).is_file():
+            return PlainTextResponse("no such file\n", 404)
+        return FileResponse(root / name, media_type="application/octet-stream")
+
+    server = limited_server(guarded_app([Route("/{name:path}", file)], host, key_file), keep_alive_s=60)
+    tell_ready(frames)
+    server.run(sockets=[socket.socket(fileno=listening)])

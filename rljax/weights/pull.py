@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,9 +19,9 @@ from rljax.distributed.answering import answer_requests, end_with_parent
 from rljax.distributed.frames import Frames
 from rljax.weights.format import VERSION_FILE, Version, is_newer, parse_version, xxh3_of
 from rljax.weights.mirror import THREADS, DamagedError, Mirror
-from rljax.weights.source import PLACES, Source, SourceError, open_source
+from rljax.weights.source import PLACES, Source, open_source
 
-_LONGEST_CHAIN = 1000
+_LONGEST_CHAIN = 1000  # no run has so many versions between two anchors
 
 
 @dataclass
@@ -85,37 +84,20 @@ def _bring(source: Source, version: Version, mirror: Mirror, done: Pulled, held:
 def _chain(source: Source, version: Version, held: Version | None) -> tuple[list[Version], bool]:
     """Returns the versions to take, oldest first, and whether the first of them is taken whole.
 
-    Deltas bring ``held`` to ``version`` if that is possible, unless the way from a dense version needs fewer bytes.
-    Raises SourceError if a version cannot be read, and DamagedError if the versions do not fit each other.
+    The way goes back from ``version`` to the first one that is a delta to ``held``, or is dense. Raises SourceError if
+    a version cannot be read, and DamagedError if the versions do not fit each other.
     """
-    chain: list[Version] = [version]
-    from_dense: list[Version] = []  # the versions of the chain since the newest dense one
-    while True:
+    chain = [version]
+    while len(chain) <= _LONGEST_CHAIN:
         oldest, base = chain[-1], chain[-1].base
-        if not from_dense and oldest.dense:
-            from_dense = chain[::-1]
         if held is not None and base is not None and base.digest == held.digest:
-            if from_dense and _bytes(from_dense, dense=True) < _bytes(chain, dense=False):
-                return from_dense, True
             return chain[::-1], False
-        if from_dense and (held is None or base is None or len(chain) == _LONGEST_CHAIN):
-            return from_dense, True
-        if base is None:
-            raise DamagedError(f"there is no dense version from which {version.name} could be reached")
-        try:
-            before = _read(source, base.name)
-        except SourceError:  # versions before an anchor are removed
-            if from_dense:
-                return from_dense, True
-            raise
-        if before.digest != base.digest:
-            raise DamagedError(f"{oldest.name} is a delta to {before.name} with other checksums")
-        chain.append(before)
-
-
-def _bytes(versions: Sequence[Version], *, dense: bool) -> int:
-    """Returns the size of the deltas of these versions; with ``dense`` the first version counts whole."""
-    return sum(each.num_bytes(each.dense if dense and each is versions[0] else each.delta) for each in versions)
+        if oldest.dense or base is None:
+            return chain[::-1], True
+        chain.append(_read(source, base.name))
+        if chain[-1].digest != base.digest:
+            raise DamagedError(f"{oldest.name} is a delta to {base.name} with other checksums")
+    raise DamagedError(f"{version.name} is {_LONGEST_CHAIN} deltas away from a dense version")
 
 
 def _read(source: Source, name: str) -> Version:
@@ -160,31 +142,21 @@ def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path)
     for file in files:
         of_place[version.files[file].at].append(file)
     places = random.sample(list(of_place.values()), len(of_place))
-    failed = threading.Event()
 
     def fetch(names: Sequence[str]) -> dict[str, Path]:
-        paths = {}
-        for file in names:
-            if failed.is_set():
-                break
-            try:
-                paths[file] = source.fetch(f"{version.name}/{file}", version.files[file], folder)
-            except BaseException:
-                failed.set()
-                raise
-        return paths
+        return {file: source.fetch(f"{version.name}/{file}", version.files[file], folder) for file in names}
 
     with ThreadPoolExecutor(PLACES) as pool:
         return {file: path for paths in pool.map(fetch, places) for file, path in paths.items()}
 
 
-def answer(frames: Frames, source: str, name: str, mirror: Path) -> None:
-    """Pulls the version ``name`` at the parent's request. This is the program of a child process.
+def answer(frames: Frames, source: str, mirror: Path) -> None:
+    """Pulls the versions that the parent names. A child process runs this program.
 
     The answer is a :class:`Pulled`, or one line that says why the version could not be pulled.
     """
 
-    def take() -> Pulled | str:
+    def take(name: str) -> Pulled | str:
         try:
             with contextlib.closing(open_source(source)) as opened:
                 return pull(opened, name, Mirror(mirror))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import time
 import urllib.parse
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,23 +26,40 @@ class SourceError(OSError):
     """An error of a source that cannot be read; the message is one line that names it."""
 
 
-class Source(ABC):
-    """A place from which files are read by name, such as ``VERSION/FILE``."""
+class Source:
+    """A place from which files are read by name, such as ``VERSION/FILE``. Here it is a directory.
 
-    @abstractmethod
+    The trainer and this machine both see the directory, so nothing is copied.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root.rstrip("/")
+
     def read(self, name: str) -> bytes:
         """Returns the content of a small file. Raises SourceError."""
+        with _source_errors(f"{self._root}/{name}"):
+            return self._read(f"{self._root}/{name}")
 
-    @abstractmethod
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
         """Returns the path of the file ``name`` on this machine: in ``folder`` if it has to be copied.
 
         ``record`` has the file's size and place. Several threads may call this method. Raises SourceError if the file
         cannot be read.
         """
+        with _source_errors(f"{self._root}/{name}"):
+            return self._fetch(name, record, folder / name.replace("/", "-"))
 
-    def close(self) -> None:  # noqa: B027 (most sources have no connection)
+    def close(self) -> None:
         """Ends the connections of this source; nothing is read after that."""
+
+    def _read(self, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    def _fetch(self, name: str, record: FileRecord, copy: Path) -> Path:
+        path = Path(self._root, name)
+        if path.stat().st_size != record.bytes:
+            raise OSError(f"it does not have {record.bytes} bytes")
+        return path
 
 
 def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
@@ -53,7 +70,7 @@ def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
     """
     if re.match(r"https?://", url):
         return HttpSource(url, patience_s)
-    return StoreSource(url) if "://" in url else DirectorySource(Path(url))
+    return StoreSource(url) if "://" in url else Source(url)
 
 
 def open_store(url: str) -> tuple[Any, str]:
@@ -67,48 +84,25 @@ def open_store(url: str) -> tuple[Any, str]:
     return store, path
 
 
-class DirectorySource(Source):
-    """A directory that the trainer and this machine both see. Nothing is copied."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def read(self, name: str) -> bytes:
-        """Reads a small file."""
-        with _source_errors(self._root / name):
-            return (self._root / name).read_bytes()
-
-    def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """Returns the path of the file itself. Raises SourceError if it cannot be read, or has another size."""
-        with _source_errors(self._root / name):
-            if (self._root / name).stat().st_size != record.bytes:
-                raise OSError(f"it does not have {record.bytes} bytes")
-        return self._root / name
-
-
 class StoreSource(Source):
     """An object store. Its connections belong to fsspec, and other code in this process uses them, too."""
 
     def __init__(self, url: str) -> None:
         """Stores the place without reading from it. Raises SourceError if fsspec cannot open such a URL."""
         with _source_errors(url):
-            self._fs, self._root = open_store(url)
+            self._fs, root = open_store(url)
+        super().__init__(root)
 
-    def read(self, name: str) -> bytes:
-        """Downloads a small file."""
-        with _source_errors(f"{self._root}/{name}"):
-            return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+    def _read(self, path: str) -> bytes:
+        return bytes(self._fs.cat_file(path))
 
-    def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """Downloads a file into ``folder``."""
-        path = folder / name.replace("/", "-")
-        with _source_errors(f"{self._root}/{name}"):
-            self._fs.get_file(f"{self._root}/{name}", str(path))
-        return path
+    def _fetch(self, name: str, record: FileRecord, copy: Path) -> Path:
+        self._fs.get_file(f"{self._root}/{name}", str(copy))
+        return copy
 
 
 class HttpSource(Source):
-    """An HTTP server of files with byte ranges, such as ``weights.server``. Requests without an answer are repeated.
+    """An HTTP server of files with byte ranges, such as ``outlets.serve``. Requests without an answer are repeated.
 
     A file comes in ranges over several connections. A range that breaks off is continued from its last byte. A file
     whose record names another server comes from that server, with the same key. That server's address must be private.
@@ -118,88 +112,58 @@ class HttpSource(Source):
         """Reads the key that ``$RLJAX_API_KEY_FILE`` names, if any. Raises ValueError if the key cannot be used."""
         import httpx
 
-        self._url, self._patience_s = url.rstrip("/"), patience_s
+        super().__init__(url)
         key_file = find_key_file(None)
         headers = {"Authorization": f"Bearer {read_api_key(key_file)}"} if key_file else {}
         limits, timeout = httpx.Limits(max_connections=PLACES * _STREAMS), httpx.Timeout(20.0)
         self._client = httpx.Client(headers=headers, limits=limits, timeout=timeout, trust_env=False)
-        self._gone: type[Exception] = httpx.TransportError
-
-    def read(self, name: str) -> bytes:
-        """Downloads a small file."""
-        url, contents = f"{self._url}/{name}", list[bytes]()
-
-        def get() -> bool:
-            reply = self._client.get(url)
-            self._check(reply, url, 200)
-            contents.append(reply.content)
-            return True
-
-        self._patiently(url, get)
-        return contents[0]
-
-    def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """Downloads a file into ``folder``, in ranges, from the server that its record names."""
-        if record.at:
-            try:
-                private_address(urllib.parse.urlsplit(record.at).hostname or "")
-            except ValueError as error:
-                raise SourceError(f"files at {record.at:.80} are not read: {error}") from error
-        path, url = folder / name.replace("/", "-"), f"{record.at or self._url}/{name}"
-        with _source_errors(path), open(path, "wb") as file:
-            file.truncate(record.bytes)
-            number = file.fileno()
-            with ThreadPoolExecutor(_STREAMS) as pool:
-                ranges = range(0, record.bytes, RANGE_BYTES)
-                ends = (min(first + RANGE_BYTES, record.bytes) for first in ranges)
-                list(pool.map(lambda first, end: self._range(url, number, first, end), ranges, ends))
-        return path
+        self._patience_s, self._gone = patience_s, httpx.TransportError
 
     def close(self) -> None:
         """Ends the connections."""
         self._client.close()
 
-    def _range(self, url: str, number: int, first: int, end: int) -> None:
-        """Reads the bytes ``first`` to ``end`` of a file into the same place of the open file ``number``."""
-        place = first
+    def _read(self, path: str) -> bytes:
+        content = bytearray()
+        self._get(path, 0, None, lambda part, place: content.extend(part))
+        return bytes(content)
 
-        def get() -> bool:
-            nonlocal place
-            headers = {"Range": f"bytes={place}-{end - 1}", "Accept-Encoding": "identity"}
-            before = place
+    def _fetch(self, name: str, record: FileRecord, copy: Path) -> Path:
+        if record.at:
             try:
-                with self._client.stream("GET", url, headers=headers) as reply:
-                    self._check(reply, url, 206)
-                    for content in reply.iter_raw():
-                        os.pwrite(number, content[: end - place], place)
-                        place += min(len(content), end - place)
-                if place == before:
-                    raise self._gone("the connection was closed")
-            except self._gone:
-                if place == before:
-                    raise
-            return place == end
+                private_address(urllib.parse.urlsplit(record.at).hostname or "")
+            except ValueError as error:
+                raise SourceError(f"files at {record.at:.80} are not read: {error}") from error
+        firsts = range(0, record.bytes, RANGE_BYTES)
+        ends = [min(first + RANGE_BYTES, record.bytes) for first in firsts]
+        with open(copy, "wb") as file, ThreadPoolExecutor(_STREAMS) as pool:
+            file.truncate(record.bytes)
+            get = functools.partial(self._get, f"{record.at or self._root}/{name}")
+            write = functools.partial(os.pwrite, file.fileno())
+            list(pool.map(lambda first, end: get(first, end, write), firsts, ends))
+        return copy
 
-        self._patiently(url, get)
+    def _get(self, url: str, place: int, end: int | None, take: Callable[[bytes, int], Any]) -> None:
+        """Calls ``take`` with the bytes of a file from ``place`` to ``end`` (None: to its end), and with their places.
 
-    def _check(self, reply: Any, url: str, wanted: int) -> None:
-        if reply.status_code >= 500:
-            raise self._gone(f"status {reply.status_code}")
-        if reply.status_code != wanted:
-            raise SourceError(f"{url} answered with status {reply.status_code} instead of {wanted}")
-
-    def _patiently(self, url: str, get: Callable[[], bool]) -> None:
-        """Calls ``get`` until it returns True. A False means that some bytes came.
-
-        If no byte came, ``get`` raises a transport error and is called again after a longer pause. Raises SourceError
-        after ``patience_s`` seconds without a byte.
+        Raises SourceError if the server refuses, or after ``patience_s`` seconds without a byte.
         """
         moved, pause = time.monotonic(), 0.1
-        while True:
+        while end is None or place < end:
+            headers = {"Range": f"bytes={place}-{'' if end is None else end - 1}", "Accept-Encoding": "identity"}
             try:
-                if get():
-                    return
-                moved, pause = time.monotonic(), 0.1
+                with self._client.stream("GET", url, headers=headers) as reply:
+                    if reply.status_code >= 500:
+                        raise self._gone(f"status {reply.status_code}")
+                    if reply.status_code != 206:
+                        raise SourceError(f"{url} answered with status {reply.status_code} instead of 206")
+                    for content in reply.iter_raw():
+                        take(content, place)
+                        place += len(content)
+                        moved, pause = time.monotonic(), 0.1
+                if end not in (None, place):
+                    raise SourceError(f"{url} ends at byte {place} instead of {end}")
+                return
             except self._gone as error:
                 if time.monotonic() - moved > self._patience_s:
                     reason = str(error) or type(error).__name__
@@ -209,7 +173,7 @@ class HttpSource(Source):
 
 
 @contextlib.contextmanager
-def _source_errors(name: str | Path) -> Iterator[None]:
+def _source_errors(name: str) -> Iterator[None]:
     """Turns every exception of the block into a SourceError that names the file."""
     try:
         yield

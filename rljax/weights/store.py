@@ -33,14 +33,15 @@ class WeightVersion:
     dtype: str  # the dtype of all tensors
     num_bytes: int  # the bytes that a server with the version before must read to load this one
     changed_fraction: float  # the share of elements that differ from the version before; NaN for the first version
-    source: str = ""  # the ``Outlet.source`` of the place that has the version
+    source: str = ""  # the ``WeightDirectory.source`` of the place that has the version
 
 
 class WeightDirectory(OwnedDirectory):
     """The directory with one run's versions: the newest dense one (the anchor), and all versions after it.
 
     If the writer writes deltas, every version has a delta unless it is the first, or a delta would be no smaller than
-    the whole. ``source`` is the outlet's ``source``. ``run_tag`` is the beginning of every version's tag.
+    the whole. ``source`` is the argument of ``open_source`` on a server's machine. It is empty where servers read the
+    directory themselves. ``run_tag`` is the beginning of every version's tag.
     """
 
     def __init__(
@@ -69,19 +70,20 @@ class WeightDirectory(OwnedDirectory):
         self._anchor_every, readable_by = anchor_every, publish.readable_by
         self._chain: list[Version] = []  # from an anchor on, which is dense
         self._count, self._readable_by = 0, readable_by
+        self._outlet, self.source = Outlet(), str(self.root) if publish.store == "directory" else ""
         try:
-            self._outlet = _make_outlet(self.root, publish, api_key_file)
-        except BaseException:
-            super().close()
-            raise
-        self.source = self._outlet.source
-        try:
+            if publish.store == "http":
+                self._outlet = HttpOutlet(self.root, host=publish.host, port=publish.port, api_key_file=api_key_file)
+                self.source = self._outlet.url
+            elif "://" in publish.store:
+                self._outlet = StoreOutlet(publish.store)
+                self.source = f"{publish.store.rstrip('/')}/{self.root.name}"
             let_read(self.root, readable_by)
-        except (OSError, ValueError) as error:
+        except BaseException as error:
             self.close()
-            if isinstance(error, ValueError):
-                raise
-            raise RuntimeError(f"publish.readable_by {readable_by}: {self.root}: {error.strerror}") from error
+            if isinstance(error, OSError):
+                raise RuntimeError(f"publish.readable_by {readable_by}: {self.root}: {error.strerror}") from error
+            raise
 
     def probe(self) -> tuple[Path, str]:
         """Writes a file into the directory and returns its path and text.
@@ -91,7 +93,7 @@ class WeightDirectory(OwnedDirectory):
         path = self.root / PROBE
         path.write_text(self.run_tag)
         let_read(path, self._readable_by)
-        self._outlet.add(path)
+        self._outlet.add(path, self.root.name)
         return path, self.run_tag
 
     def tag(self, policy_version: int) -> str:
@@ -143,7 +145,7 @@ class WeightDirectory(OwnedDirectory):
             )
             write_version(directory, version)
             let_read(directory, self._readable_by)
-            self._outlet.add(directory)
+            self._outlet.add(directory, self.root.name)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
             self._writer.forget(directory)
@@ -163,12 +165,13 @@ class WeightDirectory(OwnedDirectory):
         old = [path for path in self.root.glob("v*") if path.name not in kept]
         for path in old:
             shutil.rmtree(path)
-            self._outlet.remove(path.name)
+            self._outlet.remove(self.root.name, path.name)
         if old:
             self._writer.keep_only(kept)
 
     def close(self) -> None:
         """Closes the outlet and removes the directory; may be called twice."""
+        self._outlet.remove(self.root.name)
         self._outlet.close()
         super().close()
 
@@ -202,14 +205,3 @@ def check_weight_room(parent: str | os.PathLike[str] | None, version_bytes: int)
     directory = OwnedDirectory(PREFIX, parent)
     directory.close()
     check_room(directory.parent, version_bytes, "rollout.transfer_dir")
-
-
-def _make_outlet(root: Path, publish: PublishConfig, api_key_file: Path | None) -> Outlet:
-    match publish.store:
-        case "shared":
-            return Outlet("")
-        case "directory":
-            return Outlet(root)
-        case "http":
-            return HttpOutlet(root, host=publish.host, port=publish.port, api_key_file=api_key_file)
-    return StoreOutlet(root, url=publish.store)

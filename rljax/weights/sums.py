@@ -73,8 +73,14 @@ def bits_of(array: np.ndarray) -> np.ndarray:
 
 
 def array_checksum(array: np.ndarray) -> Checksum:
-    """Returns the checksum of a whole tensor of 16-bit or 32-bit elements."""
-    return region_checksum(bits_of(array).reshape(-1), TensorRegion.whole(array.shape))
+    """Returns the checksum of a whole tensor of 16-bit or 32-bit elements. Several threads sum a large one."""
+    bits = bits_of(array).reshape(-1)
+    size = len(bits)
+    regions = [TensorRegion(0, 1, at, min(_PART, size - at), size) for at in range(0, max(1, size), _PART)]
+    with ThreadPoolExecutor(min(len(regions), os.cpu_count() or 1)) as threads:
+        parts = list(threads.map(lambda r: region_checksum(bits[r.column : r.column + r.width], r), regions))
+    sums = ((part.first, part.second, part.placed) for part in parts)
+    return Checksum.from_sums(size, *map(sum, zip(*sums, strict=True)))
 
 
 def region_checksum(bits: np.ndarray, region: TensorRegion) -> Checksum:
@@ -169,17 +175,7 @@ def tensor_checksum(tensor: Any) -> Checksum:
     import torch
 
     bits = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-    return vector_checksum(bits_of(bits.numpy())) if bits.device.type == "cpu" else device_checksum(bits)
-
-
-def vector_checksum(bits: np.ndarray) -> Checksum:
-    """Returns the checksum of a whole tensor, whose bits are a vector of uint16 or uint32. Several threads sum it."""
-    size = len(bits)
-    regions = [TensorRegion(0, 1, at, min(_PART, size - at), size) for at in range(0, max(1, size), _PART)]
-    with ThreadPoolExecutor(min(len(regions), os.cpu_count() or 1)) as threads:
-        parts = list(threads.map(lambda r: region_checksum(bits[r.column : r.column + r.width], r), regions))
-    sums = ((part.first, part.second, part.placed) for part in parts)
-    return Checksum.from_sums(size, *map(sum, zip(*sums, strict=True)))
+    return array_checksum(bits.numpy()) if bits.device.type == "cpu" else device_checksum(bits)
 
 
 def device_checksum(bits: Any) -> Checksum:

@@ -6,12 +6,12 @@ The plugins load this module inside servers, where there is no jax.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class WorkerWeights:
 
 
 class Pulls:
-    """The pulls of one server process. Each pull is a child process, so that the server is not delayed.
+    """The pulls of one server process. A child process makes them, so that the server is not delayed.
 
     ``mirror`` is the mirror of ``source`` that all server processes of this machine share.
     """
@@ -125,17 +125,22 @@ class Pulls:
         users = self.mirror.root / _USERS
         users.mkdir(exist_ok=True)
         self._user = claim(users / f"{os.getpid()}.json")
-        self._child: Child | None = None
-        self._name = ""
-        self._result: Future[Pulled | str] = Future()  # the result of the pull of ``_name``, or why it failed
+        self._start = functools.partial(Child, "pull", "rljax.weights.pull:answer", (source, self.mirror.root))
+        self._child = self._start()
+        self._thread = threading.Thread()  # asks for the pull of ``_name``
+        self._name, self._result = "", dict[str, Any]()
 
     def begin(self, name: str) -> None:
         """Starts to pull the version ``name`` (``pull.pull``), unless this pull already runs. Ends any other pull."""
-        if self._name != name or self._result.done():
-            self._stop()
-            self._child = Child("pull", "rljax.weights.pull:answer", (self.source, name, self.mirror.root))
-            self._name, self._result = name, Future()
-            threading.Thread(target=_finish, args=(self._child, self._result), name="pull", daemon=True).start()
+        if self._thread.is_alive():
+            if self._name == name:
+                return
+            self._child.stop()
+            self._thread.join()
+            self._child = self._start()
+        self._name = name
+        self._thread = threading.Thread(target=self._pull, args=(name,), name="pull", daemon=True)
+        self._thread.start()
 
     def result(self, name: str) -> dict[str, Any] | None:
         """Returns the result of the pull of ``name``, or None while it runs. May be called several times.
@@ -145,32 +150,26 @@ class Pulls:
         """
         if self._name != name:
             return {"error": f"{name} is not being pulled", "seconds": 0.0}
-        if not self._result.done():
-            return None
-        pulled = self._result.result()
-        return {"error": pulled, "seconds": 0.0} if isinstance(pulled, str) else {**asdict(pulled), "error": ""}
+        return None if self._thread.is_alive() else self._result
 
     def close(self) -> None:
         """Ends a running pull and leaves the mirror, which its last user removes. May be called twice."""
-        self._stop()
+        self._child.stop()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._child.frames.close()
         self._user.release()
         with contextlib.suppress(FileNotFoundError):  # another user that left has removed it
             if not any((self.mirror.root / _USERS).iterdir()):
                 shutil.rmtree(self.mirror.root, ignore_errors=True)
 
-    def _stop(self) -> None:
-        if self._child is not None:
-            self._child.stop()
-
-
-def _finish(child: Child, result: Future[Pulled | str]) -> None:
-    """Waits for the answer of a pull, and ends the process."""
-    try:
-        answer = child.ask((), _PULL_S, _PULLED)
-    except Exception as error:
-        answer = f"the pull failed: {describe(error)}"
-    child.stop()
-    result.set_result(answer)
+    def _pull(self, name: str) -> None:
+        try:
+            pulled = self._child.ask((name,), _PULL_S, _PULLED)
+        except Exception as error:
+            pulled = f"the pull failed: {describe(error)}"
+        failed = {"error": pulled, "seconds": 0.0}
+        self._result = failed if isinstance(pulled, str) else {**asdict(pulled), "error": ""}
 
 
 def _loadable_files(directory: Path, tag: str) -> list[str]:

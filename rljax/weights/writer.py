@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,17 +13,20 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-import xxhash
 
+from rljax.distributed.files import OwnedDirectory
+from rljax.errors import ConfigError
+from rljax.weights.access import own_address
 from rljax.weights.delta import Delta, encode
-from rljax.weights.format import FileRecord, Piece, TensorRegion, bytes_of, file_header
+from rljax.weights.format import PREFIX, FileRecord, Piece, TensorRegion, write_file
+from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.sums import bits_of
 
 SEEN_AFTER_S = 30.0  # the longest wait until another process's file is seen; NFS shows it late
 _FILE_BYTES = 256 * 2**20  # the most bytes of one dense file, unless one tensor is larger
 _THREADS = min(8, os.cpu_count() or 1)
 _SAMPLE = 65_536  # the most elements of a tensor that StreamWriter compares between versions
-
 
 Kind = Literal["dense", "delta"]
 
@@ -82,51 +86,63 @@ class Writer(Protocol):
 
 
 class PartWriter(Writer):
-    """A Writer of one process. It keeps the parts of the newest version in memory; the next delta is against them.
+    """A Writer of one of several processes, or of the only one.
 
-    If there are several processes, each has its own, and all write into the version's directory, which all of them see.
+    It keeps the parts of the newest version in memory, because the next delta is against them. It writes into the
+    version's directory, which all processes see, or into a ``directory`` of its own. ``outlet`` offers the files.
     """
 
-    def __init__(self, parts: MakeParts, name: str = "0") -> None:
+    def __init__(
+        self,
+        parts: MakeParts,
+        name: str = "0",
+        outlet: Outlet | None = None,
+        directory: OwnedDirectory | None = None,
+    ) -> None:
         """Stores the maker of the parts, and the beginning of the files' names, which differs between processes."""
         self._parts_of, self._name = parts, name
+        self.outlet, self.directory = outlet or Outlet(), directory
         self._parts: list[Part] = []
-        self._deltas: list[Delta] | None = None
+        self._deltas: list[Delta | None] = []
 
     def collect(self, tensors: Any, directory: Path | None = None) -> PartsSummary:
         """Takes the parts of the next version, and computes the delta to it. Nothing is written yet."""
         before = {(part.tensor, part.region): part.array for part in self._parts}
-        is_first, self._parts = not before, []
-        deltas: list[Delta | None] = []
+        self._parts, self._deltas = [], []
         with ThreadPoolExecutor(_THREADS) as pool:
             for part, delta in _few_ahead(pool, self._parts_of(tensors), before):
                 self._parts.append(part)
-                deltas.append(delta.result())
+                self._deltas.append(delta.result())
                 before.pop((part.tensor, part.region), None)
-        known = [delta for delta in deltas if delta is not None]
-        has_delta = not is_first and not before and len(known) == len(deltas)
-        self._deltas = known if has_delta else None
-        if not has_delta:
-            return _summary(self._parts, None, None)
-        delta_bytes = sum(len(delta.gaps) + len(delta.values) for delta in known)
-        return _summary(self._parts, sum(delta.changed for delta in known), delta_bytes)
+        return merge_summaries(
+            [
+                _summary(part, delta and delta.changed, delta and len(delta.gaps) + len(delta.values))
+                for part, delta in zip(self._parts, self._deltas, strict=True)
+            ]
+        )
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the collected parts whole, several in a file, or writes the delta to them. Raises OSError."""
-        if kind == "dense":
-            self._deltas = None
-            return self._write_dense(directory)
-        deltas, self._deltas = self._deltas, None
-        assert deltas is not None
-        return self._write_delta(directory, deltas)
+        """Writes the collected parts or the delta to them, and offers the files. Raises OSError.
+
+        The records of files that this process serves itself name its server.
+        """
+        own = directory if self.directory is None else self.directory.root / directory.name
+        own.mkdir(exist_ok=True)
+        written = self._write_dense(own) if kind == "dense" else self._write_delta(own)
+        self._deltas = []
+        self.outlet.add(own, directory.parent.name)
+        at = "" if self.directory is None else self.outlet.url
+        files = {name: msgspec.structs.replace(record, at=at) for name, record in written.files.items()}
+        return WrittenFiles(written.pieces, files)
 
     def wait(self, directory: Path, written: WrittenFiles) -> None:
-        """Waits until process 0 sees the files that all processes wrote into ``directory``.
+        """Waits until process 0 sees the files that other processes wrote into ``directory``.
 
         Raises OSError if a file is not seen within ``SEEN_AFTER_S`` seconds.
         """
         deadline = time.monotonic() + SEEN_AFTER_S
-        for name in sorted(name for name, record in written.files.items() if not record.at):
+        shown = {} if self.outlet.takes_files else written.files
+        for name in sorted(name for name, record in shown.items() if not record.at):
             path = directory / name
             while not (path.is_file() and path.stat().st_size == written.files[name].bytes):
                 if time.monotonic() > deadline:
@@ -137,11 +153,22 @@ class PartWriter(Writer):
                 time.sleep(0.05)
 
     def forget(self, directory: Path) -> None:
-        """Forgets the parts of the version in ``directory``. The next version then counts as the first one."""
-        self._parts, self._deltas = [], None
+        """Gives up the version in ``directory`` and removes this process's own files of it."""
+        self._parts, self._deltas = [], []
+        if self.directory is not None:
+            shutil.rmtree(self.directory.root / directory.name, ignore_errors=True)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Removes this process's own files of all versions except ``names``."""
+        for path in () if self.directory is None else self.directory.root.glob("v*"):
+            if path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Releases everything at the end of the run; may be called twice."""
+        """Ends the outlet and removes this process's directory; may be called twice."""
+        self.outlet.close()
+        if self.directory is not None:
+            self.directory.close()
 
     def _write_dense(self, directory: Path) -> WrittenFiles:
         groups: list[list[Part]] = []
@@ -159,15 +186,60 @@ class PartWriter(Writer):
         with ThreadPoolExecutor(_THREADS) as pool:
             return merge_written(list(pool.map(write, itertools.count(), groups)))
 
-    def _write_delta(self, directory: Path, deltas: Sequence[Delta]) -> WrittenFiles:
+    def _write_delta(self, directory: Path) -> WrittenFiles:
         file, content, pieces = f"{self._name}-delta.safetensors", {}, []
-        for number, (part, delta) in enumerate(zip(self._parts, deltas, strict=True)):
+        for number, (part, delta) in enumerate(zip(self._parts, self._deltas, strict=True)):
+            assert delta is not None
             key = f"{number:06d}"
             pieces.append(Piece(part.tensor, part.region, file, key, delta.changed, delta.gap_type))
             if delta.changed:
-                content[f"{key}.gaps"] = np.frombuffer(delta.gaps, np.uint8)
-                content[f"{key}.values"] = np.frombuffer(delta.values, np.uint8)
+                for kind in ("gaps", "values"):
+                    bits = np.frombuffer(getattr(delta, kind), np.uint8)
+                    content[f"{key}.{kind}"] = ("uint8", bits.shape, bits)
         return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
+
+
+def make_part_writer(
+    parts: MakeParts,
+    publish: PublishConfig,
+    parent: str | os.PathLike[str] | None,
+    *,
+    api_key_file: Path | None,
+    index: int,
+    coordinator: str,
+) -> PartWriter:
+    """Makes the writer of one of several processes, the one with number ``index``.
+
+    Args:
+      parts: A function from the published tensors to the parts that this process holds.
+      publish: The place that has the versions, which is not shared. With the store "http" this process serves at an
+        address that reaches the same machines as ``host``, and at ``port`` + ``index``.
+      parent: The directory in which a process other than 0 makes a directory for its files, unless the store is
+        "directory". None means this machine's memory.
+      api_key_file: The file of the key that every HTTP request must bring, or None.
+      coordinator: The HOST:PORT at which this process reaches process 0.
+
+    Raises:
+      ConfigError: This process cannot make its directory, or cannot serve it.
+    """
+    try:
+        outlet = StoreOutlet(publish.store) if "://" in publish.store else Outlet()
+        if index == 0 or publish.store == "directory":
+            return PartWriter(parts, str(index), outlet)
+        directory = OwnedDirectory(PREFIX, parent)
+        try:
+            if publish.store == "http":
+                own_host = own_address(publish.host, coordinator.rpartition(":")[0].strip("[]"))
+                own_port = publish.port and publish.port + index
+                if own_port >= 65536:
+                    raise ValueError(f"publish.port + {index} must be in 0..65535, got {own_port}")
+                outlet = HttpOutlet(directory.root, host=own_host, port=own_port, api_key_file=api_key_file)
+            return PartWriter(parts, str(index), outlet, directory)
+        except BaseException:
+            directory.close()
+            raise
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"process {index} cannot hand over its part of the weights: {error}") from error
 
 
 class StreamWriter(Writer):
@@ -188,7 +260,7 @@ class StreamWriter(Writer):
         for part in whole_parts(tensors):
             written.append(_write_parts(directory, f"{len(written):05d}.safetensors", [part]))
             changed = self._changed_share(part) * part.array.size
-            summaries.append(_summary([part], None if is_first else changed, None))
+            summaries.append(_summary(part, None if is_first else changed, None))
         self._written = merge_written(written)
         return merge_summaries(summaries)
 
@@ -217,15 +289,9 @@ def whole_parts(named: Iterable[tuple[str, np.ndarray]]) -> Iterator[Part]:
         yield Part(name, array.shape, TensorRegion.whole(array.shape), array)
 
 
-def _summary(parts: Sequence[Part], changed: float | None, delta_bytes: int | None) -> PartsSummary:
-    return PartsSummary(
-        tuple(sorted({part.array.dtype.name for part in parts})),
-        sum(part.array.size for part in parts),
-        sum(part.array.nbytes for part in parts),
-        changed,
-        delta_bytes,
-        {part.tensor: part.shape for part in parts},
-    )
+def _summary(part: Part, changed: float | None, delta_bytes: int | None) -> PartsSummary:
+    dtype, shapes = part.array.dtype.name, {part.tensor: part.shape}
+    return PartsSummary((dtype,), part.array.size, part.array.nbytes, changed, delta_bytes, shapes)
 
 
 def merge_summaries(summaries: Sequence[PartsSummary]) -> PartsSummary:
@@ -247,26 +313,13 @@ def merge_written(written: Sequence[WrittenFiles]) -> WrittenFiles:
     return WrittenFiles(tuple(itertools.chain(*(each.pieces for each in written))), files)
 
 
-def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> FileRecord:
-    """Writes a safetensors file of tensors by key, in this order, and returns its size and hash. Raises OSError."""
-    hasher, size = xxhash.xxh3_64(), 0
-    header = file_header({key: (array.dtype.name, array.shape) for key, array in tensors.items()})
-    with open(path, "wb") as file:
-        for array in (np.frombuffer(header, np.uint8), *tensors.values()):
-            data = bytes_of(array)
-            file.write(data.data)
-            hasher.update(data.data)
-            size += data.nbytes
-    return FileRecord(size, hasher.hexdigest())
-
-
 def _write_parts(directory: Path, file: str, parts: Sequence[Part]) -> WrittenFiles:
     """Writes parts into one dense file. A whole tensor is stored under its own name, so that any reader finds it."""
-    pieces = []
+    pieces, content = [], {}
     for number, part in enumerate(parts):
         key = part.tensor if part.region == TensorRegion.whole(part.shape) else f"{number:06d}"
         pieces.append(Piece(part.tensor, part.region, file, key))
-    content = {piece.key: part.array for piece, part in zip(pieces, parts, strict=True)}
+        content[key] = (part.array.dtype.name, part.array.shape, part.array)
     return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
 
 

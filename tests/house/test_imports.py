@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 DOORS = {
     "httpx": {"rollout.servers.http", "weights.source"},
     "starlette": {
-        "weights.server",
+        "weights.outlets",
         "weights.http_limits",
         "rollout.external.receiver",
         "rollout.servers.vllm.endpoint",
@@ -46,11 +46,10 @@ DOORS = {
         "distributed.messages",
         "distributed.ownership",
         "rollout.episodes.outcomes",
-        "weights.outlets",
         "weights.worker",
     },
     "zstandard": {"weights.delta"},
-    "xxhash": {"weights.format", "weights.writer"},
+    "xxhash": {"weights.format"},
     "orbax": {"run.checkpoint"},
     "fsspec": {"weights.source"},
     "grain": {"data.prompts"},

@@ -26,10 +26,10 @@ from rljax.rollout.types import RolloutConfig
 from rljax.run.acts import SharedPublish
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.access import find_key_file
-from rljax.weights.outlets import make_part_writer
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import bits_of
+from rljax.weights.writer import make_part_writer
 
 MODEL = Path(__file__).parents[2] / "configs/toy-base"
 

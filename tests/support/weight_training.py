@@ -42,6 +42,11 @@ class Training:
         self.number += 1
         return self.versions[-1]
 
+    def publish(self, mirror, share=0.05):
+        """Writes the next version and pulls it."""
+        self.step(share)
+        return self.pull(mirror)
+
     def pull(self, mirror, version=None, **options):
         version = version or self.versions[-1]
         with contextlib.closing(open_source(version.source)) as source:

@@ -1,4 +1,4 @@
-"""Fixtures: a training whose versions are deltas, and a machine's mirror of the versions."""
+"""Fixtures: a training whose versions are deltas, a machine's mirror of the versions, and key files."""
 
 import pytest
 from weight_training import Training
@@ -16,3 +16,22 @@ def training(tmp_path):
 @pytest.fixture
 def mirror(tmp_path):
     return Mirror(tmp_path / "mirror")
+
+
+@pytest.fixture
+def make_key(tmp_path):
+    """Returns a function that writes a key file and returns its path."""
+
+    def make(name, key, mode=0o600):
+        path = tmp_path / name
+        path.write_text(key)
+        path.chmod(mode)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def key_file(make_key):
+    """Returns a file with the key of the tests."""
+    return make_key("key", "0123456789abcdef-a-key\n")

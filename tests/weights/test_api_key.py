@@ -3,8 +3,6 @@
 import asyncio
 import itertools
 import logging
-import os
-import urllib.request
 from contextlib import closing
 
 import numpy as np
@@ -13,7 +11,7 @@ from vllm_fake import SHAPE
 
 from rljax.commands.serve import serve
 from rljax.compare.scorers import score_column
-from rljax.errors import ConfigError, HandshakeError, ServerRefusedError
+from rljax.errors import HandshakeError, ServerRefusedError
 from rljax.record.token_dumps import make_dump
 from rljax.rollout.build import connect
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
@@ -25,15 +23,8 @@ from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, read_api_k
 from rljax.weights.sums import array_checksum
 
 KEY = "0123456789abcdef-a-key"
+OTHER = "another-key-of-some-length"
 OWN = 0o600
-
-
-@pytest.fixture
-def key_file(tmp_path):
-    path = tmp_path / "key"
-    path.touch(OWN)
-    path.write_text(KEY + "\n")
-    return path
 
 
 @pytest.fixture
@@ -97,22 +88,11 @@ def test_a_server_does_not_start_without_its_key(monkeypatch, tmp_path):
         (None, OWN, "cannot be read: No such file"),
     ],
 )
-def test_what_is_no_key_file_is_refused(tmp_path, text, mode, said):
-    path = tmp_path / "key"
-    if text is not None:
-        path.write_text(text)
-        path.chmod(mode)
+def test_what_is_no_key_file_is_refused(tmp_path, make_key, text, mode, said):
+    path = tmp_path / "none" if text is None else make_key("key", text, mode)
     with pytest.raises(ValueError, match=said) as refused:
         read_api_key(path)
     assert not text or text not in str(refused.value)
-
-
-def test_the_setting_comes_before_the_environment(key_file, monkeypatch):
-    monkeypatch.delenv(KEY_FILE, raising=False)
-    assert find_key_file(None) is None
-    monkeypatch.setenv(KEY_FILE, "/elsewhere")
-    assert str(find_key_file(None)) == "/elsewhere"
-    assert find_key_file(key_file) == key_file
 
 
 def engine_of(url, **config):
@@ -142,27 +122,26 @@ def test_the_client_brings_the_key_on_every_path(fake, key_file, monkeypatch):
     assert vectors[0][1] == np.float32(-0.125)
 
 
-def test_the_client_finds_the_users_own_key(fake, key_file, monkeypatch, tmp_path):
+def test_the_client_finds_the_users_own_key(fake, key_file, make_key, monkeypatch, tmp_path):
     """``rljax serve`` makes ~/.rljax.key. A key that is named comes before it."""
     monkeypatch.delenv(KEY_FILE, raising=False)
+    assert find_key_file(None) is None
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     with pytest.raises((ServerRefusedError, ValueError), match="401"):
         connect([fake.url])
     key_file.rename(tmp_path / "home/.rljax.key")
     connect([fake.url]).close()
-    other = tmp_path / "other"
-    other.touch(OWN)
-    other.write_text("another-key-of-some-length")
+    other = make_key("other", OTHER)
     with pytest.raises((ServerRefusedError, ValueError), match="401"):
         connect([fake.url], api_key_file=str(other))
+    monkeypatch.setenv(KEY_FILE, "/elsewhere")
+    assert [str(find_key_file(path)) for path in (None, other)] == ["/elsewhere", str(other)]
 
 
-def test_without_the_key_one_line_says_what_to_set(fake, tmp_path, caplog):
+def test_without_the_key_one_line_says_what_to_set(fake, make_key, caplog):
     caplog.set_level(logging.DEBUG)
-    other = tmp_path / "other"
-    other.touch(OWN)
-    other.write_text("another-key-of-some-length")
+    other = make_key("other", OTHER)
     for config in ({}, {"api_key_file": str(other)}):
         with pytest.raises(HandshakeError, match=r"answered 401: .*; name the server's key file in rollout") as ended:
             engine_of(fake.url, **config)
@@ -170,7 +149,10 @@ def test_without_the_key_one_line_says_what_to_set(fake, tmp_path, caplog):
     with pytest.raises((ServerRefusedError, ValueError), match="401"):
         connect([fake.url])
     assert "httpcore" in caplog.text  # httpcore's debug lines name each step of a request
-    assert not any(key in caplog.text + str(ended.value) for key in (KEY, other.read_text()))
+    assert not any(key in caplog.text + str(ended.value) for key in (KEY, OTHER))
+    other.chmod(0o644)
+    with pytest.raises(ValueError, match="others may read the key file"):
+        engine_of(fake.url, api_key_file=str(other))
 
 
 def test_neither_command_line_nor_environment_holds_the_key(key_file, monkeypatch):
@@ -190,26 +172,26 @@ def test_neither_command_line_nor_environment_holds_the_key(key_file, monkeypatc
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
 def test_loopback_needs_no_key(host):
-    words = VllmConfig("m", host=host, extra_args=("--x",)).command(7, gpu=False)
-    assert words[-2:] == ["--host", host]
+    assert VllmConfig("m", host=host, extra_args=("--x",)).command(7, gpu=False)[-2:] == ["--host", host]
 
 
-@pytest.mark.parametrize("host", ["10.1.2.3", "192.168.0.9", "172.16.0.1", "fd00::1", "169.254.1.1"])
-def test_a_private_address_needs_a_key(host, key_file, monkeypatch):
-    monkeypatch.delenv(KEY_FILE, raising=False)
-    with pytest.raises(ValueError, match=f"host {host} is not loopback: .* it needs an api_key_file"):
-        VllmConfig("m", host=host)
-    assert VllmConfig("m", host=host, api_key_file=key_file).host == host
-
-
+PRIVATE = ["10.1.2.3", "192.168.0.9", "172.16.0.1", "fd00::1", "169.254.1.1"]
 PUBLIC = ["0.0.0.0", "::", "8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "::ffff:0.0.0.0", "255.255.255.255"]
 
 
-@pytest.mark.parametrize("host", PUBLIC)
-def test_a_public_address_is_refused_with_and_without_a_key(host, key_file):
-    for file in (None, key_file):
+@pytest.mark.parametrize("host", PRIVATE + PUBLIC)
+def test_a_private_address_needs_a_key_and_a_public_one_is_refused(host, key_file, monkeypatch, caplog):
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    if host in PRIVATE:
+        assert VllmConfig("m", host=host, api_key_file=key_file).host == host
+        said = f"host {host} is not loopback: others reach it, so it needs an api_key_file"
+    else:
+        said = f"host must be a loopback or private address, got {host}"
         with pytest.raises(ValueError, match="host must be a loopback or private address"):
-            VllmConfig("m", host=host, api_key_file=file)
+            VllmConfig("m", host=host, api_key_file=key_file)
+    assert serve(VllmConfig, start, VllmConfig.kind, ["m", "--host", host]) == 2
+    assert len(caplog.records) == 1
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -219,12 +201,6 @@ def test_a_public_address_is_refused_with_and_without_a_key(host, key_file):
 def test_arguments_of_vllm_that_would_undo_it_are_refused(argument):
     with pytest.raises(ValueError, match="is not passed to vLLM"):
         VllmConfig("m", extra_args=(argument,))
-
-
-def test_the_program_says_it_in_one_line(caplog):
-    assert serve(VllmConfig, start, VllmConfig.kind, ["m", "--host", "0.0.0.0"]) == 2
-    assert len(caplog.records) == 1
-    assert "host must be a loopback or private address, got 0.0.0.0" in caplog.text
 
 
 def test_a_server_on_loopback_has_a_key_by_default(monkeypatch, tmp_path, caplog, key_file):
@@ -270,8 +246,6 @@ def test_health_is_asked_past_any_proxy(fake, monkeypatch):
         monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.build_opener().open(f"{fake.url}/health", timeout=5)
     server = ServerProcess.__new__(ServerProcess)
     server.url = fake.url
     assert server.healthy()
@@ -279,12 +253,3 @@ def test_health_is_asked_past_any_proxy(fake, monkeypatch):
     model = connect([fake.url])
     assert len(list(model.generate([np.array([3], np.int32)], 1, SamplingParams(1), seed=0))) == 1
     model.close()
-
-
-def test_a_wrong_key_file_of_a_run_is_the_callers_mistake(fake, tmp_path):
-    path = tmp_path / "key"
-    path.write_text(KEY)
-    os.chmod(path, 0o644)
-    with pytest.raises(ValueError, match="others may read the key file"):
-        engine_of(fake.url, api_key_file=str(path))
-    assert issubclass(ConfigError, ValueError)

@@ -52,11 +52,9 @@ def garble_the_record(mirror):
 
 @pytest.mark.parametrize("damage", [damage_a_bit, lose_a_file, break_off, garble_the_record])
 def test_a_damaged_mirror_is_made_anew(training, mirror, damage):
-    training.step()
-    training.pull(mirror)
+    training.publish(mirror)
     damage(mirror)
-    training.step()
-    done = training.pull(mirror)
+    done = training.publish(mirror)
     assert done.dense
     assert bool(done.repaired) == (damage in (damage_a_bit, lose_a_file))
     assert_holds(mirror, training)
@@ -64,11 +62,9 @@ def test_a_damaged_mirror_is_made_anew(training, mirror, damage):
 
 def test_damage_unknown_to_the_mirror_is_in_what_servers_load(training, mirror):
     """The workers compute checksums of what they hold, so these differ from the trainer's."""
-    training.step()
-    training.pull(mirror)
+    training.publish(mirror)
     damage_a_bit_and_its_record(mirror)
-    training.step(0.0)
-    training.pull(mirror)
+    training.publish(mirror, 0.0)
     _, tensors = held(mirror)
     differing = [name for name in tensors if array_checksum(tensors[name]) != array_checksum(training.tensors[name])]
     assert differing == ["embed"]
@@ -76,11 +72,9 @@ def test_damage_unknown_to_the_mirror_is_in_what_servers_load(training, mirror):
 
 def test_a_delta_against_another_base_is_refused(training, mirror):
     """The record of the mirror says falsely which version the mirror holds."""
-    training.step()
-    training.pull(mirror)
+    training.publish(mirror)
     first = mirror.version
-    training.step()
-    training.pull(mirror)
+    training.publish(mirror)
     lie = msgspec.structs.replace(mirror.version, name=first.name, tag=first.tag, tensors=first.tensors)
     write_version(mirror.root, lie)
     training.files.drop_old()
@@ -92,18 +86,20 @@ def test_a_delta_against_another_base_is_refused(training, mirror):
     assert_holds(mirror, training)
 
 
+@pytest.mark.parametrize("kind", ["dense", "delta"])
 @pytest.mark.parametrize("what", ["a bit", "the end", "all"])
-def test_a_damaged_file_is_not_taken(training, mirror, what):
-    training.step()
-    training.pull(mirror)
+def test_a_damaged_file_is_not_taken(training, mirror, what, kind):
     version = training.step()
-    (delta,) = version.path.glob("*-delta.safetensors")
+    if kind == "delta":
+        training.pull(mirror)
+        version = training.step()
+    (file,) = version.path.glob(f"*-{kind}.safetensors")
     if what == "a bit":
-        flip(delta)
+        flip(file)
     elif what == "the end":
-        delta.write_bytes(delta.read_bytes()[:-1])
+        file.write_bytes(file.read_bytes()[:-1])
     else:
-        delta.unlink()
+        file.unlink()
     said = "does not have the recorded checksum" if what == "a bit" else "cannot be read"
     with pytest.raises((DamagedError, SourceError), match=said):
         training.pull(mirror)
@@ -150,8 +146,7 @@ def test_a_piece_that_is_missing_or_lies_outside_is_refused(training):
 
 
 def test_no_room_leaves_the_version_before(training, mirror, monkeypatch):
-    training.step()
-    training.pull(mirror)
+    training.publish(mirror)
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
@@ -168,8 +163,7 @@ def test_no_room_leaves_the_version_before(training, mirror, monkeypatch):
 
 def test_a_write_that_breaks_off_is_not_the_base_of_the_next(training, mirror):
     """The writer took the tensors, but no version has them."""
-    training.step()
-    training.pull(mirror)
+    training.publish(mirror)
 
     def broken():
         for name, array in training.tensors.items():
@@ -178,6 +172,5 @@ def test_a_write_that_breaks_off_is_not_the_base_of_the_next(training, mirror):
 
     with pytest.raises(RuntimeError, match="a process was lost"):
         training.files.write(broken(), 9, {})
-    training.step()
-    training.pull(mirror)
+    training.publish(mirror)
     assert_holds(mirror, training)

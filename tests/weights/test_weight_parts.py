@@ -6,27 +6,22 @@ import runpy
 import shutil
 import socket
 import threading
-import time
 
 import httpx
 import pytest
-from child_servers import kill_server, server_at
-from cutting_proxy import CuttingProxy
 from toy_runs import ROOT
 from weight_training import Training, assert_holds, shards
 
 from rljax.errors import ConfigError, NotWrittenError
-from rljax.weights import source as sources
 from rljax.weights import writer as writers
 from rljax.weights.access import KEY_FILE, find_key_file, own_address
 from rljax.weights.format import FileRecord
-from rljax.weights.mirror import DamagedError, Mirror
-from rljax.weights.outlets import make_part_writer
+from rljax.weights.mirror import Mirror
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
 from rljax.weights.store import WeightDirectory
-from rljax.weights.writer import PartWriter, WrittenFiles, merge_summaries, merge_written
+from rljax.weights.writer import PartWriter, WrittenFiles, make_part_writer, merge_summaries, merge_written
 
 HERE = "127.0.0.1:1"  # a coordinator on this machine
 
@@ -68,7 +63,11 @@ class Pod:
     def __init__(self, root, count, store="http", anchor_every=4):
         self.parts = [own_parts(store, root / f"process_{index}", index) for index in range(count)]
         files = WeightDirectory(
-            PublishConfig(store=store), root / "process_0", writer=InTurn(self.parts), anchor_every=anchor_every
+            PublishConfig(store=store),
+            root / "process_0",
+            api_key_file=find_key_file(None),
+            writer=InTurn(self.parts),
+            anchor_every=anchor_every,
         )
         self.training = Training(root, files=files)
 
@@ -93,7 +92,9 @@ def described(version):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_each_process_serves_what_it_wrote(pods, mirror, tmp_path, count):
+def test_each_process_serves_what_it_wrote(pods, mirror, tmp_path, count, key_file, monkeypatch):
+    if count == 2:
+        monkeypatch.setenv(KEY_FILE, str(key_file))
     pod = pods(count)
     for number in range(6):
         version = pod.training.step()
@@ -122,10 +123,11 @@ def test_each_process_serves_what_it_wrote(pods, mirror, tmp_path, count):
         httpx.get(next(iter(places[1])))
 
 
-def test_a_late_joiner_and_the_example_reader_take_the_chain(pods, mirror, monkeypatch):
+@pytest.mark.parametrize("store", ["http", "directory"])
+def test_a_late_joiner_and_the_example_reader_take_the_chain(pods, mirror, monkeypatch, store):
     monkeypatch.delenv(KEY_FILE, raising=False)
     reader = runpy.run_path(str(ROOT / "examples/read_weights.py"))
-    pod = pods(2)
+    pod = pods(4, store)
     for _ in range(4):
         pod.training.step()
     assert pod.training.pull(mirror).deltas == 3
@@ -152,62 +154,9 @@ def test_files_come_from_all_places_at_the_same_time(pods, mirror, monkeypatch):
     assert_holds(mirror, pod.training)
 
 
-def test_a_place_that_is_gone_for_a_while_is_waited_for(pods, mirror, monkeypatch):
-    """The files that came, from this place or the others, must not be requested again."""
-    monkeypatch.setattr(sources, "RANGE_BYTES", 1000)
-    pod = pods(2)
-    proxy = CuttingProxy(pod.parts[1].outlet.source, cut_after=1500)
-    pod.parts[1].outlet.source = proxy.url
-    version = pod.training.step()
-    records = [record for record in described(version)["files"].values() if record.get("at")]
-    failures = []
-
-    def pulling():
-        try:
-            pod.training.pull(mirror)
-        except Exception as error:
-            failures.append(error)
-
-    with contextlib.closing(proxy):
-        thread = threading.Thread(target=pulling)
-        thread.start()
-        while proxy.passed < 2000:
-            time.sleep(0.001)
-        proxy.open = False
-        time.sleep(1.0)
-        assert thread.is_alive()
-        proxy.open = True
-        thread.join(60)
-    assert failures == []
-    assert_holds(mirror, pod.training)
-    size = sum(record["bytes"] for record in records)
-    heads = 600 * (proxy.cuts + size / 1000)
-    assert size < proxy.passed < 1.3 * size + heads
-
-
-def test_a_file_damaged_at_one_place_is_refused(pods, mirror):
-    pod = pods(2, anchor_every=3)
-    pod.training.step()
-    pod.training.pull(mirror)
-    version = pod.training.step()
-    (path,) = pod.parts[1].directory.root.glob(f"{version.path.name}/1-delta.safetensors")
-    content = bytearray(path.read_bytes())
-    content[len(content) * 7 // 8] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(
-        DamagedError, match=rf"{version.path.name}/1-delta\.safetensors does not have the recorded checksum"
-    ):
-        pod.training.pull(mirror)
-    pod.training.step()
-    pod.training.step()
-    assert pod.training.pull(mirror).dense
-    assert_holds(mirror, pod.training)
-
-
 def test_a_part_that_cannot_be_written_leaves_no_version(pods, mirror, tmp_path):
     pod = pods(2)
-    pod.training.step()
-    pod.training.pull(mirror)
+    pod.training.publish(mirror)
     own = pod.parts[1].directory.root
     (own / "v00000001-2").write_text("in the way")
     with pytest.raises(NotWrittenError, match="File exists"):
@@ -215,39 +164,7 @@ def test_a_part_that_cannot_be_written_leaves_no_version(pods, mirror, tmp_path)
     (own / "v00000001-2").unlink()
     for root in tmp_path.glob("process_*"):
         assert [path.name for path in root.glob("rljax-weights-*/v*")] == [pod.training.versions[0].path.name]
-    pod.training.step()
-    assert pod.training.pull(mirror).dense
-    assert_holds(mirror, pod.training)
-
-
-def test_a_server_killed_in_mid_pull_is_back_at_its_address(pods, mirror, monkeypatch):
-    monkeypatch.setattr(sources, "RANGE_BYTES", 1000)
-    pod = pods(2)
-    served = pod.parts[1].outlet
-    proxy = CuttingProxy(served.source)  # it counts the bytes
-    served.source, url = proxy.url, served.source
-    version = pod.training.step()
-    served.source, failures = url, []
-
-    def pulling():
-        try:
-            pod.training.pull(mirror, version)
-        except Exception as error:
-            failures.append(error)
-
-    with contextlib.closing(proxy):
-        thread = threading.Thread(target=pulling)
-        thread.start()
-        while proxy.passed < 2000:
-            time.sleep(0.0005)
-        first = kill_server(url)
-        thread.join(60)
-    assert failures == []
-    assert_holds(mirror, pod.training)
-    assert server_at(url) != first
-    assert httpx.get(f"{url}/health").text == "ok\n"
-    pod.training.step()
-    pod.training.pull(mirror)
+    assert pod.training.publish(mirror).dense
     assert_holds(mirror, pod.training)
 
 
@@ -261,6 +178,8 @@ def test_the_key_goes_to_private_addresses_alone(pods, mirror, tmp_path):
 def test_each_process_uploads_and_process_0_comes_last(pods, mirror, tmp_path):
     url = f"file://{tmp_path}/store"
     pod = pods(2, store=url, anchor_every=2)
+    path, text = pod.training.files.probe()
+    assert open_source(pod.training.files.source).read(path.name).decode() == text
     for _ in range(4):
         version = pod.training.step()
         pod.training.pull(mirror)
@@ -268,6 +187,7 @@ def test_each_process_uploads_and_process_0_comes_last(pods, mirror, tmp_path):
         pod.training.files.drop_old()
     folder = tmp_path / "store" / pod.training.files.root.name / version.path.name
     assert {path.name for path in folder.iterdir()} == {"version.json", *described(version)["files"]}
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["probe.txt", "v00000002-3", "v00000003-4"]
     assert described(version)["format"] == 1
     left = [path for own in tmp_path.glob("process_*") for path in own.glob("rljax-weights-*/**/*.safetensors")]
     assert left == [], "files stay in memory after they were uploaded"
@@ -310,15 +230,11 @@ def interface():
         return probe.getsockname()[0]
 
 
-def test_a_process_beside_process_0_has_its_address():
+def test_a_process_has_the_address_of_process_0_or_of_its_own_interface():
     assert own_address("127.0.0.1", "localhost") == "127.0.0.1"
     own = interface()
     assert own_address("127.0.0.1", own) == "127.0.0.1"
-    assert own_address(own, own) == own
-
-
-def test_a_process_elsewhere_has_the_address_of_its_interface():
-    assert own_address("10.255.255.254", "10.255.255.254") == interface()
+    assert own_address(own, own) == own_address("10.255.255.254", "10.255.255.254") == own
     with pytest.raises(ValueError, match=r"publish\.host = 127\.0\.0\.1 is reached only on the machine of process 0"):
         own_address("127.0.0.1", "10.255.255.254")
 

@@ -14,6 +14,7 @@ from rljax.policy.published import hf_checksums
 from rljax.weights.format import Checksum, TensorRegion
 from rljax.weights.sums import (
     array_checksum,
+    bits_of,
     changed_checksum,
     describe_differences,
     differences,
@@ -60,13 +61,16 @@ def test_a_checksum_worked_by_hand():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_third_sum_alone_sees_changed_places(dtype):
+def test_all_sums_see_one_step_of_one_element_and_the_third_alone_sees_changed_places(dtype):
     array = normal((300, 40), dtype)
-    swapped = array.copy()
+    swapped, moved = array.copy(), array.copy()
     swapped[[7, 211]] = swapped[[211, 7]]
-    before, after = array_checksum(array), array_checksum(swapped)
+    bits_of(moved)[17, 3] ^= 1
+    before, after, other = (array_checksum(each) for each in (array, swapped, moved))
     assert (before.first, before.second) == (after.first, after.second)
     assert before.placed != after.placed
+    assert before.first != other.first
+    assert before.second != other.second
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,16 +110,6 @@ def test_every_pattern_of_16_bits_has_a_value_of_its_own(place):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_step_of_one_element_is_seen(dtype):
-    array = normal((300, 40), dtype)
-    moved = array.copy()
-    moved.view(f"u{array.dtype.itemsize}")[17, 3] ^= 1
-    before, after = array_checksum(array), array_checksum(moved)
-    assert before.first != after.first
-    assert before.second != after.second
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
 def test_the_trainers_are_those_of_the_tensors_that_are_written(dtype, config):
     params = init_params(config, 3)
@@ -134,14 +128,11 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(value):
         RuntimeError, match=r"tensor 'model.layers.1.mlp.up_proj.weight' holds values that are not finite in bfloat16"
     ):
         hf_checksums(params, config, "bfloat16")
-
-
-def test_what_overflows_in_the_rollout_dtype_is_not_finite():
-    params = init_params(TIED, 0)
-    params = {**params, "embed": params["embed"].at[0, 0].set(1e5)}
-    assert hf_checksums(params, TIED, "bfloat16")
+    overflowing = init_params(TIED, 0)
+    overflowing = {**overflowing, "embed": overflowing["embed"].at[0, 0].set(1e5)}
+    assert hf_checksums(overflowing, TIED, "bfloat16")
     with pytest.raises(RuntimeError, match=r"'model.embed_tokens.weight' holds values that are not finite in float16"):
-        hf_checksums(params, TIED, "float16")
+        hf_checksums(overflowing, TIED, "float16")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -170,7 +161,8 @@ def test_threads_and_devices_sum_the_same(dtype, size):
 
     bits = np.random.default_rng(0).integers(0, 2**15, size).astype({"bfloat16": np.int16, "float32": np.int32}[dtype])
     words = torch.from_numpy(bits)
-    expected = array_checksum(bits)
+    expected = region_checksum(bits_of(bits), TensorRegion.whole((size,)))
+    assert array_checksum(bits) == expected
     assert tensor_checksum(words.view(getattr(torch, dtype))) == expected
     assert device_checksum(words) == expected
 

@@ -39,11 +39,15 @@ def pulling(tmp_path, files, monkeypatch):
 
 
 def ended(pulling, name):
-    until = time.monotonic() + 60
-    while (done := pulling.result(name)) is None:
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return done
+    until(lambda: pulling.result(name) is not None)
+    return pulling.result(name)
+
+
+def shown(files):
+    """Returns the weights of a worker that has passed the handshake."""
+    weights = WorkerWeights()
+    weights.show(*(str(each) for each in files.probe()), PROTOCOL)
+    return weights
 
 
 def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
@@ -60,6 +64,9 @@ def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
     assert pulling.result(names[0])["error"] == f"{names[0]} is not being pulled"
     pulling.begin(names[1])
     assert ended(pulling, names[1])["bytes"] == 0
+    assert pulling.mirror.root.is_dir()
+    pulling.close()
+    assert not pulling.mirror.root.exists(), "the last user takes the mirror with it"
 
 
 def test_a_pull_that_fails_says_why_and_may_be_begun_again(files, pulling):
@@ -89,6 +96,16 @@ def test_a_pull_whose_process_dies_may_be_begun_again(files, pulling):
     assert ended(pulling, version.path.name)["error"] == ""
 
 
+def test_another_pull_ends_the_one_that_runs(files, pulling):
+    """The first process still starts when it is ended. No pull goes on while the mirror is locked."""
+    version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
+    with pulling.mirror.locked():
+        for number in range(5):
+            pulling.begin(f"v0000000{number}-9")
+        pulling.begin(version.path.name)
+    assert ended(pulling, version.path.name)["error"] == ""
+
+
 def test_a_pull_ends_with_the_server_that_began_it(files, pulling):
     version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
     words = "import sys, time; from rljax.weights.worker import Pulls\n"
@@ -108,13 +125,6 @@ def holders(mirror):
             if os.readlink(link) == str(mirror.root / "lock"):
                 found.add(int(link.parts[2]))
     return found - {os.getpid()}
-
-
-def test_the_last_user_takes_the_mirror_with_it(files, pulling):
-    root = pulling.mirror.root
-    assert root.is_dir()
-    pulling.close()
-    assert not root.exists()
 
 
 def test_a_mirror_without_room_is_refused_before_a_pull(tmp_path, monkeypatch):
@@ -149,9 +159,7 @@ def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
     tensors = {"b": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float32)}
     sums = {name: array_checksum(array) for name, array in tensors.items()}
     with contextlib.closing(WeightDirectory(PublishConfig(), tmp_path)) as files:
-        path, text = files.probe()
-        weights = WorkerWeights()
-        weights.show(str(path), text, PROTOCOL)
+        weights = shown(files)
         version = files.write(tensors.items(), 7, sums)
         with weights.version(str(version.path), version.tag) as (directory, names):
             found = [load_file(directory / name) for name in names]
@@ -169,9 +177,7 @@ def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
 def test_a_delta_or_a_part_is_not_loaded_from_its_files(tmp_path):
     tensor = np.arange(400, dtype=np.float32)
     with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
-        path, text = files.probe()
-        weights = WorkerWeights()
-        weights.show(str(path), text, PROTOCOL)
+        weights = shown(files)
         for number in range(2):
             tensor = tensor + (np.arange(400) == number)
             version = files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
