@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax.plan.flops import attention_flops
-from rljax.policy.attention import PackedAttention, attend, choose_attention, find_implementation, segment_mask
+from rljax.policy.attention import PackedAttention, attend, choose_attention, find_implementation, path_mask
 from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import token_logprobs
 
@@ -56,38 +56,38 @@ def relative_error(x: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def packed_row(tokens: int, dtype: str, policy: PolicyConfig) -> tuple[list[jax.Array], np.ndarray, list[int]]:
-    """Returns one row of five random sequences and padding: its arrays, its segment ids [1, t], and the lengths.
+    """Returns one row of five random sequences and padding: its arrays, its ends [1, t], and the lengths.
 
     The arrays are q, k, v, and a cotangent of the output, which is 0 on padding, as after a loss.
     """
     lengths = [int(share * tokens) for share in _SHARES]
-    segments = np.zeros((1, tokens), np.int32)
-    segments[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    ends = np.zeros((1, tokens), np.int32)
+    ends[0, : sum(lengths)] = np.repeat(np.cumsum(lengths), lengths)
     rng, h, g = np.random.default_rng(0), policy.num_heads, policy.num_kv_heads
     arrays = [rng.standard_normal((1, tokens, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
-    arrays[3] *= (segments > 0)[:, :, None, None]
-    return [jnp.asarray(x, dtype) for x in arrays], segments, lengths
+    arrays[3] *= (ends > 0)[:, :, None, None]
+    return [jnp.asarray(x, dtype) for x in arrays], ends, lengths
 
 
 def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns a function (q, k, v, cotangent, segments) -> (output, dq, dk, dv); the output of padding is 0."""
+    """Returns a function (q, k, v, cotangent, ends) -> (output, dq, dk, dv); the output of padding is 0."""
 
-    def run(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Array, ...]:
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, segments), q, k, v)
-        return jnp.where((segments > 0)[:, :, None, None], out, 0), *pull(d_out)
+    def run(q: Any, k: Any, v: Any, d_out: Any, ends: Any) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, ends), q, k, v)
+        return jnp.where((ends > 0)[:, :, None, None], out, 0), *pull(d_out)
 
     return run
 
 
 @jax.jit
-def reference(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Array, ...]:
+def reference(q: Any, k: Any, v: Any, d_out: Any, ends: Any) -> tuple[jax.Array, ...]:
     """Computes the results of ``gradients`` in float32 at the highest precision, with all scores of one kv head."""
     b, t, _, d = q.shape
     wide = (x.astype(jnp.float32).reshape(b, t, k.shape[2], -1, d) for x in (q, k, v, d_out))
     by_head = [jnp.moveaxis(x, 2, 0) for x in wide]
-    run = gradients(lambda q, k, v, segments: attend(q, k, v, segment_mask(segments)))
+    run = gradients(lambda q, k, v, ends: attend(q, k, v, path_mask(ends)))
     with jax.default_matmul_precision("highest"):
-        results = jax.lax.map(lambda arrays: run(*arrays, segments), by_head)
+        results = jax.lax.map(lambda arrays: run(*arrays, ends), by_head)
     return tuple(jnp.moveaxis(x, 0, 2).reshape(b, t, -1, d) for x in results)
 
 
@@ -107,16 +107,16 @@ def check_attention(
     attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int
 ) -> CheckFacts:
     """Measures one row's forward and backward pass: its errors against float32, times, and operations a second."""
-    arrays, segments, lengths = packed_row(tokens, dtype, policy)
+    arrays, ends, lengths = packed_row(tokens, dtype, policy)
     both, alone = jax.jit(gradients(attention)), jax.jit(attention)
-    got, expected = both(*arrays, segments), reference(*arrays, segments)
+    got, expected = both(*arrays, ends), reference(*arrays, ends)
     errors = {what: float(relative_error(x, y)) for what, x, y in zip(RESULTS, got, expected, strict=True)}
     del got, expected
     most = MOST_UNITS * _UNIT[dtype]
     q, k, v, _ = arrays
-    jax.block_until_ready(alone(q, k, v, segments))
-    forward_ms = median_ms(lambda: alone(q, k, v, segments), repeats)
-    both_ms = median_ms(lambda: both(*arrays, segments), repeats)
+    jax.block_until_ready(alone(q, k, v, ends))
+    forward_ms = median_ms(lambda: alone(q, k, v, ends), repeats)
+    both_ms = median_ms(lambda: both(*arrays, ends), repeats)
     flops = attention_flops(lengths, num_heads=policy.num_heads, head_dim=policy.head_dim)
     forward_rate, both_rate = flops.forward / forward_ms / 1e9, sum(flops) / both_ms / 1e9
     return {
@@ -155,17 +155,17 @@ def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: Poli
 
     If the order of sums is not fixed, results that differ between two equal runs are not judged.
     """
-    arrays, segments, _ = packed_row(tokens, dtype, policy)
-    changed = segments == 2
+    arrays, ends, lengths = packed_row(tokens, dtype, policy)
+    changed = ends == sum(lengths[:2])
     others = [jnp.where(changed[:, :, None, None], x * 3 + 1, x).astype(x.dtype) for x in arrays]
-    program, fixed = compile_with_fixed_sums(jax.jit(gradients(attention)).lower(*arrays, segments))
-    before, again, after = (program(*x, segments) for x in (arrays, arrays, others))
+    program, fixed = compile_with_fixed_sums(jax.jit(gradients(attention)).lower(*arrays, ends))
+    before, again, after = (program(*x, ends) for x in (arrays, arrays, others))
 
     def unequal(xs: Any, ys: Any, where: np.ndarray) -> dict[str, int]:
         return {what: int(_unequal(x, y, where)) for what, x, y in zip(RESULTS, xs, ys, strict=True)}
 
-    leaked = unequal(before, after, (segments > 0) & ~changed)
-    unrepeatable = unequal(before, again, segments > 0)
+    leaked = unequal(before, after, (ends > 0) & ~changed)
+    unrepeatable = unequal(before, again, ends > 0)
     own = unequal(before, after, changed)
     judged = [what for what, count in unrepeatable.items() if not count]
     problems = [f"{leaked[what]} values of {what} leaked" for what in judged if leaked[what]]
