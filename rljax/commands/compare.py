@@ -144,8 +144,9 @@ class CompareArguments:
 
 def parse(argv: Sequence[str]) -> CompareArguments:
     """Returns the arguments of the command line, with the arguments that --toy stands for filled in."""
-    named = {"prog": "rljax compare", "description": __doc__ or ""}
-    given = parse_arguments(CompareArguments, argv, **named, aliases={"--engine": "--rollout"})
+    given = parse_arguments(
+        CompareArguments, argv, prog="rljax compare", description=__doc__ or "", aliases={"--engine": "--rollout"}
+    )
     for field in dataclasses.fields(CompareArguments):
         is_taken = field.name in OF_BOTH or (field.name in OF_SERVE) == given.serve
         if not is_taken and getattr(given, field.name) != field.default:

@@ -145,8 +145,9 @@ def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> 
 
 def main(argv: Sequence[str]) -> int:
     """Diagnoses the source, prints the page or the JSON, and returns the exit status."""
-    named = {"prog": "rljax diagnose", "description": __doc__ or ""}
-    given = parse_arguments(DiagnoseArguments, argv, **named, aliases={"--engine": "--rollout"})
+    given = parse_arguments(
+        DiagnoseArguments, argv, prog="rljax diagnose", description=__doc__ or "", aliases={"--engine": "--rollout"}
+    )
     source = given.source
     with caller_errors():
         log, dump, config = read_source(source, given.tokens)

@@ -58,8 +58,7 @@ from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.data_check import check_answers, refuse_placeholders, table
 from rljax.run.evaluation import SOLVED
 from rljax.run.options import Positional, parse_arguments
-from rljax.run.sampling import Sampler
-from rljax.run.single_turn import SingleTurn
+from rljax.run.sampling import Sampler, SingleTurn
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 

@@ -343,12 +343,11 @@ def draw_calls(results: Sequence[Replay], axis: Axes, style: Any) -> None:
 def main(argv: Sequence[str]) -> int:
     """Replays the logs, prints the report, and writes the picture and the JSON; returns the exit status."""
     options = parse_arguments(ReplayArguments, argv, prog="rljax replay", description=__doc__ or "")
-    paths = options.logs
     style = import_for("--picture", "rljax.record.panel_style", "replay") if options.picture else None
     with caller_errors():
         LengthTriggeredLR(**options.law()._asdict())  # checks the rates
     found: dict[Path, Replay | str] = {}
-    for path in paths:
+    for path in options.logs:
         try:
             found[path] = result = replay_log(path, options)
             if note := run_note(result):

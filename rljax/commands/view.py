@@ -170,8 +170,7 @@ def add_dumps(
 
 def main(argv: Sequence[str]) -> int:
     """Writes the page, prints its path, and returns the exit status."""
-    named = {"prog": "rljax view", "description": __doc__ or ""}
-    given = parse_arguments(ViewArguments, argv, **named, aliases={"-o": "--out"})
+    given = parse_arguments(ViewArguments, argv, prog="rljax view", description=__doc__ or "", aliases={"-o": "--out"})
     if not given.dump_or_run.exists():
         raise ConfigError(f"{given.dump_or_run}: no such file or directory")
     run = find_run(given.dump_or_run)

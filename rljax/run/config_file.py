@@ -76,7 +76,7 @@ def load_config(
     if words and not words[0].startswith("-"):
         file = words.pop(0)
     if wants_help:
-        values = dict(_defaults(root)) | {key: one.value for key, one in _read_file(root, file).items()}
+        values = _defaults(root) | {key: one.value for key, one in _read_file(root, file).items()}
         is_short = common is not None and ALL not in words
         if common is not None and is_short:
             count = len(options_of(root))

@@ -58,6 +58,12 @@ def options_of(root: type, prefix: str = "") -> dict[str, Option]:
     return found
 
 
+def option_words(root: type) -> list[str]:
+    """Returns the options ``--a.b`` of a dataclass."""
+    options = options_of(root).items()
+    return ["--" + name.replace("_", "-") for name, option in options if option.marker != _POSITIONAL]
+
+
 def parse_arguments(
     kind: type[T], argv: Sequence[str], *, prog: str, description: str, aliases: Mapping[str, str] | None = None
 ) -> T:
@@ -80,17 +86,18 @@ def parse_arguments(
     values, others = read_options(kind, words, strict=True)
     for word in others:
         if word.startswith("-"):
-            known = ["--" + name.replace("_", "-") for name in options]
-            similar = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+            similar = difflib.get_close_matches(word.partition("=")[0], option_words(kind), n=1)
             raise ConfigError(f"unknown option {word}" + (f"; did you mean {similar[0]}?" if similar else ""))
     for name, option in positional.items():
         taken, others = (others, []) if option.is_list else (others[:1], others[1:])
         if taken:
             values[name] = _value(option.members, taken, strict=True)
-        elif NoneType not in option.members:
-            raise ConfigError(f"expected {name.upper()}; {prog} --help explains it")
     if others:
         raise ConfigError(f"unexpected argument {others[0]!r}")
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            shown = field.name.upper() if field.name in positional else f"--{field.name.replace('_', '-')}"
+            raise ConfigError(f"expected {shown}; {prog} --help explains it")
     try:
         return kind(**values)
     except ValueError as error:

@@ -239,7 +239,7 @@ def test_what_cannot_be_replayed_is_one_clear_line(tool, tmp_path, content, argu
 def test_a_log_that_is_not_there(tool, tmp_path):
     assert "no such file" in refused(tool, tmp_path / "nothing.jsonl")
     assert "neither metrics.jsonl nor" in refused(tool, tmp_path)
-    assert "expected at least one LOG" in refused(tool, "--sweep")
+    assert "expected LOGS; rljax replay --help" in refused(tool, "--sweep")
 
 
 def test_the_program_exits_with_one_line_on_stderr(tmp_path):

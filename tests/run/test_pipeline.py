@@ -4,7 +4,6 @@ import contextlib
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from rljax.data.prompts import PromptStream
@@ -199,18 +198,6 @@ def test_before_the_start_the_state_is_that_which_was_loaded(k):
     assert batches.state_dict() == {"problems_drawn": 6}
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_resumed_run_asks_again_for_what_was_under_way(k):
-    engine = Engine(lambda step: 0.01)
-    trained, states = go_on(make(engine, k), engine, 1, 3)
-    again = Engine(lambda step: 0.01)
-    rest, _ = go_on(make(again, k, at=states[-1]["problems_drawn"] // 2), again, 4, 8)
-    whole = stream_at()
-    prompts = [sampled.rollouts[0] for sampled in trained + rest]
-    assert prompts == [[problem["prompt"] for problem in whole.next_batch()] for _ in range(8)]
-    assert again.calls[0][:2] == (4, 3)
-
-
 def test_a_lost_batch_is_sampled_again_after_the_publish():
     engine = Engine(lambda step: 0.01)
     engine.failures[3] = ServersLostError("none is left")
@@ -228,20 +215,6 @@ def test_a_lost_batch_that_is_awaited_is_sampled_in_take():
     trained, _ = go_on(make(engine, 1), engine, 1, 3)
     assert engine.calls[:2] == [(1, 0, False), (1, 0, True)]
     assert [sampled.rollouts[1] for sampled in trained] == [1, 2, 3]
-
-
-def test_a_failure_is_raised_when_its_batch_is_due():
-    engine = Engine()
-    engine.failures[3] = RuntimeError("the engine broke")
-    batches = make(engine, 4)
-    batches.start(0)
-    for step in (1, 2):
-        assert take(batches, engine).rollouts[1] == step
-        with paused(batches, engine, step):
-            engine.publish(step)
-    with pytest.raises(RuntimeError, match="the engine broke"):
-        take(batches, engine)
-    batches.close()
 
 
 def test_progress_counts_while_the_run_waits_for_it():
@@ -284,20 +257,6 @@ def test_an_awaited_batch_is_not_given_up_at_a_stop():
     batches.start(0)
     threading.Timer(0.1, lambda: setattr(engine.stop, "is_asked", True)).start()
     assert take(batches, engine).rollouts[1] == 1
-    batches.close()
-
-
-def test_nothing_is_sampled_while_it_is_paused():
-    engine = Engine()
-    batches = make(engine, 4)
-    batches.start(0)
-    take(batches, engine)
-    with paused(batches, engine, 1):
-        calls = len(engine.calls)
-        time.sleep(0.05)
-        assert len(engine.calls) == calls
-        engine.publish(1)
-    np.testing.assert_equal(take(batches, engine).rollouts[1], 2)
     batches.close()
 
 
