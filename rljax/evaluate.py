@@ -44,7 +44,7 @@ from rljax.rollout.kinds import Copying, can, named_engines
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.build import make_scorer, make_source
 from rljax.run.checkpoint import BEST, Checkpointer
-from rljax.run.config import Config, check_sampling
+from rljax.run.config import Config, SamplesConfig
 from rljax.run.config_file import load_config
 from rljax.run.data_check import refuse_placeholders
 from rljax.run.directory import recorded_config
@@ -55,14 +55,16 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import TrainState
 
 LONGEST_RESPONSE = 8192
-OF_DATA = ("chat_template", "enable_thinking", "chat_template_kwargs", "task_options", "task_instruction", "prompt_key")
-OF_DATA += ("answer_key", "reward_workers", "reward_timeout_s")
+OF_DATA = (
+    *("chat_template", "enable_thinking", "chat_template_kwargs", "task_options", "task_instruction"),
+    *("prompt_key", "answer_key", "reward_workers", "reward_timeout_s"),
+)
 OF_ROLLOUT = ("engine", "urls", "api_key_file", "dtype", "environment", "episode")
 """The arguments that are settings of a run under the same name, in ``data`` and in ``rollout``."""
 
 
 @dataclass(frozen=True)
-class EvaluateArguments:
+class EvaluateArguments(SamplesConfig):
     """The arguments of the evaluation."""
 
     path: str = "configs/toy-base"
@@ -83,12 +85,6 @@ class EvaluateArguments:
     """The key of the prompt in the rows of the file, as in ``data.prompt_key``."""
     answer_key: str = ""
     """The key of the right answer in the rows of the file, as in ``data.answer_key``."""
-    n: int = 1
-    """Responses per problem. The accuracy is their mean (avg@n)."""
-    pass_k: tuple[int, ...] = ()
-    """Values of k for which pass@k is estimated from the n responses. Each is at most n."""
-    temperature: float = 0.0
-    """Sampling temperature. 0: greedy."""
     max_response_tokens: int | None = None
     """Longest response (tokens). None: what the toy task needs; for a file 8192, or less if the model has fewer
     positions."""
@@ -126,7 +122,7 @@ class EvaluateArguments:
     """JSONL file for every response with its reward and length. None: no file."""
 
     def __post_init__(self) -> None:
-        check_sampling(self)
+        super().__post_init__()
         check_at_least(self, 1, "batch_size")
         if can(self.engine, "serves") != bool(self.urls):
             raise ValueError(f"urls are needed with engine = {named_engines('serves')}, and only there")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +16,7 @@ from rljax.errors import ConfigError
 from rljax.policy.hub import CONFIGS, model_directory, packaged
 from rljax.run.config import Config as RealConfig
 from rljax.run.config_file import config_to_yaml, find_config, load_config
+from rljax.run.options import field_texts
 
 
 @dataclass(frozen=True)
@@ -303,20 +301,13 @@ def test_help_explains_and_shows_the_values_of_the_file(yaml_file, capsys):
     assert "--rollout.urls" in whole
 
 
-def documented(section: type) -> set[str]:
-    """Returns the fields of a dataclass that have a string literal under them."""
-    body = ast.parse(inspect.getsource(section)).body[0].body
-    pairs = itertools.pairwise(body)
-    return {a.target.id for a, b in pairs if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
-
-
 def test_every_setting_of_a_run_is_explained_under_its_field():
     waiting = [RealConfig()]
     while waiting:
         section = waiting.pop()
         values = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
         inner = {name for name, value in values.items() if dataclasses.is_dataclass(value)}
-        assert set(values) - inner <= documented(type(section)), type(section)
+        assert set(values) - inner <= set(field_texts(type(section))), type(section)
         waiting += [values[name] for name in inner]
 
 
