@@ -110,7 +110,7 @@ def paused(batches, engine, version, drains=True):
     return batches.paused({}, version, Timers(engine.stop), drains=drains)
 
 
-def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0):
+def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0, drains=True):
     """Runs steps as the loop does. Returns the trained batches, and the state of the stream after each step."""
     trained, states = [], []
     batches.start(first - 1)
@@ -119,7 +119,7 @@ def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0):
         for step in range(first, last + 1):
             sampled = take(batches, engine)
             time.sleep(training_s(step))
-            with paused(batches, engine, step):
+            with paused(batches, engine, step, drains):
                 engine.publish(step)
             trained.append(sampled)
             states.append(batches.state_dict())
@@ -286,15 +286,8 @@ class Sharing(Engine):
 def test_a_batch_goes_on_across_publishes(k, slow):
     """Whatever version a batch ends with, no version is older than asked."""
     engine = Sharing(lambda step: 0.2 if slow == "sampling" else 0.0)
-    batches, trained = make(engine, k, always_drains=False), []
-    batches.start(0)
-    for step in range(1, 9):
-        sampled = take(batches, engine)
-        time.sleep(0.05 if slow == "training" else 0.0)
-        with paused(batches, engine, step, drains=False):
-            engine.publish(step)
-        trained.append(sampled)
-    batches.close()
+    batches, training_s = make(engine, k, always_drains=False), 0.05 if slow == "training" else 0.0
+    trained, _ = go_on(batches, engine, 1, 8, training_s=lambda step: training_s, drains=False)
     assert [call[0] for call in engine.calls] == list(range(1, 9))
     for step, sampled in enumerate(trained, 1):
         _, of_step, first, last = sampled.rollouts
@@ -321,11 +314,5 @@ def test_no_batch_begins_during_a_publish():
 
 def test_an_evaluation_waits_for_the_batch_under_way():
     engine = Sharing(lambda step: 0.1)
-    batches, trained = make(engine, 1, always_drains=False), []
-    batches.start(0)
-    for step in range(1, 5):
-        trained.append(take(batches, engine))
-        with paused(batches, engine, step):
-            engine.publish(step)
-    batches.close()
+    trained, _ = go_on(make(engine, 1, always_drains=False), engine, 1, 4)
     assert [sampled.rollouts[2:] for sampled in trained] == [(0, 0), (0, 0), (1, 1), (2, 2)]
