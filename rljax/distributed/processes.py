@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
 from rljax.distributed.files import free_memory
 from rljax.distributed.liveness import WAITING, Liveness
-from rljax.distributed.messages import SMALL_BYTES, Announcement, broadcast, pack
+from rljax.distributed.messages import SMALL_BYTES, Announcement, broadcast, pack, unpack
 from rljax.errors import ConfigError, StartAgainError, exit_status, print_end
 
 PACK, UPDATE, SAVE = "pack", "update", "save"
@@ -125,7 +124,7 @@ class Processes:
                     raise
         if message.isdigit():
             message = broadcast(b"", int(message))
-        announced = msgspec.msgpack.decode(message, type=Announcement)
+        announced: Announcement = unpack(message, Announcement)
         self.at(announced.place)
         return announced
 
@@ -248,7 +247,7 @@ class Processes:
     def _announce(self, announced: Announcement) -> None:
         self._number += 1
         self.at(announced.place)
-        message = msgspec.msgpack.encode(announced)  # a list, whose first byte is no digit
+        message = pack(announced)
         is_small = len(message) <= SMALL_BYTES
         self._store.key_value_set_bytes(f"{_REQUESTS}{self._number}", message if is_small else b"%d" % len(message))
         if self._number > _KEPT:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 import pytest
 from records import train_sequence
@@ -45,7 +44,7 @@ def test_sequences_come_out_as_they_went_in(optional):
         for p, r in lengths
     ]
     sent = Announcement("step", "_pack", pack([to_arrays(sequences)]))
-    announced = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Announcement)
+    announced = unpack(pack(sent), Announcement)
     assert announced == sent
     assert (announced.place, Announcement("stop").place) == ("pack", "stop")
     (arrays,) = unpack(announced.arguments, tuple[Mapping[str, np.ndarray]])

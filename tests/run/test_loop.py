@@ -567,21 +567,6 @@ def test_rows_are_synced_before_each_save(update, tmp_path):
     assert events == [*rows[:3], ("sync",), ("save", 3), rows[3], ("sync",), ("save", 4)]
 
 
-def data_file(tmp_path, order):
-    problems = [{"prompt": f"{100 + i}+{200 + i}=", "answer": str(300 + 2 * i)} for i in range(8)]
-    path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps(problems[i]) + "\n" for i in order))
-    return {"data": {"task": "file", "path": str(path), "reward": "addition"}, "eval": {"every": 0}}
-
-
-def test_problems_in_another_order_are_refused_at_a_resume(go, tmp_path):
-    order = list(range(8))
-    first = go(stop_after=2, **data_file(tmp_path, order))
-    with pytest.raises(ConfigError, match=r"problems.jsonl: the training problems or their order are not those before"):
-        go(last_row=first.rows[-1], **data_file(tmp_path, [1, 0, *order[2:]]))
-    assert len(go(last_row=first.rows[-1], **data_file(tmp_path, order)).rows) == 2
-
-
 def test_a_checkpoint_of_before_fingerprints_is_not_checked():
     check_fingerprints({}, {"problems": "a", "reference": "b"}, {})
     check_fingerprints({"problems": "a"}, {"problems": "a", "reference": "b"}, {})

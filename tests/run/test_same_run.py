@@ -141,10 +141,10 @@ def test_another_chat_template_is_refused_by_name(base, tmp_path):
         resumed(settings(base), tmp_path, host)
 
 
-def problems_file(path, **extra):
+def problems_file(path, order=range(4), **extra):
     rows = [{"prompt": f"{100 + i}+{200 + i}=", "answer": str(300 + 2 * i), "extra_info": {"i": i}} for i in range(4)]
     rows[2] |= extra
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(rows[i]) + "\n" for i in order))
     return {"task": "file", "path": str(path), "reward": "addition"}
 
 
@@ -154,9 +154,10 @@ def test_other_extra_info_is_refused_by_name(base, tmp_path, extra):
     config = settings(base, **problems_file(tmp_path / "p.jsonl", **extra))
     with pytest.raises(ValueError, match=r"p.jsonl: the extra_info of the training problems, or another entry for the"):
         resumed(config, tmp_path, host)
-    config = settings(base, **problems_file(tmp_path / "p.jsonl", answer="1"))
-    with pytest.raises(ValueError, match=r"p.jsonl: the training problems or their order are not those before: put "):
-        resumed(config, tmp_path, host)
+    for other in ({"answer": "1"}, {"order": (1, 0, 2, 3)}):
+        config = settings(base, **problems_file(tmp_path / "p.jsonl", **other))
+        with pytest.raises(ValueError, match=r"p.jsonl: the training problems or their order are not those before: "):
+            resumed(config, tmp_path, host)
     config = settings(base, **problems_file(tmp_path / "p.jsonl"))
     assert resumed(config, tmp_path, host) == 3
 
