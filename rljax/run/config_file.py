@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args
@@ -44,6 +45,14 @@ class Setting(NamedTuple):
 
 Settings = dict[str, Setting]
 """The settings by dotted key."""
+
+
+class KnownKeys(NamedTuple):
+    """The keys of a configuration, dotted."""
+
+    defaults: dict[str, Any]  # the default of each key, sections included
+    options: dict[str, Option]  # the field of each key that is not a section
+    removed: Mapping[str, tuple[Any, str]]  # the keys that were removed: the default, and what a user does instead
 
 
 def load_config(
@@ -76,10 +85,11 @@ def load_config(
     if words and not words[0].startswith("-"):
         file = words.pop(0)
     if wants_help:
-        values = _defaults(root) | {key: one.value for key, one in _read_file(root, file).items()}
+        keys = _keys_of(root)
+        values = keys.defaults | {key: one.value for key, one in _read_file(keys, file).items()}
         is_short = common is not None and ALL not in words
         if common is not None and is_short:
-            count = len(options_of(root))
+            count = len(keys.options)
             description += f"\n\nThese are the {len(common)} options that most runs set. --help all prints all {count}."
         print(f"usage: {prog} [CONFIG.yaml] [--a.b VALUE ...]\n\n{description.strip()}\n\noptions:")
         print(help_text(root, values, common if is_short else None))
@@ -94,11 +104,12 @@ def resolve(root: type[T], file: str | None, words: Sequence[str] = ()) -> T:
 
     Raises ConfigError if the file, an option or a value is wrong.
     """
-    settings, options = _read_file(root, file), options_of(root)
+    keys = _keys_of(root)
+    settings = _read_file(keys, file)
     found, others = read_options(root, words)
     if others:
-        _refuse_word(others[0], root)
-    settings |= {key: _checked(key, value, options[key], COMMAND_LINE) for key, value in found.items()}
+        _refuse_word(others[0], keys)
+    settings |= {key: _checked(key, value, keys.options[key], COMMAND_LINE) for key, value in found.items()}
     return _built(root(), settings)
 
 
@@ -157,55 +168,52 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
-def _defaults(root: type) -> dict[str, Any]:
-    """Returns the default of each key by dotted path, sections included."""
-    return dict(dotted(dataclasses.asdict(root())))
+@functools.cache
+def _keys_of(root: type) -> KnownKeys:
+    return KnownKeys(dict(dotted(dataclasses.asdict(root()))), options_of(root), getattr(root, "removed_keys", {}))
 
 
-def _read_file(root: type, name: str | None) -> Settings:
+def _read_file(keys: KnownKeys, name: str | None) -> Settings:
     """Returns the settings of a file; {} without one. Raises ConfigError for wrong keys and types.
 
     The checks of ``__post_init__`` come later, because an option may mend a value.
     """
-    if name is None:
-        return {}
-    known, options, removed = _defaults(root), options_of(root), getattr(root, "removed_keys", {})
+    return {} if name is None else dict(_of_file(keys, find_config(name)))
 
-    def read(file: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, Setting]]:
-        """Yields the settings of the base of a file, and then its own. The files ``above`` named this one."""
-        places: dict[str, str] = {}
-        document = read_document(file, places)
-        if not isinstance(document, dict):
-            got = "an empty file" if document is None else shown(document)
-            raise ConfigError(f"{file}: expected a mapping, got {got}")
-        if BASE in document and BASE not in known:
-            yield from read(_find_base(document.pop(BASE), places[BASE], file, above), (*above, file.resolve()))
-        yield from walk(document, "", places, file)
 
-    def walk(
-        section: Mapping[str, Any], prefix: str, places: Mapping[str, str], file: Path
-    ) -> Iterator[tuple[str, Setting]]:
-        for name, value in section.items():
-            key, place = prefix + name, places.get(prefix + name, str(file))
-            inner = f"{key}."
-            if key in options:
-                yield key, _checked(key, value, options[key], place)
-            elif key in removed:
-                default, remedy = removed[key]
-                if value != default:
-                    got = f"{key} was removed with the default {shown(default)}, got {shown(value)}"
-                    raise ConfigError(f"{place}: {got}: {remedy}; delete this key")
-            elif isinstance(value, dict) and (key in known or any(one.startswith(inner) for one in removed)):
-                yield key, Setting(None, place)
-                yield from walk(value, inner, places, file)
-            elif key in known:
-                raise ConfigError(
-                    f"{place}: {key}: expected a mapping with the keys {', '.join(known[key])}, got {shown(value)}"
-                )
-            else:
-                raise ConfigError(f"{place}: unknown key {key}; {suggest(key, known)}")
+def _of_file(keys: KnownKeys, file: Path, above: tuple[Path, ...] = ()) -> Iterator[tuple[str, Setting]]:
+    """Yields the settings of the base of a file, and then its own. The files ``above`` named this one."""
+    places: dict[str, str] = defaultdict(lambda: str(file))
+    document = read_document(file, places)
+    if not isinstance(document, dict):
+        got = "an empty file" if document is None else shown(document)
+        raise ConfigError(f"{file}: expected a mapping, got {got}")
+    if BASE in document and BASE not in keys.defaults:
+        base = _find_base(document.pop(BASE), places[BASE], file, above)
+        yield from _of_file(keys, base, (*above, file.resolve()))
+    yield from _of_section(keys, document, "", places)
 
-    return dict(read(find_config(name), ()))
+
+def _of_section(
+    keys: KnownKeys, section: Mapping[str, Any], prefix: str, places: Mapping[str, str]
+) -> Iterator[tuple[str, Setting]]:
+    for name, value in section.items():
+        key, inner, place = prefix + name, f"{prefix}{name}.", places[prefix + name]
+        if key in keys.options:
+            yield key, _checked(key, value, keys.options[key], place)
+        elif key in keys.removed:
+            default, remedy = keys.removed[key]
+            if value != default:
+                got = f"{key} was removed with the default {shown(default)}, got {shown(value)}"
+                raise ConfigError(f"{place}: {got}: {remedy}; delete this key")
+        elif isinstance(value, dict) and (key in keys.defaults or any(one.startswith(inner) for one in keys.removed)):
+            yield key, Setting(None, place)
+            yield from _of_section(keys, value, inner, places)
+        elif key in keys.defaults:
+            expected = f"a mapping with the keys {', '.join(keys.defaults[key])}"
+            raise ConfigError(f"{place}: {key}: expected {expected}, got {shown(value)}")
+        else:
+            raise ConfigError(f"{place}: unknown key {key}; {suggest(key, keys.defaults)}")
 
 
 def _find_base(name: Any, place: str, file: Path, above: Collection[Path]) -> Path:
@@ -261,17 +269,17 @@ def _built(default: T, settings: Settings, prefix: str = "") -> T:
         raise ConfigError(f"{settings[key].place}: {said}" if key in settings else said) from error
 
 
-def _refuse_word(word: str, root: type) -> NoReturn:
+def _refuse_word(word: str, keys: KnownKeys) -> NoReturn:
     name = word.removeprefix("--").partition("=")[0]
-    path, removed, known = name.replace("-", "_"), getattr(root, "removed_keys", {}), _defaults(root)
+    path = name.replace("-", "_")
     if not word.startswith("--"):
         said = f"unexpected argument {word!r}"
-    elif path in known:
+    elif path in keys.defaults:
         said = f"{path} is a section: set its keys, as in --{name}.KEY VALUE"
-    elif path in removed:
-        said = f"{path} was removed: {removed[path][1]}; leave this option out"
+    elif path in keys.removed:
+        said = f"{path} was removed: {keys.removed[path][1]}; leave this option out"
     else:
-        said = f"unknown key {path}; {suggest(path, known)}"
+        said = f"unknown key {path}; {suggest(path, keys.defaults)}"
     raise ConfigError(f"{COMMAND_LINE}: {said}")
 
 
