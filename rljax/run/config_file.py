@@ -168,7 +168,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
-@functools.cache
 def _keys_of(root: type) -> KnownKeys:
     return KnownKeys(dict(dotted(dataclasses.asdict(root()))), options_of(root), getattr(root, "removed_keys", {}))
 
