@@ -37,7 +37,7 @@ MAX_SHOWN = 80  # the longest value quoted in an error (characters)
 
 
 class Setting(NamedTuple):
-    """What a file or an option says of a key."""
+    """A value that a file or an option gives to a key."""
 
     value: Any  # the value, of the type of the field; None for a section
     place: str  # FILE:LINE, or ``command line``

@@ -320,7 +320,7 @@ def test_a_file_overrides_its_base_and_options_override_both(yaml_file):
     assert load(child, "--optimizer.clip", "9").optimizer == Optimizer(clip=9.0, betas=(0.3, 0.4))
 
 
-def test_a_base_is_relative_to_the_file_and_what_is_written_back_needs_none(yaml_file, monkeypatch):
+def test_a_base_is_relative_and_what_is_written_back_needs_none(yaml_file, monkeypatch):
     yaml_file("steps: 5", "setup.yaml")
     arm = yaml_file("base: ../setup.yaml\nnote: x", "arms/one.yaml")
     monkeypatch.chdir("/")

@@ -626,7 +626,7 @@ def test_an_engine_that_breaks_ahead_ends_its_own_step(go):
 
 
 @pytest.mark.parametrize("how", ["stopped", "guard"])
-def test_a_run_with_rollouts_ahead_ends_at_its_own_step_and_loses_no_prompt(go, whole, how):
+def test_a_run_ahead_ends_at_its_own_step_and_loses_no_prompt(go, whole, how):
     """The batches that were sampled for later steps are asked for again when the run goes on."""
     ahead = {"max_staleness": 1}
     rules = {"guard": {"stop": ("rollout/policy_version > 0",)}} if how == "guard" else {}

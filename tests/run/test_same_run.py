@@ -105,7 +105,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", [*OTHERS, *SAME])
-def test_another_tokenizer_is_refused_by_name_and_not_another_form_of_it(base, tmp_path, capsys, name):
+def test_another_tokenizer_is_refused_but_not_another_form(base, tmp_path, capsys, name):
     host = saved(settings(base), tmp_path)
     other = shutil.copytree(base, tmp_path / "other")
     (OTHERS | SAME)[name](other / "tokenizer.json")

@@ -36,7 +36,7 @@ def test_a_run_stops_at_the_tokens_that_it_names(base, tmp_path):
     assert find_policy(out).stops(14) == (14, *range(14), 15)
 
 
-def test_a_run_that_names_none_tells_of_the_templates_and_leaves_the_models(base, tmp_path):
+def test_without_a_name_the_stops_of_template_and_model_stand(base, tmp_path):
     """At high temperature the toy policy samples the padding token now and then."""
     completed(tiny(base, tmp_path / "run", 1, *HOT))
     (row,) = comparable(tmp_path / "run")

@@ -58,7 +58,7 @@ def test_a_jump_is_above_twenty_times_the_median(capsys):
     ("rows", "gap", "staleness", "jumps"),
     [(3, 0.019, 0.0, 0), (3, 0.021, 0.0, 1), (0, 0.49, 0.0, 0), (0, 0.51, 0.0, 1), (0, 0.51, 1.0, 0)],
 )
-def test_no_jump_is_below_two_hundredths_or_without_earlier_rows_half_a_nat(rows, gap, staleness, jumps):
+def test_no_jump_is_below_its_least_gap(rows, gap, staleness, jumps):
     watch, sampled = after_healthy(rows, size=0.0), responses()
     trainer = [values - np.float32(gap) for values in sampled[2]]
     assert look(watch, 4, sampled, trainer, staleness=staleness)["mismatch/jump"] == jumps
