@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,7 +22,7 @@ from rljax.record import panel_style as style
 from rljax.record.figure import PANELS, SMOOTH, Panel, PanelGrid, Run, plot_grid, read_runs
 from rljax.record.rows import Row, collapse_step, run_dumps, trailing_mean
 from rljax.record.token_dumps import TokenDump, read_dump
-from rljax.run.options import read_words
+from rljax.run.options import Positional, parse_arguments
 
 _EDGE_SHARE = 10  # one in so many rows is the beginning of a run, and one in so many its end
 _BUCKET_KEY = re.compile(r"mismatch_position/((lt_|ge_)?([^/_]+)(?:_to_[^/]+)?)/k3_kl")  # name, kind, first edge
@@ -192,6 +193,10 @@ def has(run: Run, needed: str) -> bool:
 class Arguments:
     """The options of the program."""
 
+    figure: Positional[str]
+    """The name of the figure."""
+    runs: Positional[tuple[Path, ...]]
+    """The directories of the runs."""
     out: str | None = None
     """The PNG (or .svg) to write; by default figure_FIGURE.png in the current directory."""
     labels: str | None = None
@@ -200,12 +205,13 @@ class Arguments:
 
 def main(argv: Sequence[str]) -> int:
     """Plots the runs, prints the path of the picture, and returns the exit status."""
-    (name, *runs), given = read_words(Arguments, argv, paths="WORD", prog="paper_figures.py", description=__doc__ or "")
-    if str(name) not in FIGURES or not runs:
-        raise ConfigError(f"expected one of {', '.join(FIGURES)} and at least one run, got {name}")
+    given = parse_arguments(Arguments, argv, prog="paper_figures.py", description=__doc__ or "")
+    name, runs = given.figure, given.runs
+    if name not in FIGURES:
+        raise ConfigError(f"expected one of {', '.join(FIGURES)}, got {name}")
     with caller_errors():
         read = read_runs(runs, given.labels.split(",") if given.labels else None)
-        print(style.save_figure(plot_figure(str(name), read, SMOOTH), given.out or f"figure_{name}.png"))
+        print(style.save_figure(plot_figure(name, read, SMOOTH), given.out or f"figure_{name}.png"))
     return 0
 
 

@@ -34,10 +34,9 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 import yaml
 from study_forks import check_forks, drawn_period, fork_checkpoint, recorded_fork
 from study_outcome import LEARNED, Outcome, outcome_of
@@ -48,6 +47,7 @@ from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.figure import plot_report
 from rljax.record.panel_style import COLORS
 from rljax.record.rows import Row, read_rows
+from rljax.run.options import Positional, parse_arguments
 from rljax.run.rate import ScheduleConfig
 
 
@@ -65,7 +65,7 @@ class Arguments:
       report_only: Whether to write only the report.
     """
 
-    study: Annotated[Path, tyro.conf.Positional]
+    study: Positional[Path]
     out: Path | None = None
     arms: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
@@ -238,7 +238,7 @@ def run_arms(
                 waiting.remove(job)
                 share, run_dir = free.pop(), out / "{}-{}".format(*job)
                 run_dir.mkdir(parents=True, exist_ok=True)
-                # The configuration is read here, because tyro cannot be used in several threads at once.
+                # The configuration is read here, so that a mistake ends the study at once.
                 under_way[pool.submit(run_one, command(*job, run_dir), run_dir, share)] = (*job, share)
             for done in wait(under_way, return_when=FIRST_COMPLETED).done:
                 arm, seed, share = under_way.pop(done)
@@ -349,7 +349,7 @@ def write_report(study: Study, out: Path, rows: Runs, command: str) -> Path:
 
 def main(argv: Sequence[str]) -> int:
     """Runs a study; the exit status is 1 if a run failed."""
-    arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/study.py", description=__doc__)
+    arguments = parse_arguments(Arguments, argv, prog="python experiments/study.py", description=__doc__ or "")
     study = read_study(arguments.study)
     out = arguments.out or Path("runs") / f"study-{arguments.study.stem}"
     if unknown := set(arguments.arms) - set(study.arms):

@@ -25,10 +25,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 from exact_tests import fisher_p, paired_test, share_interval
 from matplotlib.figure import Figure
 from study import Study, read_study
@@ -38,6 +37,7 @@ from study_rows import Runs, read_table
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.panel_style import COLORS, INK, QUIET, save_figure, style_axis
 from rljax.record.rows import Row, last_value
+from rljax.run.options import Positional, parse_arguments
 
 REFERENCE = "constant"  # the arm whose surge begins the area of each seed
 SHIFTS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
@@ -57,8 +57,8 @@ class Arguments:
       seeds: The numbers of seeds of the simulated studies.
     """
 
-    study: Annotated[Path, tyro.conf.Positional]
-    rows: Annotated[Path, tyro.conf.Positional]
+    study: Positional[Path]
+    rows: Positional[Path]
     json: Path | None = None
     figure: Path | None = None
     power: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ def power_table(study: Study, runs: Runs, arguments: Arguments) -> dict[str, Any
 
 def main(argv: Sequence[str]) -> int:
     """Prints the tables and returns the exit status."""
-    arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/study_area.py", description=__doc__)
+    arguments = parse_arguments(Arguments, argv, prog="python experiments/study_area.py", description=__doc__ or "")
     with caller_errors():
         study, runs = read_study(arguments.study), read_table(arguments.rows)
     if arguments.power:

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from study import Study, read_study
@@ -28,6 +27,7 @@ from study_rows import Runs, read_table
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.panel_style import COLORS, INK, QUIET, log_axis, save_figure, style_axis
 from rljax.record.rows import Row, trailing_mean
+from rljax.run.options import Positional, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Arguments:
       signals: The arms whose signals are compared with the fall.
     """
 
-    study: Annotated[Path, tyro.conf.Positional]
-    rows: Annotated[Path, tyro.conf.Positional]
+    study: Positional[Path]
+    rows: Positional[Path]
     out: Path
     signals: tuple[str, ...] = ()
 
@@ -142,7 +142,7 @@ def write_figures(study: Study, arguments: Arguments) -> list[Path]:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the paths and returns the exit status."""
-    arguments = tyro.cli(Arguments, args=list(argv), description=__doc__)
+    arguments = parse_arguments(Arguments, argv, prog="python experiments/study_figures.py", description=__doc__ or "")
     with caller_errors():
         for path in write_figures(read_study(arguments.study), arguments):
             print(path)

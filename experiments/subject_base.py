@@ -14,13 +14,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from subject_task import ALPHABET, Mistakes, solution
 from tqdm import tqdm
 
@@ -31,6 +30,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import Params, init_params
 from rljax.policy.score import packed_logprobs
+from rljax.run.options import Positional, parse_arguments
 
 # The fields are those of rljax.policy.config.SIZES: 4 layers of width 128, 4 query and 2 key-value heads of 32.
 POLICY = PolicyConfig(
@@ -63,8 +63,8 @@ class Arguments:
       wrong_letters: The share of a word's letters in a wrong direct answer.
     """
 
-    problems: Annotated[Path, tyro.conf.Positional]
-    out: Annotated[Path, tyro.conf.Positional]
+    problems: Positional[Path]
+    out: Positional[Path]
     seed: int = 0
     steps: int = 800
     settle_steps: int = 150
@@ -134,7 +134,7 @@ def fit(arguments: Arguments, batches: Iterator[tuple[np.ndarray, ...]]) -> Para
 
 def main(argv: Sequence[str]) -> int:
     """Fits and saves; returns the exit status."""
-    arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/subject_base.py", description=__doc__)
+    arguments = parse_arguments(Arguments, argv, prog="python experiments/subject_base.py", description=__doc__ or "")
     if (arguments.out / "model.safetensors").is_file():
         print(f"{arguments.out} is already there")
         return 0

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 from exact_tests import share_interval
 from study import read_study
 from study_claims import filled
@@ -26,6 +25,7 @@ from study_rows import read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.rows import Row, trailing_mean
+from rljax.run.options import Positional, parse_arguments
 
 WELL = 0.6  # the search looks for a collapse from a peak above this
 PLATEAU = 0.9  # the share of the peak that bounds the plateau
@@ -54,8 +54,8 @@ class Arguments:
       arms: The arms to judge; by default all.
     """
 
-    study: Annotated[Path, tyro.conf.Positional]
-    rows: Annotated[Path, tyro.conf.Positional]
+    study: Positional[Path]
+    rows: Positional[Path]
     json: Path | None = None
     arms: tuple[str, ...] = ()
 
@@ -160,7 +160,7 @@ def growth_table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the tables and returns the exit status."""
-    arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/subject_search.py", description=__doc__)
+    arguments = parse_arguments(Arguments, argv, prog="python experiments/subject_search.py", description=__doc__ or "")
     study = read_study(arguments.study)
     with caller_errors():
         table = read_table(arguments.rows)

@@ -6,7 +6,6 @@ command starts at once, and ``rljax serve`` works in a server's environment, whe
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import sys
@@ -45,8 +44,17 @@ FORMER_COMMANDS = {
 }
 """The commands that were removed, with the words to type instead."""
 USAGE = "usage: rljax COMMAND [words of the command]"
-COMPLETION = "--tyro-print-completion"
-SHELLS = ("bash", "zsh", "tcsh", "fish")
+COMPLETION = "--print-completion"
+SHELLS = ("bash", "zsh", "fish")
+_BASH = """_rljax() {{
+  local words
+  case "$COMP_CWORD:${{COMP_WORDS[1]}}" in
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _rljax rljax"""
+_ZSH = "autoload -U compinit bashcompinit && compinit && bashcompinit\n"  # zsh runs bash's script
 
 
 def help_text() -> str:
@@ -83,14 +91,24 @@ def load(name: str, command: Command) -> Any:
 
 
 def print_completion(shell: str) -> None:
-    """Prints tyro's completion script for a shell. Raises ConfigError if ``shell`` is not one of ``SHELLS``."""
+    """Prints the script by which a shell completes commands and options.
+
+    Raises ConfigError if ``shell`` is not one of ``SHELLS``.
+    """
     if shell not in SHELLS:
         raise ConfigError(f"{COMPLETION}: expected one of {', '.join(SHELLS)}, got {shell or 'nothing'}")
-    tyro = load("completion", Command("tyro.extras", ""))
-    named = {name: one.options.format(name.title()) for name, one in COMMANDS.items() if one.options}
-    kinds = {name: getattr(load(name, COMMANDS[name]), options) for name, options in named.items()}
-    with contextlib.suppress(SystemExit):  # tyro ends the program after the script
-        tyro.subcommand_cli_from_dict(kinds, prog="rljax", args=[COMPLETION, shell])
+    option_words = load("completion", Command("rljax.run.options", "")).option_words
+    words = {"": " ".join(COMMANDS)}
+    for name, command in COMMANDS.items():
+        if command.options:
+            words[name] = " ".join(option_words(getattr(load(name, command), command.options.format(name.title()))))
+    if shell == "fish":
+        when = {name: f"__fish_seen_subcommand_from {name}" if name else "__fish_use_subcommand" for name in words}
+        print("\n".join(f"complete -c rljax -n '{when[name]}' -a '{each}'" for name, each in words.items()))
+        return
+    patterns = {name: f"*:{name}" if name else "1:*" for name in words}
+    cases = "\n".join(f'    {patterns[name]}) words="{each}" ;;' for name, each in words.items())
+    print((_ZSH if shell == "zsh" else "") + _BASH.format(cases=cases))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -29,7 +29,6 @@ from rljax.data.prompts import (
     prompt_ids,
     say_prefix,
     task_reward,
-    template_arguments,
 )
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import caller_errors, check_at_least, run_cli
@@ -38,31 +37,34 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.model import param_shardings
-from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.episodes.config import EpisodeConfig
-from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.kinds import Copying, can, named_engines
 from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.run.build import make_scorer, make_source
 from rljax.run.checkpoint import BEST, Checkpointer
-from rljax.run.config import Config, check_sampling
+from rljax.run.config import Config, SamplesConfig
 from rljax.run.config_file import load_config
 from rljax.run.data_check import refuse_placeholders
 from rljax.run.directory import recorded_config
-from rljax.run.episodes import Episodes
 from rljax.run.evaluation import all_failed_line, summarize_scores
-from rljax.run.sampling import ResponseSource, Sampler, Scored
-from rljax.run.single_turn import SingleTurn
+from rljax.run.sampling import Sampler, Scored
 from rljax.run.training import load_merged, wanted_state
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import TrainState
 
 LONGEST_RESPONSE = 8192
+OF_DATA = (
+    *("chat_template", "enable_thinking", "chat_template_kwargs", "task_options", "task_instruction"),
+    *("prompt_key", "answer_key", "reward_workers", "reward_timeout_s"),
+)
+OF_ROLLOUT = ("engine", "urls", "api_key_file", "dtype", "environment", "episode")
+"""The arguments that are settings of a run under the same name, in ``data`` and in ``rollout``."""
 
 
 @dataclass(frozen=True)
-class EvaluateArguments:
+class EvaluateArguments(SamplesConfig):
     """The arguments of the evaluation."""
 
     path: str = "configs/toy-base"
@@ -83,12 +85,6 @@ class EvaluateArguments:
     """The key of the prompt in the rows of the file, as in ``data.prompt_key``."""
     answer_key: str = ""
     """The key of the right answer in the rows of the file, as in ``data.answer_key``."""
-    n: int = 1
-    """Responses per problem. The accuracy is their mean (avg@n)."""
-    pass_k: tuple[int, ...] = ()
-    """Values of k for which pass@k is estimated from the n responses. Each is at most n."""
-    temperature: float = 0.0
-    """Sampling temperature. 0: greedy."""
     max_response_tokens: int | None = None
     """Longest response (tokens). None: what the toy task needs; for a file 8192, or less if the model has fewer
     positions."""
@@ -126,7 +122,7 @@ class EvaluateArguments:
     """JSONL file for every response with its reward and length. None: no file."""
 
     def __post_init__(self) -> None:
-        check_sampling(self)
+        super().__post_init__()
         check_at_least(self, 1, "batch_size")
         if can(self.engine, "serves") != bool(self.urls):
             raise ValueError(f"urls are needed with engine = {named_engines('serves')}, and only there")
@@ -249,18 +245,10 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         policy = find_policy(arguments.path, step=arguments.step, best=arguments.best)
         tokenizer = load_tokenizer(policy.hf_path)
-        shared = (
-            "chat_template",
-            "enable_thinking",
-            "chat_template_kwargs",
-            "task_options",
-            "task_instruction",
-            "prompt_key",
-            "answer_key",
-            "reward",
-        )
         task = arguments.dataset if task_names(arguments.dataset) else "toy"
-        data = DataConfig(task, **{name: getattr(arguments, name) for name in shared})
+        reward = arguments.reward or task_reward(arguments.dataset)
+        data = DataConfig(task, reward=reward, **{name: getattr(arguments, name) for name in OF_DATA})
+        rollout = RolloutConfig(**{name: getattr(arguments, name) for name in OF_ROLLOUT})
         ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
         say_prefix(problems, tokenizer)
         prompt_tokens = max(len(prompt_ids(problem, tokenizer)) for problem in problems)
@@ -268,16 +256,10 @@ def main(argv: Sequence[str]) -> int:
         toy_limit = toy.max_response_tokens if toy else None
         wanted = toy_limit if arguments.max_response_tokens is None else arguments.max_response_tokens
         limit = response_limit(wanted, policy.config, prompt_tokens)
-        scorer: RewardPool | EnvironmentHosts
-        if arguments.environment is not None:
-            scorer = EnvironmentHosts(arguments.environment, arguments.episode)
-        else:
-            function = arguments.reward or task_reward(arguments.dataset)
-            refuse_placeholders(problems, function, arguments.dataset)
-            scorer = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
+        if arguments.environment is None:
+            refuse_placeholders(problems, reward, arguments.dataset)
+        scorer = make_scorer(data, rollout)
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
-    names = ("engine", "urls", "api_key_file", "dtype")
-    rollout = RolloutConfig(**{name: getattr(arguments, name) for name in names})
     at_once = len(problems) if can(arguments.engine, "serves") else arguments.batch_size
     scored: list[Scored] = []
     total = len(problems) * arguments.n
@@ -286,13 +268,8 @@ def main(argv: Sequence[str]) -> int:
         open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=total, desc=name, unit="response", file=sys.stderr) as bar,
     ):
-        source: ResponseSource
-        if isinstance(scorer, RewardPool):
-            source = SingleTurn(engine, tokenizer, scorer)
-        else:
-            asked = template_arguments(arguments.enable_thinking, arguments.chat_template_kwargs)
-            limits: dict[str, Any] = {"max_prompt_tokens": prompt_tokens, "template_arguments": asked}
-            source = Episodes(engine, tokenizer, scorer, arguments.episode, **limits)
+        data = dataclasses.replace(data, max_prompt_tokens=prompt_tokens)
+        source = make_source(data, rollout, engine, tokenizer, scorer)
         sampler = Sampler(source, sampling, arguments.n)
         for start, part in in_batches(problems, at_once):
             for one in sampler.scored(part, arguments.seed + start):

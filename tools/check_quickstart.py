@@ -20,13 +20,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 
 from rljax.errors import ConfigError, run_cli
 from rljax.record.rows import read_rows, trailing_mean
+from rljax.run.options import Positional, parse_arguments
 from rljax.schedule import decay_period_from_surge
 
 HOLD_STEPS, HOLD_RATIO, RATIO, WINDOW, CALL_WITHIN, GAIN = 20, 1.5, 3.0, 40, 10, 0.3
@@ -42,7 +42,7 @@ class Arguments:
       json: The file for the figures.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: Positional[tuple[Path, ...]]
     json: Path | None = None
 
 
@@ -109,7 +109,7 @@ def failed_points(f: dict[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Checks the runs; returns the exit status."""
-    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    arguments = parse_arguments(Arguments, argv, prog="python tools/check_quickstart.py", description=__doc__ or "")
     results, failed = {}, False
     for run in arguments.runs:
         if not (run / "metrics.jsonl").is_file():

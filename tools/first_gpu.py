@@ -40,7 +40,7 @@ MODEL = "Qwen/Qwen3-0.6B"
 DTYPES = ("bfloat16", "float16")
 GIB = 2**30
 NEEDED = (  # packages of rljax[train] that a machine with torch and JAX for CUDA often lacks
-    *("pydantic>=2.12,<3", "tyro>=1.0,<2", "msgspec>=0.19,<1", "zstandard>=0.23,<1", "tensorboardX>=2.6.4,<3"),
+    *("pydantic>=2.12,<3", "msgspec>=0.19,<1", "zstandard>=0.23,<1", "tensorboardX>=2.6.4,<3"),
     *("grain>=0.2.18,<0.3", "math-verify>=0.9,<0.10", "starlette>=0.46,<2", "uvicorn>=0.30,<1"),
 )
 PRESENT = frozenset(  # packages that such a machine has, although one of NEEDED depends on them

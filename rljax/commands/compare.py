@@ -33,11 +33,9 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import numpy as np
-import tyro
 from tqdm import tqdm
 
 from rljax.compare.bench import REFERENCES, ROWS, Bench, BenchConfig, bench_rows, without_places
@@ -60,7 +58,7 @@ from rljax.policy.hub import is_hub_id, model_directory
 from rljax.record.dump_facts import check_logprobs
 from rljax.record.text_tables import text_table
 from rljax.record.token_dumps import OTHER_RUNS, SECOND_RUN, TokenDump, write_dump
-from rljax.run.options import parse_arguments
+from rljax.run.options import Positional, Repeated, parse_arguments
 from rljax.trainer.measure import Cause
 
 TOY_PROMPTS = 64
@@ -75,7 +73,7 @@ OF_BOTH |= {"seed", "trainer", "batch_size", "second_run", "out"}
 class CompareArguments:
     """The arguments of the comparison."""
 
-    tokens: tyro.conf.Positional[Path | None] = None
+    tokens: Positional[Path | None] = None
     """The file of sequences. It may have columns of log-probabilities."""
     toy_prompts: int | None = None
     """The number of toy problems whose prompts replace TOKENS, for --sample."""
@@ -84,7 +82,7 @@ class CompareArguments:
     forward scores them in bfloat16 and in float32."""
     model: str | None = None
     """The Hugging Face directory of the model, or OWNER/NAME. The scorers vllm: and dump: do not need it."""
-    scorer: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    scorer: Repeated[str] = ()
     """The program that computes a column: jax:DTYPE, jax-decode:DTYPE, jax-prefill:DTYPE or hf:DTYPE (DTYPE is float32,
     bfloat16 or float16; DTYPE@DIR takes another model directory), vllm:URL, vllm-decode:URL, sglang:URL or
     dump:FILE#COLUMN. It may be repeated."""
@@ -98,15 +96,15 @@ class CompareArguments:
     """The seed of the sampling."""
     columns: tuple[str, ...] | None = None
     """The columns of TOKENS to compare. None: all of them."""
-    trainer: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    trainer: Repeated[str] = ()
     """A column that a trainer computed. It may be repeated."""
-    rollout: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(aliases=("--engine",))] = ()
+    rollout: Repeated[str] = ()
     """A column that a rollout engine computed. It may be repeated."""
-    distributions: tyro.conf.FlagCreatePairsOff[bool] = False
+    distributions: bool = False
     """Compare the next-token distributions, too, of the scorers jax:, hf:, vllm: and sglang: at each response token."""
     top_k: int = 20
     """With --distributions, the number of likeliest tokens that a server is asked for."""
-    same_weights: tyro.conf.FlagCreatePairsOff[bool] = False
+    same_weights: bool = False
     """The model directories hold one model's weights in different forms, as after a conversion. Their hashes may
     differ, and only the numbers judge."""
     temperature: float = 1.0
@@ -119,14 +117,14 @@ class CompareArguments:
     """The further runs that measure noise floors. shape: a run at another batch size. Two are for jax: scorers only.
     mesh: a run on several devices, with split weights. remat: a program with a backward pass, which needs the memory of
     gradients."""
-    layers: tyro.conf.FlagCreatePairsOff[bool] = False
+    layers: bool = False
     """Name the layer and the operation at which the first scorer and each other one part, on one sequence of TOKENS.
     The scorers are jax:DTYPE and hf:DTYPE, with options as in jax:bfloat16,tp=2, and vllm:URL."""
     sequence: str | None = None
     """With --layers, the name of the sequence. None: the longest one."""
     layer_tokens: int = 128
     """With --layers, the largest number of tokens of the sequence that are computed."""
-    serve: tyro.conf.FlagCreatePairsOff[bool] = False
+    serve: bool = False
     """Measure each scorer of --model, one row each, on new responses to the prompts of TOKENS or of toy problems (8).
     The scorers are jax, jax-prefill, jax-decode, exact, hf, vllm and vllm-decode with a DTYPE, or vllm:URL; without any
     it measures all of them. --trainer names the reference, such as jax:float32. None: jax in the dtype of the row."""
@@ -134,7 +132,7 @@ class CompareArguments:
     """With --serve, the lengths of the responses (tokens)."""
     repeat: int = 1
     """With --serve, the number of further scorings at the same batch size, for the floor "repeat"."""
-    server_arg: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    server_arg: Repeated[str] = ()
     """With --serve, a further argument of the servers, as in --server-arg=--gpu-memory-utilization=0.4."""
     json: Path | None = None
     """The file of the JSON report. None: report.json in OUT, with --layers layers.json."""
@@ -146,7 +144,9 @@ class CompareArguments:
 
 def parse(argv: Sequence[str]) -> CompareArguments:
     """Returns the arguments of the command line, with the arguments that --toy stands for filled in."""
-    given = parse_arguments(CompareArguments, argv, prog="rljax compare", description=__doc__ or "")
+    given = parse_arguments(
+        CompareArguments, argv, prog="rljax compare", description=__doc__ or "", aliases={"--engine": "--rollout"}
+    )
     for field in dataclasses.fields(CompareArguments):
         is_taken = field.name in OF_BOTH or (field.name in OF_SERVE) == given.serve
         if not is_taken and getattr(given, field.name) != field.default:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     file = words.pop(0) if words and not words[0].startswith("-") else None
     if file in dict(dotted(dataclasses.asdict(Config()))):
         raise ConfigError(f"{file} is a key: {PROG} {SHOW} {file} prints its value; rljax train --help all explains it")
-    config, _ = resolve(Config, file, words)
+    config = resolve(Config, file, words)
     print("\n".join(str(value_of(config, key)) for key in keys) if keys else config_to_yaml(config).rstrip("\n"))
     return 0
 
@@ -43,4 +43,4 @@ def value_of(config: Config, key: str) -> Any:
     try:
         return functools.reduce(getattr, key.split("."), config)
     except AttributeError as error:
-        raise ConfigError(f"unknown key {key}; {suggest(key, dataclasses.asdict(config))}") from error
+        raise ConfigError(f"unknown key {key}; {suggest(key, dict(dotted(dataclasses.asdict(config))))}") from error

@@ -16,7 +16,6 @@ SOURCE cannot be read.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from rljax.errors import ConfigError, MissingPackageError, caller_errors, import
 from rljax.record.rows import finite_json, run_dumps
 from rljax.record.training_logs import read_log
 from rljax.rollout.kinds import can
-from rljax.run.options import read_words
+from rljax.run.options import Positional, parse_arguments
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
 class DiagnoseArguments:
     """The arguments of the diagnosis."""
 
+    source: Positional[Path]
+    """The log, the run directory or the token dump."""
     tokens: Path | None = None
     """A token dump of the same run, which adds to the log."""
     trainer: str | None = None
@@ -144,9 +145,10 @@ def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> 
 
 def main(argv: Sequence[str]) -> int:
     """Diagnoses the source, prints the page or the JSON, and returns the exit status."""
-    words = [re.sub(r"^--engine(?==|$)", "--rollout", word) for word in argv]
-    named = {"paths": "SOURCE", "prog": "rljax diagnose", "description": __doc__ or ""}
-    (source,), given = read_words(DiagnoseArguments, words, most=1, **named)
+    given = parse_arguments(
+        DiagnoseArguments, argv, prog="rljax diagnose", description=__doc__ or "", aliases={"--engine": "--rollout"}
+    )
+    source = given.source
     with caller_errors():
         log, dump, config = read_source(source, given.tokens)
         dump = with_roles(dump, given) if dump is not None else None

@@ -14,17 +14,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax.numpy as jnp
-import tyro
 
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy
 from rljax.policy.hf import save_params
 from rljax.policy.peft import save_adapters
-from rljax.run.options import parse_arguments
+from rljax.run.options import Positional, parse_arguments
 from rljax.sharding import MeshConfig, make_mesh
 
 
@@ -32,9 +31,9 @@ from rljax.sharding import MeshConfig, make_mesh
 class ExportArguments:
     """The arguments of the export."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Positional[Path]
     """The run directory, or one of its checkpoints."""
-    out: Annotated[Path, tyro.conf.Positional]
+    out: Positional[Path]
     """The Hugging Face directory to write."""
     step: int | None = None
     """The step of the checkpoint; None: the newest."""

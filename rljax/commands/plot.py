@@ -13,13 +13,15 @@ from pathlib import Path
 from rljax.errors import ConfigError, caller_errors
 from rljax.record.figure import SMOOTH, plot_report
 from rljax.record.foreign_files import foreign_kind
-from rljax.run.options import read_words
+from rljax.run.options import Positional, parse_arguments
 
 
 @dataclass(frozen=True)
 class PlotArguments:
     """The arguments of the plot."""
 
+    runs: Positional[tuple[Path, ...]]
+    """The directories of the runs."""
     metrics: str | None = None
     """The keys to plot, such as reward/mean,policy/entropy, a panel each; without it the panels of a report."""
     out: str | None = None
@@ -30,7 +32,8 @@ class PlotArguments:
 
 def main(argv: Sequence[str]) -> int:
     """Plots the runs, prints the path of the picture, and returns the exit status."""
-    runs, given = read_words(PlotArguments, argv, paths="RUN", prog="rljax plot", description=__doc__ or "")
+    given = parse_arguments(PlotArguments, argv, prog="rljax plot", description=__doc__ or "")
+    runs = given.runs
     with caller_errors():
         for path in runs:
             if path.is_file():

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 from tqdm import tqdm
 
 from rljax.data.files import (
@@ -58,9 +57,8 @@ from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.data_check import check_answers, refuse_placeholders, table
 from rljax.run.evaluation import SOLVED
-from rljax.run.options import parse_arguments
-from rljax.run.sampling import Sampler
-from rljax.run.single_turn import SingleTurn
+from rljax.run.options import Positional, parse_arguments
+from rljax.run.sampling import Sampler, SingleTurn
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
@@ -97,8 +95,8 @@ class PrepareArguments:
       seed: The seed of the sampling and of the choice of ``hold_out``.
     """
 
-    source: tyro.conf.Positional[str]
-    out: tyro.conf.Positional[Path]
+    source: Positional[str]
+    out: Positional[Path]
     form: DataForm | None = None
     prompt_key: str = ""
     answer_key: str = ""

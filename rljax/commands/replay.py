@@ -31,7 +31,7 @@ from rljax.errors import ConfigError, caller_errors, import_for, print_end
 from rljax.mismatch.names import STEP_COLUMNS
 from rljax.record.text_tables import cell, text_table
 from rljax.record.training_logs import LengthLog, read_lengths
-from rljax.run.options import read_words
+from rljax.run.options import Positional, parse_arguments
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import RateLaw, RuleOutcome, largest_ratio, neighbours_of, replay_rule
 
@@ -49,6 +49,8 @@ _LONGEST_NAME = 40  # the most letters of a log's name in it
 class ReplayArguments(SurgeConfig):
     """The options of the replay. Those of ``SurgeConfig`` are the rule in use."""
 
+    logs: Positional[tuple[Path, ...]] = dataclasses.field(kw_only=True)
+    """The training logs."""
     column: str | None = None
     """The length column, where its name is not known."""
     truncated_column: str | None = None
@@ -340,12 +342,12 @@ def draw_calls(results: Sequence[Replay], axis: Axes, style: Any) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Replays the logs, prints the report, and writes the picture and the JSON; returns the exit status."""
-    paths, options = read_words(ReplayArguments, argv, paths="LOG", prog="rljax replay", description=__doc__ or "")
+    options = parse_arguments(ReplayArguments, argv, prog="rljax replay", description=__doc__ or "")
     style = import_for("--picture", "rljax.record.panel_style", "replay") if options.picture else None
     with caller_errors():
         LengthTriggeredLR(**options.law()._asdict())  # checks the rates
     found: dict[Path, Replay | str] = {}
-    for path in paths:
+    for path in options.logs:
         try:
             found[path] = result = replay_log(path, options)
             if note := run_note(result):

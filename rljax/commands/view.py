@@ -20,10 +20,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import tyro
 from tqdm import tqdm
 
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -36,7 +34,7 @@ from rljax.record.dump_facts import choose_pair
 from rljax.record.rows import run_dumps
 from rljax.run.config import Config
 from rljax.run.directory import recorded_config
-from rljax.run.options import parse_arguments
+from rljax.run.options import Positional, parse_arguments
 from rljax.view.measure import measure
 from rljax.view.page import Page
 
@@ -49,9 +47,9 @@ TOKENIZER_FILES = ("tokenizer*", "*.jinja", "config.json", "special_tokens_map.j
 class ViewArguments:
     """The arguments of the page."""
 
-    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_OR_RUN")]
+    dump_or_run: Positional[Path]
     """The token dump, another file of tokens, or the run directory."""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
+    out: Path | None = None
     """The HTML file to write. None: report.html, in the run's directory if DUMP_OR_RUN is a run."""
     trainer: str | None = None
     """The column in the trainer's place. None: the roles of the columns decide."""
@@ -172,19 +170,19 @@ def add_dumps(
 
 def main(argv: Sequence[str]) -> int:
     """Writes the page, prints its path, and returns the exit status."""
-    given = parse_arguments(ViewArguments, argv, prog="rljax view", description=__doc__ or "")
-    if not given.source.exists():
-        raise ConfigError(f"{given.source}: no such file or directory")
-    run = find_run(given.source)
-    shown_run = run if run == given.source else None  # None: one dump alone is shown
+    given = parse_arguments(ViewArguments, argv, prog="rljax view", description=__doc__ or "", aliases={"-o": "--out"})
+    if not given.dump_or_run.exists():
+        raise ConfigError(f"{given.dump_or_run}: no such file or directory")
+    run = find_run(given.dump_or_run)
+    shown_run = run if run == given.dump_or_run else None  # None: one dump alone is shown
     out = given.out or (shown_run or Path()) / "report.html"
-    if out.exists() and (out.is_dir() or out.samefile(given.source)):
+    if out.exists() and (out.is_dir() or out.samefile(given.dump_or_run)):
         raise ConfigError(f"--out: expected a file to write, other than DUMP_OR_RUN, got {out}")
     with caller_errors(RuntimeError):  # a damaged record
         facts, curves = run_facts(shown_run) if shown_run else ([], "")
-        files, count = dump_files(shown_run, given.dumps) if shown_run else ([given.source], 1)
+        files, count = dump_files(shown_run, given.dumps) if shown_run else ([given.dump_or_run], 1)
         config = read_config(run, facts)
-        page = Page(given.source.resolve().name, read_tokenizer(given.model, config, facts), facts, curves)
+        page = Page(given.dump_or_run.resolve().name, read_tokenizer(given.model, config, facts), facts, curves)
         if count > len(files):
             facts.append(f"{len(files)} of its {count} token dumps are here.")
         if not files:
@@ -193,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
             facts.append(correction_text(config.correction))
         failed = add_dumps(page, files, given, config.correction if config is not None else None)
         if not page.dumps and not curves:
-            raise ConfigError(failed[0] if failed else f"{given.source} has neither rows nor token dumps to show")
+            raise ConfigError(failed[0] if failed else f"{given.dump_or_run} has neither rows nor token dumps to show")
         facts += failed
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, page.text())

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import GenericAlias
-from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
+from typing import Any, ClassVar, TypeVar, cast, get_type_hints
 
 import msgspec
 
@@ -17,9 +17,8 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_NOT_SENT = "not sent"
-Own = Annotated[Item, _NOT_SENT]
-"""The type of an argument of an act that is not sent: each process has its own."""
+OWN = ("state", "params")
+"""The names of the arguments of acts that are not sent, because each process has its own."""
 
 
 class Shared:
@@ -35,8 +34,8 @@ class Shared:
 def together(method: Method) -> Method:
     """Makes a method of a ``Shared`` an act. Process 0 calls it, and ``follow`` runs it in the other processes.
 
-    The arguments are sent, except those with the type ``Own``. The other types say what ``messages.unpack`` makes of
-    them. A method that yields runs to its end in all processes, even if the caller stops early.
+    The arguments are sent, except those with a name in ``OWN``. Their types say what ``messages.unpack`` makes of them.
+    A method that yields runs to its end in all processes, even if the caller stops early.
     """
 
     @functools.wraps(method)
@@ -56,8 +55,8 @@ def together(method: Method) -> Method:
 def follow(processes: Processes, shared: Iterable[Shared], own: Any) -> int:
     """Runs the acts that process 0 announces until it announces the end of the run. Returns the run's exit status.
 
-    ``shared`` are the objects of this process. ``own`` has an attribute for each argument that is not sent, and its
-    method ``take`` gets the result of each act.
+    ``shared`` are the objects of this process. ``own`` has an attribute for each name in ``OWN``, and its method
+    ``take`` gets the result of each act.
     """
     by_name = {each.name: each for each in shared}
     while (announced := processes.listen()).name != STOP:
@@ -65,10 +64,9 @@ def follow(processes: Processes, shared: Iterable[Shared], own: Any) -> int:
         method = inspect.unwrap(getattr(type(one), announced.method))
         with processes.following():
             types = sent_types(method)
-            values = unpack(announced.arguments, GenericAlias(tuple, tuple(types.values())))
-            sent = dict(zip(types, values, strict=True))
-            names = list(inspect.signature(method).parameters)[1:]
-            made = method(one, **{name: sent[name] if name in sent else getattr(own, name) for name in names})
+            sent = unpack(announced.arguments, GenericAlias(tuple, tuple(types.values())))
+            given = {name: getattr(own, name) for name in OWN if name in inspect.signature(method).parameters}
+            made = method(one, **given, **dict(zip(types, sent, strict=True)))
             for _ in made if inspect.isgeneratorfunction(method) else ():
                 pass
             own.take(made)
@@ -78,9 +76,8 @@ def follow(processes: Processes, shared: Iterable[Shared], own: Any) -> int:
 @functools.cache
 def sent_types(method: Callable[..., Any]) -> Mapping[str, Any]:
     """Returns the types of the arguments of an act that are sent, by name."""
-    hints = get_type_hints(method, include_extras=True)
-    names = list(inspect.signature(method).parameters)[1:]
-    return {name: hints[name] for name in names if _NOT_SENT not in get_args(hints[name])}
+    hints = get_type_hints(method)
+    return {name: hints[name] for name in inspect.signature(method).parameters if name not in ("self", *OWN)}
 
 
 def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[str, Any]]:

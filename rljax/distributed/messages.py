@@ -24,16 +24,6 @@ class Announcement(NamedTuple):
         """The name of the place of a process that does this work."""
         return self.method.strip("_") or self.name
 
-    def packed(self) -> bytes:
-        """Returns the message."""
-        return f"{self.name} {self.method} ".encode() + self.arguments
-
-
-def read_announcement(message: bytes) -> Announcement:
-    """Returns the announcement in a message of ``Announcement.packed``."""
-    name, method, arguments = message.split(b" ", 2)
-    return Announcement(name.decode(), method.decode(), arguments)
-
 
 def pack(value: Any) -> bytes:
     """Packs plain values, arrays, paths, and tuples, lists, dictionaries and dataclasses of them."""

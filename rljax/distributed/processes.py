@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 
 from rljax.distributed.files import free_memory
 from rljax.distributed.liveness import WAITING, Liveness
-from rljax.distributed.messages import SMALL_BYTES, Announcement, broadcast, pack, read_announcement
+from rljax.distributed.messages import SMALL_BYTES, Announcement, broadcast, pack, unpack
 from rljax.errors import ConfigError, StartAgainError, exit_status, print_end
 
 PACK, UPDATE, SAVE = "pack", "update", "save"
@@ -124,7 +124,7 @@ class Processes:
                     raise
         if message.isdigit():
             message = broadcast(b"", int(message))
-        announced = read_announcement(message)
+        announced: Announcement = unpack(message, Announcement)
         self.at(announced.place)
         return announced
 
@@ -247,7 +247,7 @@ class Processes:
     def _announce(self, announced: Announcement) -> None:
         self._number += 1
         self.at(announced.place)
-        message = announced.packed()
+        message = pack(announced)
         is_small = len(message) <= SMALL_BYTES
         self._store.key_value_set_bytes(f"{_REQUESTS}{self._number}", message if is_small else b"%d" % len(message))
         if self._number > _KEPT:

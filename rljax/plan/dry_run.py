@@ -37,7 +37,7 @@ from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.prefixes import settle_prefixes, shares_prefixes
 from rljax.run.refill import REFILL_LIMIT
-from rljax.run.training import batch_shape, exact_shape, has_separate_forward
+from rljax.run.training import batch_shape, has_separate_forward, micro_batch_shape
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
 from rljax.trainer.state import abstract_state, make_optimizer
 
@@ -136,7 +136,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
         )
     batch_shape(config)
     if can(config.rollout.engine, "is_exact"):  # its executable also scores the responses of evaluations
-        rows, _ = exact_shape(config)
+        rows, _ = micro_batch_shape(config, config.max_engine_tokens)
         if config.rollout.refill and config.rollout.group_size % rows:
             raise ValueError(
                 "rollout.refill with rollout.engine = exact: each response is trained in the row that sampled it, so "

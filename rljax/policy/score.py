@@ -71,12 +71,11 @@ def align(scored: TokenScores, positions: Int[Array, "b t"], segment_ids: Int[Ar
 
 def where_inside(scored: TokenScores, inside: Bool[Array, "b t"]) -> TokenScores:
     """Returns the scores [b, t] of tokens that are ``inside``. Others get 0, and -inf in ``tops``."""
-    logprobs, entropy, tops, collision = scored
-    return TokenScores(
-        *(jnp.where(inside, x, 0.0) for x in (logprobs, entropy)),
-        None if tops is None else jnp.where(inside[..., None], tops, -jnp.inf),
-        None if collision is None else jnp.where(inside, collision, 0.0),
-    )
+
+    def kept(x: Array) -> Array:
+        return jnp.where(inside, x, 0.0) if x.ndim == 2 else jnp.where(inside[..., None], x, -jnp.inf)
+
+    return jax.tree.map(kept, scored)
 
 
 def packed_logprobs(

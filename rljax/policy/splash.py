@@ -9,6 +9,7 @@ probabilities of all keys together.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +65,7 @@ def splash_attention(
     block = block or min(_BLOCK, -(-t // LANES) * LANES)
     arrays = (*pad_rows(block, q, k, v), pad_ends(block, ends))
     heads = head_axes(k)
-    of_row = _tree_row if trees else _row
+    of_row: Callable[..., Array] = _tree_row if trees else _row
 
     def rows(*arrays: Array) -> tuple[Array]:
         # Around a single row vmap leaves no loop, and XLA need not copy the kernel's log-sum-exps to read them.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
-from rljax.distributed.acts import Own, Shared, gather_results, together, values_of
+from rljax.distributed.acts import Shared, gather_results, together, values_of
 from rljax.distributed.messages import Announcement
 from rljax.distributed.processes import PACK, SAVE, UPDATE, Processes
 from rljax.errors import caller_errors
@@ -49,23 +50,12 @@ from rljax.weights.writer import (
 )
 
 
-class Packed(NamedTuple):
-    """The sequences of a step in all processes."""
-
-    sequences: Sequence[TrainSequence]
-    batch: PackedBatch
-
-
 @dataclass
 class OwnState:
-    """The objects of a process other than 0 that acts need and that are not sent."""
+    """The arguments of acts that a process other than 0 has itself."""
 
     state: TrainState  # the shards of the newest state that this process holds
     weights: Callable[[Params], Params]  # a function from ``state.params`` to a whole policy
-    sequences: Sequence[TrainSequence] = ()  # the sequences of the step
-    batch: PackedBatch | None = None  # the packed sequences
-    updated: Updated | None = None  # the result of the newest update
-    metrics: dict[str, float] = field(default_factory=dict)  # the metrics of the newest sampling
 
     @property
     def params(self) -> Params:
@@ -73,11 +63,9 @@ class OwnState:
         return self.weights(self.state.params)
 
     def take(self, made: Any) -> None:
-        """Keeps the result of an act, if a later act needs it."""
-        if isinstance(made, Packed):
-            self.sequences, self.batch = made
-        elif isinstance(made, Updated):
-            self.updated, self.state = made, made.state
+        """Keeps the state after an update."""
+        if isinstance(made, Updated):
+            self.state = made.state
 
 
 def restore(
@@ -112,10 +100,7 @@ def join(
         with caller_errors():
             checkpointer, trainer = SharedCheckpointer(processes, config), make_trainer(config, policy, mesh)
         state, _ = starting_state(config, policy, mesh, checkpointer)
-        if can(config.rollout.engine, "serves"):
-            engine: SharedPublish | SharedEngine = make_publish(config, policy, processes)
-        else:
-            engine = SharedEngine(processes, make_run_engine(config, policy, mesh, StopRequest()))
+        engine = make_side(config, policy, mesh, processes, StopRequest())
         stack.callback(engine.close)
     shared: list[Shared] = [engine, SharedUpdate(processes, trainer.update), checkpointer]
     return shared, OwnState(state, trainer.weights)
@@ -137,30 +122,31 @@ class SharedUpdate(Shared):
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         """Sends the sequences of the step to all processes. Each of them packs the whole batch for itself."""
         sent = sequences if self._with_tops else [each.without(*TOPS) for each in sequences]
-        return self._pack(to_arrays(sent)).batch
+        self._pack(to_arrays(sent))
+        return self._batch
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Makes the updates of the batch that was packed last, and adds the slowest process to the row."""
-        updated = self._update(state, batch, sequences, options)
-        return updated._replace(trainer=lambda: self._values(updated))
+        return self._update(state, options)._replace(trainer=self._values)
 
     @together
-    def _pack(self, arrays: Mapping[str, np.ndarray]) -> Packed:
+    def _pack(self, arrays: Mapping[str, np.ndarray]) -> None:
         with self.processes.timed(PACK):
-            sequences = from_arrays(TrainSequence, arrays)
-            return Packed(sequences, self._local.pack(sequences))
+            self._sequences: Sequence[TrainSequence] = from_arrays(TrainSequence, arrays)
+            self._batch = self._local.pack(self._sequences)
 
     @together
-    def _update(self, state: Own[Any], batch: Own[Any], sequences: Own[Any], options: UpdateOptions) -> Updated:
+    def _update(self, state: Any, options: UpdateOptions) -> Updated:
         with self.processes.timed(UPDATE):
-            updated = self._local(state, batch, sequences, options)
+            updated = self._local(state, self._batch, self._sequences, options)
+        self._trainer = updated.trainer
         return updated._replace(row=updated.row | self.processes.compare())
 
     @together
-    def _values(self, updated: Own[Updated]) -> TrainerValues:
-        return updated.trainer()
+    def _values(self) -> TrainerValues:
+        return self._trainer()
 
 
 class SharedEngine(Shared, RolloutEngine):
@@ -171,22 +157,22 @@ class SharedEngine(Shared, RolloutEngine):
     def __init__(self, processes: Processes, engine: RolloutEngine) -> None:
         """Wraps the engine of this process, which samples on the mesh of all processes."""
         super().__init__(processes)
-        self._engine = engine
+        self._engine, self._metrics = engine, dict[str, float]()
 
     @together
-    def publish(self, params: Own[Any], policy_version: int) -> dict[str, float]:
+    def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """Publishes the shards of every process to the engine of that process; returns the metrics of process 0."""
         return self._engine.publish(params, policy_version)
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples the responses. If the caller stops early, the remaining ones are sampled all the same."""
-        metrics: dict[str, float] = {}
-        return Samples(self._generate(metrics, prompts, n, sampling, seed), metrics)
+        self._metrics = {}
+        return Samples(self._generate(prompts, n, sampling, seed), self._metrics)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples the turns. If the caller stops early, the remaining ones are sampled all the same."""
-        metrics: dict[str, float] = {}
-        return Samples(self._round(metrics, requests, sampling, seed), metrics)
+        self._metrics = {}
+        return Samples(self._round(requests, sampling, seed), self._metrics)
 
     def close(self) -> None:
         """Releases the resources of the engine of this process."""
@@ -194,19 +180,17 @@ class SharedEngine(Shared, RolloutEngine):
 
     @together
     def _generate(
-        self, metrics: Own[Any], prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
     ) -> Iterator[Response]:
-        samples = self._engine.generate(prompts, n, sampling, seed=seed)
-        yield from samples
-        metrics.update(samples.metrics)
+        yield from self._measured(self._engine.generate(prompts, n, sampling, seed=seed))
 
     @together
-    def _round(
-        self, metrics: Own[Any], requests: Sequence[TurnRequest], sampling: SamplingParams, seed: int
-    ) -> Iterator[Response]:
-        samples = self._engine.answer_round(requests, sampling, seed=seed)
+    def _round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, seed: int) -> Iterator[Response]:
+        yield from self._measured(self._engine.answer_round(requests, sampling, seed=seed))
+
+    def _measured(self, samples: Samples) -> Iterator[Response]:
         yield from samples
-        metrics.update(samples.metrics)
+        self._metrics.update(samples.metrics)
 
 
 class SharedPublish(Shared):
@@ -232,17 +216,17 @@ class SharedPublish(Shared):
         return PolicyFunctions(lambda params: params, self.checksums, self.score, own_parts, writer=self)
 
     @together
-    def tensors(self, params: Own[Any]) -> Iterator[tuple[str, np.ndarray]]:
+    def tensors(self, params: Any) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the name and the whole array of each tensor, gathered from all processes."""
         yield from self._functions.tensors(params)
 
     @together
-    def checksums(self, params: Own[Any]) -> Mapping[str, Checksum]:
+    def checksums(self, params: Any) -> Mapping[str, Checksum]:
         """Returns the checksum of each tensor by name."""
         return self._functions.checksums(params)
 
     @together
-    def score(self, params: Own[Any], sequences: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    def score(self, params: Any, sequences: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Returns the log-probabilities of the tokens of each sequence (nats)."""
         return self._functions.score(params, sequences)
 
@@ -251,7 +235,7 @@ class SharedPublish(Shared):
         return merge_summaries(values_of(self._collect(tensors), PartsSummary))
 
     @together
-    def _collect(self, params: Own[Any]) -> list[dict[str, Any]]:
+    def _collect(self, params: Any) -> list[dict[str, Any]]:
         return gather_results(self.processes, lambda: self._files.collect(params))
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
@@ -299,13 +283,13 @@ class SharedCheckpointer(Shared, Checkpointer):
         Checkpointer.__init__(self, Path(config.run.dir) / "checkpoints", keep=config.checkpoint.keep)
 
     @together
-    def save(self, step: int, state: Own[Any], host: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts saving the newest step, in every process."""
         with self.processes.timed(SAVE):
             super().save(step, state, host)
 
     @together
-    def save_best(self, step: int, accuracy: float, state: Own[Any], host: dict[str, Any]) -> bool:
+    def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
         """Saves the best step so far, in every process; returns whether it did."""
         return super().save_best(step, accuracy, state, host)
 
@@ -329,16 +313,23 @@ def make_shared_engine(
     config, policy, _, mesh = inputs
     if processes.count == 1:
         return make_run_engine(config, policy, mesh, stop, prompts=prompts)
-    if can(config.rollout.engine, "serves"):
-        functions = make_publish(config, policy, processes).functions()
-        return make_run_engine(config, policy, mesh, stop, functions, prompts)
+    side = make_side(config, policy, mesh, processes, stop)
+    if isinstance(side, SharedPublish):
+        return make_run_engine(config, policy, mesh, stop, side.functions(), prompts)
     if config.rollout.max_staleness:
         raise ValueError("rollout.max_staleness: the embedded engine of several processes samples in turn; give 0")
-    return SharedEngine(processes, make_run_engine(config, policy, mesh, stop))
+    return side
 
 
-def make_publish(config: Config, policy: PolicyConfig, processes: Processes) -> SharedPublish:
-    """Makes the publish of several processes. Raises ConfigError if its files cannot be kept, or cannot be served."""
+def make_side(
+    config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes, stop: StopRequest
+) -> SharedPublish | SharedEngine:
+    """Makes what each of several processes has of the engine: the publish to servers, or an embedded engine.
+
+    Raises ConfigError if the files of a publish cannot be kept, or cannot be served.
+    """
+    if not can(config.rollout.engine, "serves"):
+        return SharedEngine(processes, make_run_engine(config, policy, mesh, stop))
     functions, publish = policy_functions(policy, config.rollout.dtype), config.publish
     if publish.store == "shared":
         return SharedPublish(processes, functions, None)

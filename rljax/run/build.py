@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -19,6 +19,7 @@ from rljax.data.prompts import (
     RAW_PROMPT,
     TEMPLATED,
     TOYS,
+    DataConfig,
     Problem,
     PromptStream,
     drop_long,
@@ -35,7 +36,7 @@ from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import PolicyFunctions, make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.episodes.hosts import EnvironmentHosts
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.data_check import check_answers, refuse_placeholders, short, table
@@ -47,8 +48,7 @@ from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
 from rljax.run.refill import REFILL_LIMIT, RefillingSampler
-from rljax.run.sampling import BatchSampler, ResponseSource, Sampler
-from rljax.run.single_turn import SingleTurn
+from rljax.run.sampling import BatchSampler, ResponseSource, Sampler, SingleTurn
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
@@ -181,27 +181,31 @@ def make_run_engine(
     )
 
 
-def make_source(config: Config, engine: RolloutEngine, tokenizer: Tokenizer, stop: StopRequest) -> ResponseSource:
-    """Returns the source of the run's responses: of one turn with a reward function, or with an environment.
+def make_scorer(data: DataConfig, rollout: RolloutConfig) -> RewardPool | EnvironmentHosts:
+    """Returns what scores the responses: a reward function, or an environment of several turns.
 
-    Raises ConfigError if the reward or the environment cannot be used.
+    Raises ConfigError if it cannot be used.
     """
-    data, episode = config.data, config.rollout.episode
     with caller_errors():
-        if config.rollout.environment is None:
-            rewards = RewardPool(data.reward_name, data.reward_workers, data.reward_timeout_s)
-            return SingleTurn(engine, tokenizer, rewards, stop)
-        hosts = EnvironmentHosts(config.rollout.environment, episode)
+        if rollout.environment is None:
+            return RewardPool(data.reward_name, data.reward_workers, data.reward_timeout_s)
+        return EnvironmentHosts(rollout.environment, rollout.episode)
+
+
+def make_source(
+    data: DataConfig,
+    rollout: RolloutConfig,
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    scorer: RewardPool | EnvironmentHosts,
+    stop: StopRequest | None = None,
+) -> ResponseSource:
+    """Returns the source of responses that ``scorer`` scores. ``stop``: None, if sampling is never given up."""
+    if isinstance(scorer, RewardPool):
+        return SingleTurn(engine, tokenizer, scorer, stop)
     arguments = template_arguments(data.enable_thinking, data.chat_template_kwargs)
-    return Episodes(
-        engine,
-        tokenizer,
-        hosts,
-        episode,
-        max_prompt_tokens=data.max_prompt_tokens,
-        template_arguments=arguments,
-        stop=stop,
-    )
+    limits: dict[str, Any] = {"max_prompt_tokens": data.max_prompt_tokens, "template_arguments": arguments}
+    return Episodes(engine, tokenizer, scorer, rollout.episode, **limits, stop=stop)
 
 
 def make_batches(
@@ -264,7 +268,8 @@ def build(
     """
     stop, evaluated = stop or StopRequest(), config.eval
     stops = policy.stops(tokenizer.eos_token_id, config.rollout.stop_token_ids)
-    source = make_source(config, engine, tokenizer, stop)
+    scorer = make_scorer(config.data, config.rollout)
+    source = make_source(config.data, config.rollout, engine, tokenizer, scorer, stop)
     trainer = make_trainer(config, policy, mesh)
     batches = make_batches(config, policy, engine, source, stops, problems, checkpointer, stop)
     limit = evaluated.max_response_tokens or config.rollout.max_response_tokens

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from rljax.distributed.files import free_memory
 from rljax.distributed.processes import is_of_devices
-from rljax.errors import NotWrittenError, StartAgainError, check_at_least
+from rljax.errors import NotWrittenError, StartAgainError, check_at_least, printable
 from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
 
 BEST = "best"  # the folder of the run directory for the best step
@@ -166,7 +166,7 @@ class Checkpointer:
         best.wait()
         for other in best.all_steps():
             try:
-                if best.restore_host(other)[ACCURACY] >= accuracy:
+                if best.read_host(other)[0][ACCURACY] >= accuracy:
                     return False
             except DamagedCheckpointError as error:
                 best._set_aside(other, error)
@@ -175,10 +175,6 @@ class Checkpointer:
         self.wait()  # as in save: one copy of the state at a time
         best.save(step, state, host | {ACCURACY: accuracy})
         return True
-
-    def restore_host(self, step: int) -> dict[str, Any]:
-        """Reads only the host state. Raises DamagedCheckpointError if it does not read back as it was saved."""
-        return self._read_host(step)[0]
 
     def restore(
         self, step: int, abstract_state: Any, load_host: Callable[[dict[str, Any]], object] = lambda host: None
@@ -194,7 +190,7 @@ class Checkpointer:
           DamagedCheckpointError: The checkpoint does not read back as it was saved; the message says what differs.
           RuntimeError: The checkpoint is whole, but its state has another form.
         """
-        host, saved = self._read_host(step)
+        host, saved = self.read_host(step)
         try:
             load_host(host)
         except NOT_OF_A_RUN as error:
@@ -294,15 +290,18 @@ class Checkpointer:
                     raise
                 why = getattr(cause, "strerror", None) or type(cause).__name__
                 if isinstance(cause, ValueError) and not isinstance(cause, UnicodeError):  # says what is missing
-                    why = " ".join(str(cause).split())[:160]
+                    why = printable(str(cause))[:160]
                 what = f"its {item} cannot be read: {why}"
                 del cause
             time.sleep(_GIVEN_UP_S)
             gc.collect()  # abandoned reads report their errors when they are collected
         raise self._damaged(step, what)
 
-    def _read_host(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads and checks the host state; returns it and the checksums of the arrays, {} if there are none."""
+    def read_host(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Reads only the host state; returns it and the checksums of the arrays, {} if there are none.
+
+        Raises DamagedCheckpointError if it does not read back as it was saved.
+        """
         host = self._read(step, "host", self._ocp.args.JsonRestore())
         if not isinstance(host, dict):
             raise self._damaged(step, "its host state is not a JSON object")
@@ -339,26 +338,23 @@ class Checkpointer:
             with _quiet():
                 yield
         except Exception as error:
+            why = printable(str(error))[:200]
             if jax.process_count() > 1:  # the other processes are elsewhere, so nothing is saved together any more
                 if is_of_devices(error):
                     raise
-                raise NotWrittenError(f"{self._place(step)} could not be written: {_one_line(error)}") from error
+                raise NotWrittenError(f"{self._place(step)} could not be written: {why}") from error
             # The manager repeats its error, and no longer knows the checkpoints that the failed save was to replace.
             with _quiet(), contextlib.suppress(Exception):
                 self._manager.close()
             self._clear_incomplete()
             if self._directory.parent.exists():
                 self._manager = self._ocp.CheckpointManager(self._directory, options=self._options)
-            said = f"{self._place(step)} could not be written, those before it are kept: {_one_line(error)}"
+            said = f"{self._place(step)} could not be written, those before it are kept: {why}"
             raise NotWrittenError(said) from error
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _give_back() -> None:

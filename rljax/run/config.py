@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -83,17 +83,9 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
-    """The evaluations of a run, through the engine that samples for it. Their results are in the row of the step."""
+class SamplesConfig:
+    """The responses from which an accuracy is measured."""
 
-    every: int = 20
-    """Steps between evaluations. The last step is always evaluated. 0: no evaluation."""
-    at_start: bool = False
-    """Whether the policy before the first step is evaluated. The first row has it as ``eval/.../..._at_start``."""
-    datasets: tuple[str, ...] = ()
-    """Datasets to evaluate on. Each is a Parquet or JSONL file, ``NAME=FILE``, or toy, toy_swaps, calculator or
-    ``reasoning_gym:NAME`` for the evaluation split of that task. Empty: the evaluation split of ``data.task``, or none
-    if it is file."""
     n: int = 1
     """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()
@@ -104,28 +96,39 @@ class EvalConfig:
     """Longest response (tokens). None: ``rollout.max_response_tokens``."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "every")
-        check_sampling(self)
+        check_at_least(self, 1, "n")
+        check_finite(self, "temperature")
+        if self.temperature == 0.0 and self.n > 1:
+            raise ValueError(
+                f"temperature = 0 samples the same response each time, but n = {self.n}: set a temperature"
+            )
+        if any(not 1 <= k <= self.n for k in self.pass_k):
+            raise ValueError(f"pass_k = {list(self.pass_k)} must be from 1 to n = {self.n}")
         if self.max_response_tokens is not None:
             check_at_least(self, 1, "max_response_tokens")
+
+
+@dataclass(frozen=True)
+class EvalConfig(SamplesConfig):
+    """The evaluations of a run, through the engine that samples for it. Their results are in the row of the step."""
+
+    every: int = 20
+    """Steps between evaluations. The last step is always evaluated. 0: no evaluation."""
+    at_start: bool = False
+    """Whether the policy before the first step is evaluated. The first row has it as ``eval/.../..._at_start``."""
+    datasets: tuple[str, ...] = ()
+    """Datasets to evaluate on. Each is a Parquet or JSONL file, ``NAME=FILE``, or toy, toy_swaps, calculator or
+    ``reasoning_gym:NAME`` for the evaluation split of that task. Empty: the evaluation split of ``data.task``, or none
+    if it is file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 0, "every")
 
     @property
     def is_wanted(self) -> bool:
         """Whether the run makes any evaluation."""
         return self.every > 0 or self.at_start
-
-
-def check_sampling(config: Any) -> None:
-    """Raises ValueError if ``n``, ``pass_k`` and ``temperature`` of ``config`` do not fit together.
-
-    The message begins with the name of the field.
-    """
-    check_at_least(config, 1, "n")
-    check_finite(config, "temperature")
-    if config.temperature == 0.0 and config.n > 1:
-        raise ValueError(f"temperature = 0 samples the same response each time, but n = {config.n}: set a temperature")
-    if any(not 1 <= k <= config.n for k in config.pass_k):
-        raise ValueError(f"pass_k = {list(config.pass_k)} must be from 1 to n = {config.n}")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rljax.errors import ConfigError, OwnedError, caller_errors, name_changes
 from rljax.record.rows import Row, read_rows
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
-from rljax.run.config_file import dotted, load_config
+from rljax.run.config_file import dotted, resolve
 
 OWNER = "owner.json"  # the file of a run directory that names the process that trains there
 
@@ -138,7 +138,7 @@ def send_output_to_log(run_dir: Path, process: int) -> None:
 
 def recorded_config(run_dir: Path) -> Config:
     """Reads the configuration that a run directory was made with."""
-    return load_config(Config, [str(run_dir / "config.yaml")], prog="config.yaml", description="")
+    return resolve(Config, str(run_dir / "config.yaml"))
 
 
 def recorded_rows(run_dir: Path) -> list[Row]:

@@ -30,12 +30,11 @@ from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
 from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import Response, SamplingParams
-from rljax.run.sampling import Begun, Scored
+from rljax.run.sampling import TICK_S, Begun, Scored
 from rljax.run.stop import StopRequest
 from rljax.tokens import TokenRecord, blank, join
 
 log = logging.getLogger(__name__)
-_TICK_S = 0.25  # the time between two checks whether to give up
 _REFUSED = "refused"  # the kind of a failure that is found here: a prompt or a reply that cannot be used
 
 
@@ -193,7 +192,7 @@ class _Trajectories:
                     left -= 1
             while left:
                 check_wanted(stop)
-                for one in self._arrived(_TICK_S):
+                for one in self._arrived(TICK_S):
                     stop.progress()
                     yield one
                     left -= 1

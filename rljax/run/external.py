@@ -42,13 +42,55 @@ _FIRST_LINE_S, _LINES_S = 2.0, 60.0  # the wait before the first line about wait
 _MOST_BATCHES = 16  # the largest number of batches that wait at the HTTP server
 
 
-class ExternalSampler:
-    """Takes the batch of a step from trajectories of another program. It is a ``BatchSampler``."""
+class ExternalBatches(Batches):
+    """The batches of a run on trajectories of another program, and the HTTP server that receives them, if any."""
 
-    def __init__(self, queue: TrajectoryQueue, stop: StopRequest) -> None:
-        """Takes nothing yet; ``stop`` ends a wait."""
-        self._queue, self._stop = queue, stop
+    def __init__(
+        self,
+        stream: PromptStream,
+        queue: TrajectoryQueue,
+        stop: StopRequest,
+        *,
+        run_dir: Path,
+        source: str,
+        receiver: Receiver | None,
+        kept_steps: Callable[[], Sequence[int]],
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+          stream: The problems. Only their number matters.
+          stop: The request to stop, which ends a wait.
+          run_dir: The run directory, for ``policy.json``.
+          source: The value of ``rollout.trajectories``.
+          receiver: The HTTP server that fills the queue; None: the queue reads a directory.
+          kept_steps: A function that returns the steps of the checkpoints, oldest first.
+        """
+        super().__init__(stream, self)
+        self._queue, self._stop, self._run_dir, self._source = queue, stop, run_dir, source
+        self._receiver, self._kept_steps, self._has_started = receiver, kept_steps, False
         self._said: set[str] = set()  # the metrics of the doubts that were said
+
+    def start(self, step: int) -> None:
+        """Reads the rest of files that were begun, and starts the server. Raises ConfigError if either fails."""
+        super().start(step)
+        with caller_errors(RuntimeError):
+            highest = self._recorded_highest()
+            if highest is None:
+                highest = None if step else 0
+            self._queue.start(step, None if highest is None else max(highest, step))
+            self._tell(step)
+            if self._receiver is not None:
+                self._receiver.start()
+                self._has_started = True
+                print(f"trajectories are received at {self._receiver.url}/trajectories", file=sys.stderr, flush=True)
+
+    def take(self, timers: Timers) -> SampledStep:
+        """Returns the batch of the next step; received files that no checkpoint needs any more are deleted."""
+        sampled = super().take(timers)
+        if self._receiver is not None and len(kept := self._kept_steps()) > 1:
+            self._queue.delete_finished(kept[0])
+        return sampled
 
     def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
         """Waits for as many complete groups as there are ``problems``. Only the number of ``problems`` matters.
@@ -82,80 +124,6 @@ class ExternalSampler:
                 **self._count_doubts(batch.groups, step),
             },
         )
-
-    def _count_doubts(self, groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, int]:
-        """Returns how many trajectories and groups are odd, by the metric's name. The first of each kind is said."""
-        found: dict[str, list[str]] = {name: [] for name in DOUBTS}
-        for group in groups:
-            if any(not np.array_equal(one.response.prompt, group[0].response.prompt) for one in group):
-                found[MIXED].append(
-                    f"the trajectories of group {group[0].group!r:.60} have different prompts; {MIXED_REMEDY}"
-                )
-            for one in group:
-                for name, line in one.doubts.items():
-                    found[name].append(line)
-        for name, lines in found.items():
-            if lines and name not in self._said:
-                self._said.add(name)
-                print(f"warning: step {step}: {lines[0]} ({name}: {len(lines)})", file=sys.stderr)
-        return {name: len(lines) for name, lines in found.items()}
-
-    def _waiting_line(self, count: int) -> str:
-        (ready, newer, incomplete), dropped = self._queue.counts(), self._queue.dropped_rows
-        line = f"waiting for trajectories: {ready} of {count} groups"
-        line += f", {incomplete} incomplete" if incomplete else ""
-        line += f", {newer} of a policy newer than version {self._queue.version}" if newer else ""
-        return line + (f"; {dropped} rows were too old (rollout.max_staleness)" if dropped else "")
-
-
-class ExternalBatches(Batches):
-    """The batches of a run on trajectories of another program, and the HTTP server that receives them, if any."""
-
-    def __init__(
-        self,
-        stream: PromptStream,
-        queue: TrajectoryQueue,
-        stop: StopRequest,
-        *,
-        run_dir: Path,
-        source: str,
-        receiver: Receiver | None,
-        kept_steps: Callable[[], Sequence[int]],
-    ) -> None:
-        """Opens nothing yet.
-
-        Args:
-          stream: The problems. Only their number matters.
-          stop: The request to stop, which ends a wait.
-          run_dir: The run directory, for ``policy.json``.
-          source: The value of ``rollout.trajectories``.
-          receiver: The HTTP server that fills the queue; None: the queue reads a directory.
-          kept_steps: A function that returns the steps of the checkpoints, oldest first.
-        """
-        super().__init__(stream, ExternalSampler(queue, stop))
-        self._queue, self._run_dir, self._source = queue, run_dir, source
-        self._receiver, self._kept_steps, self._has_started = receiver, kept_steps, False
-
-    def start(self, step: int) -> None:
-        """Reads the rest of files that were begun, and starts the server. Raises ConfigError if either fails."""
-        super().start(step)
-        with caller_errors(RuntimeError):
-            highest = self._recorded_highest()
-            if highest is None:
-                highest = None if step else 0
-            self._queue.start(step, None if highest is None else max(highest, step))
-            self._tell(step)
-            if self._receiver is not None:
-                self._receiver.start()
-                self._has_started = True
-                print(f"trajectories are received at {self._receiver.url}/trajectories", file=sys.stderr, flush=True)
-
-    def take(self, timers: Timers) -> SampledStep:
-        """Returns the batch of the next step; received files that no checkpoint needs any more are deleted."""
-        sampled = super().take(timers)
-        if self._receiver is not None and len(kept := self._kept_steps()) > 1:
-            self._queue.delete_finished(kept[0])
-        return sampled
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
@@ -192,6 +160,30 @@ class ExternalBatches(Batches):
         told = parse_json(path.read_bytes()) if path.exists() else {}
         highest = told.get("highest_version") if isinstance(told, dict) else None
         return highest if isinstance(highest, int) else None
+
+    def _count_doubts(self, groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, int]:
+        """Returns how many trajectories and groups are odd, by the metric's name. The first of each kind is said."""
+        found: dict[str, list[str]] = {name: [] for name in DOUBTS}
+        for group in groups:
+            if any(not np.array_equal(one.response.prompt, group[0].response.prompt) for one in group):
+                found[MIXED].append(
+                    f"the trajectories of group {group[0].group!r:.60} have different prompts; {MIXED_REMEDY}"
+                )
+            for one in group:
+                for name, line in one.doubts.items():
+                    found[name].append(line)
+        for name, lines in found.items():
+            if lines and name not in self._said:
+                self._said.add(name)
+                print(f"warning: step {step}: {lines[0]} ({name}: {len(lines)})", file=sys.stderr)
+        return {name: len(lines) for name, lines in found.items()}
+
+    def _waiting_line(self, count: int) -> str:
+        (ready, newer, incomplete), dropped = self._queue.counts(), self._queue.dropped_rows
+        line = f"waiting for trajectories: {ready} of {count} groups"
+        line += f", {incomplete} incomplete" if incomplete else ""
+        line += f", {newer} of a policy newer than version {self._queue.version}" if newer else ""
+        return line + (f"; {dropped} rows were too old (rollout.max_staleness)" if dropped else "")
 
 
 def make_rollouts(groups: Sequence[Sequence[Trajectory]]) -> Rollouts:

@@ -71,7 +71,8 @@ class StopRequest:
         save_s = None if self._checkpointer is None else self._checkpointer.last_save_s()
         if save_s is None:
             save_s = _SAVE_S + self._state_bytes / _SAVE_BYTES_PER_S
-        return remaining_s(self._step_s, time.monotonic() - self._began, save_s) > self.left_s()
+        step_s = math.inf if self._step_s is None else self._step_s - (time.monotonic() - self._began)
+        return max(step_s, 0.0) + save_s > self.left_s()
 
     def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer, state_bytes: int = 0) -> None:
         """Records that a step begins. The step before took ``last_step_s`` seconds (None: not known).
@@ -144,13 +145,3 @@ class _CompileTime:
 
 
 _compile_time = functools.cache(_CompileTime)
-
-
-def remaining_s(step_s: float | None, elapsed_s: float, save_s: float | None) -> float:
-    """Returns the expected time to the end of a step and its save, in seconds; infinity if that is not known.
-
-    ``step_s`` and ``save_s`` are the times of the last step and the last save; None: not known.
-    """
-    if step_s is None or save_s is None:
-        return math.inf
-    return max(step_s - elapsed_s, 0.0) + save_s

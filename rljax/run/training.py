@@ -160,47 +160,55 @@ def starting_state(
     else:
         with caller_errors():
             params = initial_params(config, policy, mesh)
-        tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
-        state, host = create_state(params, policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora), {}
+        state, host = create_state(params, policy, make_optimizer(config.optimizer), mesh, **_state_options(config)), {}
     return (on_host(state) if config.rollout.colocated else state), host
 
 
 def wanted_state(config: Config, policy: PolicyConfig, mesh: Mesh) -> TrainState:
     """Returns the form of the training state: a ``jax.ShapeDtypeStruct`` with a sharding at each leaf."""
-    tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
-    return abstract_state(policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora)
+    return abstract_state(policy, make_optimizer(config.optimizer), mesh, **_state_options(config))
 
 
-def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
-    """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` (None: all) responses."""
-    tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens, config.mesh.context)
-    rows = _micro_batch_rows(config, tokens)
-    if shares_prefixes(config):
+def _state_options(config: Config) -> dict[str, Any]:
+    return {"dynamic_scale": config.precision.compute_dtype == "float16", "lora": config.lora}
+
+
+def micro_batch_shape(config: Config, longest: int) -> tuple[int, int]:
+    """Returns (rows, tokens) of a micro-batch of sequences of at most ``longest`` tokens."""
+    packing, mesh = config.packing, config.mesh
+    tokens = packing.resolve_row_tokens(longest, mesh.context)
+    return packing.resolve_rows(tokens, mesh.row_ways(jax.device_count()), mesh.context), tokens
+
+
+def batch_shape(
+    config: Config, num_sequences: int | None = None, micro_batch: tuple[int, int] | None = None
+) -> tuple[int, int, int]:
+    """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` (None: all) responses.
+
+    ``micro_batch`` has its rows and tokens; None: the run's.
+    """
+    longest = config.max_sequence_tokens
+    rows, tokens = micro_batch or micro_batch_shape(config, longest)
+    if shares_prefixes(config) and micro_batch is None:
         longer, ways = tree_rows(config, tokens), config.mesh.row_ways(jax.device_count())
         rows, tokens = max(1, rows * tokens // longer // ways) * ways, longer
-    count = num_sequences or config.num_sequences
-    return max_micro_batches(count, config.max_sequence_tokens, tokens, rows), rows, tokens
+    return max_micro_batches(num_sequences or config.num_sequences, longest, tokens, rows), rows, tokens
 
 
-def _micro_batch_rows(config: Config, row_tokens: int) -> int:
-    mesh = config.mesh
-    return config.packing.resolve_rows(row_tokens, mesh.row_ways(jax.device_count()), mesh.context)
-
-
-def make_pack(config: Config, num_sequences: int) -> Pack:
-    """Returns a function that packs ``num_sequences`` responses into rows of the run's shape."""
-    return _pack_in(config, batch_shape(config, num_sequences))
-
-
-def _pack_in(config: Config, shape: tuple[int, int, int]) -> Pack:
-    """Returns a function that packs responses into a batch of the ``shape`` (micro-batches, rows, tokens)."""
-    micro, rows, tokens = shape
-    sizes = {"row_tokens": tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
+def make_pack(config: Config, num_sequences: int, micro_batch: tuple[int, int] | None = None) -> Pack:
+    """Returns a function that packs ``num_sequences`` responses into a batch of the shape of ``batch_shape``."""
+    micro, rows, tokens = batch_shape(config, num_sequences, micro_batch)
+    sizes: dict[str, Any] = {"row_tokens": tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
     tops = config.trained_tops > 0
     if flat := flat_rows(config, tokens):
-        form = {"flat_tokens": flat, "with_tops": tops, "two_levels": has_two_levels()}
-        return functools.partial(pack_trees, **sizes, **form)
+        levels = has_two_levels()
+        return functools.partial(pack_trees, **sizes, flat_tokens=flat, with_tops=tops, two_levels=levels)
     return functools.partial(pack, **sizes, with_tops=tops)
+
+
+def _other_rows(config: Config) -> tuple[int, int]:
+    """Returns the rows and tokens of micro-batches of another shape than those of the run."""
+    return other_shape(*batch_shape(config)[1:], config.mesh.row_ways(jax.device_count()))
 
 
 def responses_per_update(config: Config) -> int:
@@ -227,7 +235,7 @@ def make_update(
         return update
     apart, count = with_separate_rows(config), min(MOST, config.num_sequences)
     _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
-    packs = make_pack(config, count), make_pack(apart, count), _make_other_pack(apart, count)
+    packs = make_pack(config, count), make_pack(apart, count), make_pack(apart, count, _other_rows(apart))
     checks = TreeChecks(*packs, FLOORS[config.precision.compute_dtype])
     return CheckedTrees(update, forward, checks, lambda: _make_update(apart, policy, tx, mesh, reference, merged))
 
@@ -330,7 +338,7 @@ def _with_self_check(
         return update
     count, checks = min(SELF_RESPONSES, config.num_sequences), dict[Cause, Check]()
     _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
-    checks["shape"] = at_other_shape(forward, _make_other_pack(config, count), sample=count)
+    checks["shape"] = at_other_shape(forward, make_pack(config, count, _other_rows(config)), sample=count)
     if (other := other_mesh(mesh)) is not None:
         _, forward_there = make_forwards(config, make_step(config, policy, tx, other, merged), merged)
         checks["mesh"] = in_other_program(lambda state, batch: forward_there(state.params, batch)[1], sample=count)
@@ -339,13 +347,6 @@ def _with_self_check(
     step = make_step(changed, policy, tx, mesh, merged)
     checks["remat"] = in_other_program(step.loss_forward, sample=count, stand_ins=optional_logprobs(config))
     return SelfCheckedUpdate(update, checks)
-
-
-def _make_other_pack(config: Config, count: int) -> Pack:
-    """Returns a function that packs ``count`` responses into micro-batches of another shape."""
-    _, rows, tokens = batch_shape(config)
-    rows, tokens = other_shape(rows, tokens, config.mesh.row_ways(jax.device_count()))
-    return _pack_in(config, (max_micro_batches(count, config.max_sequence_tokens, tokens, rows), rows, tokens))
 
 
 def optional_logprobs(config: Config) -> list[OptionalLogprobs]:
@@ -399,16 +400,10 @@ def has_separate_forward(config: Config) -> bool:
     return several or make_objective(config, responses_per_update(config)).needs_old_logprobs
 
 
-def exact_shape(config: Config) -> tuple[int, int]:
-    """Returns (rows, tokens) of a micro-batch of ``rollout.engine: exact``, which also samples for evaluations."""
-    row_tokens = config.packing.resolve_row_tokens(config.max_engine_tokens)
-    return _micro_batch_rows(config, row_tokens), row_tokens
-
-
 @functools.lru_cache(maxsize=1)
 def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPass:
     """Builds the executable of ``rollout.engine: exact``, which the engine and the update share."""
-    rows, row_tokens = exact_shape(config)
+    rows, row_tokens = micro_batch_shape(config, config.max_engine_tokens)  # it also samples for evaluations
     return ExactPass(
         policy,
         mesh,

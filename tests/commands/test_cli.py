@@ -35,7 +35,7 @@ def test_the_help_explains_each_command_in_a_line():
 def test_each_command_has_a_program_that_explains_itself(name, capsys):
     try:
         status = cli.main([name, "--help"])
-    except SystemExit as ended:  # tyro raises it
+    except SystemExit as ended:
         status = ended.code
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")
@@ -75,7 +75,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_the_shell_completes_commands_and_options(tmp_path):
-    status, script, _ = outcome(cli.main, ["--tyro-print-completion", "bash"])
+    status, script, _ = outcome(cli.main, ["--print-completion", "bash"])
     assert status == 0
     (tmp_path / "rljax.bash").write_text(script)
 
@@ -84,7 +84,7 @@ def test_the_shell_completes_commands_and_options(tmp_path):
             source {tmp_path}/rljax.bash
             COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; COMP_LINE="{" ".join(words)}"
             COMP_POINT=${{#COMP_LINE}}
-            _tyro_rljax
+            _rljax
             printf '%s\\n' "${{COMPREPLY[@]}}"
         """
         done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60)
@@ -95,5 +95,5 @@ def test_the_shell_completes_commands_and_options(tmp_path):
         "--run.steps",
         "--run.stuck-s",
     ]
-    status, _, err = outcome(cli.main, ["--tyro-print-completion", "csh"])
-    assert (status, err) == (2, "error: --tyro-print-completion: expected one of bash, zsh, tcsh, fish, got csh\n")
+    status, _, err = outcome(cli.main, ["--print-completion", "csh"])
+    assert (status, err) == (2, "error: --print-completion: expected one of bash, zsh, fish, got csh\n")

@@ -42,7 +42,7 @@ def test_chosen_metrics_have_a_panel_each(runs, tmp_path, capsys):
         (["nowhere"], "nowhere/metrics.jsonl: No such file or directory"),
         (["empty"], "empty/metrics.jsonl: no rows to plot"),
         (["damaged"], "damaged/metrics.jsonl:1: not a row"),
-        ([], "expected at least one RUN"),
+        ([], "expected RUNS; rljax plot --help"),
         (["one", "--smooth", "2"], "smooth must be in the range [0, 1), got 2.0"),
         (["one", "--smooth", "x"], "--smooth: expected FLOAT, got x"),
         (["one", "--out", "one/metrics.jsonl/x.png"], "one/metrics.jsonl"),

@@ -205,7 +205,7 @@ def test_what_cannot_be_replayed_is_one_clear_line(tmp_path, content, arguments,
 def test_a_log_that_is_not_there(tmp_path):
     assert "no such file" in refused(tmp_path / "nothing.jsonl")
     assert "neither metrics.jsonl nor" in refused(tmp_path)
-    assert "expected at least one LOG" in refused("--sweep")
+    assert "expected LOGS; rljax replay --help" in refused("--sweep")
 
 
 def write_events(directory, lengths, first, tag=LENGTH):

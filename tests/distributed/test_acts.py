@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from records import train_sequence
 
-from rljax.distributed.acts import Own, Shared, gather_results, to_the_end, together, values_of
-from rljax.distributed.messages import Announcement, pack, read_announcement, unpack
+from rljax.distributed.acts import Shared, gather_results, to_the_end, together, values_of
+from rljax.distributed.messages import Announcement, pack, unpack
 from rljax.distributed.processes import Processes, is_of_devices, start_processes
 from rljax.errors import ConfigError
 from rljax.rollout.turns import TurnRequest
@@ -44,7 +44,7 @@ def test_sequences_come_out_as_they_went_in(optional):
         for p, r in lengths
     ]
     sent = Announcement("step", "_pack", pack([to_arrays(sequences)]))
-    announced = read_announcement(sent.packed())
+    announced = unpack(pack(sent), Announcement)
     assert announced == sent
     assert (announced.place, Announcement("stop").place) == ("pack", "stop")
     (arrays,) = unpack(announced.arguments, tuple[Mapping[str, np.ndarray]])
@@ -111,9 +111,9 @@ class Anything(Shared):
     name = "anything"
 
     @together
-    def work(self, done: Own[list], *, x: np.ndarray) -> int:
-        done.append(x)
-        return len(done)
+    def work(self, state: list, *, x: np.ndarray) -> int:
+        state.append(x)
+        return len(state)
 
     @together
     def items(self, count: int) -> Iterator[int]:

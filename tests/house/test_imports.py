@@ -86,13 +86,6 @@ DOORS = {
         *("compare.bench", "commands.check", "commands.compare", "commands.prepare", "commands.view"),
     },
     "jinja2": {"data.tokenizer"},
-    "tyro": {
-        "run.options",
-        "commands.compare",
-        "commands.export",
-        "commands.prepare",
-        "commands.view",
-    },
     "pydantic": {"run.config_file"},
     "yaml": {"run.config_file"},
     "matplotlib": {

@@ -194,4 +194,4 @@ def test_asked_to_stop_without_a_server_it_saves_the_last_step(server, toy_base,
     assert f"stopped after step {done}, saved" in output
     with contextlib.closing(Checkpointer(run_dir / "checkpoints", read_only=True)) as checkpointer:
         assert checkpointer.all_steps() == [done]
-        assert checkpointer.restore_host(done)["data"] == {"problems_drawn": 8 * done}
+        assert checkpointer.read_host(done)[0]["data"] == {"problems_drawn": 8 * done}

@@ -50,7 +50,7 @@ def run(saved, tmp_path):
 
 def newest(run):
     with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
-        found = checkpointer.restore_newest(WANTED)
+        found = checkpointer.restore_newest(WANTED, lambda host: host["step"])
         return None if found is None else found[1]["step"], found and found[0], checkpointer.all_steps()
 
 
@@ -107,46 +107,45 @@ def test_no_damage_to_any_file_goes_unnoticed(damage, saved, tmp_path, capfd):
     assert not any(name.name in HARMLESS for name in noticed)
 
 
-def test_bits_flipped_in_an_array_are_named(run, capfd):
-    """The array's file has no checksum of its own for values that do not compress."""
-    largest = max(files_of(run, 4), key=lambda name: (run / "checkpoints/4" / name).stat().st_size)
-    path = run / "checkpoints/4" / largest
+def flip_a_bit(folder):
+    """Changes a value of an array. Its file has no checksum of its own for values that do not compress."""
+    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert newest(run)[0] == 2
-    assert "is damaged: other values than were saved in noise; moved to" in capfd.readouterr().err
 
 
-def test_a_host_state_with_another_number_is_damaged(run, capfd):
-    path = run / "checkpoints/4/host/metadata"
+def other_number(folder):
+    path = folder / "host/metadata"
     path.write_text(path.read_text().replace('"mean": 0.1', '"mean": 0.2'))
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+# Without checksums the host state is taken for one of an older rljax, whatever it holds.
+NAMED = {
+    "other values than were saved in noise": flip_a_bit,
+    "another host state than was saved": other_number,
+    "its host state is not one of a run": lambda folder: (folder / "host/metadata").write_text("{}"),
+    "its host cannot be read": empty,
+}
+
+
+@pytest.mark.parametrize("said", NAMED)
+def test_damage_is_named(run, capfd, said):
+    NAMED[said](run / "checkpoints/4")
     assert newest(run)[0] == 2
-    assert "is damaged: another host state than was saved; moved to" in capfd.readouterr().err
+    assert f"checkpoint 4 in {run}/checkpoints is damaged: {said}" in capfd.readouterr().err
 
 
 def test_a_folder_under_the_name_of_another_step_is_damaged(run, capfd):
     """Otherwise no step up to that one would be saved again."""
     shutil.copytree(run / "checkpoints/4", run / "checkpoints/9")
     assert newest(run)[0] == 4
-    assert "checkpoint 9 in " in (said := capfd.readouterr().err)
-    assert " is damaged: it is that of step 4; moved to " in said
-
-
-def test_a_host_state_that_is_not_one_of_a_run_is_damaged(run, capfd):
-    """Without checksums the host state is taken for one of an older rljax, whatever it holds."""
-    (run / "checkpoints/4/host/metadata").write_text("{}")
-    with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
-        _, host = checkpointer.restore_newest(WANTED, lambda host: host["step"])
-    assert host["step"] == 2
-    assert "checkpoint 4 in " in (said := capfd.readouterr().err)
-    assert " is damaged: its host state is not one of a run; moved to " in said
-
-
-def test_an_empty_folder_is_damaged(run):
-    shutil.rmtree(run / "checkpoints/4")
-    (run / "checkpoints/4").mkdir()
-    assert newest(run)[0] == 2
+    assert f"checkpoint 9 in {run}/checkpoints is damaged: it is that of step 4; moved to " in capfd.readouterr().err
 
 
 def test_what_was_set_aside_is_not_overwritten(run):

@@ -8,7 +8,6 @@ import pytest
 from records import response
 
 from rljax.data.toy import addition_problems, build_tokenizer
-from rljax.errors import ConfigError
 from rljax.evaluate import EvaluateArguments, find_policy, in_batches, write_responses
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import Samples
@@ -16,8 +15,7 @@ from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config, EvalConfig
 from rljax.run.config_file import load_config
 from rljax.run.evaluation import EVAL_SEED, Evaluation, mean_accuracy, pass_at_k, summarize_scores
-from rljax.run.sampling import Sampler, Scored
-from rljax.run.single_turn import SingleTurn
+from rljax.run.sampling import Sampler, Scored, SingleTurn
 
 SAMPLING = SamplingParams(8, 1.0)
 PROBLEMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}]
@@ -168,14 +166,6 @@ def test_the_engine_has_room_for_the_longer_response():
     longer = [*arguments, "--eval.max-response-tokens", "50"]
     config = load_config(Config, longer, prog="", description="")
     assert (config.max_engine_tokens, config.max_sequence_tokens) == (60, 30)
-
-
-def test_lists_are_read_from_the_command_line():
-    words = "--eval.n 8 --eval.temperature 0.6 --eval.pass-k 1 4 8 --eval.datasets a.parquet b=c.jsonl"
-    config = load_config(Config, words.split(), prog="", description="").eval
-    assert (config.pass_k, config.datasets) == ((1, 4, 8), ("a.parquet", "b=c.jsonl"))
-    with pytest.raises(ConfigError, match=r"eval\.n must be at least 1"):
-        load_config(Config, ["--eval.n", "0"], prog="", description="")
 
 
 def test_a_policy_that_is_not_there_is_named(tmp_path):

@@ -39,10 +39,10 @@ def make_config(place, batch_size=2, **rollout):
     )
 
 
-def make_batches(config, step=0, state=None, stop=STOP):
+def make_batches(config, step=0, state=None, stop=STOP, reported=0):
     """Returns the batches of a run that begins, or that goes on after ``step``."""
-    stream = PromptStream(PROBLEMS, config.data.batch_size, 0)
-    made = make_external_batches(config, toy_config(), stream, SamplingParams(8), stop, list)
+    stream, sampling = PromptStream(PROBLEMS, config.data.batch_size, 0), SamplingParams(8, reported=reported)
+    made = make_external_batches(config, toy_config(), stream, sampling, stop, list)
     if state is not None:
         made.load_state_dict(json.loads(json.dumps(state)))
     made.start(step)
@@ -235,39 +235,25 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path):
         make_batches(make_config(tmp_path / "none"))
 
 
-REFUSED = {
-    "refill must be false": {"refill": True},
-    "update must be wait": {"update": "keep"},
-    "inject changes nothing": {"inject": InjectConfig(weight_noise=0.1)},
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_settings_of_sampling_are_refused(said):
-    with pytest.raises(ValueError, match=f"another program samples, so .*{said}"):
-        check_engine(RolloutConfig(trajectories="rows", **REFUSED[said]))
-
-
-def test_the_exact_engine_is_refused():
-    with pytest.raises(
-        ValueError, match=r"rollout\.trajectories works with rollout\.engine = jax, vllm or sglang, not"
-    ):
-        check_engine(RolloutConfig(trajectories="rows", engine="exact"))
-
-
 @pytest.mark.parametrize(
-    "url", ["https://127.0.0.1:80", "http://127.0.0.1", "http://8.8.8.8:80", "http://name:80", "http://127.0.0.1:80/a"]
+    ("wrong", "said"),
+    [
+        ({"refill": True}, "another program samples, so .*refill must be false"),
+        ({"update": "keep"}, "another program samples, so .*update must be wait"),
+        ({"inject": InjectConfig(weight_noise=0.1)}, "another program samples, so .*inject changes nothing"),
+        ({"engine": "exact"}, r"rollout\.trajectories works with rollout\.engine = jax, vllm or sglang, not"),
+        *(
+            ({"trajectories": f"http{rest}"}, r"(trajectories|host) must be")
+            for rest in ("s://127.0.0.1:80", "://127.0.0.1", "://8.8.8.8:80", "://name:80", "://127.0.0.1:80/a")
+        ),
+    ],
 )
-def test_an_address_that_cannot_be_used_is_refused(url):
-    with pytest.raises(ValueError, match=r"(trajectories|host) must be"):
-        check_engine(RolloutConfig(trajectories=url))
+def test_settings_that_do_not_go_with_trajectories_are_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        check_engine(RolloutConfig(**{"trajectories": "rows"} | wrong))
 
 
 def test_likeliest_tokens_of_rows_are_needed(place):
     write_file(place / "1.jsonl", [make_row("a", 0), make_row("a", 1)])
-    config = make_config(place, batch_size=1, top_logprobs=2)
-    stream = PromptStream(PROBLEMS, 1, 0)
-    made = make_external_batches(config, toy_config(), stream, SamplingParams(8, reported=2), STOP, list)
-    made.start(0)
     with pytest.raises(ConfigError, match="lacks top_ids, which a run with 2 likeliest tokens needs"):
-        take(made)
+        take(make_batches(make_config(place, batch_size=1, top_logprobs=2), reported=2))

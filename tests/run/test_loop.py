@@ -28,7 +28,7 @@ from rljax.run.evaluation import EVAL_SEED
 from rljax.run.fingerprint import check_fingerprints
 from rljax.run.sampling import step_seed
 from rljax.run.step import Progress
-from rljax.run.stop import StopRequest, remaining_s
+from rljax.run.stop import StopRequest
 
 
 def sum_of(prompt):
@@ -57,6 +57,15 @@ class Finished:
     saved: list
     before: dict
     after: dict
+
+
+def trained_prompts(engine):
+    """Returns the prompts of the batches, without those of evaluations."""
+    return [prompts for prompts in engine.asked if len(prompts) == 2]
+
+
+def without_evaluation(rows):
+    return [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows]
 
 
 class NotFinite:
@@ -172,11 +181,7 @@ def test_an_evaluation_added_at_a_resume_changes_no_number(go, whole):
     first = go(stop_after=2, eval={"every": 0})
     second = go(last_row=first.rows[-1], eval={"every": 1, "n": 2, "temperature": 1.0})
     assert all("eval/toy/accuracy" in row for row in second.rows)
-    rows, others = (
-        [{key: row[key] for key in row if not key.startswith("eval/")} for row in without_clock(rows)]
-        for rows in (first.rows + second.rows, whole.rows)
-    )
-    assert rows == others
+    assert without_evaluation(without_clock(first.rows + second.rows)) == without_evaluation(without_clock(whole.rows))
     jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
 
 
@@ -241,14 +246,12 @@ def test_a_resume_goes_on_counting_and_0_sets_no_limit(go):
     assert len(go("off", not_finite=range(1, 99), **SKIPPING | {"guard": {"max_skipped_updates": 0}}).rows) == 8
 
 
-def test_a_guards_unknown_metric_is_the_callers_mistake(go):
-    with pytest.raises(ConfigError, match=r"did you mean reward/mean\?"):
-        go(guard={"stop": ("reward/meen > 2",)})
-
-
-def test_a_schedules_unknown_metric_ends_the_run(go):
+@pytest.mark.parametrize(
+    "changes", [{"guard": {"stop": ("reward/meen > 2",)}}, {"schedule": {"metric": "reward/meen"}}]
+)
+def test_an_unknown_metric_is_the_callers_mistake(go, changes):
     with pytest.raises(ConfigError, match=r"no row has a metric 'reward/meen'; did you mean reward/mean\?"):
-        go(schedule={"metric": "reward/meen"})
+        go(**changes)
 
 
 def test_without_signal_the_update_is_skipped(go):
@@ -261,25 +264,23 @@ def test_without_signal_the_update_is_skipped(go):
     jax.tree.map(np.testing.assert_array_equal, run.before, run.after)
 
 
-def test_servers_gone_at_a_publish_leave_the_step_whole(go):
-    run = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_at_version=2))
-    assert (len(run.rows), run.saved, run.progress.step) == (2, [2], 2)
-    assert not any(key.startswith("eval/") for key in run.rows[1])
-    assert run.rows[1]["optimizer/grad_norm"] > 0
+@pytest.mark.parametrize(("version", "steps"), [(2, 2), (0, 0)])
+def test_servers_gone_at_a_publish_leave_the_step_whole(go, version, steps):
+    run = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_at_version=version))
+    assert (len(run.rows), run.saved, run.progress.step) == (steps, [2][:steps], steps)
+    if steps:
+        assert not any(key.startswith("eval/") for key in run.rows[1])
+        assert run.rows[1]["optimizer/grad_norm"] > 0
+    else:
+        assert run.engine.asked == []
 
 
-def test_servers_gone_in_a_rollout_give_the_step_up(go):
-    whole = go("whole", eval={"every": 0})
+def test_servers_gone_in_a_rollout_give_the_step_up(go, whole):
     first = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_after=2), eval={"every": 0})
     assert (len(first.rows), first.saved, first.progress.step) == (2, [2], 2)
     second = go(last_row=first.rows[-1], eval={"every": 0})
-    assert without_clock(first.rows + second.rows) == without_clock(whole.rows)
-    assert second.engine.asked == whole.engine.asked[2:]
-
-
-def test_servers_gone_before_the_first_step_leave_nothing(go):
-    run = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_at_version=0))
-    assert (run.rows, run.saved, run.engine.asked) == ([], [], [])
+    assert without_evaluation(without_clock(first.rows + second.rows)) == without_evaluation(without_clock(whole.rows))
+    assert second.engine.asked == trained_prompts(whole.engine)[2:]
 
 
 def asked_to_stop(*, step, pause_s=0.0, evaluation=False, saved=None):
@@ -306,20 +307,12 @@ def asked_to_stop(*, step, pause_s=0.0, evaluation=False, saved=None):
     return ScriptedEngine(TOKENIZER, script)
 
 
-ALWAYS_SAVED = {"eval": {"every": 0}, "checkpoint": {"every": 1}}
-
-
-def test_a_stop_with_time_to_spare_finishes_the_step(go, capsys, tmp_path):
-    engine = asked_to_stop(step=3, saved=tmp_path / "run" / "checkpoints" / "1")
-    run = go(engine=engine, grace_s=600.0, **ALWAYS_SAVED)
-    assert (len(run.rows), run.saved) == (3, [1, 2, 3])
-    assert "\nstopping after this step (once more to stop at once)\n" in capsys.readouterr().err
-
-
-def test_a_stop_before_the_first_save_finishes_the_step(go, capsys):
+@pytest.mark.parametrize("every", [1, 0])
+def test_a_stop_with_time_to_spare_finishes_the_step(go, capsys, tmp_path, every):
     """The time of the first save is expected from the size of the state: 1 s and a moment here."""
-    run = go(engine=asked_to_stop(step=3), grace_s=600.0, eval={"every": 0}, checkpoint={"every": 0})
-    assert (len(run.rows), run.saved) == (3, [3])
+    engine = asked_to_stop(step=3, saved=tmp_path / "run" / "checkpoints" / "1" if every else None)
+    run = go(engine=engine, grace_s=600.0, eval={"every": 0}, checkpoint={"every": every})
+    assert (len(run.rows), run.saved) == (3, [1, 2, 3] if every else [3])
     assert "\nstopping after this step (once more to stop at once)\n" in capsys.readouterr().err
 
 
@@ -331,6 +324,7 @@ def test_a_stop_before_the_first_save_finishes_the_step(go, capsys):
         (100.0, 0.0, 0, True),
         (100.0, 95.0, 0, False),  # the step takes 5 s, because nothing compiles again
         (100.0, 85.0, 0, True),
+        (11.5, 0.0, 0, True),  # the step and the save take 12.5 s
         (None, 0.0, 0, True),
     ],
 )
@@ -346,10 +340,9 @@ def test_what_a_step_and_the_first_save_are_expected_to_take(tmp_path, last_step
 
 
 @pytest.mark.parametrize("every", [1, 0])
-def test_a_stop_without_time_gives_the_step_up(go, capsys, every):
+def test_a_stop_without_time_gives_the_step_up(go, whole, capsys, every):
     """No time is left, before the first save and after it."""
     changes = {"eval": {"every": 0}, "checkpoint": {"every": every}}
-    whole = go("whole", **changes)
     engine = asked_to_stop(step=3)
     first = go(engine=engine, **changes)
     assert (len(first.rows), first.saved[-1], first.progress.step) == (2, 2, 2)
@@ -358,14 +351,14 @@ def test_a_stop_without_time_gives_the_step_up(go, capsys, every):
     assert said.endswith("step 3 is given up: asked to stop while responses were sampled\n")
     assert engine.metrics["rollout/requests"] == 1
     second = go(last_row=first.rows[-1], **changes)
-    assert without_clock(first.rows + second.rows) == without_clock(whole.rows)
-    assert second.engine.asked == whole.engine.asked[2:]
+    assert without_evaluation(without_clock(first.rows + second.rows)) == without_evaluation(without_clock(whole.rows))
+    assert second.engine.asked == trained_prompts(whole.engine)[2:]
     jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
 
 
 @pytest.mark.slow
 def test_a_step_longer_than_the_last_is_given_up_in_time(go, capsys):
-    run = go(engine=asked_to_stop(step=3, pause_s=1.0), grace_s=2.5, **ALWAYS_SAVED)
+    run = go(engine=asked_to_stop(step=3, pause_s=1.0), grace_s=2.5, eval={"every": 0}, checkpoint={"every": 1})
     assert (len(run.rows), run.saved) == (2, [1, 2])
     assert capsys.readouterr().err.endswith("step 3 is given up: asked to stop while responses were sampled\n")
 
@@ -381,13 +374,6 @@ def test_an_evaluation_is_given_up_and_its_step_kept(go, capsys):
     assert (len(run.rows), run.saved) == (2, [1, 2])
     assert not any(key.startswith("eval/") for key in run.rows[1])
     assert "the evaluation of step 2 is given up: asked to stop while responses" in capsys.readouterr().err
-
-
-def test_the_time_to_the_end_of_a_step():
-    assert remaining_s(10.0, elapsed_s=4.0, save_s=3.0) == 9.0
-    assert remaining_s(10.0, elapsed_s=12.0, save_s=3.0) == 3.0
-    assert remaining_s(None, elapsed_s=4.0, save_s=3.0) == float("inf")
-    assert remaining_s(10.0, elapsed_s=4.0, save_s=None) == float("inf")
 
 
 def test_dumps_and_transcripts_hold_what_was_said(go):
@@ -482,58 +468,38 @@ def resumed_rows(go, rows):
     return without_clock(rows + second.rows), second
 
 
-def without_evaluation(rows):
-    return [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows]
+BROKEN, INTERRUPT, FULL = RuntimeError("it failed 6 times"), KeyboardInterrupt(), OSError(28, "No space left")
 
 
 # The calls of ``generate`` are steps 1 and 2, the evaluation of step 2, steps 3 and 4, and the evaluation of step 4.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("error", "answers"),
+    ("error", "where", "saved"),
     [
-        (RuntimeError("it failed 6 times"), 0),
-        (KeyboardInterrupt(), 3),
-        (OSError(28, "No space left"), 0),
-        pytest.param(RuntimeError("it failed 6 times"), 3, marks=pytest.mark.harness),
-        pytest.param(KeyboardInterrupt(), 0, marks=pytest.mark.harness),
-        pytest.param(OSError(28, "No space left"), 3, marks=pytest.mark.harness),
+        (BROKEN, {"call": 2, "answers": 0}, 1),
+        (INTERRUPT, {"call": 2, "answers": 3}, 1),
+        (FULL, {"call": 2, "answers": 0}, 1),
+        pytest.param(BROKEN, {"call": 2, "answers": 3}, 1, marks=pytest.mark.harness),
+        pytest.param(INTERRUPT, {"call": 2, "answers": 0}, 1, marks=pytest.mark.harness),
+        pytest.param(FULL, {"call": 2, "answers": 3}, 1, marks=pytest.mark.harness),
+        (TimeoutError("no server took it in 900 s"), {"version": 1}, 1),
+        (BROKEN, {"version": 2}, 2),
+        (BROKEN, {"call": 3, "answers": 7}, 2),
     ],
 )
-def test_a_failed_rollout_saves_the_step_before(error, answers, go, whole, capsys):
+def test_a_failure_saves_the_newest_step(error, where, saved, go, whole, capsys):
+    """A failed rollout loses its step, a failed publish or evaluation of step 2 only the evaluation in its row."""
     rows = RowList()
     with pytest.raises(type(error)) as raised:
-        go(engine=Failing(error, call=2, answers=answers), rows=rows)
+        go(engine=Failing(error, **where), rows=rows)
     assert raised.value is error
-    assert capsys.readouterr().err.endswith("\nstep 1 is saved; the same command goes on from there\n")
-    assert len(rows) == 1
+    lacks = ", its row without the evaluation that was due" if saved == 2 else ""
+    assert capsys.readouterr().err.endswith(f"\nstep {saved} is saved{lacks}; the same command goes on from there\n")
+    assert len(rows) == saved
     got, second = resumed_rows(go, rows)
-    assert second.engine.published == [1, 2, 3, 4]
-    assert got == without_clock(whole.rows)
-    jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
-
-
-def test_a_failed_publish_saves_the_new_state(go, whole, capsys):
-    rows = RowList()
-    with pytest.raises(TimeoutError, match="900 s"):
-        go(engine=Failing(TimeoutError("no server took it in 900 s"), version=1), rows=rows)
-    assert capsys.readouterr().err.endswith("\nstep 1 is saved; the same command goes on from there\n")
-    got, second = resumed_rows(go, rows)
-    assert second.engine.published == [1, 2, 3, 4]
-    assert got == without_clock(whole.rows)
-    jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [{"version": 2}, {"call": 3, "answers": 7}])
-def test_an_evaluation_that_fails_is_all_that_its_row_lacks(engine, go, whole, capsys):
-    rows = RowList()
-    with pytest.raises(RuntimeError, match="broken"):
-        go(engine=Failing(RuntimeError("broken"), **engine), rows=rows)
-    said = "step 2 is saved, its row without the evaluation that was due; the same command goes on from there"
-    assert capsys.readouterr().err.endswith(f"\n{said}\n")
-    got, second = resumed_rows(go, rows)
+    assert second.engine.published == list(range(saved, 5))
     expected = without_clock(whole.rows)
-    assert got == [expected[0], *without_evaluation(expected[1:2]), *expected[2:]]
+    assert got == ([expected[0], *without_evaluation(expected[1:2]), *expected[2:]] if saved == 2 else expected)
     jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
 
 
@@ -548,20 +514,14 @@ def test_a_dump_that_fails_loses_no_row(go, whole, tmp_path):
     assert got == without_clock(whole.rows)
 
 
-def test_a_row_that_fails_is_tried_again(go, whole):
-    """The first write of row 2 fails. The end of the run then records and saves the row."""
-    rows = FailingRecord(1)
-    with pytest.raises(OSError, match="No space left"):
-        go(rows=rows)
-    assert resumed_rows(go, rows)[0] == without_clock(whole.rows)
-
-
-def test_a_row_that_fails_keeps_the_last_checkpoint(go, whole, capsys):
-    rows = FailingRecord(2)
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_row_that_fails_is_tried_again(go, whole, capsys, failures):
+    """The end of the run records and saves row 2, or else the last checkpoint stays."""
+    rows = FailingRecord(failures)
     with pytest.raises(OSError, match="No space left"):
         go(rows=rows, checkpoint={"every": 1})
     said = "step 2 could not be saved: [Errno 28] No space left on device; what remains is the checkpoint of step 1"
-    assert capsys.readouterr().err.endswith(f"\n{said}\n")
+    assert capsys.readouterr().err.endswith(f"\n{said}\n") == (failures == 2)
     assert resumed_rows(go, rows)[0] == without_clock(whole.rows)
 
 
@@ -607,21 +567,6 @@ def test_rows_are_synced_before_each_save(update, tmp_path):
     assert events == [*rows[:3], ("sync",), ("save", 3), rows[3], ("sync",), ("save", 4)]
 
 
-def data_file(tmp_path, order):
-    problems = [{"prompt": f"{100 + i}+{200 + i}=", "answer": str(300 + 2 * i)} for i in range(8)]
-    path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps(problems[i]) + "\n" for i in order))
-    return {"data": {"task": "file", "path": str(path), "reward": "addition"}, "eval": {"every": 0}}
-
-
-def test_problems_in_another_order_are_refused_at_a_resume(go, tmp_path):
-    order = list(range(8))
-    first = go(stop_after=2, **data_file(tmp_path, order))
-    with pytest.raises(ConfigError, match=r"problems.jsonl: the training problems or their order are not those before"):
-        go(last_row=first.rows[-1], **data_file(tmp_path, [1, 0, *order[2:]]))
-    assert len(go(last_row=first.rows[-1], **data_file(tmp_path, order)).rows) == 2
-
-
 def test_a_checkpoint_of_before_fingerprints_is_not_checked():
     check_fingerprints({}, {"problems": "a", "reference": "b"}, {})
     check_fingerprints({"problems": "a"}, {"problems": "a", "reference": "b"}, {})
@@ -664,23 +609,10 @@ def test_rollouts_sampled_ahead_are_those_of_the_same_prompts(go, whole, k):
         assert row["rollout/requests"] == 4
         # The script does not depend on the policy. So all numbers but times and versions are the same.
         assert without_versions(row) == without_versions(other)
-    trained = [prompts for prompts in ahead.engine.asked if len(prompts) == 2]
-    assert trained == [prompts for prompts in in_turn.engine.asked if len(prompts) == 2]
+    assert trained_prompts(ahead.engine) == trained_prompts(in_turn.engine)
     assert ahead.engine.published == [0, 1, 2, 3, 4]
     assert {"time/ahead_s", "time/wait_s", "time/drain_s", "time/rollout_s"} <= ahead.rows[0].keys()
     assert not {"time/wait_s", "time/drain_s"} & in_turn.rows[0].keys()
-
-
-def test_a_resumed_run_with_rollouts_ahead_loses_no_prompt(go, whole):
-    first = go(stop_after=2, rollout={"max_staleness": 1})
-    assert first.saved == [2]
-    second = go(last_row=first.rows[-1], rollout={"max_staleness": 1})
-    assert second.engine.published == [2, 3, 4]
-    assert [row["rollout/staleness"] for row in first.rows + second.rows] == [0, 1, 0, 1]
-    # The batch of step 3 may have been under way when the run stopped. It is asked for again.
-    before = [prompts for prompts in first.engine.asked if len(prompts) == 2]
-    after = [prompts for prompts in second.engine.asked if len(prompts) == 2]
-    assert before[:2] + after == [prompts for prompts in whole.engine.asked if len(prompts) == 2]
 
 
 def test_an_engine_that_breaks_ahead_ends_its_own_step(go):
@@ -693,21 +625,19 @@ def test_an_engine_that_breaks_ahead_ends_its_own_step(go):
     assert [row["step"] for row in rows] == [1, 2]
 
 
-def trained_prompts(engine):
-    """Returns the prompts of the batches, without those of evaluations."""
-    return [prompts for prompts in engine.asked if len(prompts) == 2]
-
-
-def test_a_guard_ends_a_run_with_rollouts_ahead_at_its_own_step(go, whole):
+@pytest.mark.parametrize("how", ["stopped", "guard"])
+def test_a_run_ahead_ends_at_its_own_step_and_loses_no_prompt(go, whole, how):
     """The batches that were sampled for later steps are asked for again when the run goes on."""
     ahead = {"max_staleness": 1}
-    first = go(rollout=ahead, guard={"stop": ("rollout/policy_version > 0",)})
-    assert [row["rollout/policy_version"] for row in first.rows] == [0, 0, 1]
-    assert first.progress.stopped_by
-    assert first.saved == [3]
+    rules = {"guard": {"stop": ("rollout/policy_version > 0",)}} if how == "guard" else {}
+    first = go(stop_after=2 if how == "stopped" else None, rollout=ahead, **rules)
+    last = len(first.rows)
+    assert (last, bool(first.progress.stopped_by)) == ((3, True) if rules else (2, False))
+    assert first.saved[-1] == last
     second = go(last_row=first.rows[-1], rollout=ahead)
-    assert [row["step"] for row in second.rows] == [4]
-    asked = trained_prompts(first.engine)[:3] + trained_prompts(second.engine)
+    assert second.engine.published == list(range(last, 5))
+    assert [row["rollout/staleness"] for row in first.rows + second.rows][: last + 1] == [*[0, 1, 1][:last], 0]
+    asked = trained_prompts(first.engine)[:last] + trained_prompts(second.engine)
     assert asked == trained_prompts(whole.engine)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from rljax.data.prompts import PromptStream
@@ -111,7 +110,7 @@ def paused(batches, engine, version, drains=True):
     return batches.paused({}, version, Timers(engine.stop), drains=drains)
 
 
-def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0):
+def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0, drains=True):
     """Runs steps as the loop does. Returns the trained batches, and the state of the stream after each step."""
     trained, states = [], []
     batches.start(first - 1)
@@ -120,7 +119,7 @@ def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0):
         for step in range(first, last + 1):
             sampled = take(batches, engine)
             time.sleep(training_s(step))
-            with paused(batches, engine, step):
+            with paused(batches, engine, step, drains):
                 engine.publish(step)
             trained.append(sampled)
             states.append(batches.state_dict())
@@ -199,18 +198,6 @@ def test_before_the_start_the_state_is_that_which_was_loaded(k):
     assert batches.state_dict() == {"problems_drawn": 6}
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_resumed_run_asks_again_for_what_was_under_way(k):
-    engine = Engine(lambda step: 0.01)
-    trained, states = go_on(make(engine, k), engine, 1, 3)
-    again = Engine(lambda step: 0.01)
-    rest, _ = go_on(make(again, k, at=states[-1]["problems_drawn"] // 2), again, 4, 8)
-    whole = stream_at()
-    prompts = [sampled.rollouts[0] for sampled in trained + rest]
-    assert prompts == [[problem["prompt"] for problem in whole.next_batch()] for _ in range(8)]
-    assert again.calls[0][:2] == (4, 3)
-
-
 def test_a_lost_batch_is_sampled_again_after_the_publish():
     engine = Engine(lambda step: 0.01)
     engine.failures[3] = ServersLostError("none is left")
@@ -228,20 +215,6 @@ def test_a_lost_batch_that_is_awaited_is_sampled_in_take():
     trained, _ = go_on(make(engine, 1), engine, 1, 3)
     assert engine.calls[:2] == [(1, 0, False), (1, 0, True)]
     assert [sampled.rollouts[1] for sampled in trained] == [1, 2, 3]
-
-
-def test_a_failure_is_raised_when_its_batch_is_due():
-    engine = Engine()
-    engine.failures[3] = RuntimeError("the engine broke")
-    batches = make(engine, 4)
-    batches.start(0)
-    for step in (1, 2):
-        assert take(batches, engine).rollouts[1] == step
-        with paused(batches, engine, step):
-            engine.publish(step)
-    with pytest.raises(RuntimeError, match="the engine broke"):
-        take(batches, engine)
-    batches.close()
 
 
 def test_progress_counts_while_the_run_waits_for_it():
@@ -287,20 +260,6 @@ def test_an_awaited_batch_is_not_given_up_at_a_stop():
     batches.close()
 
 
-def test_nothing_is_sampled_while_it_is_paused():
-    engine = Engine()
-    batches = make(engine, 4)
-    batches.start(0)
-    take(batches, engine)
-    with paused(batches, engine, 1):
-        calls = len(engine.calls)
-        time.sleep(0.05)
-        assert len(engine.calls) == calls
-        engine.publish(1)
-    np.testing.assert_equal(take(batches, engine).rollouts[1], 2)
-    batches.close()
-
-
 class Sharing(Engine):
     """An engine that samples during publishes.
 
@@ -327,15 +286,8 @@ class Sharing(Engine):
 def test_a_batch_goes_on_across_publishes(k, slow):
     """Whatever version a batch ends with, no version is older than asked."""
     engine = Sharing(lambda step: 0.2 if slow == "sampling" else 0.0)
-    batches, trained = make(engine, k, always_drains=False), []
-    batches.start(0)
-    for step in range(1, 9):
-        sampled = take(batches, engine)
-        time.sleep(0.05 if slow == "training" else 0.0)
-        with paused(batches, engine, step, drains=False):
-            engine.publish(step)
-        trained.append(sampled)
-    batches.close()
+    batches, training_s = make(engine, k, always_drains=False), 0.05 if slow == "training" else 0.0
+    trained, _ = go_on(batches, engine, 1, 8, training_s=lambda step: training_s, drains=False)
     assert [call[0] for call in engine.calls] == list(range(1, 9))
     for step, sampled in enumerate(trained, 1):
         _, of_step, first, last = sampled.rollouts
@@ -362,11 +314,5 @@ def test_no_batch_begins_during_a_publish():
 
 def test_an_evaluation_waits_for_the_batch_under_way():
     engine = Sharing(lambda step: 0.1)
-    batches, trained = make(engine, 1, always_drains=False), []
-    batches.start(0)
-    for step in range(1, 5):
-        trained.append(take(batches, engine))
-        with paused(batches, engine, step):
-            engine.publish(step)
-    batches.close()
+    trained, _ = go_on(make(engine, 1, always_drains=False), engine, 1, 4)
     assert [sampled.rollouts[2:] for sampled in trained] == [(0, 0), (0, 0), (1, 1), (2, 2)]

@@ -16,8 +16,7 @@ from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.refill import REFILL_LIMIT, RefillingSampler, sum_rows
-from rljax.run.sampling import Sampler, rollout_row, step_seed
-from rljax.run.single_turn import SingleTurn
+from rljax.run.sampling import Sampler, SingleTurn, rollout_row, step_seed
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
@@ -250,18 +249,14 @@ def odd_sums_have_signal(prompt, sample, seed):
     return f"{total}$" if total % 2 and sample == 0 else "7777777$"
 
 
-@pytest.fixture(scope="module")
-def go_in(tmp_path_factory):
-    """Returns a function that runs ``train`` from a directory's state.
+def go_in(tmp_path):
+    """Returns a function that runs ``train`` from a directory's state, and returns rows, engine and last weights."""
+    update = compiled_step(tmp_path / "update")
 
-    It returns the rows, the engine and the last weights.
-    """
-    update = compiled_step(tmp_path_factory.mktemp("update"))
-
-    def run(directory, *, stop_after=None, gone_after=None, last_row=None, **rollout):
-        config, rows = settings(directory, rollout={"refill": True, **rollout}), RowList()
-        engine = ScriptedEngine(TOKENIZER, odd_sums_have_signal, gone_after=gone_after)
-        stop = Stop(0.0, lambda: engine.is_gone or len(rows) == stop_after)
+    def run(name, *, stop_after=None, last_row=None):
+        config, rows = settings(tmp_path / name, rollout={"refill": True}), RowList()
+        engine = ScriptedEngine(TOKENIZER, odd_sums_have_signal)
+        stop = Stop(0.0, lambda: len(rows) == stop_after)
         with opened_parts(config, engine, update=update, stop=stop) as (parts, _):
             *_, weights = trained(parts, rows, last_row, stop)
         return rows, engine, weights
@@ -269,18 +264,9 @@ def go_in(tmp_path_factory):
     return run
 
 
-@pytest.fixture
-def go(go_in, tmp_path):
-    return lambda name, **options: go_in(tmp_path / name, **options)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(go_in, tmp_path_factory):
-    return go_in(tmp_path_factory.mktemp("whole"))
-
-
-def test_a_run_trains_on_full_batches_and_resumes(go, undisturbed):
-    whole, engine, weights = undisturbed
+def test_a_run_trains_on_full_batches_and_resumes(tmp_path):
+    go = go_in(tmp_path)
+    whole, engine, weights = go("whole")
     assert {2} < {len(prompts) for prompts in engine.asked}
     assert any(row["rollout/refilled_groups"] for row in whole)
     for row in whole:
@@ -301,42 +287,6 @@ def test_a_run_trains_on_full_batches_and_resumes(go, undisturbed):
     assert without_clock([*first, *second]) == without_clock(whole)
     assert before.asked + after.asked == engine.asked
     jax.tree.map(np.testing.assert_array_equal, resumed, weights)
-
-
-def test_a_run_ended_in_a_further_round_begins_the_step_again(go, undisturbed):
-    whole, engine, weights = undisturbed
-    rounds = [i for i, prompts in enumerate(engine.asked) if len(prompts) == 1]
-    first, before, _ = go("run", gone_after=rounds[-1])
-    assert 0 < len(first) < len(whole)
-    assert before.asked == engine.asked[: rounds[-1]]
-    second, after, resumed = go("run", last_row=first[-1])
-    assert without_clock([*first, *second]) == without_clock(whole)
-    assert after.asked == engine.asked[-len(after.asked) :]
-    assert len(before.asked) + len(after.asked) > len(engine.asked)
-    jax.tree.map(np.testing.assert_array_equal, resumed, weights)
-
-
-def values(row):
-    names = ("reward/mean", "response_length/mean", "rollout/refilled_groups", "mismatch/token_count")
-    return [row[name] for name in names]
-
-
-def without_evaluations(engine):
-    return [prompts for prompts in engine.asked if len(prompts) <= 2]
-
-
-def test_ahead_of_training_the_batches_are_the_same(go, undisturbed):
-    whole, engine, _ = undisturbed
-    ahead, other, _ = go("ahead", max_staleness=1)
-    assert [values(row) for row in ahead] == [values(row) for row in whole]
-    assert [row["rollout/staleness"] for row in ahead] == [0, 1, 1, 1]
-    assert without_evaluations(other) == without_evaluations(engine)
-    first, _, _ = go("run", stop_after=2, max_staleness=1)
-    second, after, _ = go("run", last_row=first[-1], max_staleness=1)
-    assert [values(row) for row in [*first, *second]] == [values(row) for row in whole]
-    # The batches of steps 1 and 2 were asked for before the stop.
-    asked = without_evaluations(after)
-    assert asked == without_evaluations(engine)[-len(asked) :]
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

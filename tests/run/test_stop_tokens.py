@@ -14,14 +14,21 @@ from rljax.rollout.types import RolloutConfig
 HOT = ("--rollout.temperature", "50")
 
 
-def test_a_run_stops_at_the_tokens_that_it_names(tmp_path):
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A copy of the toy's base whose template ends an answer with the padding token, 15."""
+    path = shutil.copytree(TOY_BASE, tmp_path_factory.mktemp("base") / "base")
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}_{% endfor %}")
+    return path
+
+
+def test_a_run_stops_at_the_tokens_that_it_names(base, tmp_path):
     """All 16 tokens stop, so each response has one token, in training and in evaluation."""
     every = [str(token) for token in range(16)]
-    words = tiny(TOY_BASE, tmp_path, 1, *HOT, "--eval.every", "1", "--rollout.stop-token-ids", *every)
-    completed(words)
+    completed(tiny(base, tmp_path, 1, *HOT, "--eval.every", "1", "--rollout.stop-token-ids", *every))
     (row,) = comparable(tmp_path)
     assert (row["response_length/max"], row["eval/toy/response_length"]) == (1.0, 1.0)
-    assert row["response_length/truncated_fraction"] == 0.0
+    assert row["response_length/truncated_fraction"] == row["response_length/missed_stop_fraction"] == 0.0
     assert find_policy(tmp_path).stops(14) == (14, *range(14), 15)
     out = tmp_path / "exported"
     printed(export.main, [tmp_path, out])
@@ -29,23 +36,11 @@ def test_a_run_stops_at_the_tokens_that_it_names(tmp_path):
     assert find_policy(out).stops(14) == (14, *range(14), 15)
 
 
-@pytest.mark.parametrize(("stops", "fraction"), [((), True), (("--rollout.stop-token-ids", "15"), False)])
-def test_a_run_tells_of_the_templates_stop_token(stops, fraction, tmp_path):
-    """The toy's padding token ends an answer of this template.
-
-    At high temperature the toy policy samples it now and then.
-    """
-    base = tmp_path / "base"
-    shutil.copytree(TOY_BASE, base)
-    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}_{% endfor %}")
-    completed(tiny(base, tmp_path / "run", 1, *HOT, *stops))
+def test_without_a_name_the_stops_of_template_and_model_stand(base, tmp_path):
+    """At high temperature the toy policy samples the padding token now and then."""
+    completed(tiny(base, tmp_path / "run", 1, *HOT))
     (row,) = comparable(tmp_path / "run")
-    assert (row["response_length/missed_stop_fraction"] > 0.0) is fraction
-
-
-def test_an_export_leaves_the_models_own_stop_tokens(tmp_path):
-    completed(tiny(TOY_BASE, tmp_path / "run", 1, *HOT))
-    assert not [key for key in comparable(tmp_path / "run")[0] if "stop" in key]
+    assert row["response_length/missed_stop_fraction"] > 0.0
     printed(export.main, [tmp_path / "run", tmp_path / "out"])
     assert (tmp_path / "out" / "generation_config.json").exists() is (TOY_BASE / "generation_config.json").exists()
 

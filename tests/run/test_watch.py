@@ -54,19 +54,14 @@ def test_a_jump_is_above_twenty_times_the_median(capsys):
     assert capsys.readouterr().err.startswith("\nwarning: step 6: cannot_tell: neither")
 
 
-@pytest.mark.parametrize(("gap", "jumps"), [(0.019, 0), (0.021, 1)])
-def test_no_jump_is_below_two_hundredths(gap, jumps):
-    watch = after_healthy(size=0.0)
-    sampled = responses()
-    assert look(watch, 4, sampled, [values - np.float32(gap) for values in sampled[2]])["mismatch/jump"] == jumps
-
-
-@pytest.mark.parametrize(("gap", "jumps"), [(0.49, 0), (0.51, 1)])
-def test_half_a_nat_is_a_jump_without_earlier_rows(gap, jumps):
-    sampled = responses()
+@pytest.mark.parametrize(
+    ("rows", "gap", "staleness", "jumps"),
+    [(3, 0.019, 0.0, 0), (3, 0.021, 0.0, 1), (0, 0.49, 0.0, 0), (0, 0.51, 0.0, 1), (0, 0.51, 1.0, 0)],
+)
+def test_no_jump_is_below_its_least_gap(rows, gap, staleness, jumps):
+    watch, sampled = after_healthy(rows, size=0.0), responses()
     trainer = [values - np.float32(gap) for values in sampled[2]]
-    assert look(Watch(), 1, sampled, trainer)["mismatch/jump"] == jumps
-    assert look(Watch(), 1, sampled, trainer, staleness=1.0)["mismatch/jump"] == 0
+    assert look(watch, 4, sampled, trainer, staleness=staleness)["mismatch/jump"] == jumps
 
 
 def test_drift_is_no_jump_but_a_shift_of_stale_responses_is():
@@ -193,18 +188,13 @@ def test_a_row_with_a_sign_is_no_earlier_row():
 
 def test_two_long_equal_responses_of_other_prompts_count():
     prompts, tokens, logprobs = responses()
-    tokens[31], logprobs[31] = tokens[0], logprobs[0]
+    tokens[31], logprobs[31] = tokens[0], np.nextafter(logprobs[0], np.float32(0.0))  # a bit makes another response
+    assert look(Watch(), 1, (prompts, tokens, logprobs), logprobs) == HEALTHY
+    logprobs[31] = logprobs[0]
     assert look(Watch(), 1, (prompts, tokens, logprobs), logprobs)["rollout/repeated_responses"] == 2
     tokens[7], logprobs[7] = tokens[0], logprobs[0]  # of the same prompt as the first one
     assert look(Watch(), 1, (prompts, tokens, logprobs), logprobs)["rollout/repeated_responses"] == 3
-    one_prompt = [prompts[0]] * 32
-    assert look(Watch(), 1, (one_prompt, tokens, logprobs), logprobs) == HEALTHY
-
-
-def test_a_bit_makes_another_response():
-    prompts, tokens, logprobs = responses()
-    tokens[31], logprobs[31] = tokens[0], np.nextafter(logprobs[0], np.float32(0.0))
-    assert look(Watch(), 1, (prompts, tokens, logprobs), logprobs) == HEALTHY
+    assert look(Watch(), 1, ([prompts[0]] * 32, tokens, logprobs), logprobs) == HEALTHY
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from toy_runs import TOY_BASE, complete, completed, tiny
+from toy_runs import TOY_BASE, completed, tiny
 from vllm_fake import as_base64
 
 from rljax.policy.families import read_config
@@ -98,13 +98,17 @@ class Spoiler:
         yield from (f"{number} 200 {json.dumps(reply)}\n".encode() for number, reply in enumerate(replies))
 
 
+def said_by(fake, policy, run, steps):
+    """Returns the output of a run on the server ``fake``, which samples with ``policy``."""
+    fake.policy, fake.described = policy, {"shape": json.loads((TOY_BASE / "config.json").read_text())}
+    served = ("--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32")
+    return completed(tiny(TOY_BASE, run, steps, *served, "--precision.compute-dtype", "float32"), is_sound=False)
+
+
 def test_each_fault_is_said_in_one_line(fake, policy, tmp_path):
     run, steps = tmp_path / "run", max(FAULTS) + 1
-    fake.policy, fake.lines = policy, Spoiler(fake, run / "metrics.jsonl").lines
-    fake.described = {"shape": json.loads((TOY_BASE / "config.json").read_text())}
-    served = ("--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32")
-    words = tiny(TOY_BASE, run, steps, *served, "--precision.compute-dtype", "float32")
-    output = completed(words, is_sound=False)
+    fake.lines = Spoiler(fake, run / "metrics.jsonl").lines
+    output = said_by(fake, policy, run, steps)
     begin = "warning: step "
     said = [line.removeprefix(begin).split(": ", 1) for line in output.splitlines() if line.startswith(begin)]
     assert [int(step) for step, _ in said] == list(FAULTS), output
@@ -119,22 +123,14 @@ def test_each_fault_is_said_in_one_line(fake, policy, tmp_path):
 def test_a_resumed_run_knows_the_median_of_its_rows(fake, policy, tmp_path):
     """Step 3 of a run that goes on after step 2 is scaled. Alone, a gap of less than half a nat would be no jump."""
     run = tmp_path / "run"
-    fake.described = {"shape": json.loads((TOY_BASE / "config.json").read_text())}
-    fake.policy = policy
-    served = ("--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32")
-
-    def go(steps):
-        words = tiny(TOY_BASE, run, steps, *served, "--precision.compute-dtype", "float32")
-        return complete(words, is_sound=False)[1]
-
-    assert "warning: step" not in go(2)
+    assert "warning: step" not in said_by(fake, policy, run, 2)
 
     def scaled(prompt, sampling):
         tokens, logprobs = policy(prompt, sampling)
         factor = 0.95 if sampling["max_tokens"] == LIMIT else 1.0  # the probes stay sound
         return tokens, [factor * value for value in logprobs]
 
-    fake.policy = scaled
-    assert "warning: step 3: cannot_tell" in go(3)  # a slope of 1 / 0.95 is too near to 1 to show a temperature
+    # A slope of 1 / 0.95 is too near to 1 to show a temperature.
+    assert "warning: step 3: cannot_tell" in said_by(fake, scaled, run, 3)
     (gap,) = [row["mismatch/logprob_abs_diff_mean"] for row in read_rows(run / "metrics.jsonl") if row["step"] == 3]
     assert 0.02 < gap < 0.5

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.distributed.acts import Own, Shared, follow, together
+from rljax.distributed.acts import Shared, follow, together
 from rljax.distributed.processes import start_processes
 from rljax.errors import NotWrittenError
 from rljax.policy.families import read_config
@@ -55,7 +55,7 @@ class Policy:
         self.params = params
 
     @property
-    def policy(self):
+    def state(self):
         return self
 
     def take(self, made):
@@ -68,8 +68,8 @@ class Move(Shared):
     name = "move"
 
     @together
-    def move(self, policy: Own[Policy], number: int, share: float):
-        policy.params = moved(policy.params, jax.random.key(number), share)
+    def move(self, state: Policy, number: int, share: float):
+        state.params = moved(state.params, jax.random.key(number), share)
 
 
 def main(index, count, coordinator, store, host, directory, heartbeat_s):

@@ -1,4 +1,6 @@
-"""The best checkpoint is kept beside the newest ones, also if a run goes on from an earlier step."""
+"""Saves: the best step beside the newest ones, one at a time, and while the next steps donate the saved arrays."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -94,3 +96,39 @@ def test_one_copy_of_the_state_is_on_its_way_at_a_time(tmp_path, monkeypatch):
         checkpointer.save_best(step, step / 10, state(step), {})
     checkpointer.close()
     assert saves == ["checkpoints", BEST, "checkpoints", BEST]
+
+
+SHAPE = (4, 2**18)
+
+
+def live_bytes():
+    """Returns the bytes of all buffers, each counted once."""
+    return sum({array.unsafe_buffer_pointer(): array.nbytes for array in jax.live_arrays()}.values())
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def next_step(state):
+    return jax.tree.map(lambda x: x * 2.0 + 1.0, state)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_later_steps_do_not_reach_into_a_save(tmp_path, has_room):
+    """On a CPU, orbax reads the arrays' own memory while it writes. The restored arrays have the values from before.
+
+    Without room for a copy of the state, the save is waited for.
+    """
+    large = {f"{i}": jnp.full(SHAPE, float(i)) for i in range(8)}
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(large))
+    checkpointer = Checkpointer(tmp_path / "checkpoints", free_memory=lambda: None if has_room else size)
+    before = live_bytes()
+    checkpointer.save(1, large, {})
+    if not has_room:
+        assert live_bytes() < before + size / 2
+        assert checkpointer.last_save_s() is not None  # the files of the save are complete
+    for _ in range(3):
+        large = next_step(large)
+    jax.block_until_ready(large)
+    checkpointer.close()
+    restored, _ = Checkpointer(tmp_path / "checkpoints", read_only=True).restore(1, jax.eval_shape(lambda: large))
+    for i in range(8):
+        np.testing.assert_array_equal(restored[f"{i}"], np.full(SHAPE, float(i), np.float32))
