@@ -66,11 +66,12 @@ def complete_while(words, run_dir, act):
         actor.join()
 
 
-def test_the_record_of_another_machine(toy_base, tmp_path):
+def test_the_record_of_another_machine(toy_base, tmp_path, monkeypatch):
     """The other machine's heartbeat stopped long ago, so this run takes over.
 
     When the other machine takes over again, this run leaves the directory to it.
     """
+    monkeypatch.setitem(claim.__kwdefaults__, "heartbeat_s", 0.5)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with claim(run_dir / "owner.json") as owner:
