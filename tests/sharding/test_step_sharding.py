@@ -89,7 +89,7 @@ REGION = CorrectionConfig(region="tv", region_over="tops", region_threshold=0.3)
             ]
         ),
     ],
-    ids=str,
+    ids=["shared rows", "wide", "region", "whole"],
 )
 def test_a_step_with_tops_does_not_depend_on_the_mesh(correction, cut, mesh):
     made = with_supports(batch(), CONFIG.vocab_size, 6)
