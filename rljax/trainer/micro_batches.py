@@ -122,6 +122,7 @@ def over_micro_batches(
       before: The token values [m, b, t, ...] of the micro-batches outside ``span``; None for zeros.
     """
 
+    @functools.partial(jax.jit, inline=True)  # it is traced once for its shapes and for the loop, and leaves no call
     def of_index(index: jax.Array | int) -> tuple[Any, Any]:
         arrays = batch._replace(with_loss=None, used=None)
         micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), arrays)
@@ -135,7 +136,7 @@ def over_micro_batches(
 
         return add(carry[0], numbers), jax.tree.map(put_in, carry[1], values)
 
-    numbers, parts = jax.eval_shape(of_index, 0)
+    numbers, parts = jax.eval_shape(of_index, span[0])
     if before is None:
         before = jax.tree.map(lambda part: jnp.zeros((len(batch.tokens), *part.shape), part.dtype), parts)
     before = jax.tree.map(lambda kept: constrain(kept, "micro", *batch_axes(kept[0])), before)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from stopping import StopWhen
-from vllm_processes import ONE_THREAD
+from vllm_processes import FORKED
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
@@ -177,8 +177,7 @@ def make_model(tmp_path_factory) -> Callable[..., Model]:
 @pytest.fixture(scope="session")
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProcess]:
     def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, more: tuple[str, ...] = ()) -> ServerProcess:
-        path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"PYTHONPATH": os.pathsep.join(path), **ONE_THREAD}
+        environment = {**FORKED, "PYTHONPATH": os.pathsep.join([SUPPORT, FORKED["PYTHONPATH"]])}
         config = VllmConfig(
             model=str(model.path),
             python=vllm_interpreter,

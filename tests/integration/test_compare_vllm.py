@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllm_checks import rpc
-from vllm_processes import ONE_THREAD
+from vllm_processes import FORKED
 
 from rljax.commands import compare
 from rljax.compare.distributions import compare_distributions
@@ -170,7 +170,7 @@ def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
 
 def test_a_server_is_started_for_the_rows_that_need_one(vllm_interpreter, monkeypatch, tmp_path):
     """Both paths of one server, and the trainer as the reference, have the same weights and dtype."""
-    for name, value in {**ONE_THREAD, "RLJAX_VLLM_VENV": str(Path(vllm_interpreter).parents[1])}.items():
+    for name, value in {**FORKED, "RLJAX_VLLM_VENV": str(Path(vllm_interpreter).parents[1])}.items():
         monkeypatch.setenv(name, value)
     specs = ["jax:bfloat16", "vllm:bfloat16", "vllm-decode:bfloat16"]
     words = ["--serve", "--model", "toy-base", "--toy-prompts", "4", "--lengths", "8", "--repeat", "2"]

@@ -1,15 +1,13 @@
 """The commands of the pages that name a person's own code, typed as they stand there, in a directory with the code."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from toy_runs import ROOT
+from toy_runs import ROOT, completed
 
 pytestmark = pytest.mark.slow
 
@@ -29,28 +27,22 @@ def commands(page):
 
 
 @pytest.fixture
-def here(tmp_path):
-    """A directory with the page's files. ``sys.path`` has rljax, and neither this directory nor the checkout."""
-    (tmp_path / "library").mkdir()
-    (tmp_path / "library" / "rljax").symlink_to(ROOT / "rljax")
-    work = tmp_path / "work"
-    work.mkdir()
+def here(tmp_path, monkeypatch):
+    """The current directory, with the page's files. ``sys.path`` has neither it nor the checkout."""
     for name in ("configs", "examples"):
-        (work / name).symlink_to(ROOT / name)
-    (work / "CONFIG.yaml").symlink_to(ROOT / "configs" / "quickstart.yaml")
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "CONFIG.yaml").symlink_to(ROOT / "configs" / "quickstart.yaml")
     for block in (block for page in PAGES for block in blocks(page)):
         if named := re.match(r"# (my_\w+\.py)\n", block):
-            (work / named[1]).write_text(block)
-    return work
+            (tmp_path / named[1]).write_text(block)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() not in (ROOT, tmp_path)])
+    return tmp_path
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_documented_command_runs(page, here):
     (typed,) = commands(page)
-    program = Path(sys.executable).with_name("rljax")
-    words = [str(program), *shlex.split(typed)[1:], *shlex.split(SHORT), "--run.dir", "run"]
-    environment = os.environ | {"PYTHONPATH": str(here.parent / "library")}
-    done = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    completed([*shlex.split(typed)[2:], *shlex.split(SHORT), "--run.dir", "run"])
     row = json.loads((here / "run" / "metrics.jsonl").read_text())
     assert row["reward/error_fraction"] == 0

@@ -61,6 +61,7 @@ def test_a_killed_run_uses_each_row_of_a_directory_once(toy_base, tmp_path):
     assert all(row["time/wait_s"] <= row["time/rollout_s"] for row in rows)
 
 
+@pytest.mark.harness  # rollout/test_external_receiver.py and run/test_external.py have the two halves of it
 def test_a_killed_run_keeps_all_that_it_acknowledged(toy_base, tmp_path):
     """Six groups are acknowledged, and the run trains on some of them. It is killed, and the other two come later."""
     run_dir, url = tmp_path / "run", f"http://127.0.0.1:{free_port()}"

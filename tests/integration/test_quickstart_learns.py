@@ -10,7 +10,6 @@ from toy_runs import TOY_BASE, command, outcome, start
 from rljax.record.rows import read_rows
 from rljax.schedule import decay_period_from_surge
 
-# test_learns.py has a short run in the suite.
 pytestmark = [pytest.mark.slow, pytest.mark.harness, pytest.mark.timeout(1200)]
 RATE = 1.5e-4
 STEPS = 130  # of 240; the surge is called near step 65, and the rate halves at 1.8 times that step

@@ -1,6 +1,7 @@
 """A run directory has one trainer, with processes as a person or a scheduler starts them."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -48,42 +49,6 @@ def test_of_two_started_at_once_one_trains(toy_base, tmp_path):
     assert not (run_dir / "owner.json").exists()
 
 
-def test_the_record_of_another_machine(toy_base, tmp_path):
-    """The other machine's heartbeat stopped long ago, so this run takes over.
-
-    When the other machine takes over again, this run leaves the directory to it.
-    """
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    with claim(run_dir / "owner.json") as owner:
-        record = dataclasses.asdict(dataclasses.replace(owner.record, host="node7", machine="another boot", pid=12))
-    (run_dir / "owner.json").write_text(json.dumps(record))
-    os.utime(run_dir / "owner.json", (time.time() - 3600,) * 2)
-    child = start(tiny(toy_base, run_dir, 400))
-    try:
-        wait_for_rows(child, run_dir, 2)
-        (run_dir / "owner.json").write_text(json.dumps(record))
-        output = child.communicate(timeout=TIMEOUT)[0]
-    finally:
-        child.kill()
-    assert child.returncode == 2, output
-    assert f"{run_dir}: taken over from process 12 on node7, which is gone" in output
-    assert "owner.json was taken over by process 12 on node7; this process leaves the run to it" in output
-    assert "is saved" not in output
-    assert read(run_dir / "owner.json").host == "node7"
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_a_refused_run_leaves_the_directory_as_it_was(is_new, tmp_path):
-    run_dir = tmp_path / "run"
-    if not is_new:
-        run_dir.mkdir()
-    status, output = complete(tiny("nowhere", run_dir, 1))
-    assert (status, len(output.splitlines())) == (2, 1)
-    assert run_dir.exists() != is_new
-    assert is_new or list(run_dir.iterdir()) == []
-
-
 def complete_while(words, run_dir, act):
     """Trains to the end in this process, and calls ``act`` once the run has written three rows."""
 
@@ -99,6 +64,38 @@ def complete_while(words, run_dir, act):
         return complete(words)
     finally:
         actor.join()
+
+
+def test_the_record_of_another_machine(toy_base, tmp_path, monkeypatch):
+    """The other machine's heartbeat stopped long ago, so this run takes over.
+
+    When the other machine takes over again, this run leaves the directory to it.
+    """
+    monkeypatch.setitem(claim.__kwdefaults__, "heartbeat_s", 0.5)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with claim(run_dir / "owner.json") as owner:
+        record = dataclasses.asdict(dataclasses.replace(owner.record, host="node7", machine="another boot", pid=12))
+    (run_dir / "owner.json").write_text(json.dumps(record))
+    os.utime(run_dir / "owner.json", (time.time() - 3600,) * 2)
+    take_over = functools.partial((run_dir / "owner.json").write_text, json.dumps(record))
+    status, output = complete_while(tiny(toy_base, run_dir, 400), run_dir, take_over)
+    assert status == 2, output
+    assert f"{run_dir}: taken over from process 12 on node7, which is gone" in output
+    assert "owner.json was taken over by process 12 on node7; this process leaves the run to it" in output
+    assert "is saved" not in output
+    assert read(run_dir / "owner.json").host == "node7"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_refused_run_leaves_the_directory_as_it_was(is_new, tmp_path):
+    run_dir = tmp_path / "run"
+    if not is_new:
+        run_dir.mkdir()
+    status, output = complete(tiny("nowhere", run_dir, 1))
+    assert (status, len(output.splitlines())) == (2, 1)
+    assert run_dir.exists() != is_new
+    assert is_new or list(run_dir.iterdir()) == []
 
 
 def test_a_run_in_a_moved_directory_goes_on_there(toy_base, tmp_path):
@@ -117,7 +114,7 @@ def test_a_run_in_a_moved_directory_goes_on_there(toy_base, tmp_path):
 def test_a_run_in_a_removed_directory_ends_with_an_error(toy_base, tmp_path):
     run_dir = tmp_path / "run"
     status, output = complete_while(
-        tiny(toy_base, run_dir, 400, "--rollout.dump-every", "1"),
+        tiny(toy_base, run_dir, 400, "--rollout.transcript-every", "1"),
         run_dir,
         lambda: shutil.rmtree(run_dir.rename(tmp_path / "old"), ignore_errors=True),
     )

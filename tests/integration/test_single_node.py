@@ -300,9 +300,9 @@ def test_a_mistake_is_one_line_and_status_2(words, line):
     assert outcome(*words) == (2, "", line + "\n")
 
 
-def test_a_server_that_does_not_start_ends_the_script(tmp_path):
+def test_a_server_that_does_not_start_ends_the_script(unplanned, tmp_path):
     words = (CONFIG, "--", "--run.dir", str(tmp_path / "run"))
-    code, _, err = outcome(*words, RLJAX_VLLM_VENV=str(tmp_path / "none"))
+    code, _, err = outcome(*words, RLJAX_VLLM_VENV=str(tmp_path / "none"), **unplanned)
     assert code == 2
     assert f"no vLLM environment at {tmp_path}/none" in err
     assert err.endswith(f"single_node: server 0 did not start; see {tmp_path}/run-servers/0.log\n")

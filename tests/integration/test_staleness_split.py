@@ -18,10 +18,17 @@ def run(base, run_dir, *options, rate="3e-3", steps=STEPS):
     return comparable(run_dir)
 
 
+def weighs(part):
+    return "--rollout.max-staleness", "1", "--correction.preset", "token_tis", "--correction.part", part
+
+
 @pytest.fixture(scope="module")
 def ahead(toy_base, tmp_path_factory):
-    """Returns the rows of a run that samples each batch during the update before it."""
-    return run(toy_base, tmp_path_factory.mktemp("ahead") / "run", "--rollout.max-staleness", "1")
+    """Returns the rows of a run that samples each batch during the update before it.
+
+    The correction weighs the drift of the two versions alone.
+    """
+    return run(toy_base, tmp_path_factory.mktemp("ahead") / "run", *weighs("drift"))
 
 
 def test_sampled_ahead_in_float32_all_mismatch_is_drift(ahead):
@@ -61,27 +68,28 @@ def test_injected_noise_and_staleness_are_recovered(toy_base, tmp_path):
         assert row["mismatch_drift/kl"] + row["mismatch_numerics/kl"] == pytest.approx(row["mismatch/kl"], abs=1e-6)
 
 
-@pytest.mark.parametrize("part", [pytest.param("numerics", marks=pytest.mark.harness), "drift"])
-def test_weights_of_one_part_know_nothing_of_the_other(part, toy_base, tmp_path):
-    """In float32 and without noise, numerics are only rounding. The drift of two versions is more than that."""
-    words = ("--rollout.max-staleness", "1", "--correction.preset", "token_tis", "--correction.part", part)
-    rows = run(toy_base, tmp_path / "run", *words, "--diagnosis.behaviour-responses", "0")
+def largest_weights(rows):
+    """Returns the largest weight of each step whose tokens are in the loss. Numerics are only rounding in float32."""
     for row in rows[1:]:
         assert row["mismatch_numerics/token_count"] == row["mismatch/token_count"]
         assert row["is_numerics/token_ratio_max"] == pytest.approx(1.0, abs=1e-4)
-    # The weights belong to the tokens in the loss.
-    largest = [row["correction/weight_max"] for row in rows[1:] if row["reward/groups_with_signal"] > 0]
+    return [row["correction/weight_max"] for row in rows[1:] if row["reward/groups_with_signal"] > 0]
+
+
+def test_weights_of_drift_are_more_than_rounding(ahead):
+    assert max(largest_weights(ahead)) > 1.01
+
+
+@pytest.mark.harness
+def test_weights_of_numerics_know_nothing_of_the_drift(toy_base, tmp_path):
+    largest = largest_weights(run(toy_base, tmp_path / "run", *weighs("numerics")))
     assert largest
-    if part == "numerics":
-        assert largest == pytest.approx([1.0] * len(largest), abs=1e-4)
-    else:
-        assert max(largest) > 1.01
+    assert largest == pytest.approx([1.0] * len(largest), abs=1e-4)
 
 
 def test_a_run_sampled_ahead_and_resumed_goes_on(ahead, toy_base, tmp_path):
-    stale = ("--rollout.max-staleness", "1")
-    first = run(toy_base, tmp_path / "run", *stale, steps=2)
-    rows = run(toy_base, tmp_path / "run", *stale)
+    first = run(toy_base, tmp_path / "run", *weighs("drift"), steps=2)
+    rows = run(toy_base, tmp_path / "run", *weighs("drift"))
     assert rows[:2] == first == ahead[:2]
     # The batch after the checkpoint is sampled again, by the newest version. From then on each batch is one version
     # old.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_runs import comparable, complete_beside, tiny
 from vllm_checks import OUT_OF_BAND, cache_kept, check_use, rpc
-from vllm_processes import ONE_THREAD
+from vllm_processes import FORKED
 
 from rljax.compare.report import compare_columns
 from rljax.compare.scorers import score_column
@@ -37,7 +37,7 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
         max_num_seqs=64,
         log_path=tmp_path / "server.log",
         extra_args=(option, form),
-        extra_env=ONE_THREAD,
+        extra_env=FORKED,
     )
     with start(config, timeout_s=540) as server:
         words = tiny(toy_base, tmp_path / "run", 3, "--rollout.engine", "vllm", "--rollout.urls", server.url)

@@ -12,6 +12,7 @@ from rljax.run.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.vllm
 FLOAT32 = ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32"]
+QUICK = [*FLOAT32, "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,13 @@ def over_http(server, toy_base, run_dir, *options):
     return command(toy_base, run_dir, *engine)
 
 
+def rows_of(server, toy_base, run_dir, *options):
+    """Returns the rows of a run that must end well."""
+    code, output = complete_beside(server, over_http(server, toy_base, run_dir, *QUICK, *options))
+    assert code == 0, output
+    return comparable(run_dir)
+
+
 def test_the_script_waits_for_health_and_prints_the_url(server):
     assert server.url.startswith("http://127.0.0.1:")
     assert server.alive()
@@ -36,12 +44,8 @@ def test_the_script_waits_for_health_and_prints_the_url(server):
 
 
 def test_float32_engines_agree_after_updates_and_a_resume(server, toy_base, tmp_path):
-    run_dir = tmp_path / "run"
     for steps in ("2", "3"):
-        options = [*FLOAT32, "--run.steps", steps, "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
-        code, output = complete_beside(server, over_http(server, toy_base, run_dir, *options))
-        assert code == 0, output
-    rows = comparable(run_dir)
+        rows = rows_of(server, toy_base, tmp_path, "--run.steps", steps)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert 0 < row["mismatch/logprob_abs_diff_max"] < 1e-4
@@ -53,6 +57,13 @@ def test_float32_engines_agree_after_updates_and_a_resume(server, toy_base, tmp_
         assert row["publish/changed_fraction"] > 0.5
 
 
+# Few responses run at a time, and a step is one micro-batch. It is compiled once, and may end while responses are under
+# way.
+KEPT = [
+    *("--run.steps", "6", "--rollout.max-staleness", "1", "--rollout.update", "keep"),
+    *("--diagnosis.behaviour-responses", "64", "--rollout.limits.max-outstanding", "8"),
+    *("--packing.rows-per-micro-batch", "32"),
+]
 TURNS = ["--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3"]
 
 
@@ -65,10 +76,7 @@ def check_turns(row):
 
 
 def test_turns_of_a_trajectory_have_the_servers_logprobs(server, toy_base, tmp_path):
-    options = [*FLOAT32, *TURNS, "--run.steps", "2", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
-    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
-    assert code == 0, output
-    rows = comparable(tmp_path)
+    rows = rows_of(server, toy_base, tmp_path, *TURNS, "--run.steps", "2")
     assert len(rows) == 2
     for row in rows:
         check_turns(row)
@@ -78,12 +86,7 @@ def test_turns_of_a_trajectory_have_the_servers_logprobs(server, toy_base, tmp_p
 
 @pytest.mark.harness
 def test_turns_go_on_while_new_weights_come(server, toy_base, tmp_path):
-    options = [*FLOAT32, *TURNS, "--run.steps", "6", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
-    options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "64"]
-    options += ["--rollout.limits.max-outstanding", "8", "--packing.rows-per-micro-batch", "32"]
-    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
-    assert code == 0, output
-    rows = comparable(tmp_path)
+    rows = rows_of(server, toy_base, tmp_path, *TURNS, *KEPT)
     for row in rows:
         check_turns(row)
     for row in rows[1:]:
@@ -92,11 +95,8 @@ def test_turns_go_on_while_new_weights_come(server, toy_base, tmp_path):
 
 @pytest.mark.harness
 def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base, tmp_path):
-    options = [*FLOAT32, "--run.steps", "5", "--optimizer.learning-rate", "2e-4", "--eval.every", "2"]
-    options += ["--eval.max-response-tokens", "8", "--rollout.max-staleness", "1"]
-    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
-    assert code == 0, output
-    rows = comparable(tmp_path)
+    options = ["--run.steps", "5", "--eval.every", "2", "--eval.max-response-tokens", "8"]
+    rows = rows_of(server, toy_base, tmp_path, *options, "--rollout.max-staleness", "1")
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1, 1]
     for row in rows:
         assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
@@ -108,14 +108,7 @@ def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base,
 
 @pytest.mark.harness
 def test_responses_go_on_with_new_weights_token_by_token(server, toy_base, tmp_path):
-    options = [*FLOAT32, "--run.steps", "6", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
-    options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "64"]
-    # Few responses run at a time, and a step is one micro-batch. It is compiled once, and may end while responses are
-    # under way.
-    options += ["--rollout.limits.max-outstanding", "8", "--packing.rows-per-micro-batch", "32"]
-    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
-    assert code == 0, output
-    rows = comparable(tmp_path)
+    rows = rows_of(server, toy_base, tmp_path, *KEPT)
     assert all(0 <= row["rollout/staleness"] <= 1 for row in rows)
     # Whether a step ends while responses are under way depends on the speeds of server and trainer.
     # test_vllm_in_flight.py shows that several versions sample a response. A row counts the responses that are sampled
@@ -130,13 +123,10 @@ def test_responses_go_on_with_new_weights_token_by_token(server, toy_base, tmp_p
 @pytest.mark.harness
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_groups_are_refilled_ahead_of_training(server, toy_base, tmp_path, update):
-    options = [*FLOAT32, "--optimizer.learning-rate", "2e-4", "--eval.every", "0", "--rollout.refill", "true"]
-    options += ["--rollout.max-staleness", "1", "--rollout.update", update, "--rollout.group-size", "2"]
-    options += ["--data.reward", "parity_reward:reward", "--checkpoint.every", "1"]
+    options = ["--rollout.refill", "true", "--rollout.max-staleness", "1", "--rollout.update", update]
+    options += ["--rollout.group-size", "2", "--data.reward", "parity_reward:reward", "--checkpoint.every", "1"]
     for steps in ("3", "5"):
-        code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options, "--run.steps", steps))
-        assert code == 0, output
-    rows = comparable(tmp_path)
+        rows = rows_of(server, toy_base, tmp_path, *options, "--run.steps", steps)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert sum(row["rollout/refilled_groups"] for row in rows) > 5
     for row in rows:
@@ -150,10 +140,8 @@ def test_groups_are_refilled_ahead_of_training(server, toy_base, tmp_path, updat
 
 @pytest.mark.harness
 def test_adapters_are_served_merged_and_proven(server, toy_base, tmp_path):
-    options = [*FLOAT32, "--run.steps", "3", "--optimizer.learning-rate", "2e-3", "--eval.every", "0"]
-    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options, "--lora.rank", "4"))
-    assert code == 0, output
-    rows = comparable(tmp_path)
+    options = ["--run.steps", "3", "--optimizer.learning-rate", "2e-3", "--lora.rank", "4"]
+    rows = rows_of(server, toy_base, tmp_path, *options)
     assert [row["rollout/policy_version"] for row in rows] == [0, 1, 2]
     for row in rows:
         assert 0 < row["mismatch/logprob_abs_diff_max"] < 1e-4

@@ -17,7 +17,7 @@ SLOPE = "mismatch/slope_per_1k"  # such differences, divided by a few thousandth
 FLOAT32 = ("--precision.compute-dtype", "float32", "--rollout.dtype", "float32", "--mesh.fsdp", "1")
 
 
-@pytest.mark.slow
+@pytest.mark.harness  # test_checkpoint_sharding.py moves checkpoints, and test_step_sharding.py has a step's numbers
 def test_a_run_that_moves_between_meshes_keeps_its_rows(tmp_path):
     evaluated = ("--eval.every", "1", "--eval.max-response-tokens", "12")
     for name, steps, devices in (("alone", 2, 1), ("moved", 1, 4), ("moved", 2, 1)):

@@ -7,69 +7,94 @@ import optax
 import pytest
 from compile.count import count_program
 from compile.hlo import parse_module
-from sharded_step import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper, shape
+from cut_batches import with_supports
+from records import train_sequence
+from sharded_step import CONFIG, alone, batch, check_equal, make_step, outcome, shape
 
-from rljax.policy.model import abstract_params, init_params, param_shardings
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.policy.model import abstract_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
-from rljax.trainer.step import TrainStep
+from rljax.trainer.packing import pack
+from rljax.trainer.state import OptimizerConfig, make_optimizer
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 
 
-MEASURED = DiagnosisConfig()
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (MeshConfig(4, context=2), {"keep_gathered": True, "remat": True}),
+        (MeshConfig(2, 2, replica=2), {"remat": "blocks"}),
+        *(
+            pytest.param(mesh, options, marks=pytest.mark.harness)
+            for mesh, options in [
+                (MeshConfig(2, 4), {"remat": "dots"}),
+                (MeshConfig(8), {"keep_gathered": True, "remat": True}),
+                (MeshConfig(8), {}),
+                (MeshConfig(4, 2), {}),
+                (MeshConfig(4, replica=2), {}),
+                (MeshConfig(1, context=8), {"remat": "blocks"}),
+                (MeshConfig(1, replica=2, context=4), {"keep_gathered": True}),
+                (MeshConfig(1, replica=2, context=2), {"keep_gathered": True}),
+                (MeshConfig(2, 2, context=2), {"remat": "dots"}),
+                (MeshConfig(2, context=4), {"remat": "blocks"}),
+                (MeshConfig(1, 4, context=2), {"remat": "blocks"}),
+                (MeshConfig(1, 2, context=2, replica=2), {}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, options):
+    check_equal(outcome(mesh, **options), alone())
 
 
-def build(fsdp, tp, tx, dtype="float32", replica=1, *, batch_shape=None, diagnosis=MEASURED, remat="none", **options):
-    mesh = make_mesh(MeshConfig(fsdp, tp, replica))
-    step = TrainStep(
-        CONFIG,
-        tx,
-        mesh,
-        precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
-        objective=Objective(LOSS, CORRECTION, COUNT, 16),
-        batch_shape=batch_shape or shape(),
-        diagnosis=diagnosis,
-        **options,
-    )
-    state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
-    return mesh, step, state
+def long_batch():
+    """Returns a batch.
+
+    One sequence fills a row, another ends in the middle of a block, and short ones fill a third row.
+    """
+    rng = np.random.default_rng(3)
+    lengths = [(8, 32), (5, 28), *[(3, 5)] * 5]
+    sequences = [
+        train_sequence(
+            *(rng.integers(0, 32, n).astype(np.int32) for n in (p, r)),
+            *(rng.normal(-3.0, 0.5, r).astype(np.float32), float(rng.normal()), True),
+            **{name: rng.normal(-3.0, 0.5, r).astype(np.float32) for name in ("old_logprobs", "reference_logprobs")},
+        )
+        for p, r in lengths
+    ]
+    return pack(sequences, row_tokens=40, rows_per_micro_batch=2, micro_batches=2)
 
 
-@pytest.fixture(scope="module")
-def single():
-    _, step, state = build(1, 1, gradient_keeper())
-    state, metrics, values = step(state, batch(), 0.1, True)
-    return jax.device_get((state.opt_state.inner_state.trace, metrics, values.logprobs))
+def test_long_sequences_in_odd_blocks_have_equal_gradients():
+    options = {"made": long_batch(), "diagnosis": None, "steps": 2}
+    check_equal(outcome(MeshConfig(1, context=4), remat="blocks", **options), outcome(MeshConfig(1), **options))
+
+
+CENTERED = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
+REGION = CorrectionConfig(region="tv", region_over="tops", region_threshold=0.3)
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "tp", "options"),
+    ("correction", "cut", "mesh"),
     [
-        pytest.param(2, 4, {"remat": "dots"}, marks=pytest.mark.harness),
-        (8, 1, {"keep_gathered": True, "remat": True}),
-        (2, 2, {"replica": 2, "remat": "blocks"}),
-        pytest.param(8, 1, {}, marks=pytest.mark.harness),
-        pytest.param(4, 2, {}, marks=pytest.mark.harness),
-        pytest.param(4, 1, {"replica": 2}, marks=pytest.mark.harness),
+        (CENTERED, True, MeshConfig(1, 2, context=2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.harness)
+            for case in [
+                (CENTERED, True, MeshConfig(2, 4)),
+                (REGION, True, MeshConfig(2, 2, replica=2)),
+                (CENTERED, False, MeshConfig(2, 2, replica=2)),
+            ]
+        ),
     ],
+    ids=["shared rows", "wide", "region", "whole"],
 )
-def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, single):
-    _, step, state = build(fsdp, tp, gradient_keeper(), **options)
-    state, metrics, values = jax.device_get(step(state, batch(), 0.1, True))
-    expected_grads, expected_metrics, expected_logprobs = single
-    for g, expected in zip(
-        jax.tree.leaves(state.opt_state.inner_state.trace), jax.tree.leaves(expected_grads), strict=True
-    ):
-        assert np.abs(expected).max() > 0
-        assert np.abs(g - expected).max() / np.abs(expected).max() <= 1e-5
-    assert metrics.keys() == expected_metrics.keys()
-    for name, value in metrics.items():
-        np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(values.logprobs, expected_logprobs, atol=2e-5, rtol=0)
+def test_a_step_with_tops_does_not_depend_on_the_mesh(correction, cut, mesh):
+    made = with_supports(batch(), CONFIG.vocab_size, 6)
+    options = {"made": made, "correction": correction, "cut": cut, "diagnosis": None}
+    check_equal(outcome(mesh, remat="dots", **options), outcome(MeshConfig(1), **options))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +103,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, sing
 def test_a_state_stays_where_it_lies_in_one_compilation(dtype):
     """Rates, batches and skips change, and parameters and moments are sharded alike."""
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-3))
-    mesh, step, state = build(4, 2, tx, dtype, diagnosis=None)
+    step, state = make_step(MeshConfig(4, 2), tx=tx, dtype=dtype, diagnosis=None)
     before = jax.tree.map(lambda leaf: leaf.sharding, state)
     for i in range(5):
         state, metrics, _ = step(state, batch(i), 1e-3 / (i + 1), i != 2)
@@ -86,7 +111,7 @@ def test_a_state_stays_where_it_lies_in_one_compilation(dtype):
     assert int(metrics["optimizer/skipped_updates"]) == 1
     assert float(metrics["schedule/learning_rate"]) == np.float32(1e-3 / 5)
     assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, state)) == jax.tree.leaves(before)
-    expected = param_shardings(CONFIG, mesh)
+    expected = param_shardings(CONFIG, make_mesh(MeshConfig(4, 2)))
     adam = optax.tree.get(state.opt_state, "mu"), optax.tree.get(state.opt_state, "nu")
     for tree in (state.params, *adam):
         assert jax.tree.all(jax.tree.map(lambda leaf, s: leaf.sharding == s, tree, expected))
@@ -96,7 +121,7 @@ def test_a_state_stays_where_it_lies_in_one_compilation(dtype):
 
 
 def test_only_the_sum_of_gradients_crosses_replicas():
-    _, step, _ = build(2, 2, make_optimizer(OptimizerConfig()), replica=2)
+    step, _ = make_step(MeshConfig(2, 2, replica=2), tx=make_optimizer(OptimizerConfig()))
     given = ("old_logprobs", "reference_logprobs")
     program = count_program(parse_module(step.lower(*given).compile().as_text()), 8)
     assert program.open_loops == 2
@@ -112,11 +137,11 @@ def test_only_the_sum_of_gradients_crosses_replicas():
 
 def test_noise_is_that_of_each_replicas_micro_batches():
     """On one device the two replicas' parts of a micro-batch are micro-batches of their own."""
-    _, step, state = build(2, 2, gradient_keeper(), replica=2, remat="blocks")  # this program exists already
+    step, state = make_step(MeshConfig(2, 2, replica=2), remat="blocks")  # this program exists already
     found = step(state, batch(), 0.1, True, True)[1]["optimizer/grad_noise"]
     m, b, t = shape()
     parted = jax.tree.map(lambda x: x.reshape(2 * m, b // 2, t) if x.ndim else 2 * x, batch())
-    _, step, state = build(1, 1, gradient_keeper(), batch_shape=(2 * m, b // 2, t), diagnosis=None)
+    step, state = make_step(MeshConfig(1), batch_shape=(2 * m, b // 2, t), diagnosis=None)
     expected = step(state, parted, 0.1, True, True)[1]["optimizer/grad_noise"]
     assert float(expected) > 0
     np.testing.assert_allclose(found, expected, rtol=1e-4)

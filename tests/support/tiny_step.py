@@ -8,12 +8,17 @@ import numpy as np
 import optax
 from records import train_sequence
 
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.policy.trees import segment_ends
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, pack
+from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.step import TrainStep
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 COUNT, LONGEST = 12, 19
@@ -43,6 +48,20 @@ def packed(batch_sequences, row=20, rows=2):
 @functools.cache
 def keep_gradient():
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+
+
+def make_step(tx=None, *, row=20, rows=2, dtype="float32", remat=False, diagnosis=None, **options):
+    """Returns the step of such a batch. Without ``tx`` its state keeps the gradient."""
+    return TrainStep(
+        CONFIG,
+        tx or keep_gradient(),
+        MESH,
+        precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
+        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
+        batch_shape=batch_shape(row, rows),
+        diagnosis=diagnosis,
+        **options,
+    )
 
 
 def in_own_rows(batch_sequences):

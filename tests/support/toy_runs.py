@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from toy_problems import load_for_path
 
 from rljax import train
 from rljax.errors import run_cli
@@ -79,11 +80,12 @@ def printed(main, words):
 def complete(words, *, figure=False, is_sound=True):
     """Trains to the end in this process; returns (exit status, standard error followed by standard output).
 
-    ``report.png`` is drawn only with ``figure``, because it takes longer than the steps of a tiny run. A run that
-    ``is_sound`` must not say that its responses do not belong to their prompts or tokens (``rljax.run.watch``).
+    ``report.png`` is drawn only with ``figure``, because it takes longer than the steps of a tiny run. The toy's
+    problems are kept for other runs. A run that ``is_sound`` must not say that its responses do not belong to their
+    prompts or tokens (``rljax.run.watch``).
     """
     plotted = contextlib.nullcontext() if figure else mock.patch("rljax.record.figure.plot_report")
-    with plotted:
+    with plotted, mock.patch("rljax.train.load_problems", load_for_path):
         status, out, err = outcome(train.main, words)
     assert not is_sound or "\nwarning: step " not in err, err
     return status, err + out

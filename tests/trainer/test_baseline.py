@@ -10,28 +10,24 @@ from tiny_step import (
     CONFIG,
     COUNT,
     MESH,
-    batch_shape,
     expected_gradient,
     in_own_rows,
     keep_gradient,
     log_distributions,
+    make_step,
     packed,
     sequences,
 )
 
 from rljax.algorithms.advantages import AdvantageConfig, compute_advantages, optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import init_params
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.training import has_separate_forward
 from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
-from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, UpdateOptions
 
 GROUP = 3
@@ -135,15 +131,7 @@ def test_the_update_has_the_gradient_of_token_advantages():
         if given[start].in_loss:
             each = optimal_token_advantages(returns, logprobs[group], collisions[group])
             expected[group] = [s.add({"advantages": a}) for s, a in zip(given[group], each, strict=True)]
-    step = TrainStep(
-        CONFIG,
-        keep_gradient(),
-        MESH,
-        precision=PrecisionConfig(compute_dtype="float32"),
-        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
-        batch_shape=batch_shape(20, 2),
-        diagnosis=None,
-    )
+    step = make_step()
     update = MultipleUpdates(
         step,
         functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig()),

@@ -7,25 +7,19 @@ import optax
 import pytest
 from tiny_step import (
     CONFIG,
-    COUNT,
     MESH,
-    batch_shape,
     expected_gradient,
     keep_gradient,
+    make_step,
     packed,
     sequences,
 )
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
 from rljax.policy.lora import LoraConfig, MergedPolicy, abstract_adapters, adapter_gradients, targets_of
 from rljax.policy.model import cast_params, init_params
 from rljax.sharding import replicated
 from rljax.trainer.micro_batches import place_batch
-from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
-from rljax.trainer.step import TrainStep
 from rljax.trainer.totals import place_controls
 
 pytestmark = pytest.mark.slow
@@ -44,17 +38,8 @@ def adapters(*, seed=4, b_size=0.2):
 def run(tx, batch, *, row=20, rows=2, dtype="float32", apply=True, noise=False, rate=1.0, updates=1):
     base = cast_params(init_params(CONFIG, 0), dtype)
     merged = MergedPolicy(CONFIG, LORA, MESH, base, dtype)
-    step = TrainStep(
-        CONFIG,
-        tx,
-        MESH,
-        precision=PrecisionConfig(compute_dtype=dtype),
-        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
-        batch_shape=batch_shape(row, rows),
-        diagnosis=None,  # integration/test_lora_run.py measures
-        lora=LORA,
-        merged=merged,
-    )
+    # integration/test_lora_run.py measures.
+    step = make_step(tx, row=row, rows=rows, dtype=dtype, lora=LORA, merged=merged)
     state = create_state(adapters(), CONFIG, tx, MESH, dynamic_scale=dtype == "float16", lora=LORA)
     for _ in range(updates):
         state, metrics, values = step(state, packed(batch, row, rows), rate, apply, noise)

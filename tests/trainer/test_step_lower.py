@@ -1,6 +1,7 @@
 """``TrainStep.lower`` gives the program that a call of the step runs, from shapes alone."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from records import train_sequence
@@ -10,7 +11,7 @@ from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.sharding import MeshConfig, make_mesh, replicated
-from rljax.trainer.micro_batches import place_batch
+from rljax.trainer.micro_batches import over_micro_batches, place_batch
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import pack
 from rljax.trainer.precision import PrecisionConfig
@@ -63,3 +64,25 @@ def test_its_executable_gives_what_a_call_gives():
     placed = place_batch(make_batch(), everywhere, everywhere)
     mine = compiled(state(), placed, place_controls(1e-3, True, False, everywhere))
     jax.tree.map(np.testing.assert_array_equal, mine, step(state(), make_batch(), 1e-3, True))
+
+
+@pytest.mark.parametrize("span", [(0, "used"), (0, 1)])
+def test_a_micro_batch_is_traced_once(span):
+    """Its numbers are added up, and its values kept. Their shapes and the loop come from one trace."""
+    traced = []
+
+    def each(micro):
+        traced.append(micro.tokens.shape)
+        return micro.tokens.sum(), micro.positions + 1
+
+    @jax.jit
+    def total(batch):
+        ends = [getattr(batch, end) if isinstance(end, str) else end for end in span]
+        return over_micro_batches(batch, each, lambda shape: jnp.zeros(shape.shape, shape.dtype), jnp.add, ends)
+
+    batch = make_batch()
+    numbers, values = total(batch)
+    taken = slice(0, 1) if span[1] == 1 else slice(0, int(batch.used))
+    assert traced == [batch.tokens.shape[1:]]
+    assert int(numbers) == batch.tokens[taken].sum()
+    np.testing.assert_array_equal(values[taken], batch.positions[taken] + 1)

@@ -5,15 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_step import CONFIG, COUNT, MESH, batch_shape, expected_gradient, keep_gradient, packed, sequences
+from tiny_step import CONFIG, COUNT, MESH, expected_gradient, keep_gradient, make_step, packed, sequences
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.model import init_params
 from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import (
     GROWTH_INTERVAL,
     OptimizerConfig,
@@ -22,21 +18,9 @@ from rljax.trainer.state import (
     initial_loss_scale,
     make_optimizer,
 )
-from rljax.trainer.step import TrainStep, make_programs
+from rljax.trainer.step import make_programs
 
 pytestmark = pytest.mark.slow
-
-
-def make_step(tx, *, row=20, rows=2, dtype="float32", remat=False, diagnosis=None):
-    return TrainStep(
-        CONFIG,
-        tx,
-        MESH,
-        precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
-        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
-        batch_shape=batch_shape(row, rows),
-        diagnosis=diagnosis,
-    )
 
 
 def run(tx, batch_sequences, *, apply=True, params=None, rate=1e-2, diagnosis=None, row=20, rows=2, **kind):

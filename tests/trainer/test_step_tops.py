@@ -7,37 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cut_batches import cut_log_softmax, with_supports
-from tiny_step import CONFIG, COUNT, MESH, batch_shape, keep_gradient, packed, sequences
+from tiny_step import CONFIG, COUNT, MESH, keep_gradient, make_step, packed, sequences
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
 from rljax.policy.kernels import ON_ANY_BACKEND
 from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.policy.trees import segment_ends
 from rljax.trainer.forward import make_score
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.micro_batches import with_all_rows
-from rljax.trainer.objective import Objective
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
-from rljax.trainer.step import TrainStep
 
 K = 5
 FLOAT32 = PrecisionConfig(compute_dtype="float32")
-
-
-def make_step(cut, remat=False, temperature=1.0):
-    return TrainStep(
-        CONFIG,
-        keep_gradient(),
-        MESH,
-        precision=PrecisionConfig(compute_dtype="float32", remat=remat),
-        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
-        batch_shape=batch_shape(20, 2),
-        temperature=temperature,
-        diagnosis=None,
-        cut=cut,
-    )
 
 
 def run(step, batch):
@@ -72,7 +54,7 @@ def test_a_cut_step_learns_the_cut_distribution(remat, temperature):
         picked = jnp.take_along_axis(logp, jnp.asarray(batch.tokens)[..., None], axis=-1)[..., 0]
         return -jnp.sum(jnp.where(batch.loss_mask, batch.advantages * picked, 0.0)) / np.sum(batch.loss_mask)
 
-    grads, row, logprobs = run(make_step(True, remat, temperature), batch)
+    grads, row, logprobs = run(make_step(cut=True, remat=remat, temperature=temperature), batch)
     with jax.default_matmul_precision("highest"):
         params = init_params(CONFIG, 0)
         expected = jax.jit(jax.grad(loss))(params)
@@ -89,7 +71,10 @@ def test_a_cut_step_learns_the_cut_distribution(remat, temperature):
 
 @pytest.mark.slow
 def test_the_forward_alone_scores_the_cut_distribution():
-    batch, step = with_supports(packed(sequences()), CONFIG.vocab_size, K), make_step(True, True, 0.7)
+    batch, step = (
+        with_supports(packed(sequences()), CONFIG.vocab_size, K),
+        make_step(cut=True, remat=True, temperature=0.7),
+    )
     params = jax.device_put(init_params(CONFIG, 0))
     row, values = step.forward(params, batch, num_sequences=COUNT, diagnosis=DiagnosisConfig())
     _, of_step, expected = run(step, batch)
@@ -99,19 +84,19 @@ def test_the_forward_alone_scores_the_cut_distribution():
 
 @pytest.mark.slow
 def test_likeliest_tokens_that_nobody_needs_change_nothing():
-    step, batch = make_step(False), packed(sequences())
+    step, batch = make_step(cut=False), packed(sequences())
     jax.tree.map(np.testing.assert_array_equal, run(step, with_supports(batch, CONFIG.vocab_size, K)), run(step, batch))
 
 
 def test_a_cut_step_refuses_batches_without_supports():
-    step = make_step(True)
+    step = make_step(cut=True)
     with pytest.raises(ValueError, match="the batch must have the sampler's likeliest tokens"):
         step.lower()
 
 
 def test_the_lowered_step_takes_the_likeliest_tokens():
     batch = with_supports(packed(sequences()), CONFIG.vocab_size, K)
-    (_, lowered, _), _ = make_step(True).lower(reported=K).args_info
+    (_, lowered, _), _ = make_step(cut=True).lower(reported=K).args_info
     assert jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), lowered) == jax.tree.map(
         lambda x: (x.shape, np.dtype(x.dtype)), batch
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from generate_server import GenerateServer
-from vllm_processes import ONE_THREAD
+from vllm_processes import FORKED
 
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
@@ -44,7 +44,7 @@ def vllm_server(tmp_path_factory):
     except RuntimeError:
         pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    settings = {"max_model_len": 512, "max_num_seqs": 16, "max_logprobs": 16, "log_path": log, "extra_env": ONE_THREAD}
+    settings = {"max_model_len": 512, "max_num_seqs": 16, "max_logprobs": 16, "log_path": log, "extra_env": FORKED}
     server = start(VllmConfig(str(TOY), python, dtype="float32", **settings), timeout_s=540)
     yield server
     server.stop()
