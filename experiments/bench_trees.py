@@ -28,8 +28,8 @@ import numpy as np
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.run.config import Config
-from rljax.run.prefixes import with_separate_rows
-from rljax.run.training import make_pack, make_step
+from rljax.run.packing import make_pack, with_separate_rows
+from rljax.run.training import make_step
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import create_state, make_optimizer

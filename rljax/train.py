@@ -46,7 +46,7 @@ from rljax.run.config_file import config_to_yaml, dotted, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows, what_is_saved
 from rljax.run.loop import train
 from rljax.run.options import read_options
-from rljax.run.prefixes import settle_prefixes
+from rljax.run.packing import settle_prefixes
 from rljax.run.stop import StopRequest
 from rljax.run.training import check_offload
 from rljax.sharding import make_mesh

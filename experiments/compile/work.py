@@ -15,7 +15,7 @@ from rljax.plan.dry_run import in_units
 from rljax.plan.flops import model_flops
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
-from rljax.run.training import batch_shape, responses_per_update
+from rljax.run.packing import batch_shape, responses_per_update
 
 Report = dict[str, Any]
 PARTS = ("micro_batch", "forward", "step")  # of a step, counted separately; each is a field of ``Program``

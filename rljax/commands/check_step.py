@@ -27,7 +27,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Remat, init_params, param_shardings
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
-from rljax.run.training import make_pack, make_step
+from rljax.run.packing import make_pack
+from rljax.run.training import make_step
 from rljax.sharding import make_mesh
 from rljax.trainer.packing import PackingConfig, TrainSequence
 from rljax.trainer.precision import ComputeDtype, PrecisionConfig

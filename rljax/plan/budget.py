@@ -19,7 +19,7 @@ from rljax.rollout.decode_sizes import batch_sizes, cache_room, cache_row_bytes,
 from rljax.rollout.injected import CACHES
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
-from rljax.run.training import batch_shape
+from rljax.run.packing import batch_shape
 
 Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
 

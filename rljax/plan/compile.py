@@ -21,8 +21,8 @@ from rljax.plan.memory import compiled_for_hopper
 from rljax.policy.hub import policy_shape
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
-from rljax.run.prefixes import settle_prefixes
-from rljax.run.training import batch_shape, make_step, optional_logprobs, responses_per_update
+from rljax.run.packing import batch_shape, responses_per_update, settle_prefixes
+from rljax.run.training import make_step, optional_logprobs
 from rljax.sharding import make_mesh
 from rljax.trainer.state import make_optimizer
 

@@ -35,9 +35,9 @@ from rljax.policy.model import Params, abstract_params, gathered_axes, logical_a
 from rljax.rollout.build import version_bytes
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
-from rljax.run.prefixes import settle_prefixes, shares_prefixes
+from rljax.run.packing import batch_shape, micro_batch_shape, settle_prefixes, shares_prefixes
 from rljax.run.refill import REFILL_LIMIT
-from rljax.run.training import batch_shape, has_separate_forward, micro_batch_shape
+from rljax.run.training import has_separate_forward
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
 from rljax.trainer.state import abstract_state, make_optimizer
 

@@ -29,7 +29,7 @@ from rljax.policy.kernels import Kernels, exchanges_heads, is_one_cpu
 from rljax.policy.lora import TrainedParams
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.config import Config
-from rljax.run.training import batch_shape, responses_per_update
+from rljax.run.packing import batch_shape, responses_per_update
 from rljax.sharding import named_sharding
 from rljax.trainer.micro_batches import BATCH_AXES
 

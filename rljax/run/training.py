@@ -22,14 +22,23 @@ from rljax.rollout.kinds import can
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.fingerprint import array_checksums, json_checksum
-from rljax.run.prefixes import flat_rows, has_two_levels, shares_prefixes, tree_rows, with_separate_rows
+from rljax.run.packing import (
+    batch_shape,
+    flat_rows,
+    make_pack,
+    micro_batch_shape,
+    other_rows,
+    responses_per_update,
+    shares_prefixes,
+    with_separate_rows,
+)
 from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
 from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.behaviour import SplitUpdate, make_copy
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import Cause
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import OptionalLogprobs, PackedBatch, max_micro_batches, pack
+from rljax.trainer.packing import OptionalLogprobs, PackedBatch
 from rljax.trainer.self_check import (
     OTHER_REMAT,
     Check,
@@ -37,19 +46,16 @@ from rljax.trainer.self_check import (
     at_other_shape,
     in_other_program,
     other_mesh,
-    other_shape,
 )
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.tree_check import FLOORS, MOST, CheckedTrees, TreeChecks
-from rljax.trainer.trees import pack_trees
 from rljax.trainer.turns import TurnsUpdate
 from rljax.trainer.update import (
     Baseline,
     Forward,
     MultipleUpdates,
     OffloadedUpdate,
-    Pack,
     SingleUpdate,
     Update,
     reference_logprobs,
@@ -173,49 +179,6 @@ def _state_options(config: Config) -> dict[str, Any]:
     return {"dynamic_scale": config.precision.compute_dtype == "float16", "lora": config.lora}
 
 
-def micro_batch_shape(config: Config, longest: int) -> tuple[int, int]:
-    """Returns (rows, tokens) of a micro-batch of sequences of at most ``longest`` tokens."""
-    packing, mesh = config.packing, config.mesh
-    tokens = packing.resolve_row_tokens(longest, mesh.context)
-    return packing.resolve_rows(tokens, mesh.row_ways(jax.device_count()), mesh.context), tokens
-
-
-def batch_shape(
-    config: Config, num_sequences: int | None = None, micro_batch: tuple[int, int] | None = None
-) -> tuple[int, int, int]:
-    """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` (None: all) responses.
-
-    ``micro_batch`` has its rows and tokens; None: the run's.
-    """
-    longest = config.max_sequence_tokens
-    rows, tokens = micro_batch or micro_batch_shape(config, longest)
-    if shares_prefixes(config) and micro_batch is None:
-        longer, ways = tree_rows(config, tokens), config.mesh.row_ways(jax.device_count())
-        rows, tokens = max(1, rows * tokens // longer // ways) * ways, longer
-    return max_micro_batches(num_sequences or config.num_sequences, longest, tokens, rows), rows, tokens
-
-
-def make_pack(config: Config, num_sequences: int, micro_batch: tuple[int, int] | None = None) -> Pack:
-    """Returns a function that packs ``num_sequences`` responses into a batch of the shape of ``batch_shape``."""
-    micro, rows, tokens = batch_shape(config, num_sequences, micro_batch)
-    sizes: dict[str, Any] = {"row_tokens": tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
-    tops = config.trained_tops > 0
-    if flat := flat_rows(config, tokens):
-        levels = has_two_levels()
-        return functools.partial(pack_trees, **sizes, flat_tokens=flat, with_tops=tops, two_levels=levels)
-    return functools.partial(pack, **sizes, with_tops=tops)
-
-
-def _other_rows(config: Config) -> tuple[int, int]:
-    """Returns the rows and tokens of micro-batches of another shape than those of the run."""
-    return other_shape(*batch_shape(config)[1:], config.mesh.row_ways(jax.device_count()))
-
-
-def responses_per_update(config: Config) -> int:
-    """Returns the number of responses in one update."""
-    return config.num_sequences // config.loss.mini_batches
-
-
 def make_update(
     config: Config,
     policy: PolicyConfig,
@@ -235,7 +198,7 @@ def make_update(
         return update
     apart, count = with_separate_rows(config), min(MOST, config.num_sequences)
     _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
-    packs = make_pack(config, count), make_pack(apart, count), make_pack(apart, count, _other_rows(apart))
+    packs = make_pack(config, count), make_pack(apart, count), make_pack(apart, count, other_rows(apart))
     checks = TreeChecks(*packs, FLOORS[config.precision.compute_dtype])
     return CheckedTrees(update, forward, checks, lambda: _make_update(apart, policy, tx, mesh, reference, merged))
 
@@ -338,7 +301,7 @@ def _with_self_check(
         return update
     count, checks = min(SELF_RESPONSES, config.num_sequences), dict[Cause, Check]()
     _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
-    checks["shape"] = at_other_shape(forward, make_pack(config, count, _other_rows(config)), sample=count)
+    checks["shape"] = at_other_shape(forward, make_pack(config, count, other_rows(config)), sample=count)
     if (other := other_mesh(mesh)) is not None:
         _, forward_there = make_forwards(config, make_step(config, policy, tx, other, merged), merged)
         checks["mesh"] = in_other_program(lambda state, batch: forward_there(state.params, batch)[1], sample=count)

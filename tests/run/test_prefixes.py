@@ -11,7 +11,7 @@ from toy_runs import TOY_BASE, comparable, completed, tiny
 
 from rljax.policy.config import PolicyConfig
 from rljax.run.config import Config
-from rljax.run.prefixes import flat_rows, settle_prefixes, shares_prefixes, tree_rows, why_apart
+from rljax.run.packing import flat_rows, settle_prefixes, shares_prefixes, tree_rows, why_apart
 
 POLICY = PolicyConfig(16, 8, 16, 1, 1, 1, 128)
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")

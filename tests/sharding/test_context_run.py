@@ -7,7 +7,7 @@ from toy_runs import TOY_BASE, comparable, complete, completed, tiny
 from rljax.data.prompts import DataConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
-from rljax.run.training import batch_shape
+from rljax.run.packing import batch_shape
 from rljax.sharding import MeshConfig
 from rljax.trainer.packing import PackingConfig
 

@@ -10,7 +10,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.data.prompts import DataConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
-from rljax.run.training import make_pack
+from rljax.run.packing import make_pack
 from rljax.sharding import MeshConfig, make_mesh, named_sharding, replicated
 from rljax.tokens import TOPS
 from rljax.trainer.micro_batches import BATCH_AXES, place_batch, place_used

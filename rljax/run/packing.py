@@ -1,8 +1,9 @@
-"""Decides at the start of a run whether its sequences share prefixes, and how long the rows are then."""
+"""The rows into which a run packs its sequences: their length and number, and whether prefixes are shared in them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from rljax.policy.attention import choose_tree_attention, find_implementation
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
-from rljax.trainer.trees import flat_row_tokens, tree_row_tokens
+from rljax.trainer.packing import max_micro_batches, pack
+from rljax.trainer.self_check import other_shape
+from rljax.trainer.trees import flat_row_tokens, pack_trees, tree_row_tokens
+from rljax.trainer.update import Pack
 
 log = logging.getLogger(__name__)
 
@@ -100,3 +104,46 @@ def has_two_levels() -> bool:
 
 def _sizes(config: Config) -> tuple[int, int, int]:
     return config.data.max_prompt_tokens, config.rollout.max_response_tokens, config.rollout.group_size
+
+
+def micro_batch_shape(config: Config, longest: int) -> tuple[int, int]:
+    """Returns (rows, tokens) of a micro-batch of sequences of at most ``longest`` tokens."""
+    packing, mesh = config.packing, config.mesh
+    tokens = packing.resolve_row_tokens(longest, mesh.context)
+    return packing.resolve_rows(tokens, mesh.row_ways(jax.device_count()), mesh.context), tokens
+
+
+def batch_shape(
+    config: Config, num_sequences: int | None = None, micro_batch: tuple[int, int] | None = None
+) -> tuple[int, int, int]:
+    """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` (None: all) responses.
+
+    ``micro_batch`` has its rows and tokens; None: the run's.
+    """
+    longest = config.max_sequence_tokens
+    rows, tokens = micro_batch or micro_batch_shape(config, longest)
+    if shares_prefixes(config) and micro_batch is None:
+        longer, ways = tree_rows(config, tokens), config.mesh.row_ways(jax.device_count())
+        rows, tokens = max(1, rows * tokens // longer // ways) * ways, longer
+    return max_micro_batches(num_sequences or config.num_sequences, longest, tokens, rows), rows, tokens
+
+
+def make_pack(config: Config, num_sequences: int, micro_batch: tuple[int, int] | None = None) -> Pack:
+    """Returns a function that packs ``num_sequences`` responses into a batch of the shape of ``batch_shape``."""
+    micro, rows, tokens = batch_shape(config, num_sequences, micro_batch)
+    sizes: dict[str, Any] = {"row_tokens": tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
+    tops = config.trained_tops > 0
+    if flat := flat_rows(config, tokens):
+        levels = has_two_levels()
+        return functools.partial(pack_trees, **sizes, flat_tokens=flat, with_tops=tops, two_levels=levels)
+    return functools.partial(pack, **sizes, with_tops=tops)
+
+
+def other_rows(config: Config) -> tuple[int, int]:
+    """Returns the rows and tokens of micro-batches of another shape than those of the run."""
+    return other_shape(*batch_shape(config)[1:], config.mesh.row_ways(jax.device_count()))
+
+
+def responses_per_update(config: Config) -> int:
+    """Returns the number of responses in one update."""
+    return config.num_sequences // config.loss.mini_batches
