@@ -12,13 +12,13 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 48_700
-TEST_LINES = 62_000
-EXPERIMENT_LINES = 6_200
-KEYS = 180
-WORDS = 75_500
+LINES = 48_950
+TEST_LINES = 61_400
+EXPERIMENT_LINES = 6_300
+KEYS = 181
+WORDS = 75_800
 PAGE_COUNT = 46
-FILE_LINES = 415
+FILE_LINES = 405
 DOUBLED_NAMES = 0
 
 
