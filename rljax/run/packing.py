@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 
 from rljax.policy.attention import choose_tree_attention, find_implementation
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
+from rljax.run.config_file import read_document
 from rljax.trainer.packing import max_micro_batches, pack
 from rljax.trainer.self_check import other_shape
 from rljax.trainer.trees import flat_row_tokens, pack_trees, tree_row_tokens
@@ -67,11 +67,8 @@ def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
 
 def _began_apart(run_dir: Path) -> bool:
     """Returns whether the directory has a run with separate rows, perhaps of an rljax that knew no others."""
-    try:
-        recorded = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return False
-    return not recorded.get("packing", {}).get("share_prefixes", False)
+    recorded = run_dir / "config.yaml"
+    return recorded.exists() and not read_document(recorded, {}).get("packing", {}).get("share_prefixes", False)
 
 
 def shares_prefixes(config: Config) -> bool:

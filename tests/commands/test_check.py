@@ -23,6 +23,7 @@ from rljax.commands.check import CheckArguments
 from rljax.policy.attention import attend, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
+from rljax.policy.trees import segment_ends
 from rljax.run.config import Config
 from rljax.sharding import make_mesh
 
@@ -114,7 +115,7 @@ def test_the_reference_is_that_of_float64():
     rng = np.random.default_rng(1)
     q, k, v, d_out = (rng.standard_normal((2, 40, n, 8), np.float32) for n in (4, 2, 2, 4))
     d_out *= (segments > 0)[:, :, None, None]
-    got = kernels.reference(q, k, v, d_out, segments)
+    got = kernels.reference(q, k, v, d_out, segment_ends(segments))
     for x, expected in zip(got, float64_reference(q, k, v, d_out, segments), strict=True):
         np.testing.assert_allclose(x, expected, atol=2e-6, rtol=0)
 

@@ -19,10 +19,10 @@ from rljax.policy.model import init_params
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.run.rate import make_rate_controller
-from rljax.run.training import make_update
+from rljax.run.training import make_step, make_update, optional_logprobs
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import abstract_state, create_state, make_optimizer
-from rljax.trainer.update import SingleUpdate, UpdateOptions
+from rljax.trainer.update import UpdateOptions
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "study" not in path.parts]
@@ -321,11 +321,9 @@ def random_sequences(count):
 def test_a_toy_sized_step_is_built_and_lowered(name):
     config, mesh = toy_sized(load_named(name)), make_mesh(MeshConfig(1, 1))
     tx = make_optimizer(config.optimizer)
-    update = make_update(config, TINY, tx, mesh, None)
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(TINY, tx, mesh, dynamic_scale=dynamic)
-    optional = [] if isinstance(update, SingleUpdate) else ["old_logprobs"]
-    lowered = update.step.lower(*optional, reported=config.rollout.reported)
+    lowered = make_step(config, TINY, tx, mesh).lower(*optional_logprobs(config), reported=config.rollout.reported)
     text = lowered.as_text()
     assert ("xf16>" in text, "xbf16>" in text) == (dynamic, not dynamic)
     new_state, row, _ = lowered.out_info

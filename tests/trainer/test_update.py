@@ -387,7 +387,7 @@ def test_a_single_update_normalises_beside_a_penalty(tmp_path):
         rollout=RolloutConfig(group_size=3, max_response_tokens=LIMIT),
         loss=LossConfig(kl="k3", kl_coefficient=0.7),
         precision=PRECISION,
-        packing=PackingConfig(row_tokens=20, rows_per_micro_batch=2),
+        packing=PackingConfig(row_tokens=20, rows_per_micro_batch=2, share_prefixes=False),
         mesh=MeshConfig(1, 1),
     )
     normalised = dataclasses.replace(fused, correction=CorrectionConfig(level="token", threshold=1.2, normalize=True))

@@ -180,7 +180,7 @@ PUBLIC = ["0.0.0.0", "::", "8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", 
 
 
 @pytest.mark.parametrize("host", PRIVATE + PUBLIC)
-def test_a_private_address_needs_a_key_and_a_public_one_is_refused(host, key_file, monkeypatch, caplog):
+def test_a_private_address_needs_a_key_a_public_one_is_refused(host, key_file, monkeypatch, caplog):
     monkeypatch.delenv(KEY_FILE, raising=False)
     if host in PRIVATE:
         assert VllmConfig("m", host=host, api_key_file=key_file).host == host

@@ -230,7 +230,7 @@ def interface():
         return probe.getsockname()[0]
 
 
-def test_a_process_has_the_address_of_process_0_or_of_its_own_interface():
+def test_a_process_has_the_address_of_process_0_or_its_own():
     assert own_address("127.0.0.1", "localhost") == "127.0.0.1"
     own = interface()
     assert own_address("127.0.0.1", own) == "127.0.0.1"

@@ -102,7 +102,7 @@ def test_an_address_that_others_reach_needs_a_key(tmp_path):
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_a_link_that_breaks_or_is_gone_for_a_while_goes_on_where_it_was(tmp_path, served, content, monkeypatch):
+def test_a_link_that_breaks_goes_on_where_it_was(tmp_path, served, content, monkeypatch):
     """Each connection is cut after 100 kB, and no one is accepted for a second; no byte is asked for again."""
     monkeypatch.setattr("rljax.weights.source.RANGE_BYTES", 1_000_000)
     proxy = CuttingProxy(served().url, cut_after=100_000)
@@ -139,7 +139,7 @@ def test_a_shown_trainer_leaves_no_connection_in_the_worker(tmp_path):
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_killed_server_is_replaced_at_its_address_or_the_publish_fails(tmp_path, caplog, key_file, monkeypatch):
+def test_a_killed_server_is_replaced_or_the_publish_fails(tmp_path, caplog, key_file, monkeypatch):
     monkeypatch.setenv(KEY_FILE, str(key_file))
     (tmp_path / "probe.txt").write_text("seen")
     with contextlib.closing(HttpOutlet(tmp_path, host="127.0.0.1", port=0, api_key_file=key_file)) as files:

@@ -168,7 +168,7 @@ def versions_tensors(step):
         yield f"{number}", tensor
 
 
-def test_a_writer_of_deltas_holds_one_version_and_a_few_tensors_of_the_next_one():
+def test_a_writer_of_deltas_holds_one_version_and_few_tensors():
     writer = PartWriter(whole_parts)
     tracemalloc.start()
     try:

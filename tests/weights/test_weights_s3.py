@@ -43,7 +43,7 @@ def pulled(training, root):
     return ended.returncode, ended.stderr if ended.returncode else json.loads(ended.stdout)
 
 
-def test_an_anchor_and_its_deltas_arrive_bit_for_bit_and_leave_with_the_run(training, tmp_path):
+def test_an_anchor_and_its_deltas_arrive_bit_for_bit(training, tmp_path):
     for number in range(3):
         version = training.step()
         status, done = pulled(training, tmp_path / "mirror")
