@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -216,8 +216,8 @@ def parse_version(content: bytes, name: str | None = None) -> Version:
     return version
 
 
-def write_file(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], np.ndarray]]) -> FileRecord:
-    """Writes a safetensors file, and returns its size and hash.
+def write_tensors(file: BinaryIO, tensors: Mapping[str, tuple[str, Sequence[int], np.ndarray]]) -> FileRecord:
+    """Writes tensors into an empty file as safetensors, and returns its size and hash.
 
     ``tensors`` has the dtype, the shape and the bits of each tensor by key, in the order of the file. Raises OSError,
     and ValueError if bits have another size than their dtype and shape.
@@ -234,11 +234,10 @@ def write_file(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], np.nd
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     header = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
     hasher = xxhash.xxh3_64()
-    with open(path, "wb") as file:
-        for content in (header, *(bits for _, _, bits in tensors.values())):
-            data = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
-            file.write(data)
-            hasher.update(data)
+    for content in (header, *(bits for _, _, bits in tensors.values())):
+        data = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
+        file.write(data)
+        hasher.update(data)
     return FileRecord(header.size + place, hasher.hexdigest())
 
 

@@ -28,7 +28,7 @@ from rljax.weights.format import (
     Version,
     mapped,
     read_version,
-    write_file,
+    write_tensors,
     write_version,
     xxh3_of,
 )
@@ -102,7 +102,8 @@ class Mirror:
         def take(name: str) -> FileRecord:
             shape = version.tensors[name].shape
             bits = _assembled(shape, pieces[name], sources)
-            return write_file(self.root / files[name], {name: (version.dtype, shape, bits)})
+            with open(self.root / files[name], "wb") as file:
+                return write_tensors(file, {name: (version.dtype, shape, bits)})
 
         def summed(name: str) -> Checksum:
             whole = TensorRegion.whole(version.tensors[name].shape)

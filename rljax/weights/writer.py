@@ -18,7 +18,7 @@ from rljax.distributed.files import OwnedDirectory
 from rljax.errors import ConfigError
 from rljax.weights.access import own_address
 from rljax.weights.delta import Delta, encode
-from rljax.weights.format import PREFIX, FileRecord, Piece, TensorRegion, write_file
+from rljax.weights.format import PREFIX, FileRecord, Piece, TensorRegion, write_tensors
 from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.sums import bits_of
@@ -196,7 +196,8 @@ class PartWriter(Writer):
                 for kind in ("gaps", "values"):
                     bits = np.frombuffer(getattr(delta, kind), np.uint8)
                     content[f"{key}.{kind}"] = ("uint8", bits.shape, bits)
-        return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
+        with open(directory / file, "wb") as opened:
+            return WrittenFiles(tuple(pieces), {file: write_tensors(opened, content)})
 
 
 def make_part_writer(
@@ -320,7 +321,8 @@ def _write_parts(directory: Path, file: str, parts: Sequence[Part]) -> WrittenFi
         key = part.tensor if part.region == TensorRegion.whole(part.shape) else f"{number:06d}"
         pieces.append(Piece(part.tensor, part.region, file, key))
         content[key] = (part.array.dtype.name, part.array.shape, part.array)
-    return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
+    with open(directory / file, "wb") as opened:
+        return WrittenFiles(tuple(pieces), {file: write_tensors(opened, content)})
 
 
 def _delta(before: Mapping[tuple[str, TensorRegion], np.ndarray], part: Part) -> Delta | None:

@@ -152,7 +152,7 @@ def test_no_room_leaves_the_version_before(training, mirror, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("rljax.weights.writer.write_file", full)
+        patched.setattr("rljax.weights.writer.write_tensors", full)
         with pytest.raises(NotWrittenError, match="No space left on device"):
             training.step()
     assert [path.name for path in training.files.root.glob("v*")] == [training.versions[0].path.name]
