@@ -1,4 +1,4 @@
-"""Puts the parts of a run together from its configuration; each feature of a step is chosen here."""
+"""Builds the objects of a run from its configuration, which decides which features the steps have."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def make_run_engine(
 
 
 def make_scorer(data: DataConfig, rollout: RolloutConfig) -> RewardPool | EnvironmentHosts:
-    """Returns what scores the responses: a reward function, or an environment of several turns.
+    """Returns the scorer of the responses: a reward function, or an environment of several turns.
 
     Raises ConfigError if it cannot be used.
     """
@@ -261,7 +261,7 @@ def build(
     problems: Problems,
     stop: StopRequest | None = None,
 ) -> RunParts:
-    """Puts the parts of a run together, as they are at its first step. ``stop``: None for a run without a request.
+    """Builds the objects of a run in their state before step 1. ``stop``: None if nobody can ask the run to stop.
 
     Raises ConfigError if the reward or the environment cannot be used. Raises OSError or ValueError if frozen weights
     or trajectories of another program cannot be used.

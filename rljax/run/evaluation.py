@@ -86,8 +86,8 @@ def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] 
     """Computes the accuracy (avg@n: the mean reward) and other means of scored responses.
 
     There are ``n`` responses to each problem, in any order. A failed response, whose reward is NaN, counts as 0. pass@k
-    is a mean over problems: the chance that at least one of k responses, chosen from the n, solves the problem. The
-    result has ``accuracy``, ``response_length`` (tokens), ``truncated_fraction`` and each ``pass@k``.
+    is the chance that at least one of k responses, chosen from the n, solves the problem; it is a mean over problems.
+    The result has ``accuracy``, ``response_length`` (tokens), ``truncated_fraction`` and each ``pass@k``.
     """
     # Sorted, because float sums depend on the order.
     ordered = sorted(scored, key=lambda one: one.place)

@@ -36,8 +36,8 @@ def write_rollouts(
 ) -> None:
     """Writes a token dump and a transcript, at the steps of ``rollout.dump_every`` and ``rollout.transcript_every``.
 
-    ``write_tokens`` describes the other arguments. ``trainer`` is here a function that fetches the numbers from the
-    devices. It is called only if a file is written. The tokenizer writes the texts of the transcript.
+    ``write_tokens`` describes the other arguments. Here ``trainer`` is a function that fetches the trainer's numbers
+    from the devices. It is called only if a file is written. The tokenizer writes the texts of the transcript.
     """
     wanted = config.rollout
     is_dump, is_transcript = (every > 0 and step % every == 0 for every in (wanted.dump_every, wanted.transcript_every))
@@ -124,7 +124,7 @@ def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, Colum
 
 
 def _in_order(sequence: TrainSequence, logprobs: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Returns the likeliest tokens with other log-probabilities, [r, k] of the response, the likeliest token first."""
+    """Returns the likeliest tokens and ``logprobs``, [r, k] each, sorted with the largest of ``logprobs`` first."""
     order = np.argsort(-logprobs, axis=1, kind="stable")
     pair = zip(TOPS, (sequence["top_ids"], logprobs), strict=True)
     return sequence.add({name: np.take_along_axis(array, order, axis=1) for name, array in pair}).columns
@@ -173,7 +173,7 @@ def _where_sampled(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
 
 
 def _of_sampler(sequence: TrainSequence, name: str) -> np.ndarray:
-    """Returns an array of the sampler as a column of a dump, whose lists are filled where nothing is known."""
+    """Returns an array of the sampler as a column of a dump. Missing entries of its lists are filled."""
     return sequence.columns[name] if COLUMNS[name].axes else _where_sampled(sequence, sequence[name])
 
 
