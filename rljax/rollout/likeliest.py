@@ -154,7 +154,7 @@ def next_tokens(
     selection: Selection = ALL,
     inject: InjectConfig | None = None,
 ) -> NextTokens:
-    """Computes logits and samples the next token of each row, or takes a ``forced`` one.
+    """Computes logits, and samples the next token of each row or takes the ``forced`` one.
 
     Args:
       params: The weights in the rollout dtype.

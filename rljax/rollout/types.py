@@ -235,8 +235,8 @@ class SamplingParams:
 class Response(TokenRecord):
     """One sampled response behind its prompt, or a trajectory of several turns.
 
-    The tokens of a trajectory are those of the policy and those of its environment, in the order in which the engine
-    saw them.
+    The tokens of a trajectory come from the policy and from its environment, in the order in which the engine saw
+    them.
     """
 
     prompt_index: int = 0  # the position of the prompt in the request's list
@@ -247,7 +247,7 @@ class Response(TokenRecord):
 
     @property
     def rows(self) -> tuple[Response, ...]:
-        """The rows of tokens: this response, and those in ``further``."""
+        """The rows of tokens: this response, and the responses in ``further``."""
         return self, *self.further
 
     @property

@@ -12,7 +12,7 @@ _FORM = struct.Struct("<qq")
 
 
 class ProgressBoard:
-    """The shared memory with two numbers. The host process writes it, and its crash leaves it there."""
+    """The shared memory with two numbers. The host process writes them; the parent can read them after a crash."""
 
     def __init__(self, descriptor: int | None = None):
         """Opens the memory of an inherited ``descriptor``, or makes a new one."""

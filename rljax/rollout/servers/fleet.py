@@ -1,4 +1,4 @@
-"""The servers of a run: the event loop on which they are used, their list, and the proofs that open them.
+"""The servers of a run: their event loop, their list, and the proofs (``verify``) that open them to rollouts.
 
 Servers that are down are asked for a proof, side by side, while responses are sampled. The proofs wait until the thread
 that publishes judges them, because only that thread may use the policy.
@@ -49,7 +49,7 @@ class Admission:
         return None
 
     def admit(self, server: Server, proof: Any) -> Callable[[], None]:
-        """Judges ``proof``. Returns the method of the server that its next state takes. On the publishing thread."""
+        """Judges ``proof``, on the publishing thread. Returns the server's method that sets its next state."""
         return partial(server.open, None)
 
     def refuse(self, server: Server, error: Exception) -> None:
@@ -229,8 +229,8 @@ class Fleet(Dispatcher):
     def renew(self, work: Work, servers: Sequence[Server], patience_s: float) -> None:
         """Pauses ``servers``, calls ``work`` for each, and recovers those that are down. Returns once one is open.
 
-        ``work`` returns the proof for ``Admission.admit``. Once one server is ready, the others have as long again, and
-        at least ``patience_s`` seconds. It raises the errors of :meth:`recover`.
+        ``work`` returns the proof for ``Admission.admit``. Once one server is ready, the others have the same time
+        again, and at least ``patience_s`` seconds. It raises the errors of :meth:`recover`.
         """
         for server in servers:
             self.on_loop(server.pause)

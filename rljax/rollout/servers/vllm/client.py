@@ -232,7 +232,7 @@ class VllmBackend(Backend):
         await server.call("POST", "/resume")
 
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
-        """Returns the lines of :func:`common_differences`, and those of vLLM's own settings."""
+        """Returns the lines of :func:`common_differences`, and lines about vLLM's own settings."""
         lines = common_differences(described, expected, 'vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\'')
         if described["backend"] != BACKEND:
             lines.append(
