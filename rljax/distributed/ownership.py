@@ -65,7 +65,7 @@ class Ownership:
         return read(self.path) == self.record
 
     def has_record(self) -> bool:
-        """Returns whether a record is at the path. It looks twice, because one may be put aside for a moment.
+        """Returns whether a record is at the path. It reads twice, because a record may be absent for a moment.
 
         Raises OSError if the record cannot be read.
         """
@@ -214,7 +214,7 @@ def _create(path: Path, record: Record) -> bool:
 
 
 def _take_away(path: Path, record: Record) -> bool:
-    """Removes the record of a dead owner and returns whether it did.
+    """Removes the record of a dead owner, and returns whether it was removed.
 
     If another process has written its own record meanwhile, that record is put back.
     """

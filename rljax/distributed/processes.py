@@ -56,7 +56,7 @@ class Processes:
         """Prepares process ``index``, from 0. If there are several, ``jax.distributed`` must be initialised.
 
         ``heartbeat_s`` is the longest time from the last sign of life of a process to the end of the others (seconds).
-        ``stuck_s`` is the longest time that a process may stay in one place (seconds); 0 means no limit.
+        ``stuck_s`` is the longest time that a process may stay in one phase (seconds); 0 means no limit.
         """
         self.index, self.count = index, count
         self._heartbeat_s, self._number, self._failed, self._has_ended = heartbeat_s, 0, "", False
@@ -314,7 +314,7 @@ def start_processes(
       index: The number of this process, from 0; -1 means as the cluster says.
       coordinator: The HOST:PORT of process 0; empty means as the cluster says.
       heartbeat_s: The longest time from the last sign of life of a process to the end of the others (seconds).
-      stuck_s: The longest time that a process may stay in one place (seconds); 0 means no limit.
+      stuck_s: The longest time that a process may stay in one phase (seconds); 0 means no limit.
 
     Raises:
       ConfigError: The options do not fit each other, or the environment has several processes that JAX does not find.
@@ -396,7 +396,7 @@ def unused_gpus(used: int, devices: Path = Path("/dev")) -> str | None:
 
 
 def _several_by_environment() -> str:
-    """Returns a phrase with the reason why the environment has several processes; empty if it does not say so."""
+    """Returns a phrase that tells which variable says that there are several processes; empty if none does."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if os.environ.get(name, "1") not in ("", "0", "1"):
             return f"{name} is {os.environ[name]}"

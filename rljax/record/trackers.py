@@ -176,7 +176,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _told(self, kind: str) -> Iterator[None]:
-        """Turns an error of the block into one line on stderr, after which the tracker gets no more rows."""
+        """Turns an error of the block into one line on stderr. The tracker then gets no more rows."""
         try:
             yield
         except BaseException as error:  # a library may raise anything, SystemExit included

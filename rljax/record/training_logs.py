@@ -1,8 +1,8 @@
 """Reads training logs, and from them the response lengths of one run in the order of its steps.
 
 A log is a list of rows, one dictionary for each record. JSONL, JSON, CSV and console output need no further package.
-Event files of TensorBoard need tensorboardX (``event_files``). An export may have the lengths of several runs, and a
-constant column, the width of padded responses, under a name of the length.
+Event files of TensorBoard need tensorboardX (``event_files``). An export may have the lengths of several runs. It may
+also have a constant column, the width of padded responses, under a name that means the length.
 """
 
 import bisect
@@ -218,7 +218,7 @@ def columns_of(rows: Rows) -> list[str]:
 
 
 def matching(columns: list[str], name: str) -> list[str]:
-    """Returns the columns of training that end in ``name``: aggregates over environments first, then short names."""
+    """Returns the training columns that end in ``name``: first aggregates over environments, then short names."""
 
     def fits(column: str) -> bool:
         parts = column.lower().replace("-", "/").replace(".", "/").replace(" ", "").split("/")

@@ -27,7 +27,7 @@ class SourceError(OSError):
 
 
 class Source:
-    """A place from which files are read by name, such as ``VERSION/FILE``. Here it is a directory.
+    """A source of files by name, such as ``VERSION/FILE``. This class reads a directory.
 
     The trainer and this machine both see the directory, so nothing is copied.
     """
@@ -104,8 +104,8 @@ class StoreSource(Source):
 class HttpSource(Source):
     """An HTTP server of files with byte ranges, such as ``outlets.serve``. Requests without an answer are repeated.
 
-    A file comes in ranges over several connections. A range that breaks off is continued from its last byte. A file
-    whose record names another server comes from that server, with the same key. That server's address must be private.
+    A file comes in ranges over several connections. A range that breaks off is continued from its last byte. If the
+    record of a file names another server, the file comes from there, with the same key. Its address must be private.
     """
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:

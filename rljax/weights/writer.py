@@ -1,4 +1,4 @@
-"""Writes the parts of tensors that one process holds: whole, or as their changes since the version before."""
+"""Writes the parts of tensors that one process holds: all their elements, or only the changed ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Writer(Protocol):
     """An object that writes the parts of a version: this process's parts, or the parts of all processes."""
 
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
-        """Takes the parts of the next version, and compares them with the version before. Raises OSError.
+        """Takes the parts of the next version, and compares them with the previous version. Raises OSError.
 
         The tensors have the form that the writer was made for. The writer may already write into ``directory`` now.
         """
