@@ -94,7 +94,7 @@ def reference(q: Any, k: Any, v: Any, d_out: Any, ends: Any) -> tuple[jax.Array,
 def on_named(
     check: Callable[..., CheckFacts], name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, *rest: Any
 ) -> CheckFacts:
-    """Runs a check of one attention implementation. If auto means xla it is skipped, because xla has its own part."""
+    """Runs a check of one attention implementation. If auto means xla, it is skipped, because xla is checked anyway."""
     here = (jax.devices()[0], dtype, policy.head_dim)
     picked = find_implementation(name, *here)
     if name != picked == "xla":

@@ -143,7 +143,7 @@ class CompareArguments:
 
 
 def parse(argv: Sequence[str]) -> CompareArguments:
-    """Returns the arguments of the command line, with the arguments that --toy stands for filled in."""
+    """Returns the arguments of the command line. --toy is replaced by the arguments that it stands for."""
     given = parse_arguments(
         CompareArguments, argv, prog="rljax compare", description=__doc__ or "", aliases={"--engine": "--rollout"}
     )

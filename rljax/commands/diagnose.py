@@ -1,4 +1,4 @@
-"""Says what a mismatch or a collapse comes from, which limits of the field it crosses, and what helps against it.
+"""Names the cause of a mismatch or a collapse, the published limits that it crosses, and the remedies.
 
     rljax diagnose runs/my_run
     rljax diagnose trainer_state.json --json diagnosis.json

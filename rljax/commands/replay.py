@@ -47,7 +47,7 @@ _LONGEST_NAME = 40  # the most letters of a log's name in it
 
 @dataclass(frozen=True)
 class ReplayArguments(SurgeConfig):
-    """The options of the replay. Those of ``SurgeConfig`` are the rule in use."""
+    """The options of the replay. The options of ``SurgeConfig`` are the *rule in use*."""
 
     logs: Positional[tuple[Path, ...]] = dataclasses.field(kw_only=True)
     """The training logs."""
@@ -165,7 +165,7 @@ def report(result: Replay) -> list[str]:
 
 
 def near_misses(result: Replay) -> list[str]:
-    """Returns lines on the length nearest to a call, the largest ratio that would have called, and other rules."""
+    """Returns lines about the length nearest to a call, the largest ratio that still calls, and the other rules."""
     outcome, config = result.in_use, result.in_use.rule.config
     assert config is not None  # the rule in use has one
     level = outcome.nearest
@@ -212,7 +212,7 @@ def logs_table(results: Sequence[Replay]) -> list[list[str]]:
 
 
 def known(values: Sequence[float]) -> list[float | None]:
-    """Returns the values, with None for each that is not finite, because JSON has no such numbers."""
+    """Returns the values, with None for numbers that are not finite, because JSON has no such numbers."""
     return [value if math.isfinite(value) else None for value in values]
 
 

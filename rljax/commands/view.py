@@ -5,7 +5,7 @@
 
 DUMP_OR_RUN is a token dump, any other file of tokens that ``rljax compare`` reads, or a run directory. The page is one
 static file that needs no network. Sequences are sorted by what they contribute to the mismatch. Hover over a token, or
-tap it, to see both log-probabilities and what else the dump knows of it. The filters and the charts select tokens.
+tap it, to see both log-probabilities and its other values in the dump. The filters and the charts select tokens.
 
 The page of a run also has the curves of report.png and the dumps in rollouts/. It knows the run's tokenizer and shows
 the weight of each token under the run's correction. A dump in the rollouts/ of a run is shown in the same way.

@@ -50,8 +50,8 @@ def task_names(task: str) -> tuple[str, ...]:
 def own_options(name: str, task: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the task ``name`` of the library.
 
-    ``options`` are for the tasks of ``task``, as in ``DataConfig.task``. Any other task has the library's settings. A
-    key ``NAME.SETTING`` is for the task NAME. A key without a point is for each task.
+    ``options`` belong to the tasks named in ``task`` (``DataConfig.task``); any other task has the library's settings.
+    A key ``NAME.SETTING`` is for the task NAME. A key without a point is for each task.
     """
     found = {key: value for key, value in options.items() if "." not in key and name in task_names(task)}
     prefix = f"{name}."

@@ -118,7 +118,7 @@ class DataConfig:
             raise ValueError(f"reward_timeout_s must be positive and finite, got {self.reward_timeout_s}")
 
     def _check_task(self) -> None:
-        """Raises ValueError for a task of no known kind, and for settings that its kind does not have."""
+        """Raises ValueError for a task of unknown kind, and for settings that do not belong to its kind."""
         is_gym = bool(gym.task_names(self.task))
         if self.task == "verifiers":
             raise ValueError(f"task = verifiers is no task: {FOR_VERIFIERS}")
@@ -147,7 +147,7 @@ def task_reward(task: str) -> str:
 
 
 def is_own(reward: str) -> bool:
-    """Returns whether the name of a reward is a name of the user's own code."""
+    """Returns whether a reward's name means code of the user."""
     return ":" in reward
 
 
@@ -314,7 +314,7 @@ def prompt_ids(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
-    """Says in one line on stderr which special tokens begin the prompts that are plain texts, if there are any."""
+    """Prints a line on stderr with the special tokens that begin plain-text prompts, if there are any."""
     texts = [problem["prompt"] for problem in problems if not problem.get(TEMPLATED)] if tokenizer.prefix else []
     if not texts:
         return
@@ -326,7 +326,7 @@ def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
 
 
 def prompt_key(text: str) -> bytes:
-    """Returns a hash of a prompt that is equal for prompts equal in Unicode NFC, with runs of spaces as one space."""
+    """Returns a hash of a prompt, after Unicode NFC and with each run of spaces as one space."""
     return hashlib.sha256(" ".join(unicodedata.normalize("NFC", text).split()).encode()).digest()
 
 

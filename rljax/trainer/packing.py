@@ -115,7 +115,7 @@ _PACKED = frozenset(PackedBatch._fields)
 
 
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:
-    """Returns a number of micro-batches that always suffices."""
+    """Returns a number of micro-batches that is enough for any sequences of these lengths."""
     # Every row but the last holds at least row_tokens // max_sequence_tokens sequences.
     rows = -(-num_sequences // (row_tokens // max_sequence_tokens))
     return -(-rows // rows_per_micro_batch)
@@ -211,7 +211,7 @@ def trajectories(sequences: Sequence[TrainSequence]) -> np.ndarray:
 
 
 def unpack_whole(values: Any, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """Returns the values of all tokens of each sequence that a packed batch [m, b, t, ...] has."""
+    """Splits values [m, b, t, ...] of a packed batch into one array for each sequence, of its tokens in the batch."""
     mask = np.asarray(batch.segment_ids) > 0
     # A sequence lies in one row, so a stable sort keeps its tokens in order.
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
@@ -222,7 +222,7 @@ def unpack_whole(values: Any, batch: PackedBatch, sequences: Sequence[TrainSeque
 def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
     """Returns one array [r, ...] for each sequence: the values of its response in a packed batch [m, b, t, ...].
 
-    Where a token has a single number, it is 0 at tokens that an environment wrote.
+    If ``values`` has one number for each token, tokens that an environment wrote get 0.
     """
     every = zip(unpack_whole(values, batch, sequences), sequences, strict=True)
     responses = [(each[len(each) - len(s.response) :], s) for each, s in every]
@@ -230,7 +230,7 @@ def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequ
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:
-    """Returns the share of the computed places that hold a token."""
+    """Returns the share of the computed positions that hold a token."""
     computed = batch.tokens if batch.trees is None else batch.trees.tokens
     count = sum(len(s.ids) for s in sequences) if batch.trees is None else np.count_nonzero(batch.trees.ends)
     return float(count / (int(batch.used) * math.prod(computed.shape[1:])))

@@ -1,8 +1,8 @@
 """The differences of two scorers at each operation: its own error, the error up to it, and the effect of its own error.
 
-The own error of an operation is the relative difference of its values in both scorers, when its inputs are the same
-numbers: those of the reference's own forward. The error up to it is the difference when each scorer computes everything
-by itself. It grows with depth and does not show where it came from.
+The own error of an operation is the relative difference of its values if both scorers get the inputs of the reference's
+forward. The error up to it is the difference if each scorer computes everything by itself. This error grows with depth
+and does not show where it began.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effect
 
 
 def _logits(reference: Tracer, tokens: np.ndarray, name: str, values: OperationValues) -> np.ndarray:
-    """Computes the logits of the reference with one value in the place of its own."""
+    """Computes the logits of the reference after one of its values was replaced."""
     return values[name] if name == "logits" else reference.run(tokens, {name: values[name]})["logits"]
 
 
@@ -174,7 +174,7 @@ def _scale(gap: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 
 
 def _limit(operation: Operation, dtypes: tuple[str, str], precisions: tuple[str, str]) -> float:
-    """Returns the limit of an operation's own error. A scorer of unknown dtype has the other one's."""
+    """Returns the limit of an operation's own error. An unknown dtype counts as equal to the other scorer's."""
     known = [dtype for dtype in dtypes if dtype in LIMITS] or ["bfloat16"]
     coarser = max(known, key=lambda dtype: LIMITS[dtype])
     if len(set(known)) > 1:
