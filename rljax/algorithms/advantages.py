@@ -139,14 +139,14 @@ def optimal_token_advantages(
     """Computes the advantages of the tokens of one group under the optimal token baseline (arXiv 2602.07078).
 
     The energy of a token is 1 - 2 p + sum_v p_v^2, the squared norm of the gradient of log p by the logits. The
-    baseline at place t is the mean of the returns of the responses that reach t, weighted by their energies up to t.
+    baseline at token t is the mean of the returns of the responses that reach t, weighted by their energies up to t.
     Where a single response is longer than all others, its baseline beyond them is 0, as in verl.
 
     Args:
       returns: The return of each response. Adding a constant to all of them changes the advantages only where the
         baseline is 0.
       logprobs: The trainer's log-probability of each sampled token before the update (nats).
-      collisions: The sum of the squared probabilities of all tokens at each place.
+      collisions: The sum of the squared probabilities of all tokens at each position.
       ratios: The importance weight of each token. Energies are multiplied by its square. None: 1.
     """
     lengths = np.array([len(each) for each in logprobs])

@@ -1,6 +1,6 @@
-"""The parts of the correction that act on single tokens: trust regions, and score centering.
+"""The corrections of single tokens: trust regions and score centering.
 
-Both may look at the sampler's likeliest tokens at each place. Their mathematics is in ``rljax.mismatch.regions`` and
+Both may read the sampler's likeliest tokens at each position. Their mathematics is in ``rljax.mismatch.regions`` and
 ``rljax.mismatch.centering``.
 """
 
@@ -19,7 +19,7 @@ from rljax.mismatch.regions import is_finite, region_factor, tops_distance
 
 
 class LikelyTokens(NamedTuple):
-    """The sampler's likeliest tokens at each place, with their log-probabilities in trainer and sampler (nats)."""
+    """The sampler's likeliest tokens at each position, with their log-probabilities in trainer and sampler (nats)."""
 
     trainer: Float[Array, "b t k"]  # under the policy in training, differentiable; 0 where ``listed`` is False
     rollout: Float[Array, "b t k"]  # under the sampler; 0 where ``listed`` is False

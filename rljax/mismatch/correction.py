@@ -90,7 +90,7 @@ def rejection_mask(
     """Removes the sequences whose mismatch is too large from the response mask.
 
     So the caller's denominator shrinks. Tokens that are not finite on at least one side do not enter the statistic. A
-    sequence without other tokens is rejected. The arrays are those of ``importance_weights``.
+    sequence without other tokens is rejected. ``importance_weights`` describes the arrays.
 
     Args:
       statistic: The test of a sequence. "k3" keeps it if the mean over tokens of exp(lr) - lr - 1 is at most
@@ -203,7 +203,7 @@ def _weigh(
 
 
 def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
-    """Marks the sequences that pass, [b, s] bool: at the places of ``sequences``, and of ``mask_sequences``."""
+    """Marks the sequences that pass, [b, s] bool, twice: as ``sequences`` and ``mask_sequences`` number them."""
     _check_choice("statistic", statistic, Rejection)
     lowest, highest = _bounds(statistic == "geometric", threshold)
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences

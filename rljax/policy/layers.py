@@ -1,4 +1,4 @@
-"""The layers of a block: parameters with their description, products, norms, SwiGLU.
+"""The layers of a block (norms, products, SwiGLU) and the description of their parameters.
 
 Each parameter is described in one place, by ``param(rngs, shape, logical axes, initializer, name in the file)``.
 Abstract shapes, shardings, initial values and the layout of checkpoints all derive from this description.

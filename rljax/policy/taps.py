@@ -1,6 +1,6 @@
-"""A recorder of the values inside a policy's forward, which can also put other values in their places.
+"""A recorder of the values inside a policy's forward, which can also replace them by other values.
 
-It acts while a function is traced, and only inside ``recording``. Elsewhere ``tap`` returns its argument, so it does
+It works while a function is traced, and only inside ``recording``. Elsewhere ``tap`` returns its argument, so it does
 not change a program that does not record.
 """
 
@@ -20,7 +20,7 @@ Values = dict[str, Array]
 
 
 class Substitutes(NamedTuple):
-    """The values to put in the places of computed ones, by name. Flags switch each on or off without a compilation."""
+    """The values that replace computed ones, by name. Flags switch each on or off without a compilation."""
 
     values: Values
     flags: dict[str, Bool[Array, "*l"]]  # whether to put the value in; for a stack, in each block
