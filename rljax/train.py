@@ -5,8 +5,8 @@ or SIGTERM ends the run after the current step, and the state is saved. The step
 servers, or would not end within ``run.grace_s``. The same command then goes on from there. A stop rule of the guard
 ends a run with exit status 3. So do several skipped updates in a row whose gradients are not finite.
 
-``--dry-run`` only prints what the run would take, from shapes only. With it, ``--compile MACHINE`` compiles the step
-for another machine (h100:1x8, tpu:v5p:2x2x4), ``--json FILE`` writes the results and ``--hlo FILE`` the compiled
+``--dry-run`` only prints the memory and the work of the run, from shapes. With it, ``--compile MACHINE`` compiles the
+step for another machine (h100:1x8, tpu:v5p:2x2x4), ``--json FILE`` writes the results and ``--hlo FILE`` the compiled
 program.
 """
 

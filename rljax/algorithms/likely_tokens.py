@@ -30,7 +30,7 @@ class LikelyTokens(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """The two log-probabilities of each sampled token that are compared, without gradient; 0 where not valid."""
+    """The two compared log-probabilities of each sampled token, without gradient. They are 0 if it is not valid."""
 
     trainer: Float[Array, "b t"]  # under the policy in training, or under the policy that sampled the token
     rollout: Float[Array, "b t"]  # under the sampler, or under the policy that sampled the token

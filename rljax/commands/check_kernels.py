@@ -1,7 +1,7 @@
 """Checks of attention, of the head and of a sum over all devices of this machine, for ``rljax check``.
 
-They measure errors, leaks between segments, times and memory. Each function returns plain values for JSON, and lists
-what is wrong under ``problems``.
+They measure errors, leaks between segments, times and memory. Each function returns plain values for JSON, with a line
+for each fault under ``problems``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ SOURCE is a run directory, a training log or a token dump. A log is a JSONL, JSO
 prime-rl, NeMo-RL, slime, SkyRL and tunix are known. A dump is a file that ``rljax compare`` reads. Of a run directory
 of rljax its configuration and its newest token dump are read, too.
 
-The exit status is 0 if nothing is wrong, and 1 if a cause is named or the numbers do not say what it is. It is 2 if
+The exit status is 0 if nothing is wrong. It is 1 if a cause is named, or the numbers do not show the cause. It is 2 if
 SOURCE cannot be read.
 """
 

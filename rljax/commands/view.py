@@ -4,7 +4,7 @@
     rljax view runs/my_run
 
 DUMP_OR_RUN is a token dump, any other file of tokens that ``rljax compare`` reads, or a run directory. The page is one
-static file that needs no network. Sequences are sorted by what they contribute to the mismatch. Hover over a token, or
+static file that needs no network. Sequences are sorted by their contribution to the mismatch. Hover over a token, or
 tap it, to see both log-probabilities and its other values in the dump. The filters and the charts select tokens.
 
 The page of a run also has the curves of report.png and the dumps in rollouts/. It knows the run's tokenizer and shows

@@ -138,7 +138,7 @@ class Likeliest:
         self._whole = ""
 
     def __call__(self, spec: str, sequence: int, places: np.ndarray, known: TokenLogprobs) -> None:
-        """Collects the distributions of a sequence at its response places."""
+        """Collects the distributions of a sequence at its response tokens."""
         k = min(self._k, known.logprobs.shape[1])
         best = np.argsort(-known.logprobs, axis=1, kind="stable")[:, :k]
         ids = best if known.ids is None else np.take_along_axis(known.ids, best, axis=1)
@@ -268,7 +268,7 @@ def _log_softmax(
     config: PolicyConfig,
     dtype: str,
 ) -> jax.Array:
-    """Computes the log-softmax after each of the places ``before`` [n] of one row ``tokens`` [1, t], float32 [n, v]."""
+    """Computes the log-softmax after the positions ``before`` [n] of one row ``tokens`` [1, t], float32 [n, v]."""
     with jax.default_matmul_precision(matmul_precision(dtype)):
         cast = cast_params(params, dtype)
         positions = jnp.arange(tokens.shape[1])[None]

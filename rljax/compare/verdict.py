@@ -133,7 +133,7 @@ def _bar_findings(bars: Bars) -> Iterator[_Finding]:
 
 
 def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_Finding]:
-    """Yields a finding if a column holds a constant in the place of missing numbers."""
+    """Yields a finding if a column holds a constant for missing numbers."""
     for name, values, others in (("first", x, y), ("second", y, x)):
         known = mask & np.isfinite(values)
         if (value := _fill(values, others, known)) is not None:
@@ -147,7 +147,7 @@ def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_
 
 
 def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
-    """Returns the constant that fills a column in the place of missing numbers; None if there is none.
+    """Returns the constant that stands for missing numbers in a column; None if there is none.
 
     A number is a fill if many tokens have it and the other column has other numbers there. Tokens of probability 1 have
     the number 0 in both columns, so at a fifth of the fills the other column must be far away. Responses to one prompt

@@ -158,7 +158,7 @@ class Tokenizer:
         return text.removeprefix(ending + stop) if ended else text
 
     def _behind_answer(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
-        """Renders a short chat with ``messages`` behind the model's answer; returns the text behind that answer."""
+        """Renders a short chat in which ``messages`` follow the model's answer; returns the text after that answer."""
         text = self._checked([*_SHORT_CHAT, *messages], "a reply", **arguments)
         _, found, behind = text.partition(_SHORT_CHAT[-1]["content"])
         if not found:

@@ -59,7 +59,7 @@ class Course:
 
     @property
     def k3_of_most(self) -> float:
-        """An upper bound on what the 99% of tokens with the smallest abs(lr) add to k3_kl at first; NaN if unknown."""
+        """An upper bound on the sum that the 99% smallest abs(lr) add to k3_kl in the first steps, or NaN."""
         return self.first.get("logprob_abs_diff_p99", math.nan) ** 2 / 2  # exp(lr) - lr - 1 is about lr ** 2 / 2
 
     @property

@@ -50,7 +50,7 @@ class NotSentError(Exception):
 
 
 class Child:
-    """A process that answers requests. It is replaced if it dies, is too slow, or sends what nobody asked for.
+    """A process that answers requests. It is replaced if it dies, is too slow, or sends something unasked.
 
     Only one thread at a time may call ``ask``, and any thread may call ``kill`` and ``stop``. ``frames`` is the
     parent's end of the connection. It changes when the process is replaced.

@@ -1,4 +1,4 @@
-"""The processes of one run: how they start, which one leads, what they do together, and how they end.
+"""The processes of one run: their start, their leader, their common work, and their end.
 
 Process 0 runs the program. It announces each piece of work that takes the devices of all processes. The others wait for
 announcements and do the same work. If process 0 fails between two announcements, the others still wait for the next

@@ -1,4 +1,4 @@
-"""Describes what a run would need, from shapes only. It reads the model's config.json and allocates nothing.
+"""Describes the needs of a run, from shapes only. It reads the model's config.json and allocates nothing.
 
 The command is ``rljax train CONFIG.yaml --dry-run``. The mesh may have more devices than this machine.
 """

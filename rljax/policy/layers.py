@@ -53,7 +53,7 @@ class HFTensor(NamedTuple):
 
 
 def opaque(*arrays: Array) -> tuple[Array, ...]:
-    """Returns the arrays unchanged. On an NVIDIA GPU, XLA does not see through this call what computed them.
+    """Returns the arrays unchanged. On an NVIDIA GPU, XLA cannot see behind this call how they were computed.
 
     There are two uses. The result of a matrix product may have several readers. With this call between them, XLA puts
     the readers into one kernel, which reads the result once. And several small products may share an operand. XLA joins

@@ -1,7 +1,7 @@
 """Mixers, through which a token of a block sees other tokens, and attention, which is one of them.
 
 A mixer is a module ``(x, where, state) -> (y, state)``. ``where`` says which tokens see each other, so one mixer serves
-packed rows and decoding. ``state_spec`` describes the state, so decoding does not know what a mixer keeps.
+packed rows and decoding. ``state_spec`` describes the state, so decoding needs to know no mixer.
 """
 
 from __future__ import annotations

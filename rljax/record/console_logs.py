@@ -128,11 +128,11 @@ def _with_step(lines: Sequence[str], place: int) -> str | None:
 def _record(
     path: Path, lines: Sequence[str], place: int, line: str, widths: set[int], joined: _Joined
 ) -> tuple[str, int]:
-    """Returns the whole text of the record that begins in ``line``, and the place of its last line.
+    """Returns the whole text of the record that begins in ``line``, and the index of its last line.
 
-    ``line`` ends with the line at ``place``. A line without a record is returned as it is. The lengths of wrapped lines
-    are added to ``joined``, and so are doubtful places. Raises ConfigError if a record is cut and its next line does
-    not fit.
+    ``line`` ends with the line at index ``place``. A line without a record is returned as it is. The lengths of wrapped
+    lines are added to ``joined``, and so are doubtful places. Raises ConfigError if a record is cut and its next line
+    does not fit.
     """
     text, last = _COLOUR.sub("", line), place
     if (start := _start(text)) is None or (progress := _progress(text, start)) is None:

@@ -359,7 +359,7 @@ def runs_beside(columns: list[str], column: str) -> list[str]:
 def varying_lengths(rows: Rows, column: str) -> list[str]:
     """Returns the columns that seem to be the length of a response, if ``column`` has one number in most of its rows.
 
-    Only a column counts that has different numbers in most of those rows.
+    Only a column with different numbers in most of these rows counts.
     """
     found = Counter(number for row in rows if math.isfinite(number := number_of(row.get(column))))
     number, count = found.most_common(1)[0] if found else (math.nan, 0)

@@ -1,4 +1,4 @@
-"""The forms of reward functions: rljax's own and those of other frameworks, told apart by the parameters' names.
+"""The forms of reward functions in rljax and in other frameworks, told apart by the parameters' names.
 
 Each framework calls its rewards in its own way: verl's ``NaiveRewardManager`` and ``BatchRewardManager`` with keywords,
 TRL's ``GRPOTrainer`` with keywords and lists, OpenRLHF's executor with three lists. A reward of such a form is called

@@ -41,10 +41,10 @@ class Executable(Protocol):
     mesh: Mesh  # the mesh that it runs on
 
     def log_softmax(self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float) -> jax.Array:
-        """Returns the log-softmax of the logits divided by ``temperature`` at each place, float32 [b, t, v].
+        """Returns the log-softmax of the logits divided by ``temperature`` at each position, float32 [b, t, v].
 
-        Place i holds the distribution of the token after it. ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is
-        the number of tokens of each row; the places after them are padding.
+        Position i has the distribution of the next token. ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is the
+        number of tokens of each row; all later positions are padding.
         """
 
 
@@ -69,7 +69,7 @@ def sample_tokens(
       position: The position of the new token in each response, from 0.
       temperature: The sampling temperature.
       greedy: Whether the likeliest token is taken.
-      selection: The tokens that can be sampled and those that are reported.
+      selection: The tokens that can be sampled and the tokens that are reported.
       inject: The noise that is first put on the logits (``with_noise``), or None.
     """
     keys = jax.vmap(token_key, (None, 0, 0))(seed, numbers, position)

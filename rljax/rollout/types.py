@@ -41,7 +41,7 @@ class InjectConfig:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether rollouts use other weights than those that were published."""
+        """Whether rollouts use other weights than the published ones."""
         return self.staleness > 0 or self.weight_noise > 0 or self.quantize != "none" or self.dtype != "same"
 
     @property
@@ -202,7 +202,7 @@ class RolloutConfig:
 
     @property
     def is_cut(self) -> bool:
-        """Whether some tokens cannot be sampled, so that the trainer normalises over those that can."""
+        """Whether some tokens cannot be sampled, so that the trainer normalises over the other ones."""
         return self.top_k > 0
 
     @property

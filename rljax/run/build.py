@@ -298,8 +298,8 @@ def build(
 def starting_point(parts: RunParts, mesh: Mesh) -> tuple[TrainState, Progress]:
     """Reads the newest whole checkpoint and puts the parts into its state, or else reads the model.
 
-    Returns the device state and the counters at which the run starts. A line on stderr says what is trained, and where.
-    Raises ConfigError or StartAgainError as ``starting_state`` does.
+    Returns the device state and the counters at which the run starts. A line on stderr names the trained parameters and
+    the devices. Raises ConfigError or StartAgainError as ``starting_state`` does.
     """
     config = parts.config
     state, host = starting_state(config, parts.policy, mesh, parts.checkpointer, parts.load_state_dict)

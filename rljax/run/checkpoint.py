@@ -187,7 +187,7 @@ class Checkpointer:
         this is not the host state of a run. Returns the device state and the host state.
 
         Raises:
-          DamagedCheckpointError: The checkpoint does not read back as it was saved; the message says what differs.
+          DamagedCheckpointError: The checkpoint does not read back as it was saved; the message names the difference.
           RuntimeError: The checkpoint is whole, but its state has another form.
         """
         host, saved = self.read_host(step)

@@ -249,7 +249,7 @@ def _checked(key: str, value: Any, option: Option, place: str) -> Setting:
 
 
 def _built(default: T, settings: Settings, prefix: str = "") -> T:
-    """Returns a section with the settings in the place of its defaults. Raises ConfigError if a check refuses them."""
+    """Returns a section in which the settings replace its defaults. Raises ConfigError if a check refuses them."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(default):  # type: ignore[arg-type]
         key, value = prefix + field.name, getattr(default, field.name)

@@ -1,4 +1,4 @@
-"""The run directory: who owns it, what it holds, whether a run may continue from it, and the logs of its processes."""
+"""The run directory: its owner, its content, the checks before a run continues from it, and the logs of processes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _REFUSED = "refused"  # the kind of a failure that is found here: a prompt or a 
 
 
 class Episodes:
-    """A ``Source`` of trajectories of several turns with an environment."""
+    """A ``ResponseSource`` of trajectories of several turns with an environment."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Episodes:
         self._lock = threading.Lock()
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
-        """Begins ``n`` trajectories of each problem. Raises the errors of ``Source.begin``."""
+        """Begins ``n`` trajectories of each problem. Raises the errors of ``ResponseSource.begin``."""
         batch = _Trajectories(self, problems, n, params, seed)
         return Begun(batch.scored(), batch.metrics)
 

@@ -58,10 +58,10 @@ class Evaluation:
             return {}
 
     def evaluate(self) -> Row:
-        """Returns ``eval/<dataset>/...`` of the policy that the engine holds, on all datasets.
+        """Returns the metrics ``eval/<dataset>/...`` of the policy in the engine, on all datasets.
 
         The seed is the same each time, so that two evaluations differ only by the policy. Raises the errors of
-        ``Source.begin``.
+        ``ResponseSource.begin``.
         """
         row: Row = {}
         for name, problems in self._datasets.items():

@@ -41,7 +41,7 @@ class Batches:
         self._taken = step
 
     def take(self, timers: Timers) -> SampledStep:
-        """Returns the batch of the next step. Raises the errors of ``Source.begin``."""
+        """Returns the batch of the next step. Raises the errors of ``ResponseSource.begin``."""
         self._taken += 1
         with timers.phase("rollout"):
             return self._sampler.sample(self._stream.next_batch(), self._taken)

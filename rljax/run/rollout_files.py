@@ -67,8 +67,8 @@ def write_tokens(
     has the entropy of the trainer's distribution (nats) if ``trainer`` has it. The likeliest tokens are in the dump if
     the sequences have them; the trainer's are the sampler's tokens, sorted by the trainer's log-probabilities. If the
     sampling is cut, both columns are normalised over the tokens of the cut. Tokens that an environment wrote have no
-    log-probability, and their ``turn`` is 0. ``policy_version`` and ``trainer`` are those before the update of this
-    step.
+    log-probability, and their ``turn`` is 0. ``policy_version`` and ``trainer`` belong to the policy before the update
+    of this step.
     """
     from rljax.record.token_dumps import make_dump, write_dump  # pyarrow, for few runs
 
@@ -168,7 +168,7 @@ def _of_response(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
 
 
 def _where_sampled(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
-    """Returns the values [r] of a response as values of all tokens, with NaN at those that no policy sampled."""
+    """Returns the values [r] of a response as values of all tokens, with NaN at tokens that no policy sampled."""
     return _of_response(sequence, np.where(sequence.sampled, values, np.nan))
 
 

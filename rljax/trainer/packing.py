@@ -131,7 +131,7 @@ def pack(
 ) -> PackedBatch:
     """Packs sequences into a batch of shape [micro_batches, rows_per_micro_batch, row_tokens].
 
-    ``rows.lay_out_rows`` chooses the place of each sequence. The result depends only on the sequences, not on the order
+    ``rows.lay_out_rows`` chooses the row of each sequence. The result depends only on the sequences, not on the order
     in which responses arrived. ``with_tops`` is as in ``fill``.
 
     Raises:
@@ -152,7 +152,7 @@ def fill(
     with_tops: bool = True,
     responses_only: bool = False,
 ) -> PackedBatch:
-    """Fills a batch of ``shape`` (m, b, t) with sequences at chosen places.
+    """Fills a batch of ``shape`` (m, b, t) with sequences in chosen rows.
 
     ``rows`` has the indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
     ``with_tops``: Whether the batch has their likeliest tokens. ``responses_only``: Whether prompts and routes are left

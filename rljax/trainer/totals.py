@@ -39,7 +39,7 @@ class Controls(NamedTuple):
 
 
 def place_controls(learning_rate: float, apply_update: bool, measure_noise: bool, where: NamedSharding) -> Controls:
-    """Puts the controls on the devices."""
+    """Puts the scalar arguments of a step on the devices, each with the sharding ``where``."""
     values = Controls(np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))  # type: ignore[arg-type]
     return put(values, where)
 

@@ -109,7 +109,7 @@ def _histogram(
 
 
 def _of_sequences(pair: TokenPair, position: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns the numbers of the sequences by name, and the order of those with a response token."""
+    """Returns the numbers of the sequences by name, and the order of the sequences with a response token."""
     count, size = len(pair.dump.sequence_ids), np.abs(pair.lr)
     names = {"sum": pair.lr, "size": size, "k3": pair.k3, "tokens": pair.valid, "nonfinite": ~pair.valid}
     of: dict[str, np.ndarray] = {name: np.bincount(pair.sequence, weights, count) for name, weights in names.items()}

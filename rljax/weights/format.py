@@ -112,7 +112,7 @@ class TensorRecord(msgspec.Struct, frozen=True):
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The size, hash and place of a file."""
+    """The size and hash of a file, and the server that has it."""
 
     bytes: int
     xxh3: str  # the hexadecimal xxh3-64 of the file's content

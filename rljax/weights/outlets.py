@@ -1,4 +1,4 @@
-"""The places where a run's versions are read: a shared directory, an HTTP server, or an object store.
+"""The outlets from which a run's versions are read: a shared directory, an HTTP server, or an object store.
 
 If several processes write a version, each process keeps, uploads or serves the files that it wrote.
 """

@@ -1,4 +1,4 @@
-"""The places that a version is read from: a directory that this machine sees, an HTTP server, or an object store."""
+"""The sources from which a version is read: a directory that this machine sees, an HTTP server, or an object store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Source:
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
         """Returns the path of the file ``name`` on this machine: in ``folder`` if it has to be copied.
 
-        ``record`` has the file's size and place. Several threads may call this method. Raises SourceError if the file
+        ``record`` has the file's size and server. Several threads may call this method. Raises SourceError if the file
         cannot be read.
         """
         with _source_errors(f"{self._root}/{name}"):
@@ -88,7 +88,7 @@ class StoreSource(Source):
     """An object store. Its connections belong to fsspec, and other code in this process uses them, too."""
 
     def __init__(self, url: str) -> None:
-        """Stores the place without reading from it. Raises SourceError if fsspec cannot open such a URL."""
+        """Stores the URL without reading from it. Raises SourceError if fsspec cannot open such a URL."""
         with _source_errors(url):
             self._fs, root = open_store(url)
         super().__init__(root)

@@ -212,7 +212,7 @@ def make_part_writer(
 
     Args:
       parts: A function from the published tensors to the parts that this process holds.
-      publish: The place that has the versions, which is not shared. With the store "http" this process serves at an
+      publish: The settings of the publish, with another store than "shared". With "http" this process serves at an
         address that reaches the same machines as ``host``, and at ``port`` + ``index``.
       parent: The directory in which a process other than 0 makes a directory for its files, unless the store is
         "directory". None means this machine's memory.

@@ -194,7 +194,7 @@ def _hints(
     limit: float,
     config: PolicyConfig,
 ) -> Iterator[str]:
-    """Yields what the numbers show about an error above its limit."""
+    """Yields hints about the cause of an error above its limit."""
     expected = theirs[operation.name].astype(np.float64)
     alike = _ALIKE.get(operation.kind, "")
     other = inputs.get(Operation(alike, operation.layer).name)

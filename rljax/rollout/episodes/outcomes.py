@@ -1,4 +1,4 @@
-"""The outcome of one call of an environment, the checks of what it returned, and the messages of a host process.
+"""The outcome of one call of an environment, the checks of the returned value, and the messages of a host process.
 
 The parent of a host process decodes its messages into these types and executes none of them.
 """

@@ -1,7 +1,7 @@
 """Reads rows of trajectories that another program made into responses and rewards.
 
 docs/external_trajectories.md lists the columns. The message for a row that is refused is one line. It names the row and
-the column, and says what was found and what was expected.
+the column, the found value and the expected one.
 """
 
 from __future__ import annotations

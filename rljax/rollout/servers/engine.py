@@ -250,7 +250,7 @@ class ServedEngine(Admission, RolloutEngine):
         return self._current.version
 
     def _renew_all(self, servers: Sequence[Server]) -> None:
-        """Gives the current weights to these servers and to those that came back. Returns once one is verified."""
+        """Gives the current weights to ``servers``, and to servers that came back. Returns once one is verified."""
         published, in_flight = self._current, self._config.update
         assert published is not None
         self.fleet.renew(lambda server: server.renew(published, self.verifier, in_flight), servers, STRAGGLER_S)

@@ -142,7 +142,7 @@ class Fleet(Dispatcher):
         return {"rollout/server_losses": 0.0, **self.metrics.take(), "rollout/servers": float(len(self.opened()))}
 
     def follow_discovery(self) -> None:
-        """Adds the servers that discovery lists now, and drops those that it does not list."""
+        """Adds the servers that discovery lists now, and drops all others."""
         if self.discovery is None:
             return
         for name, urls in zip(("joined", "left"), self.on_loop(self._list, self.discovery.urls), strict=True):
@@ -152,7 +152,7 @@ class Fleet(Dispatcher):
                 self.metrics.add(f"rollout/servers_{name}", float(len(urls)))
 
     def _list(self, urls: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Makes ``urls`` the list of servers. Returns those that join, which are down, and those that leave.
+        """Makes ``urls`` the list of servers. Returns the new servers, which are down, and the dropped ones.
 
         If the hard limit of file descriptors does not allow ``max_outstanding`` requests to each server, fewer are sent
         at a time.
@@ -227,7 +227,7 @@ class Fleet(Dispatcher):
             self._wait_for_any()
 
     def renew(self, work: Work, servers: Sequence[Server], patience_s: float) -> None:
-        """Pauses ``servers``, calls ``work`` for each, and recovers those that are down. Returns once one is open.
+        """Pauses ``servers``, calls ``work`` for each, and recovers servers that are down. Returns once one is open.
 
         ``work`` returns the proof for ``Admission.admit``. Once one server is ready, the others have the same time
         again, and at least ``patience_s`` seconds. It raises the errors of :meth:`recover`.

@@ -123,7 +123,7 @@ def described_shape(text: Any, head_dim: int, *, tied: bool) -> dict[str, Any]:
 
 
 def _described_rope(text: Any) -> dict[str, Any]:
-    """Returns the rotary settings of a configuration, without those that change nothing.
+    """Returns the rotary settings of a configuration, without settings that change nothing.
 
     Before version 5 transformers has them in ``rope_scaling`` and ``rope_theta``.
     """

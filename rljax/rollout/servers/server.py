@@ -175,7 +175,7 @@ class Server(Remote):
     async def rollout(self, request: Request, vocab_size: int | None) -> Completion:
         """Returns a completion that may be trained on, or a part of one if new weights came meanwhile.
 
-        If it names weights that are not proven yet, it is returned once they are.
+        A completion that names weights without a proof is returned only after the proof.
         """
         first = max(0, len(self.versions) - 1)
         completion = await self._read(await self._send(request, self._timeout_s), request)

@@ -119,10 +119,10 @@ def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int], seed: 
 
 
 async def sharpening(server: Remote, vocab_size: int, temperature: float) -> float:
-    """Returns the ratio of the gaps between the likeliest tokens' log-probabilities at ``temperature`` to those at 1.
+    """Returns the gaps between the likeliest tokens' log-probabilities at ``temperature``, divided by the gaps at 1.
 
-    It is 1 / temperature if a server reports the distribution that it samples from, and 1 if it reports the one before
-    the temperature is applied. It is NaN if a gap is not finite, or all log-probabilities at 1 are equal.
+    The ratio is 1 / temperature if a server reports the distribution that it samples from. It is 1 if it reports the
+    distribution before the temperature. It is NaN if a gap is not finite, or all log-probabilities at 1 are equal.
     """
     prompts = random_prompts((8, 4), vocab_size)
     how = [SamplingParams(1, t, reported=min(TOP, vocab_size)) for t in (1.0, temperature)]
