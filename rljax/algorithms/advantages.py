@@ -28,9 +28,9 @@ class AdvantageConfig:
     estimator: Estimator = "rloo"
     """rloo: subtract the mean reward of the other responses in the group. grpo: subtract the mean of the group and
     divide by its standard deviation. grpo_no_std (Dr.GRPO): only subtract the mean of the group. reinforce: subtract
-    the mean of the whole batch. optimal_token: like grpo_no_std, then subtract a baseline from each token. That is the
-    mean over the group's responses that reach this place, weighted by the energy of their gradients (arXiv
-    2602.07078). It costs one forward of the batch before the update."""
+    the mean of the whole batch. optimal_token: like grpo_no_std, then subtract a baseline from each token. It is the
+      mean over the group's responses that reach this token, weighted by the energy of their gradients (arXiv
+      2602.07078). It costs one forward of the batch before the update."""
     overlong_buffer_tokens: int = 0
     """Number of tokens before the length limit over which the penalty of a long response grows linearly, as in DAPO.
     0: no penalty."""

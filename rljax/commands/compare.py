@@ -118,7 +118,7 @@ class CompareArguments:
     mesh: a run on several devices, with split weights. remat: a program with a backward pass, which needs the memory of
     gradients."""
     layers: bool = False
-    """Name the layer and the operation at which the first scorer and each other one part, on one sequence of TOKENS.
+    """Name the layer and the operation at which each other scorer differs from the first, on one sequence of TOKENS.
     The scorers are jax:DTYPE and hf:DTYPE, with options as in jax:bfloat16,tp=2, and vllm:URL."""
     sequence: str | None = None
     """With --layers, the name of the sequence. None: the longest one."""

@@ -54,7 +54,7 @@ class DiagnoseArguments:
     rollout: str | None = None
     """The column of the dump that a rollout engine computed. --engine is the same."""
     json: Path | None = None
-    """The file for the diagnosis as JSON; - prints it in the place of the page."""
+    """The file for the diagnosis as JSON; - prints the JSON instead of the page."""
 
 
 def needed(module: str, source: Path) -> ModuleType:

@@ -52,9 +52,9 @@ class ViewArguments:
     out: Path | None = None
     """The HTML file to write. None: report.html, in the run's directory if DUMP_OR_RUN is a run."""
     trainer: str | None = None
-    """The column in the trainer's place. None: the roles of the columns decide."""
+    """The column of the trainer. None: the roles of the columns decide."""
     rollout: str | None = None
-    """The column in the rollout engine's place. None: the roles of the columns decide."""
+    """The column of the rollout engine. None: the roles of the columns decide."""
     model: str | None = None
     """The Hugging Face directory, or OWNER/NAME, whose tokenizer gives the text of the tokens. None: the run's own;
     without one the page shows token ids."""

@@ -53,7 +53,7 @@ class DataConfig:
     """The training problems and their reward."""
 
     task: str = "toy"
-    """toy: three-digit addition. toy_swaps: letters that change places. calculator: additions for the environment
+    """toy: three-digit addition. toy_swaps: letters that are swapped. calculator: additions for the environment
     ``rljax.rollout.episodes.calculator:Calculator``. file: the problems in ``path``. ``reasoning_gym:NAME``: a task of
     reasoning-gym; ``reasoning_gym:NAME+NAME``: a mixture of several."""
     task_options: tuple[str, ...] = ()

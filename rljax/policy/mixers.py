@@ -110,7 +110,7 @@ class Attention(nnx.Module):
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """The names of its taps, in order."""
+        """The names of the attention's taps, in order."""
         norms = ("query_norm", "key_norm") if self.norms else ()
         return "query", "key", "value", *norms, "query_rope", "key_rope", "attention", "attention_output"
 

@@ -160,7 +160,7 @@ class RolloutConfig:
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """The limits of trajectories with an ``environment``."""
     trajectories: str | None = None
-    """The place of trajectories that another program makes and the run trains on: a directory of Parquet or JSONL
+    """The source of trajectories that another program makes and the run trains on: a directory of Parquet or JSONL
     files, or the address http://HOST:PORT at which the trainer receives them (PORT 0: a free one). ``engine`` then gets
     the weights only for evaluations. None: ``engine`` samples the training data."""
     dump_every: int = 0

@@ -221,7 +221,7 @@ class Progress:
         return self._sum_rise(row) | {"optimizer/grad_norm_ema": self.grad_norm_ema}
 
     def _sum_rise(self, row: Row) -> Row:
-        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the first ``REFERENCE_STEPS`` rows; else {}."""
+        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` above its mean in the first rows, which get {}."""
         names = ("token_count", "sequence_count", "log_ppl_abs_diff_sum")
         tokens, sequences, summed = (row[f"mismatch/{name}"] for name in names)
         reference = self.reference

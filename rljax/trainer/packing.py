@@ -34,8 +34,8 @@ class PackingConfig:
     fsdp and expert gets as many rows as fit, at least one. It replaces ``rows_per_micro_batch`` and keeps its meaning
     on any mesh. 0: ``rows_per_micro_batch`` decides."""
     share_prefixes: bool = True
-    """Whether tokens with which several sequences of a row begin are computed once, such as the prompt of a group. Rows
-    are then longer, and as many fewer, unless ``row_tokens`` is given. The start of a run says where it cannot."""
+    """Whether a common beginning of sequences in a row is computed only once, such as the prompt of a group. A
+    micro-batch then has fewer and longer rows, unless ``row_tokens`` is given. A run that cannot do it says why."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "row_tokens", "tokens_per_device")

@@ -63,7 +63,7 @@ class SelfCheckedUpdate:
 
 
 def at_other_shape(forward: Forward, pack_other: Pack, *, sample: int) -> Check:
-    """Returns the check of responses that are spread over the batch, in micro-batches of another shape.
+    """Returns a check that scores responses from all over the batch in micro-batches of another shape.
 
     The forward has no gradient, so nothing is recomputed in it. It scores at most ``sample`` responses, which
     ``pack_other`` packs into these micro-batches.
@@ -83,7 +83,7 @@ def at_other_shape(forward: Forward, pack_other: Pack, *, sample: int) -> Check:
 def in_other_program(
     score: Callable[[TrainState, PackedBatch], TokenValues], *, sample: int, stand_ins: Sequence[OptionalLogprobs] = ()
 ) -> Check:
-    """Returns the check of the update's first micro-batches, unchanged, in another program.
+    """Returns a check that scores the update's first micro-batches, unchanged, in another program.
 
     ``score`` scores a batch under a state. Micro-batches are scored until they hold ``sample`` responses. ``stand_ins``
     are optional log-probabilities that the program reads. If the batch lacks one, the rollout engine's are used,
