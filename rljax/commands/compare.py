@@ -11,11 +11,11 @@ too. The program writes tokens.parquet (with the new columns), report.md, report
 OUT. With --layers it compares the operations inside the scorers, and writes layers.md, layers.json and layers.png.
 
 With --serve it starts the vLLM servers that the scorers need, in the environment .venv-vllm or $RLJAX_VLLM_VENV. For
-each length the model continues the prompts by so many tokens, and each scorer is a row of one table. A row has the mean
-gap to the reference, in nats per token, with k3, the largest gap, the share of gaps beyond 0.5, and the difference in
-log-perplexity. Beside it stand the floors, which are gaps of the scorer to itself: "shape" at half the batch size, and
-"repeat" at the same size. A row that fails has its reason, and the others go on. Started again with the same OUT, the
-program measures the rows that have no numbers. OUT has bench.json, and the tokens in tokens-LENGTH.parquet.
+each length the model continues the prompts by so many tokens, and each scorer is a row of one table. A row has the gap
+to the reference in nats per token: mean, k3, largest, and share beyond 0.5. It also has the difference in
+log-perplexity and the floors, which are gaps of the scorer to itself: "shape" at half the batch size, and "repeat" at
+the same size. A row that fails has its reason, and the others go on. Started again with the same OUT, the program
+measures the rows that have no numbers. OUT has bench.json, and the tokens in tokens-LENGTH.parquet.
 
 The exit status is 0 when every pair of columns passes, and 1 when a pair fails or is refused, or a row of --serve. It
 is 2 when an argument is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a

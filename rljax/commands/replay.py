@@ -3,13 +3,13 @@
     rljax replay runs/my_run/metrics.jsonl --picture surge.png
     rljax replay one.csv two.jsonl tb_of_a_third_run --json -
 
-For one log it prints the step at which the surge of the response length is called, the decay period that follows
-from it, every change of the learning rate, and a table of what neighbour rules would have done. Several logs become one
-table with a row for each. LOG is a JSONL, JSON or CSV file, console output (.log, .txt or .out), a TensorBoard event
-file, or a directory that contains one of them. The event files of a run that was resumed are read as one log. The
-program knows the name of the length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix and
-rljax. With --column you choose any other column of positive numbers. A step that is missing in the log counts as a step
-without a length.
+For one log it prints the step at which the surge of the response length is called, and the decay period. It also prints
+every change of the learning rate, and a table of the calls of neighbour rules. Several logs become one table with a row
+for each. LOG is a JSONL, JSON or CSV file, console output (.log, .txt or .out), a TensorBoard event file, or a
+directory that contains one of them. The event files of a run that was resumed are read as one log. The program knows
+the name of the length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix and rljax. With
+--column you choose any other column of positive numbers. A step that is missing in the log counts as a step without a
+length.
 
 A log that cannot be read is one line on stderr. The other logs are replayed, and the exit status is 2.
 """

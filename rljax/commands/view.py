@@ -10,8 +10,8 @@ tap it, to see both log-probabilities and its other values in the dump. The filt
 The page of a run also has the curves of report.png and the dumps in rollouts/. It knows the run's tokenizer and shows
 the weight of each token under the run's correction. A dump in the rollouts/ of a run is shown in the same way.
 
-The page of a run is written to report.html in its directory, and any other page to report.html in the current one,
-unless --out names another file. An older page there is replaced.
+The page of a run is written to report.html in the run's directory, any other page to the current directory, unless
+--out names another file. An older page there is replaced.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The problems of reasoning-gym's tasks, which each run makes from a seed.
 
 A task is named ``reasoning_gym:NAME``, and a mixture of several ``reasoning_gym:NAME+NAME``. The trainer never imports
-the library. It starts this file as a program, with a fixed hash seed, because some tasks depend on Python's hash seed,
-one draws from Python's global random numbers, and one prints. The program reads one JSON object from stdin: ``path``
-(``sys.path``), ``name``, ``options``, ``seed`` and ``size``. It writes one pickle to stdout: the list of entries, or
-the text of an error.
+the library. It starts this file as a program with a fixed hash seed, on which some tasks depend. One task draws from
+Python's global random numbers, and one prints. The program reads one JSON object from stdin: ``path`` (``sys.path``),
+``name``, ``options``, ``seed`` and ``size``. It writes one pickle to stdout: the list of entries, or the text of an
+error.
 """
 
 from __future__ import annotations

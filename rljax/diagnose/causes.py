@@ -1,4 +1,4 @@
-"""Names the cause of a mismatch or of a collapse from the facts of a log and of a dump, or says that it cannot tell."""
+"""Names the cause of a mismatch or a collapse from the facts of a log and a dump, or "cannot_tell"."""
 
 from __future__ import annotations
 

@@ -157,10 +157,10 @@ def read(path: str | os.PathLike[str]) -> Record | None:
 def provably_dead(path: str | os.PathLike[str], *, silent_s: float = SILENT_S) -> bool:
     """Returns whether the owner of the record at ``path`` is certainly dead; False if there is no record.
 
-    An owner on this machine is dead if its process is gone, or if its process id belongs to a process that started at
-    another time. Any other owner is dead if its heartbeat has not moved for ``silent_s``, on the clock of the file
-    system that has the record (seconds). Raises OSError if the record cannot be read, or no file can be made beside it
-    to read that clock.
+    An owner on this machine is dead if its process is gone, or if another process has its process id, by the start
+    time. Any other owner is dead if its heartbeat has not moved for ``silent_s``, on the clock of the file system that
+    has the record (seconds). Raises OSError if the record cannot be read, or no file can be made beside it to read that
+    clock.
     """
     path = Path(path)
     record = read(path)

@@ -150,9 +150,9 @@ class Processes:
     def compare(self) -> dict[str, float]:
         """Returns ``perf/<name>_slowest_s`` and ``perf/<name>_slowest_process`` of each timed work since the last call.
 
-        All processes call it; a single process gets an empty dict. All processes leave an update at the same time. The
-        slowest process of an update is therefore the last to enter it, and its ``_slowest_s`` is the time by which it
-        entered later than the first.
+        All processes call it; a single process gets an empty dict. All processes leave an update at the same time. So
+        the slowest process of an update is the last to enter it. Then ``_slowest_s`` is the delay between the first
+        entry and the last.
         """
         if self.count == 1:
             return {}

@@ -71,9 +71,9 @@ def opaque(*arrays: Array) -> tuple[Array, ...]:
 def features_last(*arrays: Array) -> tuple[Array, ...]:
     """Returns the arrays unchanged. On a TPU, the values of one token then lie beside each other in memory.
 
-    XLA may otherwise place the tokens of one feature beside each other. The products that give the gradients of
-    weights take the first layout if XLA computes them in parts, and XLA would copy each operand for them. The gradients
-    of the arrays get the same layout. docs/compile.md counts the memory traffic that this saves.
+    XLA may otherwise place the tokens of one feature beside each other. The products for the gradients of weights need
+    the first layout if XLA computes them in parts. XLA would then copy each operand. The gradients of the arrays get
+    the same layout. docs/compile.md counts the memory traffic that this saves.
 
     Other backends ignore this call. The arrays have any dtype, and their last axis is that of the features.
     """

@@ -107,9 +107,9 @@ def parse_arguments(
 def read_options(root: type, words: Sequence[str], *, strict: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Reads options ``--a.b value`` for the fields of ``root``.
 
-    Names may have ``-`` or ``_`` inside. A bare ``--flag`` means true and ``--no-flag`` false, ``none`` empties an
-    optional value, and of a repeated option the last one counts, unless its type is ``Repeated``. A word that does not
-    have the type of its option stays text, or is refused if ``strict``.
+    Names may have ``-`` or ``_`` inside. A bare ``--flag`` means true and ``--no-flag`` false. ``none`` empties an
+    optional value. Of a repeated option the last one counts, unless its type is ``Repeated``. A word that does not have
+    the type of its option stays text, or is refused if ``strict``.
 
     Returns the values by dotted name, and the words that are neither an option nor its value. Raises ConfigError if an
     option lacks its value.

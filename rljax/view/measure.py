@@ -69,7 +69,7 @@ def measure(
     ``columns`` are the trainer's and the rollout engine's column, from ``choose_pair``. ``correction`` is the
     correction of the run that wrote the dump. Without it the weights are unknown. ``progress`` is called with the
     number of newly measured sequences. The contribution of a sequence is its share of the sum of k3 = exp(lr) - 1 - lr
-    over all tokens, where lr is the log-ratio (Schulman, "Approximating KL Divergence", 2020). If there is only one
+    over all tokens (Schulman, "Approximating KL Divergence", 2020). Here lr is the log-ratio. If there is only one
     column, it is the share of the sum of abs(log p).
 
     Raises:

@@ -163,7 +163,7 @@ def _scale(gap: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Returns the mean factor between two values [t, n], and its standard error.
 
     The factor is 1 plus the sum of the signed differences over the sum of the expected sizes. Rounding errors of one
-    token, or of one channel, may have a common part, so the standard error is the larger one over tokens and channels.
+    token, or of one channel, may be correlated. So the standard error is the larger one over tokens and channels.
     """
     signed, size = gap * np.sign(expected), np.abs(expected)
     total = max(float(size.sum()), _TINY)

@@ -168,10 +168,9 @@ class EnvironmentHosts:
     def pop_metrics(self) -> dict[str, int]:
         """Returns the counts since the last call, by their names ``turns/...``.
 
-        Each trajectory that failed counts once: in ``turns/env_errors`` if the environment raised or returned something
-        wrong, in ``turns/env_timeouts`` if it took too long or blocked its process, and in ``turns/env_deaths`` if it
-        was lost with its process. ``turns/cut_replies`` counts replies that were cut. The other names count calls of
-        tools.
+        Each trajectory that failed counts once. ``turns/env_errors``: the environment raised or returned something
+        wrong. ``turns/env_timeouts``: it took too long or blocked its process. ``turns/env_deaths``: it was lost with
+        its process. ``turns/cut_replies`` counts replies that were cut. The other names count calls of tools.
         """
         with self._lock:
             counts = {key: self._counts[key] for key in (*dict.fromkeys(_COUNTED.values()), _CUT)}

@@ -87,8 +87,8 @@ class Remote(Protocol):
         """Sends one request of the control plane, without a retry, and returns the reply's JSON object.
 
         ``content`` is ``params`` and ``json`` as httpx takes them. The whole reply may take ``timeout_s`` seconds. It
-        raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no JSON, and
-        ServerRefusedError, with the server's message, for any other status than 200.
+        raises ServerGoneError if no answer comes or the server is not healthy, and ReplyError if the answer is no JSON.
+        For any other status than 200 it raises ServerRefusedError with the server's message.
         """
 
     async def sample(self, requests: Sequence[Request]) -> list[Completion]:
