@@ -1,4 +1,4 @@
-"""The mean of per-token losses, in a form that does not depend on micro-batches and packed rows."""
+"""The mean of per-token losses, as sums that do not depend on micro-batches and packed rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes that answer, serve or run a person's code: bounded, killed with their children, and replaced.
+"""Child processes that answer, serve or run a user's code: bounded, killed with their children, and replaced.
 
 The parent sends pickles. A child sends msgpack, which is decoded into a given type, so nothing that it writes is
 executed here. A reply repeats the random number of its request. A child that sends another number is replaced.

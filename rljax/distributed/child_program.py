@@ -49,7 +49,7 @@ def _work(end: socket.socket) -> None:
     own = os.getpid()
 
     def leave_to_parent(number: int, frame: FrameType | None) -> None:
-        """Ignores SIGTERM in this process, and lets it end forks that a person's code made.
+        """Ignores SIGTERM in this process, and lets it end forks that the user's code made.
 
         Slurm sends SIGTERM to every process of a job, but the trainer still needs the answers of its current step.
         """

@@ -232,7 +232,7 @@ def transfer_directory(config: Config) -> Path:
 
 
 def free_space(path: Path) -> int | None:
-    """Returns the free bytes where a directory is or would be made, or None if the system does not say."""
+    """Returns the free bytes on the disk of a directory, which may not exist yet; None if they are not known."""
     path = path.absolute()
     for place in (path, *path.parents):
         if place.exists():

@@ -329,7 +329,7 @@ class LengthLog:
 
 
 def read_lengths(path: Path, column: str | None = None, truncated_column: str | None = None) -> LengthLog:
-    """Reads the response lengths of a log, a file or a directory that contains it, with the names of their columns.
+    """Reads the response lengths from a log: from a file, or from a directory with a log in it.
 
     ``column`` has the lengths, and ``truncated_column`` the share of truncated responses. None means a known name.
 

@@ -1,4 +1,4 @@
-"""Finds a reward by name: a shipped reward, or a person's own function of one of several forms."""
+"""Finds a reward by name: a shipped reward, or a user's function in one of several forms."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class _ExactRows(NamedTuple):
         return ~self.stopped & (self.lengths < self.ends)
 
     def append(self, sampled: NextTokens, guesses: np.ndarray, stops: Sequence[int]) -> None:
-        """Adds the sampled tokens up to a stop token or the first wrong guess, whose correction is added.
+        """Adds the sampled tokens up to a stop token, or up to the correction of the first wrong guess.
 
         Args:
           sampled: The tokens after the last one of each row, [r, b], and their arrays, [r, b, ...].

@@ -239,7 +239,7 @@ class SharedPublish(Shared):
         return gather_results(self.processes, lambda: self._files.collect(params))
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the collected parts or their changes, each process its own. Raises OSError if one process cannot."""
+        """Writes the collected parts or their changes, in every process. Raises OSError if one process cannot."""
         written = merge_written(values_of(self._write(kind, directory), WrittenFiles))
         self._files.wait(directory, written)
         return written

@@ -296,7 +296,7 @@ def build(
 
 
 def starting_point(parts: RunParts, mesh: Mesh) -> tuple[TrainState, Progress]:
-    """Reads the newest whole checkpoint and puts the parts into its state, or else reads the model.
+    """Reads the newest whole checkpoint and restores ``parts`` from it, or else reads the model.
 
     Returns the device state and the counters at which the run starts. A line on stderr names the trained parameters and
     the devices. Raises ConfigError or StartAgainError as ``starting_state`` does.

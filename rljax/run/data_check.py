@@ -29,7 +29,7 @@ _TRIALS = 8
 _CONTROLS = 64  # the most problems to which the right answer of another problem is given
 _MARGIN = 0.05  # a share of the controls; a reward that prefers the own answers in fewer does not tell them apart
 _SAME = 1e-6  # two rewards that differ by no more, relative to the larger one, are equal but for rounding
-# Texts that stand where no answer is known, in lower case.
+# Texts that mean "no answer is known", in lower case.
 _PLACEHOLDERS = frozenset(
     ("n/a", "n.a.", "na", "#n/a", "<na>", "none", "nan", "null", "nil", "tbd", "unknown", "?", "-", "--", "[]", "{}")
 )

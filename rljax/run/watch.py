@@ -56,12 +56,12 @@ class Watch:
     def __call__(
         self, row: Mapping[str, Any], sequences: Sequence[TrainSequence], trainer: Callable[[], TrainerValues]
     ) -> Row:
-        """Checks a step, and returns new keys for its row. A fault prints a line.
+        """Checks a step, and returns new keys for its row. It prints a line about a fault.
 
         Args:
           row: The row of the step, with the mismatch of its update.
           sequences: The responses of the step.
-          trainer: A function that fetches the trainer's numbers of their tokens.
+          trainer: A function that fetches the trainer's numbers of the responses' tokens.
         """
         count, rollout = len(sequences), _sampled(sequences, [s["rollout_logprobs"] for s in sequences])
         tokens = _sampled(sequences, [s.response for s in sequences])

@@ -23,7 +23,7 @@ class Layout(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The cost, in units of one micro-batch of forward and backward."""
+        """The cost of the layout, in units of one micro-batch of forward and backward."""
         return self.with_loss + FORWARD_SHARE * (self.used - self.with_loss)
 
 

@@ -284,7 +284,7 @@ class StreamWriter(Writer):
 
 
 def whole_parts(named: Iterable[tuple[str, np.ndarray]]) -> Iterator[Part]:
-    """Yields whole tensors, given as pairs (Hugging Face name, array), as parts."""
+    """Yields a ``Part`` for each pair (Hugging Face name, whole array)."""
     for name, array in named:
         yield Part(name, array.shape, TensorRegion.whole(array.shape), array)
 

@@ -1,4 +1,4 @@
-"""Reads rows of trajectories that another program made into responses and rewards.
+"""Reads the rows of another program's trajectories as responses and rewards.
 
 docs/external_trajectories.md lists the columns. The message for a row that is refused is one line. It names the row and
 the column, the found value and the expected one.

@@ -1,4 +1,4 @@
-"""One kind of server: how its replies are read, how a run shakes hands with it, and how weights come into it."""
+"""The interface of one kind of server: its replies, its handshake, and the loading of weights."""
 
 from __future__ import annotations
 
