@@ -72,8 +72,8 @@ def region_weights(
 ) -> tuple[Float[Array, "b t"], Any, dict[str, Any]]:
     """Computes the factor by which the trust region multiplies each token's loss, without gradient.
 
-    A region over the likeliest tokens needs ``likely``. Returns the factors, 0 where a token is not valid; the
-    distances [b, t] of such a region, else None; and the sums that ``token_row`` reads.
+    A region over the likeliest tokens needs ``likely``. Returns the factors (0 at invalid tokens), the distances [b, t]
+    of such a region or None, and the sums that ``token_row`` reads.
     """
     region: Any = config.trust_region
     over_tops = None

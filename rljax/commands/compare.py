@@ -257,7 +257,7 @@ def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarr
 
 
 def run_layers(dump: TokenDump, options: CompareArguments) -> int:
-    """Compares the first scorer with each other one, writes the reports, and returns the exit status."""
+    """Compares each further scorer with the first, writes the reports, and returns the exit status."""
     scorers, model, out = options.scorer, options.model, options.out
     if len(scorers) < 2:
         raise ConfigError(f"--layers compares the first --scorer with each other one, got {len(scorers)}")

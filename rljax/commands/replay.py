@@ -186,7 +186,7 @@ def near_misses(result: Replay) -> list[str]:
 
 
 def rules_table(result: Replay) -> list[list[str]]:
-    """Returns the table of one log, a row for each rule; * marks the rules that equal the one in use."""
+    """Returns the table of one log, a row for each rule; * marks the rules that equal the rule in use."""
     rows = [["rule", "called", "crossing since", "decay period", "first decay", "last rate", "nearest ratio"]]
     for one in result.outcomes:
         mark = "* " if one.rule.config == result.in_use.rule.config and not one.rule.error else "  "

@@ -181,8 +181,8 @@ def training_problems(
 ) -> Sequence[Problem]:
     """Returns the training problems; each ``prompt`` is the text to tokenise.
 
-    The chat template is the one of ``tokenizer``, which the toy tasks do not need. The rows of the file are counted in
-    ``tally``. Without it a row without a right answer is an error.
+    ``tokenizer`` has the chat template; the toy tasks need none. The rows of the file are counted in ``tally``. If
+    there is no ``tally``, a row without a right answer is an error.
 
     Raises:
       ValueError: The file cannot be read, or a row is not a problem; the message names the row.
@@ -201,7 +201,7 @@ def evaluation_datasets(
     """Returns the datasets to evaluate on, by their names in the metrics.
 
     Each of ``names`` is a file, ``NAME=FILE``, or a task for its eval split. Without names, a task is evaluated on its
-    own eval split. The chat template is the one of ``tokenizer``, which the toy tasks do not need.
+    own eval split. ``tokenizer`` has the chat template; the toy tasks need none.
 
     Raises:
       ValueError: A file cannot be read, or two datasets have the same name.

@@ -76,7 +76,7 @@ class Ownership:
         return False
 
     def folder(self) -> Path | None:
-        """Returns where the folder of the record is now, which may have been moved; None if it was removed.
+        """Returns the present path of the record's folder, which may have been moved; None if it was removed.
 
         Raises OSError if the file system does not say. It must not be called after :meth:`release`.
         """

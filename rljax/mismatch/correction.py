@@ -4,7 +4,7 @@ The distribution of the ratios is recorded at every step, with or without a corr
 
 Sources: equations 4-6 of arXiv 2602.01826 (sequence ratio; truncated, TIS; masked, MIS). The band is IcePop's. The
 geometric sequence ratio is GSPO's (arXiv 2507.18071). Rejection by per-token k3 is VeXact's (arXiv 2605.14220). The
-largest k3 of a token is the test of arXiv 2512.23075, and mean exp(abs(lr)) the one of NeMo-RL and tunix.
+test of the largest k3 of a token comes from arXiv 2512.23075, and mean exp(abs(lr)) from NeMo-RL and tunix.
 """
 
 from __future__ import annotations

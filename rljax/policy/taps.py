@@ -63,7 +63,7 @@ def tap(name: str, x: Array) -> Array:
 def stack_paths(period: int) -> list[tuple[str, ...]]:
     """Returns the paths of the stacks of blocks, in the pytree of parameters and as prefixes of recorded values.
 
-    A policy has a stack over its periods for each of the ``period`` blocks of one.
+    A period has ``period`` blocks. For each of them there is one stack over all periods.
     """
     return [(LAYERS,)] if period == 1 else [(LAYERS, str(stack)) for stack in range(period)]
 

@@ -134,8 +134,9 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     4. Compute the advantages. A group whose rewards are all equal carries no loss.
     5. Pack the responses into rows.
     6. Make the update: one compiled step, or several mini-batches. If no group carries loss, skip it. Print a line if
-      the responses do not belong to their prompts or tokens. 7. Publish the weights as the next policy version. 8.
-      Evaluate the policy when that is due.
+       the responses do not belong to their prompts or tokens.
+    7. Publish the weights as the next policy version.
+    8. Evaluate the policy when that is due.
     """
     config, progress, timers = parts.config, newest.progress, Timers(parts.stop)
     step, version = progress.step + 1, progress.policy_version

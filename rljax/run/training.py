@@ -74,7 +74,7 @@ def check_offload(config: Config, mesh: Mesh) -> None:
 
 
 def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolicy | None:
-    """Reads the model under the adapters of a run, into the host's memory with ``rollout.colocated``.
+    """Reads the base model of a run with adapters. With ``rollout.colocated`` it is put into the host's memory.
 
     Returns the function from adapters to a whole policy; None if the run has no adapters. Raises OSError or ValueError
     if the model cannot be read, or does not have the shape of ``policy``.

@@ -130,9 +130,9 @@ def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: in
 
 
 def _fill_room(lengths: np.ndarray, counts: np.ndarray, room: int, enough: int) -> list[tuple[int, int]]:
-    """Chooses items that fill ``room`` best, or to at least ``enough``, from runs of items of one length.
+    """Chooses items that fill ``room`` best, or to at least ``enough``. A *run* is ``counts`` items of one length.
 
-    Returns the (run, place in it) of each item, the last ones first.
+    Returns (run, index in the run) of each item, the last ones first.
     """
     # Copies of a length that do not fit together add no sum, so that they are not tried.
     most = np.where(lengths <= room, np.minimum(counts, room // np.maximum(lengths, 1)), 0)

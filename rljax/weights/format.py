@@ -58,9 +58,9 @@ class Checksum:
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """A rectangle of a tensor, which is taken as a matrix of its first axis by all other axes together.
+    """A rectangle of a tensor. The tensor counts as a matrix: the first axis by all other axes together.
 
-    A vector is a matrix of one row.
+    A vector counts as a matrix of one row.
     """
 
     row: int  # the first row of the rectangle

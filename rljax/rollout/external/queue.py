@@ -34,7 +34,7 @@ class TrajectoryQueue:
     """The trajectories that wait for a step in the files of one directory, and the versions that they may have.
 
     Files are read in the order of their names, each once and whole. Trajectories with one group name fill one group
-    after another. The state says which rows were used. So a resumed run uses every other row, and no row twice. A
+    after another. The state says which rows were used. So a resumed run uses all remaining rows, and no row twice. A
     thread may add trajectories while another takes them.
 
     Attributes:

@@ -39,7 +39,7 @@ _LONGEST_S = 3600.0  # A time longer than any request to a server takes (seconds
 
 
 class Admission:
-    """The proof that a server must give before rollouts go to it, and the fate of one that fails.
+    """The proof that a server must give before rollouts go to it, and the fate of a server that fails.
 
     By default a server only has to answer, and an error is raised.
     """
