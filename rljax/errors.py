@@ -70,7 +70,7 @@ class MissingPackageError(ConfigError):
 
 
 def import_for(user: str, module: str, extra: str, package: str = "") -> ModuleType:
-    """Imports a module of rljax for ``user``, the words for what the caller wants.
+    """Imports a module of rljax for ``user``, the name of the caller's feature in messages.
 
     Raises MissingPackageError if the module needs a package that is missing. The message names ``package``, or else the
     one that was looked for, and says how to install ``extra``.

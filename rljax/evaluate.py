@@ -86,7 +86,7 @@ class EvaluateArguments(SamplesConfig):
     answer_key: str = ""
     """The key of the right answer in the rows of the file, as in ``data.answer_key``."""
     max_response_tokens: int | None = None
-    """Longest response (tokens). None: what the toy task needs; for a file 8192, or less if the model has fewer
+    """Longest response (tokens). None: enough for the toy task; for a file 8192, or less if the model has fewer
     positions."""
     engine: Copying = "jax"
     """jax: sample in this process. vllm, sglang: sample from running servers of that kind. The weights of a run are

@@ -151,7 +151,7 @@ def tree_shardings(mesh: Mesh, axes: Any, abstract: Any) -> Any:
 
 
 def constrain_tree(tree: Any, axes: Any) -> Any:
-    """Constrains each array of ``tree`` to the logical axes in the tuple at the same place of ``axes``."""
+    """Constrains each array of ``tree`` to the logical axes in the tuple at the same path of ``axes``."""
     return jax.tree.map(lambda leaf, logical: constrain(leaf, *logical), tree, axes)
 
 
@@ -172,7 +172,7 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int] | None:
     They are for TPUs. By default the compiler splits the gather of a weight and the product with it into four steps.
     Each step reads and writes the sum of the products in float32. The first option makes it gather a weight before the
     product. The compiler also gathers a weight again for a product that many operations separate from the first one.
-    The second option lifts the limit on their number. docs/compile.md counts what both save.
+    The second option lifts the limit on their number. docs/compile.md counts the saved memory traffic.
     """
     is_tpu = mesh.devices.flat[0].platform == "tpu"
     return dict(_TPU_OPTIONS) if is_tpu else None

@@ -47,7 +47,7 @@ COLUMNS: dict[str, Column] = {
 
 
 def blank(name: str, count: int, like: np.ndarray) -> np.ndarray:
-    """Returns entries [count, ...] of tokens of which nothing is known, with the trailing axes of ``like``."""
+    """Returns entries [count, ...] that mean "unknown", with the trailing axes of ``like``."""
     column = COLUMNS[name]
     return np.full((count, *like.shape[1:]), column.fill, column.dtype or like.dtype)
 
@@ -100,7 +100,7 @@ class TokenRecord:
     def add(self, arrays: Mapping[str, np.ndarray]) -> Self:
         """Returns the sequence with further arrays, or with others of the same names.
 
-        An array has entries of all tokens, [t, ...], or of the response's, [r, ...]. In the second case the prompt's
+        An array has entries of all tokens, [t, ...], or of the response, [r, ...]. In the second case the prompt's
         tokens get the fill of the column.
         """
         whole = {}

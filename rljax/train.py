@@ -1,12 +1,12 @@
 """Trains a policy: ``rljax train CONFIG.yaml [--a.b value ...] [--dry-run]``.
 
-The program builds the parts of a run from its configuration, goes on from a checkpoint when there is one, and calls the
-loop. SIGINT or SIGTERM ends the run after the current step, and the state is saved. The step is given up where it waits
-for servers that are gone, or would not end within ``run.grace_s``. The same command then goes on from there. A stop
-rule of the guard ends a run with exit status 3. So do several skipped updates in a row whose gradients are not finite.
+The program builds a run from its configuration, goes on from a checkpoint if there is one, and calls the loop. SIGINT
+or SIGTERM ends the run after the current step, and the state is saved. The step is given up if it waits for lost
+servers, or would not end within ``run.grace_s``. The same command then goes on from there. A stop rule of the guard
+ends a run with exit status 3. So do several skipped updates in a row whose gradients are not finite.
 
-``--dry-run`` only prints what the run would take, from shapes only. With it, ``--compile MACHINE`` compiles the step
-for another machine (h100:1x8, tpu:v5p:2x2x4), ``--json FILE`` writes the results and ``--hlo FILE`` the compiled
+``--dry-run`` only prints the memory and the work of the run, from shapes. With it, ``--compile MACHINE`` compiles the
+step for another machine (h100:1x8, tpu:v5p:2x2x4), ``--json FILE`` writes the results and ``--hlo FILE`` the compiled
 program.
 """
 
@@ -176,7 +176,7 @@ def read_inputs(config: Config) -> Inputs:
 
 
 def follow(config: Config, processes: Processes) -> int:
-    """Takes part in every act (joint operation) that process 0 leads; returns the exit status of the run.
+    """Runs every act (joint operation) that process 0 announces; returns the exit status of the run.
 
     Every process but 0 calls it.
     """

@@ -1,4 +1,4 @@
-"""Finds functions and classes of a person's own code by name, and describes the errors of that code in one line."""
+"""Finds functions and classes of a user's own code by name, and describes the errors of that code in one line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 def find(path: str, kind: str) -> Any:
-    """Returns the object of a person's code with the name ``package.module:name`` or ``FILE.py:name``.
+    """Returns the object of a user's code with the name ``package.module:name`` or ``FILE.py:name``.
 
     Modules of the current directory are found, however the program was started. ``kind`` is the word for such an object
     in messages.
@@ -65,7 +65,7 @@ def load(path: str) -> Any:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Imports a file once, under a name that no other module has. Its directory is searched for what it imports."""
+    """Imports a file once, under a name that no other module has. The file can import modules from its directory."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     name = f"{file.stem}_{zlib.crc32(os.fsencode(file)):08x}"

@@ -28,9 +28,9 @@ class AdvantageConfig:
     estimator: Estimator = "rloo"
     """rloo: subtract the mean reward of the other responses in the group. grpo: subtract the mean of the group and
     divide by its standard deviation. grpo_no_std (Dr.GRPO): only subtract the mean of the group. reinforce: subtract
-    the mean of the whole batch. optimal_token: like grpo_no_std, then subtract a baseline from each token. That is the
-    mean over the group's responses that reach this place, weighted by the energy of their gradients (arXiv
-    2602.07078). It costs one forward of the batch before the update."""
+    the mean of the whole batch. optimal_token: like grpo_no_std, then subtract a baseline from each token. It is the
+      mean over the group's responses that reach this token, weighted by the energy of their gradients (arXiv
+      2602.07078). It costs one forward of the batch before the update."""
     overlong_buffer_tokens: int = 0
     """Number of tokens before the length limit over which the penalty of a long response grows linearly, as in DAPO.
     0: no penalty."""
@@ -139,14 +139,14 @@ def optimal_token_advantages(
     """Computes the advantages of the tokens of one group under the optimal token baseline (arXiv 2602.07078).
 
     The energy of a token is 1 - 2 p + sum_v p_v^2, the squared norm of the gradient of log p by the logits. The
-    baseline at place t is the mean of the returns of the responses that reach t, weighted by their energies up to t.
+    baseline at token t is the mean of the returns of the responses that reach t, weighted by their energies up to t.
     Where a single response is longer than all others, its baseline beyond them is 0, as in verl.
 
     Args:
       returns: The return of each response. Adding a constant to all of them changes the advantages only where the
         baseline is 0.
       logprobs: The trainer's log-probability of each sampled token before the update (nats).
-      collisions: The sum of the squared probabilities of all tokens at each place.
+      collisions: The sum of the squared probabilities of all tokens at each position.
       ratios: The importance weight of each token. Energies are multiplied by its square. None: 1.
     """
     lengths = np.array([len(each) for each in logprobs])

@@ -1,4 +1,4 @@
-"""The mean of per-token losses, in a form that does not depend on micro-batches and packed rows."""
+"""The mean of per-token losses, as sums that do not depend on micro-batches and packed rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _forward(values: Any, *saved: Any) -> tuple[Any, Any]:
 
 
 def _backward(num_sequences: int, saved: Any, cotangent: Any) -> tuple[Any, None, None]:
-    """Averages the cotangents: averaging within blocks is a symmetric matrix, so it is its own transpose."""
+    """Averages the cotangents. The transpose of the mean is the mean itself, because its matrix is symmetric."""
     return mean_over_sequence(cotangent, *saved, num_sequences), None, None
 
 

@@ -1,6 +1,6 @@
-"""The parts of the correction that act on single tokens: trust regions, and score centering.
+"""The corrections of single tokens: trust regions and score centering.
 
-Both may look at the sampler's likeliest tokens at each place. Their mathematics is in ``rljax.mismatch.regions`` and
+Both may read the sampler's likeliest tokens at each position. Their mathematics is in ``rljax.mismatch.regions`` and
 ``rljax.mismatch.centering``.
 """
 
@@ -19,7 +19,7 @@ from rljax.mismatch.regions import is_finite, region_factor, tops_distance
 
 
 class LikelyTokens(NamedTuple):
-    """The sampler's likeliest tokens at each place, with their log-probabilities in trainer and sampler (nats)."""
+    """The sampler's likeliest tokens at each position, with their log-probabilities in trainer and sampler (nats)."""
 
     trainer: Float[Array, "b t k"]  # under the policy in training, differentiable; 0 where ``listed`` is False
     rollout: Float[Array, "b t k"]  # under the sampler; 0 where ``listed`` is False
@@ -30,7 +30,7 @@ class LikelyTokens(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """The two log-probabilities of each sampled token that are compared, without gradient; 0 where not valid."""
+    """The two compared log-probabilities of each sampled token, without gradient. They are 0 if it is not valid."""
 
     trainer: Float[Array, "b t"]  # under the policy in training, or under the policy that sampled the token
     rollout: Float[Array, "b t"]  # under the sampler, or under the policy that sampled the token
@@ -72,8 +72,8 @@ def region_weights(
 ) -> tuple[Float[Array, "b t"], Any, dict[str, Any]]:
     """Computes the factor by which the trust region multiplies each token's loss, without gradient.
 
-    A region over the likeliest tokens needs ``likely``. Returns the factors, 0 where a token is not valid; the
-    distances [b, t] of such a region, else None; and the sums that ``token_row`` reads.
+    A region over the likeliest tokens needs ``likely``. Returns the factors (0 at invalid tokens), the distances [b, t]
+    of such a region or None, and the sums that ``token_row`` reads.
     """
     region: Any = config.trust_region
     over_tops = None

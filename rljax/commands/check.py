@@ -6,10 +6,10 @@
     rljax check --tiny                       # tries the kernels and the step too on a CPU
 
 First come the driver, the packages, the compiler and /dev/shm. Then all devices add up an array. Attention and the head
-are compared with float32. Nothing of a packed sequence may reach another sequence. A training step is compiled and
-timed, and its memory is compared with the plan. Weights and tokens are random; nothing is downloaded. Each part is ok,
-failed or skipped, with the remedy. A part that fails is recorded with its error, and the others still run; the exit
-status is then 1. The parts run in another process, so a crash loses only the part that runs then.
+are compared with float32. A packed sequence must not influence another one. A training step is compiled and timed, and
+its memory is compared with the plan. Weights and tokens are random; nothing is downloaded. Each part is ok, failed or
+skipped, with the remedy. A part that fails is recorded with its error, and the others still run; the exit status is
+then 1. The parts run in another process, so a crash loses only the part that runs then.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CheckArguments:
 
 
 def make_parts(arguments: CheckArguments) -> Parts:
-    """Returns the parts that ``--only`` names and the device, which comes first. Their order is that of the report."""
+    """Returns the parts that ``--only`` names, in the order of the report, with the check of the device first."""
     tiny, part = arguments.tiny, functools.partial
     policies = {"tiny": TINY} if tiny else {size: KNOWN_SHAPES[f"Qwen/Qwen3-{size}"] for size in arguments.models}
     smallest = next(iter(policies.values()), TINY)
@@ -158,7 +158,7 @@ def run_parts(parts: Parts, arguments: CheckArguments) -> Iterator[tuple[str, Ch
 
 
 def _ask(child: Child, name: str, limit_s: float, log: Path) -> CheckFacts:
-    """Returns the findings of a part. If its process ends or is too slow, they have the end of its output instead."""
+    """Returns the findings of a part; if its process ends or is too slow, the end of its output instead."""
     try:
         found = child.ask((name,), limit_s, _FACTS)
     except TimeoutError:

@@ -1,7 +1,7 @@
 """Checks of attention, of the head and of a sum over all devices of this machine, for ``rljax check``.
 
-They measure errors, leaks between segments, times and memory. Each function returns plain values for JSON, and lists
-what is wrong under ``problems``.
+They measure errors, leaks between segments, times and memory. Each function returns plain values for JSON, with a line
+for each fault under ``problems``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def reference(q: Any, k: Any, v: Any, d_out: Any, ends: Any) -> tuple[jax.Array,
 def on_named(
     check: Callable[..., CheckFacts], name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, *rest: Any
 ) -> CheckFacts:
-    """Runs a check of one attention implementation. If auto means xla it is skipped, because xla has its own part."""
+    """Runs a check of one attention implementation. If auto means xla, it is skipped, because xla is checked anyway."""
     here = (jax.devices()[0], dtype, policy.head_dim)
     picked = find_implementation(name, *here)
     if name != picked == "xla":

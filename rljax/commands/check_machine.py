@@ -1,7 +1,7 @@
 """Checks of this machine apart from the accelerator's kernels, for ``rljax check``.
 
-Each function returns plain values for JSON. ``says`` is a line about them, ``problems`` lists what is wrong, and
-``skipped`` says why nothing was checked.
+Each function returns plain values for JSON. ``says`` is a line about them, ``problems`` has a line for each fault, and
+``skipped`` gives the reason if nothing was checked.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ def plan(config: Config, policy: PolicyConfig, mesh: Mesh) -> int:
 
 
 def choose_remat(size: StepSize, dtype: ComputeDtype, policy: PolicyConfig, mesh: Mesh, limit: int | None) -> Config:
-    """Returns the configuration with the least recomputation whose plan fits. If none fits: the one with most.
+    """Returns the configuration with the least recomputation whose plan fits, or else with the most recomputation.
 
-    It fits if the plan takes at most ``FULL`` of ``limit`` (bytes); every plan fits if ``limit`` is None.
+    A plan fits if it takes at most ``FULL`` of ``limit`` (bytes). Every plan fits if ``limit`` is None.
     """
     configs = [step_config(size, dtype, remat) for remat in _REMATS]
     return next((one for one in configs if limit is None or plan(one, policy, mesh) <= FULL * limit), configs[-1])

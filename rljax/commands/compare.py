@@ -11,11 +11,11 @@ too. The program writes tokens.parquet (with the new columns), report.md, report
 OUT. With --layers it compares the operations inside the scorers, and writes layers.md, layers.json and layers.png.
 
 With --serve it starts the vLLM servers that the scorers need, in the environment .venv-vllm or $RLJAX_VLLM_VENV. For
-each length the model continues the prompts by so many tokens, and each scorer is a row of one table. A row has the mean
-gap to the reference, in nats per token, with k3, the largest gap, the share of gaps beyond 0.5, and the difference in
-log-perplexity. Beside it stand the floors, which are gaps of the scorer to itself: "shape" at half the batch size, and
-"repeat" at the same size. A row that fails has its reason, and the others go on. Started again with the same OUT, the
-program measures the rows that have no numbers. OUT has bench.json, and the tokens in tokens-LENGTH.parquet.
+each length the model continues the prompts by so many tokens, and each scorer is a row of one table. A row has the gap
+to the reference in nats per token: mean, k3, largest, and share beyond 0.5. It also has the difference in
+log-perplexity and the floors, which are gaps of the scorer to itself: "shape" at half the batch size, and "repeat" at
+the same size. A row that fails has its reason, and the others go on. Started again with the same OUT, the program
+measures the rows that have no numbers. OUT has bench.json, and the tokens in tokens-LENGTH.parquet.
 
 The exit status is 0 when every pair of columns passes, and 1 when a pair fails or is refused, or a row of --serve. It
 is 2 when an argument is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a
@@ -118,7 +118,7 @@ class CompareArguments:
     mesh: a run on several devices, with split weights. remat: a program with a backward pass, which needs the memory of
     gradients."""
     layers: bool = False
-    """Name the layer and the operation at which the first scorer and each other one part, on one sequence of TOKENS.
+    """Name the layer and the operation at which each other scorer differs from the first, on one sequence of TOKENS.
     The scorers are jax:DTYPE and hf:DTYPE, with options as in jax:bfloat16,tp=2, and vllm:URL."""
     sequence: str | None = None
     """With --layers, the name of the sequence. None: the longest one."""
@@ -143,7 +143,7 @@ class CompareArguments:
 
 
 def parse(argv: Sequence[str]) -> CompareArguments:
-    """Returns the arguments of the command line, with the arguments that --toy stands for filled in."""
+    """Returns the arguments of the command line. --toy is replaced by the arguments that it stands for."""
     given = parse_arguments(
         CompareArguments, argv, prog="rljax compare", description=__doc__ or "", aliases={"--engine": "--rollout"}
     )
@@ -257,7 +257,7 @@ def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarr
 
 
 def run_layers(dump: TokenDump, options: CompareArguments) -> int:
-    """Compares the first scorer with each other one, writes the reports, and returns the exit status."""
+    """Compares each further scorer with the first, writes the reports, and returns the exit status."""
     scorers, model, out = options.scorer, options.model, options.out
     if len(scorers) < 2:
         raise ConfigError(f"--layers compares the first --scorer with each other one, got {len(scorers)}")

@@ -1,4 +1,4 @@
-"""Says what a mismatch or a collapse comes from, which limits of the field it crosses, and what helps against it.
+"""Names the cause of a mismatch or a collapse, the published limits that it crosses, and the remedies.
 
     rljax diagnose runs/my_run
     rljax diagnose trainer_state.json --json diagnosis.json
@@ -9,7 +9,7 @@ SOURCE is a run directory, a training log or a token dump. A log is a JSONL, JSO
 prime-rl, NeMo-RL, slime, SkyRL and tunix are known. A dump is a file that ``rljax compare`` reads. Of a run directory
 of rljax its configuration and its newest token dump are read, too.
 
-The exit status is 0 if nothing is wrong, and 1 if a cause is named or the numbers do not say what it is. It is 2 if
+The exit status is 0 if nothing is wrong. It is 1 if a cause is named, or the numbers do not show the cause. It is 2 if
 SOURCE cannot be read.
 """
 
@@ -54,7 +54,7 @@ class DiagnoseArguments:
     rollout: str | None = None
     """The column of the dump that a rollout engine computed. --engine is the same."""
     json: Path | None = None
-    """The file for the diagnosis as JSON; - prints it in the place of the page."""
+    """The file for the diagnosis as JSON; - prints the JSON instead of the page."""
 
 
 def needed(module: str, source: Path) -> ModuleType:

@@ -144,7 +144,7 @@ class PrepareArguments:
 
     @property
     def own_form(self) -> Form:
-        """The form of the source, or the keys that are named instead of one."""
+        """The name of the source's form, or the names of its keys."""
         keys = OwnKeys(self.prompt_key, self.answer_key)
         return keys if any(keys) else self.form
 
@@ -169,7 +169,7 @@ class KeptRows:
     steps: list[dict[str, Any]] = field(default_factory=list)  # the entries of the provenance, one for each filter
 
     def keep(self, step: str, kept: Sequence[bool], **facts: Any) -> None:
-        """Keeps the rows for which ``kept`` is true, and records the step."""
+        """Keeps the rows with a true entry in ``kept``, and records the step."""
         before = len(self.rows)
         self.rows = [row for row, keep in zip(self.rows, kept, strict=True) if keep]
         self.problems = [problem for problem, keep in zip(self.problems, kept, strict=True) if keep]
@@ -212,7 +212,7 @@ class ScoreFile:
 
 
 def find_source(source: str) -> Path:
-    """Returns the local file of a source, which may be downloaded from the hub. Raises ConfigError if it cannot be."""
+    """Returns the local file of a source, after a download from the hub if needed. Raises ConfigError if that fails."""
     match = _HUB_ID.fullmatch(source)
     is_file_name = ":" not in source and source.endswith(FILE_SUFFIXES)
     if task_names(source):

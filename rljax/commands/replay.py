@@ -3,13 +3,13 @@
     rljax replay runs/my_run/metrics.jsonl --picture surge.png
     rljax replay one.csv two.jsonl tb_of_a_third_run --json -
 
-For one log it prints the step at which the surge of the response length is called, the decay period that follows
-from it, every change of the learning rate, and a table of what neighbour rules would have done. Several logs become one
-table with a row for each. LOG is a JSONL, JSON or CSV file, console output (.log, .txt or .out), a TensorBoard event
-file, or a directory that contains one of them. The event files of a run that was resumed are read as one log. The
-program knows the name of the length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix and
-rljax. With --column you choose any other column of positive numbers. A step that is missing in the log counts as a step
-without a length.
+For one log it prints the step at which the surge of the response length is called, and the decay period. It also prints
+every change of the learning rate, and a table of the calls of neighbour rules. Several logs become one table with a row
+for each. LOG is a JSONL, JSON or CSV file, console output (.log, .txt or .out), a TensorBoard event file, or a
+directory that contains one of them. The event files of a run that was resumed are read as one log. The program knows
+the name of the length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix and rljax. With
+--column you choose any other column of positive numbers. A step that is missing in the log counts as a step without a
+length.
 
 A log that cannot be read is one line on stderr. The other logs are replayed, and the exit status is 2.
 """
@@ -47,7 +47,7 @@ _LONGEST_NAME = 40  # the most letters of a log's name in it
 
 @dataclass(frozen=True)
 class ReplayArguments(SurgeConfig):
-    """The options of the replay. Those of ``SurgeConfig`` are the rule in use."""
+    """The options of the replay. The options of ``SurgeConfig`` are the *rule in use*."""
 
     logs: Positional[tuple[Path, ...]] = dataclasses.field(kw_only=True)
     """The training logs."""
@@ -165,7 +165,7 @@ def report(result: Replay) -> list[str]:
 
 
 def near_misses(result: Replay) -> list[str]:
-    """Returns lines on the length nearest to a call, the largest ratio that would have called, and other rules."""
+    """Returns lines about the length nearest to a call, the largest ratio that still calls, and the other rules."""
     outcome, config = result.in_use, result.in_use.rule.config
     assert config is not None  # the rule in use has one
     level = outcome.nearest
@@ -186,7 +186,7 @@ def near_misses(result: Replay) -> list[str]:
 
 
 def rules_table(result: Replay) -> list[list[str]]:
-    """Returns the table of one log, a row for each rule; * marks the rules that equal the one in use."""
+    """Returns the table of one log, a row for each rule; * marks the rules that equal the rule in use."""
     rows = [["rule", "called", "crossing since", "decay period", "first decay", "last rate", "nearest ratio"]]
     for one in result.outcomes:
         mark = "* " if one.rule.config == result.in_use.rule.config and not one.rule.error else "  "
@@ -212,7 +212,7 @@ def logs_table(results: Sequence[Replay]) -> list[list[str]]:
 
 
 def known(values: Sequence[float]) -> list[float | None]:
-    """Returns the values, with None for each that is not finite, because JSON has no such numbers."""
+    """Returns the values, with None for numbers that are not finite, because JSON has no such numbers."""
     return [value if math.isfinite(value) else None for value in values]
 
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Parses the options. Returns those that were given, and the defaults of options that ``ServerConfig`` lacks."""
+    """Parses the options. Returns the given options, and the defaults of options that ``ServerConfig`` lacks."""
     parser = argparse.ArgumentParser(
         prog=f"rljax serve {kind.lower()}",
         description="Serves a model for rljax, on loopback unless --host says otherwise.",
@@ -81,8 +81,8 @@ def serve(
 ) -> int:
     """Serves until this program is interrupted or terminated, or the server ends. Returns the exit status.
 
-    It prints the URL of the server once that is healthy. ``make`` makes the configuration of this ``kind`` of server
-    from the options. ``start`` starts the server, given the configuration and the longest wait (seconds).
+    It prints the URL of the server once the server is healthy. ``make`` makes the configuration of this ``kind`` of
+    server from the options. ``start`` starts the server, given the configuration and the longest wait (seconds).
     """
     logging.basicConfig(level=logging.INFO, format=f"{kind.lower()}_server: %(message)s")
     options = parse(kind, argv)

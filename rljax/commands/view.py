@@ -4,14 +4,14 @@
     rljax view runs/my_run
 
 DUMP_OR_RUN is a token dump, any other file of tokens that ``rljax compare`` reads, or a run directory. The page is one
-static file that needs no network. Sequences are sorted by what they contribute to the mismatch. Hover over a token, or
-tap it, to see both log-probabilities and what else the dump knows of it. The filters and the charts select tokens.
+static file that needs no network. Sequences are sorted by their contribution to the mismatch. Hover over a token, or
+tap it, to see both log-probabilities and its other values in the dump. The filters and the charts select tokens.
 
 The page of a run also has the curves of report.png and the dumps in rollouts/. It knows the run's tokenizer and shows
 the weight of each token under the run's correction. A dump in the rollouts/ of a run is shown in the same way.
 
-The page of a run is written to report.html in its directory, and any other page to report.html in the current one,
-unless --out names another file. An older page there is replaced.
+The page of a run is written to report.html in the run's directory, any other page to the current directory, unless
+--out names another file. An older page there is replaced.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ViewArguments:
     out: Path | None = None
     """The HTML file to write. None: report.html, in the run's directory if DUMP_OR_RUN is a run."""
     trainer: str | None = None
-    """The column in the trainer's place. None: the roles of the columns decide."""
+    """The column of the trainer. None: the roles of the columns decide."""
     rollout: str | None = None
-    """The column in the rollout engine's place. None: the roles of the columns decide."""
+    """The column of the rollout engine. None: the roles of the columns decide."""
     model: str | None = None
     """The Hugging Face directory, or OWNER/NAME, whose tokenizer gives the text of the tokens. None: the run's own;
     without one the page shows token ids."""

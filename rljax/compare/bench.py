@@ -1,8 +1,8 @@
 """Measures scorers on the same tokens: each row is a scorer at one length, with its noise floors beside its gap.
 
-A gap is measured against a reference, which is the forward pass of this library unless another scorer is named. The
-servers that the rows need are started one after another. The directory of a bench has bench.json, and the tokens of
-each length with all columns. bench.json has no path and no address of the machine.
+A gap is measured against a reference: the forward pass of this library, unless another scorer is named. The servers
+that the rows need are started one after another. The directory of a bench has bench.json, and for each length a token
+dump with all columns. bench.json has no path and no address of the machine.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class BenchConfig:
 
 
 class BenchForm(NamedTuple):
-    """The scorer of a row, in the words of the report, and the length."""
+    """The identity of a row: its scorer, as the report describes it, and its length."""
 
     engine: str
     dtype: str
@@ -169,7 +169,7 @@ def new_document(config: BenchConfig, prompts: TokenDump, prompts_name: str | No
 def resumed(fresh: dict[str, Any], path: Path) -> dict[str, Any]:
     """Returns the document to continue: the one in the file ``path`` if it exists, or else ``fresh``.
 
-    Rows that failed are measured again. Raises ValueError if the file is of another model, machine, version or setting.
+    Failed rows are measured again. Raises ValueError if the file has another model, machine, version or setting.
     """
     if not path.exists():
         return fresh
@@ -218,7 +218,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _failing(self, forms: Sequence[BenchForm]) -> Iterator[None]:
-        """Turns an error of the block into a row with the reason for each form without a row; then writes the rows."""
+        """If the block fails, gives each form without a row a row with the reason. Then writes the rows."""
         rows = self.document["rows"]
         try:
             yield
@@ -337,7 +337,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def without_places(text: str) -> str:
-    """Returns a text in which only the last part of each absolute path is left, and "URL" stands for each URL."""
+    """Returns a text in which "URL" replaces each URL, and its last part replaces each absolute path."""
     part = r"[^\s/'\":;,()]+"
     return re.sub(rf"(?<![\w.~/-])~?(?:/{part})*/({part})/?", r"\1", re.sub(r"https?://\S+", "URL", text))
 

@@ -1,8 +1,8 @@
 """Compares scorers by their whole next-token distributions.
 
 The log-ratio of a sampled token says little about other tokens: two engines may agree on every token of a dump and
-differ elsewhere. At each response token, given the same tokens before it, the rollout engine has a distribution p and
-the trainer a distribution q. They are compared by KL(p || q) = sum_i p_i log(p_i / q_i).
+differ on the others. At each response token, given the same tokens before it, the rollout engine has a distribution p
+and the trainer a distribution q. They are compared by KL(p || q) = sum_i p_i log(p_i / q_i).
 
 A side may know only its likeliest tokens. Then the tokens that both sides know are kept, and all others become one
 outcome, "the rest". By the data processing inequality the KL over merged outcomes is a lower bound.
@@ -43,7 +43,7 @@ _LEAST_REST = 1e-7  # the smallest rest: the rounding of a sum of float32 probab
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probabilities that a scorer knows at n places."""
+    """The log-probabilities that a scorer knows at n positions."""
 
     logprobs: np.ndarray  # float32 [n, k], nats; -inf fills places with fewer than k known tokens
     ids: np.ndarray | None = None  # int32 [n, k], -1 as fill; None if every token of the vocabulary is known, in order
@@ -61,9 +61,9 @@ class DistributionPair:
     """The comparison of two scorers at every response token of a dump.
 
     Of the metrics, ``kl`` is the mean of KL(p || q), ``kl_max`` its maximum, ``reverse_kl`` the mean of KL(q || p)
-    (nats). ``total_variation`` is the mean of half the sum of abs(p - q). ``top1_agreement`` is the share of places
-    where both have the same likeliest token. ``rest_mass`` is the mean mass of p on the rest, and ``token_count`` the
-    number of places.
+    (nats). ``total_variation`` is the mean of half the sum of abs(p - q). ``top1_agreement`` is the share of positions
+    at which both have the same likeliest token. ``rest_mass`` is the mean mass of p on the rest, and ``token_count``
+    the number of positions.
     """
 
     trainer: str  # the scorer with the distribution q
@@ -84,7 +84,7 @@ def compare_distributions(
 ) -> list[DistributionPair]:
     """Compares every two of the scorers that know distributions. Other scorers are left out.
 
-    A server takes the rollout's place; otherwise the earlier of two specs takes the trainer's place. The models of all
+    A server counts as the rollout engine; otherwise the earlier of two specs counts as the trainer. The models of all
     scorers are in memory together. Sequences are scored one after another. A sequence needs 4 bytes for each scorer,
     response token and token of the vocabulary.
 
@@ -138,7 +138,7 @@ class Likeliest:
         self._whole = ""
 
     def __call__(self, spec: str, sequence: int, places: np.ndarray, known: TokenLogprobs) -> None:
-        """Collects the distributions of a sequence at its response places."""
+        """Collects the distributions of a sequence at its response tokens."""
         k = min(self._k, known.logprobs.shape[1])
         best = np.argsort(-known.logprobs, axis=1, kind="stable")[:, :k]
         ids = best if known.ids is None else np.take_along_axis(known.ids, best, axis=1)
@@ -180,7 +180,7 @@ def with_distributions(specs: Sequence[str]) -> list[str]:
 
 
 def divergences(p: TokenLogprobs, q: TokenLogprobs) -> np.ndarray:
-    """Computes five numbers at each of n places, float64 [n, 5].
+    """Computes five numbers at each of n positions, float64 [n, 5].
 
     They are KL(p || q) and KL(q || p) (nats), the total variation, the agreement of the likeliest token (0 or 1), and
     the mass of p on the rest. Raises ValueError if both sides know every token, but their vocabularies differ in size.
@@ -268,7 +268,7 @@ def _log_softmax(
     config: PolicyConfig,
     dtype: str,
 ) -> jax.Array:
-    """Computes the log-softmax after each of the places ``before`` [n] of one row ``tokens`` [1, t], float32 [n, v]."""
+    """Computes the log-softmax after the positions ``before`` [n] of one row ``tokens`` [1, t], float32 [n, v]."""
     with jax.default_matmul_precision(matmul_precision(dtype)):
         cast = cast_params(params, dtype)
         positions = jnp.arange(tokens.shape[1])[None]

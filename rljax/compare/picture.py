@@ -27,7 +27,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def plot_growth(axes: Axes, comparison: Comparison) -> None:
-    """Plots one line for each pair; those that do not pass are dashed."""
+    """Plots one line for each pair. The line is dashed if the pair does not pass."""
     shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
     for pair, shade in zip(comparison.pairs, shades, strict=True):
         gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]

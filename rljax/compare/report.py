@@ -47,7 +47,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All pairs of a dump's columns, and how much each scorer differs from its own second run."""
+    """All pairs of a dump's columns, and the difference of each scorer from its own second run."""
 
     columns: dict[str, ColumnSource]  # with their roles, in the order of the matrix, without second runs
     pairs: list[Pair]  # every two columns
@@ -65,12 +65,12 @@ class Comparison:
 def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, same_weights: bool = False) -> Comparison:
     """Compares every two of the columns; None means all of them, in the order of their names.
 
-    The roles of two columns (``TokenDump.role``) decide their places: a trainer comes first, then a column without a
+    The roles of two columns (``TokenDump.role``) decide their order: a trainer comes first, then a column without a
     role, then a rollout engine. Two columns of one role keep their order, and the pair says that the roles are unknown.
 
     A pair with the sampler's column is refused if top_p, top_k or min_p cut its distribution and not the other's
     (``ColumnSource.cut``). ``TokenDump.sampling`` names the sampler's column; else each column of a rollout engine
-    counts. With ``same_weights`` different hashes belong to one model's weights, as after a conversion of its files.
+    counts. With ``same_weights`` different hashes count as equal weights, such as one model in two kinds of files.
 
     Raises ValueError if a named column is missing, there are fewer than two, or a log-probability is above 0.
     """
@@ -130,7 +130,7 @@ _Rows = list[list[str]]
 
 
 def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]) -> str:
-    """Joins the formatted tables and a paragraph about columns that share a role."""
+    """Joins the formatted tables, and a paragraph about columns with the same role."""
     parts = [section.format(title, to_table(rows)) for title, rows in _tables(comparison)]
     groups = [[name for name, source in comparison.columns.items() if source.role == role] for role in PLACES]
     if unordered := "; ".join(", ".join(group) for group in groups if len(group) > 1):
@@ -153,7 +153,7 @@ def _by_bucket(metrics: Mapping[str, float], kept: Sequence[str]) -> dict[str, d
 def _tables(comparison: Comparison) -> Iterator[tuple[str, _Rows]]:
     """Yields the title and the rows of each table. The first row is the head.
 
-    A matrix has the trainer's place in rows, the rollout's in columns, and noise floors on the diagonal.
+    A matrix has the trainer in rows, the rollout engine in columns, and noise floors on the diagonal.
     """
     names, pairs, floors = list(comparison.columns), comparison.pairs, comparison.noise_floor
     rows = [["column", "role", "engine", "dtype", "weights", "temperature"]]

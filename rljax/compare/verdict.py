@@ -1,8 +1,8 @@
 """Judges the gap between two columns of log-probabilities: within limits, too large, or not comparable.
 
-The checks have an order in which each prevents a false alarm of the next. First come the declared sources of the
-columns, then an alignment off by one, a base of the logarithm, and a temperature. Last comes the size of the gap, which
-the dtypes bound.
+Each check prevents a false alarm of the next. First come the declared sources of the columns, then an alignment off by
+one, the base of the logarithm, and the temperature. Last comes the size of the gap, whose limit depends on the
+dtypes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Verdict:
 
     The cause is "none", "above_bar", "constant_fill", "no_tokens", "truncated_sampling", "temperature", "other_base",
     "other_weights", "off_by_one", "other_rows", "wrong_dtype" or "left_out". Response tokens without a finite number in
-    both columns are left out. The first token of a sequence has no tokens before it, so its number may be NaN. It does
-    not count as left out then, if the sequence has other numbers.
+    both columns are left out. The first token of a sequence may have NaN, because no token is before it. This does not
+    count as left out if the sequence has other numbers.
     """
 
     status: str  # "pass", "fail" (comparable but too far apart) or "refused" (not comparable)
@@ -133,7 +133,7 @@ def _bar_findings(bars: Bars) -> Iterator[_Finding]:
 
 
 def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_Finding]:
-    """Yields a finding if a column holds a constant in the place of missing numbers."""
+    """Yields a finding if a column holds a constant for missing numbers."""
     for name, values, others in (("first", x, y), ("second", y, x)):
         known = mask & np.isfinite(values)
         if (value := _fill(values, others, known)) is not None:
@@ -147,11 +147,11 @@ def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_
 
 
 def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
-    """Returns the constant that fills a column in the place of missing numbers; None if there is none.
+    """Returns the constant that stands for missing numbers in a column; None if there is none.
 
-    A number that many tokens share is a fill where the other column differs. Certain tokens share the number 0 in both
-    columns, so at a fifth of the places of a fill the other column must be far from it. Responses to one prompt share
-    the numbers of their first tokens in both columns, so the other column must vary at the places of a fill.
+    A number is a fill if many tokens have it and the other column has other numbers there. Tokens of probability 1 have
+    the number 0 in both columns, so at a fifth of the fills the other column must be far away. Responses to one prompt
+    have equal first tokens and numbers in both columns, so the other column must vary at the fills.
     """
     if (low := known & (x <= _SENTINEL)).any():
         return float(np.min(x[low]))
@@ -188,7 +188,7 @@ def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out:
 def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
     """Returns the shift (+1: to later positions) that makes the first column fit the second; None if neither does.
 
-    The moved column must also fit better than one number does, because a constant fits whatever column is nearly one.
+    The shifted column must also fit better than a constant, which fits any column that is nearly constant.
     """
     for shift, (moved, kept) in {1: (np.s_[:, :-1], np.s_[:, 1:]), -1: (np.s_[:, 1:], np.s_[:, :-1])}.items():
         both = valid[moved] & valid[kept]
@@ -202,10 +202,10 @@ def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
 
 
 def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int:
-    """Returns how many rows of the first column fit another row of the second, or 0 if they do not carry the gap.
+    """Returns how many rows of the first column fit another row of the second; 0 if they cause little of the gap.
 
-    Only rows with as many tokens as another one are compared. The fewer tokens they have, the closer they must be. The
-    chance that one of k rows of n tokens is nearer than a share s of the usual distance is about k (2 s)^n.
+    Only rows of equal length are compared. The fewer tokens they have, the closer they must be. The chance that one of
+    k rows of n tokens is nearer than a share s of the usual distance is about k (2 s)^n.
     """
     lengths = valid.sum(1)
     found, carried, gap = 0, 0.0, 0.0

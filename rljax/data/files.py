@@ -92,9 +92,9 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, FileRow]]:
 def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: bool = False) -> Problem:
     """Reads the problem of a row: ``prompt`` (text or messages), ``answer`` (text), ``data_source``, ``extra_info``.
 
-    A row with several right answers has them under ``ALTERNATIVES``, too. ``where``, the file and row number, begins
-    each message. ``form`` is a key of ``FORMS``, or the keys that the user names; None: the row's keys tell it. With
-    ``whole`` the problem also has ``COLUMNS`` and ``TRUTH``, and its right answer may be a record.
+    If there are several right answers, ``ALTERNATIVES`` has them all. ``where``, the file and row number, begins each
+    message. ``form`` is a key of ``FORMS``, or the keys that the user names; None: it is found from the row's keys.
+    With ``whole`` the problem also has ``COLUMNS`` and ``TRUTH``, and its right answer may be a record (a JSON object).
 
     Raises:
       NoAnswerError: The right answer is empty.
@@ -319,7 +319,7 @@ def _canonical(problem: Problem, *, chat: bool) -> FileRow:
 
 
 def _written_truth(problem: Problem) -> str:
-    """Returns the text from which the right answers of a problem are read again."""
+    """Returns the right answers of a problem as one text, which ``take`` reads back."""
     several = problem.get(ALTERNATIVES, [problem["answer"]])
     is_plain = len(several) == 1 and as_alternatives(several[0]) is None
     return problem["answer"] if is_plain else json.dumps(several, ensure_ascii=False)

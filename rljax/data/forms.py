@@ -87,7 +87,7 @@ class Keys(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def find_keys(keys: tuple[str, ...], form: Form = None) -> Keys:
-    """Finds the keys of a row that hold prompt and answer. ``form`` None: the keys themselves tell the form.
+    """Finds the keys of a row that hold prompt and answer. ``form`` None: it is found from the keys.
 
     Raises:
       ValueError: The keys do not fit the form, or do not tell it.
@@ -112,12 +112,12 @@ def find_keys(keys: tuple[str, ...], form: Form = None) -> Keys:
 
 
 def unread_keys(row: Mapping[str, Any], form: Form) -> tuple[str, ...]:
-    """Returns the keys of a row that nothing reads. Raises ValueError as ``find_keys`` does."""
+    """Returns the keys of a row that are not read. Raises the errors of ``find_keys``."""
     return find_keys(tuple(row), _in_row(form, row)).unread
 
 
 def take(row: Mapping[str, Any], form: Form, where: str) -> tuple[Any, Any]:
-    """Returns (prompt, right answer) of a row as they are written there. ``form`` None: the row's keys tell its form.
+    """Returns (prompt, right answer) of a row without changes. ``form`` None: it is found from the row's keys.
 
     Several right answers are ``Alternatives``.
 
@@ -172,7 +172,7 @@ def last_box(text: str) -> str | None:
 
 
 def _prompt(row: Mapping[str, Any], path: str) -> Any:
-    """Returns the prompt under a key or path. A chat loses the answers at its end; an instruction gets its input."""
+    """Returns the prompt under a key or path: a chat without answers at its end, an instruction with its input."""
     prompt = _from_json(_value(row, path), "[") if path else None
     if _leaf(path) == "messages" and isinstance(prompt, list):
         while prompt and isinstance(prompt[-1], Mapping) and prompt[-1].get("role") == "assistant":
@@ -232,7 +232,7 @@ def _is_empty(answer: Any) -> bool:
 def _check_agree(found: Mapping[str, Any]) -> None:
     """Raises ValueError if two keys of a row hold different right answers.
 
-    A worked answer may write the right one in another way, so it is compared only with a label, which may be a class.
+    An answer with its working may have another spelling, so it is compared only with a label (which may be a class).
     """
     short = [key for key in found if _leaf(key) not in _WORKED]
     for first, other in itertools.pairwise(found if [*map(_leaf, short)] == ["label"] else short):

@@ -1,10 +1,10 @@
 """The problems of reasoning-gym's tasks, which each run makes from a seed.
 
 A task is named ``reasoning_gym:NAME``, and a mixture of several ``reasoning_gym:NAME+NAME``. The trainer never imports
-the library. It starts this file as a program, with a fixed hash seed, because some tasks depend on Python's hash seed,
-one draws from Python's global random numbers, and one prints. The program reads one JSON object from stdin: ``path``
-(``sys.path``), ``name``, ``options``, ``seed`` and ``size``. It writes one pickle to stdout: the list of entries, or
-the text of an error.
+the library. It starts this file as a program with a fixed hash seed, on which some tasks depend. One task draws from
+Python's global random numbers, and one prints. The program reads one JSON object from stdin: ``path`` (``sys.path``),
+``name``, ``options``, ``seed`` and ``size``. It writes one pickle to stdout: the list of entries, or the text of an
+error.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def task_names(task: str) -> tuple[str, ...]:
 def own_options(name: str, task: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the task ``name`` of the library.
 
-    ``options`` are for the tasks of ``task``, as in ``DataConfig.task``. Any other task has the library's settings. A
-    key ``NAME.SETTING`` is for the task NAME. A key without a point is for each task.
+    ``options`` belong to the tasks named in ``task`` (``DataConfig.task``); any other task has the library's settings.
+    A key ``NAME.SETTING`` is for the task NAME. A key without a point is for each task.
     """
     found = {key: value for key, value in options.items() if "." not in key and name in task_names(task)}
     prefix = f"{name}."

@@ -53,7 +53,7 @@ class DataConfig:
     """The training problems and their reward."""
 
     task: str = "toy"
-    """toy: three-digit addition. toy_swaps: letters that change places. calculator: additions for the environment
+    """toy: three-digit addition. toy_swaps: letters that are swapped. calculator: additions for the environment
     ``rljax.rollout.episodes.calculator:Calculator``. file: the problems in ``path``. ``reasoning_gym:NAME``: a task of
     reasoning-gym; ``reasoning_gym:NAME+NAME``: a mixture of several."""
     task_options: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class DataConfig:
             raise ValueError(f"reward_timeout_s must be positive and finite, got {self.reward_timeout_s}")
 
     def _check_task(self) -> None:
-        """Raises ValueError for a task of no known kind, and for settings that its kind does not have."""
+        """Raises ValueError for a task of unknown kind, and for settings that do not belong to its kind."""
         is_gym = bool(gym.task_names(self.task))
         if self.task == "verifiers":
             raise ValueError(f"task = verifiers is no task: {FOR_VERIFIERS}")
@@ -147,7 +147,7 @@ def task_reward(task: str) -> str:
 
 
 def is_own(reward: str) -> bool:
-    """Returns whether the name of a reward is a name of the user's own code."""
+    """Returns whether a reward's name means code of the user."""
     return ":" in reward
 
 
@@ -181,8 +181,8 @@ def training_problems(
 ) -> Sequence[Problem]:
     """Returns the training problems; each ``prompt`` is the text to tokenise.
 
-    The chat template is the one of ``tokenizer``, which the toy tasks do not need. The rows of the file are counted in
-    ``tally``. Without it a row without a right answer is an error.
+    ``tokenizer`` has the chat template; the toy tasks need none. The rows of the file are counted in ``tally``. If
+    there is no ``tally``, a row without a right answer is an error.
 
     Raises:
       ValueError: The file cannot be read, or a row is not a problem; the message names the row.
@@ -201,7 +201,7 @@ def evaluation_datasets(
     """Returns the datasets to evaluate on, by their names in the metrics.
 
     Each of ``names`` is a file, ``NAME=FILE``, or a task for its eval split. Without names, a task is evaluated on its
-    own eval split. The chat template is the one of ``tokenizer``, which the toy tasks do not need.
+    own eval split. ``tokenizer`` has the chat template; the toy tasks need none.
 
     Raises:
       ValueError: A file cannot be read, or two datasets have the same name.
@@ -314,7 +314,7 @@ def prompt_ids(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
-    """Says in one line on stderr which special tokens begin the prompts that are plain texts, if there are any."""
+    """Prints a line on stderr with the special tokens that begin plain-text prompts, if there are any."""
     texts = [problem["prompt"] for problem in problems if not problem.get(TEMPLATED)] if tokenizer.prefix else []
     if not texts:
         return
@@ -326,7 +326,7 @@ def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
 
 
 def prompt_key(text: str) -> bytes:
-    """Returns a hash of a prompt that is equal for prompts equal in Unicode NFC, with runs of spaces as one space."""
+    """Returns a hash of a prompt, after Unicode NFC and with each run of spaces as one space."""
     return hashlib.sha256(" ".join(unicodedata.normalize("NFC", text).split()).encode()).digest()
 
 

@@ -38,7 +38,7 @@ class Tokenizer:
     """A tokenizer that converts text to token ids and back.
 
     Attributes:
-      pad_token_id: The id that fills unused places; the end-of-sequence id if the tokenizer names no other.
+      pad_token_id: The id that fills unused positions; the end-of-sequence id if the tokenizer names no other.
       eos_token_id: The id that ends a response.
       other_templates: The names of the chat templates, if there are several and none is the default.
     """
@@ -158,7 +158,7 @@ class Tokenizer:
         return text.removeprefix(ending + stop) if ended else text
 
     def _behind_answer(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
-        """Renders a short chat with ``messages`` behind the model's answer; returns the text behind that answer."""
+        """Renders a short chat in which ``messages`` follow the model's answer; returns the text after that answer."""
         text = self._checked([*_SHORT_CHAT, *messages], "a reply", **arguments)
         _, found, behind = text.partition(_SHORT_CHAT[-1]["content"])
         if not found:
@@ -166,7 +166,7 @@ class Tokenizer:
         return behind
 
     def _checked(self, messages: Sequence[Mapping[str, str]], what: str, **arguments: Any) -> str:
-        """Renders messages. Raises ValueError if that fails; its text calls the messages ``what``."""
+        """Renders messages. Raises ValueError if that fails; the error calls the messages ``what``."""
         given = [name for name in arguments if name != "add_generation_prompt"]
         unknown = [name for name in given if not re.search(rf"\b{re.escape(name)}\b", self._chat_template or "")]
         if unknown:
@@ -193,7 +193,7 @@ class Tokenizer:
         return next((token for token in self.encode(ending).tolist() if token in special), None)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what decides the tokens of a run, as JSON: under ``tokenizer`` ids and texts, and ``chat_template``.
+        """Returns all facts that decide the tokens of a run, as JSON: ``tokenizer`` (ids, texts) and ``chat_template``.
 
         Files that differ only in their form, such as the order of keys, or in a padding token, have equal facts.
         """
@@ -219,7 +219,7 @@ class Tokenizer:
 
 
 def _text_of_bytes(token: str) -> str:
-    """Returns the text of a byte-level token. An added token with other characters is plain text already."""
+    """Returns the text of a byte-level token. An added token with other characters is returned unchanged."""
     try:
         return bytes(map(_BYTES.__getitem__, token)).decode("utf-8", "backslashreplace")
     except KeyError:

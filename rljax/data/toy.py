@@ -1,7 +1,7 @@
 """The toy tasks, which need no file: their problems, tokenizers and rewards.
 
 The first one is three-digit addition, which a model may answer at once or work out digit by digit. The second one has
-no arithmetic: letters change places, and the answer is their last order. The third one is addition with a tool that
+no arithmetic: letters are swapped, and the answer is their final order. The third one is addition with a tool that
 adds, the environment ``rljax.rollout.episodes.calculator:Calculator``. ``tools/toy_texts.py`` has the texts on which
 their base models are fitted.
 
@@ -119,7 +119,7 @@ def addition_reward(problem: dict[str, str], response: str, truncated: bool) -> 
 
 
 def swaps_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
-    """Returns 1.0 if the order after the last colon is right, as ``addition_reward`` does for the last comma."""
+    """Returns 1.0 if the order of the letters after the last colon of the response is right, else 0.0."""
     return _final_part_reward(problem, response, truncated, ":")
 
 

@@ -1,4 +1,4 @@
-"""The answers to the questions that people ask about a mismatch, and the measurements that would answer open ones."""
+"""Answers the questions that people ask about a mismatch, and lists measurements for the open questions."""
 
 from __future__ import annotations
 

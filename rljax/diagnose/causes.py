@@ -1,4 +1,4 @@
-"""Names the cause of a mismatch or of a collapse from the facts of a log and of a dump, or says that it cannot tell."""
+"""Names the cause of a mismatch or a collapse from the facts of a log and a dump, or "cannot_tell"."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _unscored(facts: Facts) -> Iterator[Finding]:
 
 
 def _stale(facts: Facts) -> Iterator[Finding]:
-    """Yields a finding if older weights sampled the tokens, by the log or, without a log, by the versions of a dump."""
+    """Yields a finding if older weights sampled the tokens, according to the log, or else to a dump's versions."""
     course, tokens, fresh, stale = facts.course, facts.tokens, math.nan, math.nan
     is_large, is_doubtful = facts.origin in ("8 bits", BEYOND), True
     if course is not None and course.is_stale:
@@ -236,7 +236,7 @@ def _extreme(facts: Facts) -> Iterator[Finding]:
 
 
 def _after_environment(facts: Facts) -> Iterator[Finding]:
-    """Yields a finding if most extreme tokens, but few of all tokens, come right after the environment's tokens."""
+    """Yields a finding if most extreme tokens, but few tokens in all, directly follow the environment's tokens."""
     course = facts.course
     if course is None:
         return
@@ -278,7 +278,7 @@ def _length(facts: Facts) -> Iterator[Finding]:
 
 
 def _growth(values: Mapping[str, float]) -> float:
-    """Returns the number of the last bucket divided by the first bucket's; 0 with fewer than three buckets."""
+    """Returns the value of the last bucket divided by that of the first; 0 with fewer than three buckets."""
     first, *_, last = values.values() if len(values) > 2 else (1.0, 0.0)
     return last / first if first > 0 else 0.0
 

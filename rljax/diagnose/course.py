@@ -59,7 +59,7 @@ class Course:
 
     @property
     def k3_of_most(self) -> float:
-        """The most that the 99% of tokens with the smallest abs(lr) add to k3_kl in the first steps; NaN if unknown."""
+        """An upper bound on the sum that the 99% smallest abs(lr) add to k3_kl in the first steps, or NaN."""
         return self.first.get("logprob_abs_diff_p99", math.nan) ** 2 / 2  # exp(lr) - lr - 1 is about lr ** 2 / 2
 
     @property
@@ -79,7 +79,7 @@ def effect(k3: float, gap: float) -> float:
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Returns the mean of the finite numbers in a window of ``width`` around each place, float64 [n]."""
+    """Returns the mean of the finite numbers in a window of ``width`` around each step, float64 [n]."""
     half, known = width // 2, np.isfinite(values)
     padded = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
@@ -90,9 +90,9 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns Spearman's rank correlation over the places where both vectors are finite.
+    """Returns Spearman's rank correlation over the indices at which both vectors are finite.
 
-    It is NaN for fewer than 8 such places, or if a vector is constant there.
+    It is NaN for fewer than 8 such indices, or if a vector is constant at them.
     """
     both = np.isfinite(x) & np.isfinite(y)
     if both.sum() < FEWEST_STEPS:
@@ -170,7 +170,7 @@ def _noise(values: np.ndarray) -> float:
 
 
 def _end(values: np.ndarray, width: int) -> float:
-    """Returns the median of the first finite numbers: a tenth of them, but at least ``width``."""
+    """Returns the median of the first tenth of the finite numbers, but of at least ``width`` numbers."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite[: max(width, len(finite) // 10)])) if len(finite) else math.nan
 

@@ -83,7 +83,7 @@ class Facts(NamedTuple):
 
     @property
     def effect(self) -> float:
-        """The error of the logits: of the dump's usual tokens, or else of the log's last steps."""
+        """The error of the logits: from the dump's tokens without outliers, or else from the log's last steps."""
         if self.tokens is not None:
             return self.tokens.effect_without
         return math.nan if self.course is None else self.course.effect_last
@@ -110,7 +110,7 @@ class Facts(NamedTuple):
     def is_split(self) -> bool:
         """Whether the data can show a few extreme tokens, growth with the length, or a temperature.
 
-        That takes a token dump, or a log with quantiles and with buckets by position and entropy.
+        This needs a token dump, or a log with quantiles and with buckets by position and entropy.
         """
         if self.tokens is not None or self.course is None:
             return self.tokens is not None

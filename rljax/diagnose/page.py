@@ -22,7 +22,7 @@ SHOWN = (*GAPS, "reward", "length", "entropy", "grad_norm", "learning_rate", "st
 def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
     """Returns the whole diagnosis of ``source`` as a JSON object. Numbers that are not finite are null.
 
-    ``facts`` are those of the log, the dump and the configuration. The log is None if there is only a dump.
+    ``facts`` come from the log, the dump and the configuration. The log is None if there is only a dump.
     """
     cause, findings = judge_cause(facts)
     kind, words = CAUSES[cause]

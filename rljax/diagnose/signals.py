@@ -1,7 +1,7 @@
-"""The signals of a training log under one name each: mismatch, entropy, gradient norm, reward, length, rate, staleness.
+"""The signals of a training log under one name each: mismatch, entropy, gradient norm, reward, length, rate,
+staleness.
 
-A column of a log matches when it ends in such a name, so prefixes
-of loggers do not matter.
+A column matches if its name ends in a known name, whatever prefix a logger adds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the facts of a token dump: few tokens or all, growth along the response, and the grid of the logits."""
+"""Reads from a token dump which tokens differ, how this grows along the response, and how logits were rounded."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _behind(pair: TokenPair) -> np.ndarray:
 
 
 def _repeated(dump: TokenDump, rollout: str) -> int:
-    """Returns how many responses repeat the tokens and the numbers in column ``rollout`` of one to another prompt."""
+    """Returns how many responses have the tokens and the ``rollout`` numbers of a response to another prompt."""
     masks = dump.response_mask
     prompts = [ids[: int(np.argmax(mask))] for ids, mask in zip(dump.token_ids, masks, strict=True)]
     tokens = [ids[mask] for ids, mask in zip(dump.token_ids, masks, strict=True)]
@@ -153,7 +153,7 @@ def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
     """Returns the 16-bit dtype to which a column's logits were rounded, or an empty string if they show no grid.
 
     Two tokens with the same tokens before them share a normalisation, so their log-probabilities differ by as much as
-    their logits. Such pairs are in the responses to one prompt, and among the likeliest tokens of one place.
+    their logits. Such pairs are in the responses to one prompt, and among the likeliest tokens of one position.
     """
     pairs = np.fromiter(_same_context(dump, column), float) * temperature
     if column == dump.sampling.get("column", "rollout") and dump.columns.get("top_logprobs"):

@@ -34,8 +34,8 @@ class Shared:
 def together(method: Method) -> Method:
     """Makes a method of a ``Shared`` an act. Process 0 calls it, and ``follow`` runs it in the other processes.
 
-    The arguments are sent, except those with a name in ``OWN``. Their types say what ``messages.unpack`` makes of them.
-    A method that yields runs to its end in all processes, even if the caller stops early.
+    The arguments are sent, except the arguments named in ``OWN``. Their types tell ``messages.unpack`` how to read
+    them. A method that yields runs to its end in all processes, even if the caller stops early.
     """
 
     @functools.wraps(method)
@@ -83,7 +83,7 @@ def sent_types(method: Callable[..., Any]) -> Mapping[str, Any]:
 def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[str, Any]]:
     """Does ``work`` in every process, and gathers the results and OSErrors of all processes for ``values_of``.
 
-    All processes call it. An OSError in one process is not raised here, so that all stay at the same place.
+    All processes call it. An OSError of one process is not raised here, so that all processes go on together.
     """
     try:
         result: Any = {"value": msgspec.to_builtins(work())}

@@ -61,7 +61,7 @@ def send(frames: Frames, number: int, content: Any) -> None:
 
 
 def end_if_forked() -> None:
-    """Ends this process if it is a fork that a person's code left behind. A fork must not answer for its parent."""
+    """Ends this process if it is a fork that a user's code left behind. A fork must not answer for its parent."""
     if os.getpid() != _OWN:
         os._exit(1)
 

@@ -1,7 +1,7 @@
-"""Child processes that answer, serve or run a person's code: bounded, killed with their children, and replaced.
+"""Child processes that answer, serve or run a user's code: bounded, killed with their children, and replaced.
 
 The parent sends pickles. A child sends msgpack, which is decoded into a given type, so nothing that it writes is
-executed here. A reply repeats the random number of its request. A child that sends anything else is replaced.
+executed here. A reply repeats the random number of its request. A child that sends another number is replaced.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NotSentError(Exception):
 
 
 class Child:
-    """A process that answers requests. It is replaced if it dies, is too slow, or sends what nobody asked for.
+    """A process that answers requests. It is replaced if it dies, is too slow, or sends something unasked.
 
     Only one thread at a time may call ``ask``, and any thread may call ``kill`` and ``stop``. ``frames`` is the
     parent's end of the connection. It changes when the process is replaced.
@@ -283,7 +283,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def decode(decoder: Decoder[T], body: bytes) -> T:
-    """Returns what a child sent. Raises FrameError if it has another form."""
+    """Returns the decoded message of a child. Raises FrameError if it has another form."""
     try:
         return decoder.decode(body)
     except (MsgspecError, ValueError, RecursionError) as error:

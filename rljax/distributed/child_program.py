@@ -3,7 +3,7 @@
 ``multiprocessing`` would import the trainer's main module, and jax with it, into every child. Here standard input is
 one end of a pair of sockets. The first frame is a pickle of ``(sys.path, bytes of memory or None, program, settings)``,
 in which the settings are pickled once more. The function ``program``, written ``module:name``, gets ``(frames,
-*settings)``. It runs in a process of its own, and the process between it and the trainer ends what it leaves behind.
+*settings)``. It runs in a process of its own. A process between it and the trainer ends all that it leaves behind.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _work(end: socket.socket) -> None:
     own = os.getpid()
 
     def leave_to_parent(number: int, frame: FrameType | None) -> None:
-        """Ignores SIGTERM in this process, and lets it end forks that a person's code made.
+        """Ignores SIGTERM in this process, and lets it end forks that the user's code made.
 
         Slurm sends SIGTERM to every process of a job, but the trainer still needs the answers of its current step.
         """
@@ -68,7 +68,7 @@ def _work(end: socket.socket) -> None:
 
 
 def _end_after(worker: int) -> NoReturn:
-    """Waits for a child process, ends all that it left behind, and ends with its exit status."""
+    """Waits for a child process, ends the processes that it left behind, and ends with its exit status."""
     ended, status = os.wait()
     while ended != worker:
         ended, status = os.wait()

@@ -112,7 +112,7 @@ class OwnedDirectory:
     """
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None) -> None:
-        """Makes a directory ``prefix*`` in ``parent``, after removing those whose owner is provably dead.
+        """Makes a directory ``prefix*`` in ``parent``. Removes older ones whose owner is provably dead.
 
         None for ``parent`` means ``memory_directory()``. Raises RuntimeError if ``parent`` cannot be written.
         """

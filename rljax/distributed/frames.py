@@ -73,7 +73,7 @@ class Frames:
         return number, body
 
     def look(self) -> Literal["quiet", "unread", "ended"]:
-        """Returns whether nothing has come, something is left to receive, or the other side has ended."""
+        """Returns which is true: nothing has come, something can be received, or the other side has ended."""
         if self._unread:
             return "unread"
         if not self._readable.poll(0):

@@ -1,8 +1,8 @@
 """Each process of a run shows that it lives. If one process dies or hangs, all others end soon after it.
 
 Every process writes a beat to the key-value store of ``jax.distributed`` and reads there whether the run ends. Process
-0 keeps the store. It watches the beats, and how long each process has been in one place. The others watch whether the
-store answers. All of this happens in threads, because the main thread may wait in a collective that never returns.
+0 keeps the store. It watches the beats, and the time that each process spends in one phase. The others watch whether
+the store answers. All of this happens in threads, because the main thread may wait in a collective that never returns.
 
 A run that ends this way keeps its last complete checkpoint. Its exit status is ``START_AGAIN_STATUS``: the same command
 continues from there.
@@ -56,7 +56,7 @@ class Liveness:
         Args:
           store: The client of ``jax.distributed``, or None for a single process.
           heartbeat_s: The longest time from the last sign of life of a process to the end of the others (seconds).
-          stuck_s: The longest time that a process may stay in one place (seconds); 0 means no limit.
+          stuck_s: The longest time that a process may stay in one phase (seconds); 0 means no limit.
         """
         self._store, self._index, self._count = store, index, count
         self._heartbeat_s, self._stuck_s = heartbeat_s, stuck_s
@@ -78,11 +78,11 @@ class Liveness:
             threading.Thread(target=work, name=f"rljax{work.__name__}", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the threads, because this process leaves in order."""
+        """Ends the threads, because this process ends without a failure."""
         self._stopped.set()
 
     def at(self, place: str) -> None:
-        """Records that this process is now at ``place``, which a message names if it stays there for too long."""
+        """Records that this process is now in the phase ``place``. A message names it if it lasts too long."""
         self._place, self._moves = place, self._moves + 1
 
     def report_signal(self, number: int) -> None:
@@ -126,7 +126,7 @@ class Liveness:
             self._stopped.wait(self._period_s)
 
     def _read(self, found: dict[str, str]) -> None:
-        """Reads the beats, the signal and the word that ends the run from the keys under ``_ROOT``."""
+        """Reads the beats, the signal and the order to end the run from the keys under ``_ROOT``."""
         now = time.monotonic()
         for index in range(1, self._count):
             beat = found.get(f"{_BEATS}{index}")
@@ -146,7 +146,7 @@ class Liveness:
             self._end(word["status"], word["line"], trace=word.get("trace", False))
 
     def _watch(self) -> None:
-        """Ends all processes when one is silent, or stays in one place for too long. It never waits for the store."""
+        """Ends all processes when one is silent, or stays in one phase for too long. It never waits for the store."""
         place, since = self._moves, time.monotonic()
         while not self._stopped.wait(self._period_s):
             now = time.monotonic()
@@ -175,7 +175,7 @@ class Liveness:
         return f"nothing moved for run.stuck_s = {self._stuck_s:g} s: {listed}; this run ends"
 
     def _end_everywhere(self, line: str, *, trace: bool = False) -> NoReturn:
-        """Ends all processes. Another thread writes the word, because this one must not wait for the store."""
+        """Ends all processes. Another thread writes the order, because this one must not wait for the store."""
         if self._store is None:
             self._end(START_AGAIN_STATUS, line, trace=trace)
         word = json.dumps({"status": START_AGAIN_STATUS, "line": line, "by": self._index, "trace": trace})

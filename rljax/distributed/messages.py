@@ -21,7 +21,7 @@ class Announcement(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The name of the place of a process that does this work."""
+        """The name of the phase of a process that does this work."""
         return self.method.strip("_") or self.name
 
 

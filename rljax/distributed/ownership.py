@@ -65,7 +65,7 @@ class Ownership:
         return read(self.path) == self.record
 
     def has_record(self) -> bool:
-        """Returns whether a record is at the path. It looks twice, because one may be put aside for a moment.
+        """Returns whether a record is at the path. It reads twice, because a record may be absent for a moment.
 
         Raises OSError if the record cannot be read.
         """
@@ -76,7 +76,7 @@ class Ownership:
         return False
 
     def folder(self) -> Path | None:
-        """Returns where the folder of the record is now, which may have been moved; None if it was removed.
+        """Returns the present path of the record's folder, which may have been moved; None if it was removed.
 
         Raises OSError if the file system does not say. It must not be called after :meth:`release`.
         """
@@ -157,10 +157,10 @@ def read(path: str | os.PathLike[str]) -> Record | None:
 def provably_dead(path: str | os.PathLike[str], *, silent_s: float = SILENT_S) -> bool:
     """Returns whether the owner of the record at ``path`` is certainly dead; False if there is no record.
 
-    An owner on this machine is dead if its process is gone, or if its process id belongs to a process that started at
-    another time. Any other owner is dead if its heartbeat has not moved for ``silent_s``, on the clock of the file
-    system that has the record (seconds). Raises OSError if the record cannot be read, or no file can be made beside it
-    to read that clock.
+    An owner on this machine is dead if its process is gone, or if another process has its process id, by the start
+    time. Any other owner is dead if its heartbeat has not moved for ``silent_s``, on the clock of the file system that
+    has the record (seconds). Raises OSError if the record cannot be read, or no file can be made beside it to read that
+    clock.
     """
     path = Path(path)
     record = read(path)
@@ -214,7 +214,7 @@ def _create(path: Path, record: Record) -> bool:
 
 
 def _take_away(path: Path, record: Record) -> bool:
-    """Removes the record of a dead owner and returns whether it did.
+    """Removes the record of a dead owner, and returns whether it was removed.
 
     If another process has written its own record meanwhile, that record is put back.
     """

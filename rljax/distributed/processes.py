@@ -1,4 +1,4 @@
-"""The processes of one run: how they start, which one leads, what they do together, and how they end.
+"""The processes of one run: their start, their leader, their common work, and their end.
 
 Process 0 runs the program. It announces each piece of work that takes the devices of all processes. The others wait for
 announcements and do the same work. If process 0 fails between two announcements, the others still wait for the next
@@ -56,7 +56,7 @@ class Processes:
         """Prepares process ``index``, from 0. If there are several, ``jax.distributed`` must be initialised.
 
         ``heartbeat_s`` is the longest time from the last sign of life of a process to the end of the others (seconds).
-        ``stuck_s`` is the longest time that a process may stay in one place (seconds); 0 means no limit.
+        ``stuck_s`` is the longest time that a process may stay in one phase (seconds); 0 means no limit.
         """
         self.index, self.count = index, count
         self._heartbeat_s, self._number, self._failed, self._has_ended = heartbeat_s, 0, "", False
@@ -150,9 +150,9 @@ class Processes:
     def compare(self) -> dict[str, float]:
         """Returns ``perf/<name>_slowest_s`` and ``perf/<name>_slowest_process`` of each timed work since the last call.
 
-        All processes call it; a single process gets an empty dict. All processes leave an update at the same time. The
-        slowest process of an update is therefore the last to enter it, and its ``_slowest_s`` is the time by which it
-        entered later than the first.
+        All processes call it; a single process gets an empty dict. All processes leave an update at the same time. So
+        the slowest process of an update is the last to enter it. Then ``_slowest_s`` is the delay between the first
+        entry and the last.
         """
         if self.count == 1:
             return {}
@@ -314,7 +314,7 @@ def start_processes(
       index: The number of this process, from 0; -1 means as the cluster says.
       coordinator: The HOST:PORT of process 0; empty means as the cluster says.
       heartbeat_s: The longest time from the last sign of life of a process to the end of the others (seconds).
-      stuck_s: The longest time that a process may stay in one place (seconds); 0 means no limit.
+      stuck_s: The longest time that a process may stay in one phase (seconds); 0 means no limit.
 
     Raises:
       ConfigError: The options do not fit each other, or the environment has several processes that JAX does not find.
@@ -396,7 +396,7 @@ def unused_gpus(used: int, devices: Path = Path("/dev")) -> str | None:
 
 
 def _several_by_environment() -> str:
-    """Returns a phrase with the reason why the environment has several processes; empty if it does not say so."""
+    """Returns a phrase that tells which variable says that there are several processes; empty if none does."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if os.environ.get(name, "1") not in ("", "0", "1"):
             return f"{name} is {os.environ[name]}"

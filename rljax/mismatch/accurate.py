@@ -1,7 +1,7 @@
 """Arithmetic that keeps its digits in float32: exp(x) - 1 - x, and sums carried as two floats.
 
 The log-ratios of two float32 engines are near 1e-4. There the plain formula ``exp(x) - 1 - x`` loses all digits. Losses
-and rejections depend on sums over a sequence. With two floats, such a sum does not change with the place of the
+and rejections depend on sums over a sequence. With two floats, such a sum does not depend on the position of the
 sequence in its row. Every function takes the array namespace ``xp`` (``numpy`` or ``jax.numpy``) first, so that one
 text serves the host (float64) and the device (float32).
 """

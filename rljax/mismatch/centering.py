@@ -16,7 +16,7 @@ SMALLEST_TAIL = 1e-6
 
 
 class Center(NamedTuple):
-    """The expected score of one place, as coefficients of the listed tokens' log-probabilities."""
+    """The expected score at one position, as coefficients of the listed tokens' log-probabilities."""
 
     coefficients: Any  # [..., k]: sum_v coefficients_v grad log p_v is the expected score; 0 where no token is listed
     rollout_mass: Any  # [...]: the sampler's probability of the listed tokens
@@ -34,7 +34,7 @@ def center(
     *,
     has_tail: bool,
 ) -> Center:
-    """Computes the expected score under the sampler of each place.
+    """Computes the expected score under the sampler at each position.
 
     With p and q the probabilities and f the weight of a token, the coefficient of a listed token v is
     q_v f_v - alpha p_v. There rho = (1 - sum q) / (1 - sum p), both at least ``SMALLEST_TAIL``, and

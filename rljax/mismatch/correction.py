@@ -4,7 +4,7 @@ The distribution of the ratios is recorded at every step, with or without a corr
 
 Sources: equations 4-6 of arXiv 2602.01826 (sequence ratio; truncated, TIS; masked, MIS). The band is IcePop's. The
 geometric sequence ratio is GSPO's (arXiv 2507.18071). Rejection by per-token k3 is VeXact's (arXiv 2605.14220). The
-largest k3 of a token is the test of arXiv 2512.23075, and mean exp(abs(lr)) the one of NeMo-RL and tunix.
+test of the largest k3 of a token comes from arXiv 2512.23075, and mean exp(abs(lr)) from NeMo-RL and tunix.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def rejection_mask(
     """Removes the sequences whose mismatch is too large from the response mask.
 
     So the caller's denominator shrinks. Tokens that are not finite on at least one side do not enter the statistic. A
-    sequence without other tokens is rejected. The arrays are those of ``importance_weights``.
+    sequence without other tokens is rejected. ``importance_weights`` describes the arrays.
 
     Args:
       statistic: The test of a sequence. "k3" keeps it if the mean over tokens of exp(lr) - lr - 1 is at most
@@ -203,7 +203,7 @@ def _weigh(
 
 
 def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
-    """Marks the sequences that pass, [b, s] bool: at the places of ``sequences``, and of ``mask_sequences``."""
+    """Marks the sequences that pass, [b, s] bool, twice: as ``sequences`` and ``mask_sequences`` number them."""
     _check_choice("statistic", statistic, Rejection)
     lowest, highest = _bounds(statistic == "geometric", threshold)
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences

@@ -1,4 +1,4 @@
-"""Trust regions of single tokens: the distance of two distributions at one place, and the factor of the token's loss.
+"""Trust regions of single tokens: the distance of two distributions at a token, and the factor of the token's loss.
 
 Every function takes log-probabilities (nats) and the array namespace ``xp``, so that one text serves numpy and jax.
 

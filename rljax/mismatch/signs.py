@@ -1,4 +1,4 @@
-"""Signs that a sampler's log-probabilities are not of the responses that they stand beside."""
+"""Signs that a sampler's log-probabilities belong to other responses than the recorded ones."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def find_repeats(
 
 
 def is_no_chance(logprobs: np.ndarray) -> bool:
-    """Returns whether a response with these log-probabilities cannot equal one to another prompt by chance.
+    """Returns whether chance cannot give responses to two different prompts these log-probabilities.
 
-    A short response can: with logits in 16 bits, a choice between two tokens has few possible log-probabilities.
+    It can for a short response: logits in 16 bits leave few log-probabilities for a choice between two tokens.
     """
     return len(np.unique(logprobs[np.abs(logprobs) > _UNCERTAIN])) >= _FEWEST
 

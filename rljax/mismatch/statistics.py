@@ -35,7 +35,7 @@ class Moments(NamedTuple):
 class Statistics:
     """Named numbers of some tokens; a pytree. Each number may be an array, such as a histogram or one value per bucket.
 
-    Sums and counts merge by addition. Totals are sums of terms that cancel, and divisors of the gradient.
+    Sums and counts merge by addition. Totals are more exact sums: of terms that cancel, and for gradient divisors.
     """
 
     sums: dict[str, Any]  # counts (int32 on the device, int64 on the host) and sums (float32 or float64)

@@ -142,7 +142,7 @@ def _check_ids(opening: np.ndarray, all_ids: np.ndarray, num_sequences: int | No
 
 
 def _shifted(xp: ModuleType, values: Any, zeros: Any, shift: Any) -> Any:
-    """Shifts values by ``shift`` places along the row and fills with zeros."""
+    """Shifts values by ``shift`` tokens along the row and fills with zeros."""
     if xp is np:
         return np.concatenate([zeros[..., :shift], values[..., :-shift]], axis=-1)
     padded = xp.concatenate([zeros, values], axis=-1)

@@ -30,7 +30,7 @@ def turns_of_mask(mask: np.ndarray) -> np.ndarray:
 def after_environment(turns: np.ndarray) -> np.ndarray:
     """Counts the tokens from the environment's last token to each sampled token, int64 [t].
 
-    ``turns`` are those of a sequence, with its prompt or without, int [t]. The first token after the environment's
+    ``turns`` are the turns of a sequence, with its prompt or without, int [t]. The first token after the environment's
     tokens has 1. The environment's own tokens have 0, and so have sampled tokens without an environment's token before
     them. The tokens before the first sampled one are the prompt. If the first sampled token belongs to a later turn
     than 1, the prompt ends with the environment's tokens.

@@ -43,7 +43,7 @@ class Decoding(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """The bytes that a run needs in one place, and the bytes that the place has."""
+    """The bytes that a run needs in one memory or on one disk, and the bytes that are there."""
 
     label: str  # the name of the place in a table
     parts: dict[str, int]  # the bytes by purpose
@@ -53,12 +53,12 @@ class Demand(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """The sum of all needs (bytes)."""
         return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the place has enough; True if that is not known."""
+        """Whether the memory or disk has enough bytes; True if their number is not known."""
         return self.free is None or self.total <= self.free
 
 
@@ -115,7 +115,7 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
 
 
 def route_bytes(config: Config, policy: PolicyConfig) -> int:
-    """Returns the largest number of bytes of one step's routes, for every place of its rows."""
+    """Returns the largest number of bytes of one step's routes, for every position of its rows."""
     return 0 if config.rollout.router_replay == "none" else policy.route_bytes * math.prod(batch_shape(config))
 
 
@@ -232,7 +232,7 @@ def transfer_directory(config: Config) -> Path:
 
 
 def free_space(path: Path) -> int | None:
-    """Returns the free bytes where a directory is or would be made, or None if the system does not say."""
+    """Returns the free bytes on the disk of a directory, which may not exist yet; None if they are not known."""
     path = path.absolute()
     for place in (path, *path.parents):
         if place.exists():

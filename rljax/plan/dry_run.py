@@ -1,4 +1,4 @@
-"""Describes what a run would need, from shapes only. It reads the model's config.json and allocates nothing.
+"""Describes the needs of a run, from shapes only. It reads the model's config.json and allocates nothing.
 
 The command is ``rljax train CONFIG.yaml --dry-run``. The mesh may have more devices than this machine.
 """
@@ -46,7 +46,7 @@ _SMALL = 2**30  # bytes of float32 weights below which a start does not look for
 
 
 def dry_run(config: Config, card: Card | None = None) -> str:
-    """Describes each part of a run in one line, from shapes. The last lines say what does not fit.
+    """Describes a run in lines, from shapes only. The last lines name memories and disks that are too small.
 
     ``card`` is the card of each device of a machine that is not present, or None for this machine's devices.
 
@@ -96,7 +96,7 @@ def find_demands(
 
 
 def lacks_at_start(config: Config, policy: PolicyConfig, mesh: Any) -> list[str]:
-    """Returns a line for each place that the run does not fit into; [] for a policy too small to matter."""
+    """Returns a line for each memory or disk that is too small for the run; [] for a very small policy."""
     if version_bytes(policy, "float32") < _SMALL:
         return []
     demands, _ = find_demands(config, policy, mesh)
@@ -192,7 +192,7 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
 
 
 def beside_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> int:
-    """Returns the bytes on one device that the step does not read.
+    """Returns the bytes on one device of arrays that the step does not read.
 
     These are a reference policy, the weights under adapters, and the weights of the embedded engine.
     """

@@ -20,7 +20,7 @@ class AttentionFlops(NamedTuple):
 
 
 def causal_pairs(segments: Sequence[int]) -> int:
-    """Counts the (query, key) pairs of a row whose segments have these lengths; a token sees itself and all before it.
+    """Counts the (query, key) pairs of a row with segments of these lengths. A token sees itself and earlier tokens.
 
     >>> causal_pairs([3, 1])
     7

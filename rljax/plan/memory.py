@@ -1,7 +1,7 @@
 """Estimates from shapes the bytes that a step works with on one device, besides its state.
 
 A step keeps the batch, the gradients of a micro-batch and the activations for the backward pass. Its peak is either in
-the backward pass of a block or in the head's chunk of logits. The arrays alive at each place come from XLA's buffer
+the backward pass of a block or in the head's chunk of logits. The arrays alive at each peak come from XLA's buffer
 assignment of steps compiled for H100s; the documentation compares estimate and compiler.
 """
 

@@ -83,8 +83,8 @@ def attention_of_parts(
     """Computes attention of folded rows (``context.fold``). ``parts`` devices share each whole row.
 
     The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. Where
-    ``heads_of_device`` is None, ``block_attention`` over gathered keys takes the place of the kernel. It also takes the
-    place of ``packed_attention`` if devices would compute heads of zeros. ``ends`` are those of the whole rows.
+    ``heads_of_device`` is None, ``block_attention`` over gathered keys replaces the kernel. It also replaces
+    ``packed_attention`` if devices would compute heads of zeros. ``ends`` belong to the whole rows.
     """
     num_heads, kv_heads = device_heads(q.shape[2], k.shape[2], axis_size("act_heads"))
     of_one = heads_of_device(parts, num_heads, kv_heads)
@@ -103,7 +103,7 @@ def attention_of_parts(
 def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> str:
     """Returns the kernel that ``policy.attention`` means for rows of more than ``ONE_PIECE`` tokens; never "auto".
 
-    Arguments and errors are those of ``choose_attention``.
+    Arguments and errors are as in ``choose_attention``.
     """
     refusals = {"cudnn": _why_not_cudnn(device, dtype, head_dim), "splash": _why_not_splash(device, dtype, head_dim)}
     return choose_kernel("policy.attention", name, refusals)

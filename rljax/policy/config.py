@@ -17,7 +17,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_he
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The choices that change the speed and rounding of the trainer's forward and backward, not the function."""
+    """Choices that change the speed and the rounding of the trainer's forward and backward, but no formula."""
 
     attention: AttentionName = "auto"
     """Attention of packed rows. xla: in blocks, on any backend. cudnn: NVIDIA's kernel for 16-bit numbers on Hopper
@@ -84,7 +84,7 @@ class PolicyConfig:
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
     def stops(self, end: int, more: Iterable[int] = ()) -> tuple[int, ...]:
-        """Returns the tokens that end a response: ``stop_token_ids``, or ``end`` if there are none, and ``more``."""
+        """Returns the tokens that end a response: ``more``, and ``stop_token_ids`` or, if these are empty, ``end``."""
         return tuple(dict.fromkeys((*(self.stop_token_ids or (end,)), *more)))
 
 
@@ -107,7 +107,7 @@ def toy_config(vocab_size: int = 16) -> PolicyConfig:
 def choose_kernel(key: str, name: str, refusals: Mapping[str, str | None]) -> str:
     """Returns the kernel that ``name`` means for the configuration key ``key``.
 
-    "auto" means the first one that is not refused, or else "xla". ``refusals`` has the reason why a kernel cannot be
+    "auto" means the first kernel that is not refused, or else "xla". ``refusals`` has the reason why a kernel cannot be
     used, or None, by its name. Kernels without an entry always fit.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The parts of a packed row over the devices of the mesh axis ``context``, in zigzag order.
+"""Splits a packed row over the devices of the mesh axis ``context``, in zigzag order.
 
 A row of t tokens is cut into 2 n blocks for n devices. Device i has the blocks i and 2 n - 1 - i. A late block has more
 keys to attend to than an early one. In this order all devices have equally many pairs of a query and a key. The policy
@@ -8,7 +8,7 @@ that these rows belong together. It has two ways to see a whole row:
 - The devices exchange tokens for heads (all-to-all, as in DeepSpeed Ulysses, arXiv 2309.14509). Each device then has
   all tokens of 1 / n of the query heads, which is even work for any kernel.
 - Each device gathers the keys and values of all tokens, for its own queries (``flash.block_attention``). This is for
-  heads that n does not divide. A kernel that cannot do this computes heads of zeros in the place of missing ones.
+  heads that n does not divide. A kernel that cannot do this adds heads of zeros until n divides the number.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def own_pairs(table: Int[np.ndarray, "parts pairs 3"]) -> Int[Array, "pairs 3"]:
 def heads_of_device(parts: int, num_heads: int, kv_heads: int) -> int | None:
     """Returns the number of query heads that each of ``parts`` devices computes if they exchange tokens for heads.
 
-    They are whole groups of query heads, or heads of one group. If they do not divide ``num_heads``, some devices have
-    fewer heads or none, and zeros in their place. None: there is no such number.
+    They are whole groups of query heads, or heads of one group. If the number does not divide ``num_heads``, some
+    devices have fewer heads or none, and compute zeros instead. None: there is no such number.
 
     >>> heads_of_device(8, 32, 8), heads_of_device(8, 12, 2), heads_of_device(3, 32, 8)
     (4, 2, None)

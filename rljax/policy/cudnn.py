@@ -34,10 +34,10 @@ def cudnn_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends) -> Queri
     """Computes attention along each path: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     The rows hold sequences that share nothing, so ``ends`` tell the segments apart.
-    Queries, keys and values are bfloat16 or float16. The padding of a row is a segment like any other, because cuDNN
-    leaves tokens outside of all segments unwritten, and to set them to 0 would read every head once more. A device with
-    a row of more than ``max_segments`` segments computes ``block_attention`` instead. XLA's flag
-    ``xla_gpu_deterministic_ops`` decides whether the backward pass sums in the same order each time.
+    Queries, keys and values are bfloat16 or float16. The padding of a row counts as a segment, because cuDNN leaves
+    tokens outside of all segments unwritten. To set them to 0 would read every head once more. A device with a row of
+    more than ``max_segments`` segments computes ``block_attention`` instead. XLA's flag ``xla_gpu_deterministic_ops``
+    decides whether the backward pass sums in the same order each time.
     """
     heads = head_axes(k)
     run = on_each_device(_rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])

@@ -39,7 +39,7 @@ def _inner(width: str | None) -> tuple[tuple[str | None, ...], ...]:
 
 
 class Experts(nnx.Module):
-    """A float32 router and e SwiGLUs, in the place of a block's MLP. Each token goes to k of them."""
+    """A float32 router and e SwiGLUs, which replace a block's MLP. Each token goes to k of the SwiGLUs."""
 
     operations: tuple[str, ...] = ()  # the router and the experts are one operation with the output
 
@@ -94,7 +94,7 @@ router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)
 
 
 def _routed(probabilities: Array, own: Array, choices: Array, routing: Routing) -> RoutingRecord:
-    """Records the routing of a block. ``own`` are the choices of the router itself."""
+    """Records the routing of a block. ``own`` are the router's choices, even if others are replayed."""
     valid = jnp.ones(choices.shape[:2], bool) if routing.valid is None else routing.valid
     chosen = choices[..., None] == jnp.arange(probabilities.shape[-1])[None, None, None]
     logarithms = jnp.log(jnp.maximum(probabilities, jnp.finfo(jnp.float32).tiny))
@@ -162,7 +162,7 @@ class _SortedPairs(NamedTuple):
         return jnp.where(here, values[place], 0.0)
 
     def _places(self, pairs: _Round) -> tuple[Array, Array]:
-        """Returns the place of each pair in a round, and whether the pair is in that round."""
+        """Returns the index of each pair in a round, and whether the pair is in that round."""
         place = self.place - pairs.first
         here = (place >= 0) & (place < self.room)
         return jnp.where(here, place, 0), here
@@ -281,7 +281,7 @@ def _gathered(mesh: _MeshAxes, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _given_back(mesh: _MeshAxes, values: Array, shape: tuple[int, ...]) -> Array:
-    """Sums values [n, ...] over the devices that hold parts of them, and keeps this device's tokens [b, t, ...]."""
+    """Sums values [n, ...] over the devices that share tokens, and keeps this device's tokens [b, t, ...]."""
     whole = values.reshape(-1, *shape[1:])
     if mesh.inner:
         whole = jax.lax.psum(whole, mesh.inner)

@@ -27,7 +27,7 @@ class BlockKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its additions to the common decoder, and its form of the ``config.json``."""
+    """One family of policies: its additions to the common decoder, and its form of the ``config.json``."""
 
     model_type: str  # the model_type of the config.json, and the value of PolicyConfig.family
     architecture: str  # the class of transformers and vLLM
@@ -173,7 +173,7 @@ def _check_features(raw: Mapping[str, Any], family: Family) -> None:
 
 
 def _covers_no_layer(raw: Mapping[str, Any], family: Family) -> bool:
-    """Returns whether no layer has the window that the file switches on, if ``layer_types`` names none."""
+    """Returns whether no layer uses the sliding window that the file switches on, if it has no ``layer_types``."""
     if raw.get("sliding_window", ...) is None:
         return True
     if not family.windows_by_layer:
@@ -200,7 +200,7 @@ def _rope_theta(raw: Mapping[str, Any], family: Family) -> Any:
 
 
 def _is_of_type(name: str, value: Any) -> bool:
-    """Whether a value of a ``config.json`` has the type of our field and a sensible size."""
+    """Returns whether a value of a ``config.json`` has the type of our field and a sensible size."""
     if name == "eos_token_id" and isinstance(value, (list, tuple)):
         return all(_is_of_type(name, one) for one in value)
     if _TYPES[name] == "bool":

@@ -5,7 +5,7 @@ without a query that sees a key is skipped. Softmax is computed online. The back
 from the saved log-sum-exp. Scores, softmax and sums are float32. Probabilities and their cotangents are rounded to the
 dtype of the inputs before a product. The number of pairs is static, so that a compiled program shows its FLOPs.
 
-Devices that share a row (``rljax.policy.context``) each have the queries of two parts of it. They gather its keys and
+Devices that share a row (``rljax.policy.context``) each have the queries of two pieces of it. They gather its keys and
 values, and scan over the pairs of their own queries. Each device has the same number of pairs.
 """
 
@@ -64,7 +64,7 @@ def block_size(t: int) -> int:
 def block_pairs(n: int, parts: int = 1) -> Int[np.ndarray, "parts pairs 3"]:
     """Returns each device's pairs of a query block and a key block of a row of ``n`` blocks, on or below the diagonal.
 
-    Each pair is (the place of the query block on the device, the query block, the key block). With several parts, which
+    Each pair is (the index of the query block on the device, the query block, the key block). With several parts, which
     share the row, ``n`` is a multiple of 2 * ``parts``.
     """
     if parts == 1:
@@ -95,7 +95,7 @@ def pad_rows(block: int, *arrays: Array, pieces: int = 1) -> list[Array]:
 
 
 def pad_ends(block: int, ends: Ends, pieces: int = 1) -> Ends:
-    """Pads ``ends`` as ``pad_rows`` pads, and moves the places that they name."""
+    """Pads ``ends`` like ``pad_rows``, and shifts the indices in it accordingly."""
     size = ends.shape[1] // pieces
     last = ends - 1
     moved = jnp.where(ends > 0, ends + last // size * (-size % block), 0)
@@ -251,7 +251,7 @@ def _over_pairs(add_pair: Any, start: Triple, seen: Bool[Array, "n n"], pairs: I
 def _scores(row: Blocks, where: Array, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], Bool[Array, "1 r*b b"]]:
     """Computes the scaled and masked scores of query block i and key block j, and the mask.
 
-    ``where`` is the place of the query block among the blocks of this device.
+    ``where`` is the index of the query block among the blocks of this device.
     """
     block, d = row.ends.shape[1], row.q.shape[-1]
     place = jnp.arange(block)

@@ -1,7 +1,7 @@
 """Grouped products, which the experts of a mixture compute: sorted rows times the matrices of their groups.
 
-``jax.lax.ragged_dot`` is this product, but XLA has a kernel for it on TPUs only. On other backends it multiplies every
-row with every matrix. So there are three implementations of one contract, and ``policy.experts`` chooses between them.
+``jax.lax.ragged_dot`` is this product, but XLA has a kernel for it on TPUs only. Other backends multiply every row with
+every matrix. So there are three implementations of one contract, and ``policy.experts`` chooses between them.
 """
 
 from __future__ import annotations

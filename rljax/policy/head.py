@@ -66,7 +66,7 @@ def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
 
 
 def are_few_logits(tokens: int, vocab_size: int) -> bool:
-    """Whether a CPU keeps the logits of this number of tokens for the backward pass."""
+    """Returns whether a CPU keeps the logits of this number of tokens for the backward pass."""
     return tokens * vocab_size <= MAX_STORED
 
 
@@ -76,10 +76,10 @@ def matmul_precision(dtype: Any) -> str | None:
 
 
 def head_operands(hidden: Array, table: Array, dtype: Any) -> tuple[Array, Array]:
-    """Casts both to ``dtype`` (None: no cast) without changing the values that they have in their own dtypes.
+    """Casts both arrays to ``dtype`` (None: no cast), from the values that they have in their own dtypes.
 
-    A pair of casts is not enough, because XLA may drop it (xla_allow_excess_precision). The product would then use the
-    float32 masters instead of the published 16-bit values.
+    Two casts in succession are not enough, because XLA may drop both (xla_allow_excess_precision). The product would
+    then use the float32 masters instead of the published 16-bit values.
     """
     if dtype is None:
         return hidden, table
@@ -118,10 +118,10 @@ def _gathered(rows: Array) -> Array:
 
 
 def _places(ids: Array, index: Array, vocab_size: int, shards: int) -> Array:
-    """Returns the place of each id in each shard's part of the chunk of tokens ``index`` [c].
+    """Returns the index of each id in each shard's piece of a chunk, int32 [n, shards, k].
 
-    A chunk has the tokens from ``index[0]`` of each shard, one shard after another. The result is int32 [n, shards, k].
-    It is the width of a part where the part lacks the id.
+    ``index`` [c] has the ids of the chunk: successive ids from ``index[0]`` on in each shard, one shard after another.
+    The result is the width of a piece where the piece lacks the id.
     """
     of_shard, width = vocab_size // shards, len(index) // shards
     shard, within = ids // of_shard, ids % of_shard - index[0]
@@ -135,7 +135,7 @@ def _known(ids: Array, vocab_size: int) -> Array:
 
 
 def _pick(logits: Array, places: Array) -> Array:
-    """Returns the logit [n, k] of each id at its place in the chunk; 0 where it has none."""
+    """Returns the logit [n, k] of each id in the chunk, by its index in ``places``; 0 if the chunk lacks it."""
     # No operation crosses the parts. XLA's partitioner ends the process at a gather from parts of several devices if
     # another mesh axis is manual.
     parts = logits.reshape(*places.shape[:2], -1)
@@ -143,7 +143,7 @@ def _pick(logits: Array, places: Array) -> Array:
 
 
 def _add_at(logits: Array, places: Array, values: Array) -> Array:
-    """Adds ``values`` [n, k] to the logits of the ids at their places in the chunk."""
+    """Adds ``values`` [n, k] to the logits of the ids, by their indices in ``places``."""
     parts, every = logits.reshape(*places.shape[:2], -1), jnp.broadcast_to(values[:, None, :], places.shape)
     added = _over_parts(lambda part, at, value: part.at[at].add(value, mode="drop"))(parts, places, every)
     return added.reshape(logits.shape)

@@ -156,7 +156,7 @@ def _file_layout(layers: jax.Array, stacked: int, inputs: int | None, dtype: Any
 
 
 def _check_finite(name: str, stored: np.ndarray, read: np.ndarray, computes_in: Any) -> None:
-    """Raises ValueError if a value of a tensor is not finite: as it is ``stored``, as it is ``read``, or later."""
+    """Raises ValueError if a value is not finite: as ``stored``, as ``read``, or after a cast to ``computes_in``."""
     flat, largest = read.reshape(-1), float(jnp.finfo(computes_in).max)
     blocks = (flat[start : start + _BLOCK].astype(np.float32, copy=False) for start in range(0, flat.size, _BLOCK))
     if all(-largest <= block.min() and block.max() <= largest for block in blocks):  # False if one of them is NaN
@@ -254,7 +254,7 @@ def load_params(
 
 
 def _is_tied(sources: Mapping[str, Any]) -> bool:
-    """Whether the files have no head, or the same numbers in head and embedding table, if that can be read."""
+    """Returns whether the files have no head, or a head that equals the embedding table (if both can be read)."""
     head, table = sources.get(_HEAD), sources.get(_TABLE)
     if head is None or table is None or table.get_dtype() not in _DTYPES:
         return True
@@ -308,7 +308,7 @@ def read_leaves(
 
 
 def _said_packed(name: str, sources: Iterable[str]) -> str:
-    """Returns how to save the model if transformers has packed a missing tensor's experts into one tensor, or ""."""
+    """Returns advice for a missing tensor of experts that transformers has packed into one tensor, or ""."""
     above, experts, _ = name.partition(".experts.")
     parts = [other.removeprefix(above + experts) for other in sources if experts and other.startswith(above + experts)]
     packed = [part for part in parts if not part[:1].isdigit()]

@@ -69,7 +69,7 @@ KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"] = PolicyConfig(
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether ``name`` is OWNER/NAME on the hub and not a path, because there is no directory OWNER."""
+    """Returns whether ``name`` is OWNER/NAME on the hub and not a path: there is no directory OWNER."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).parent.is_dir()
 
 
@@ -88,8 +88,8 @@ def packaged(name: str) -> Path | None:
 def model_directory(name: str, files: Sequence[str] = _FILES) -> str:
     """Returns the local directory of a model: ``name`` itself, one of the package, or one fetched from the hub.
 
-    ``name`` is a directory, the name of a model that the package carries, or OWNER/NAME of a model on the hub. Of the
-    latter, the files that match ``files`` are downloaded unless they were downloaded before.
+    ``name`` is a directory, the name of a model that the package carries, or OWNER/NAME of a model on the hub. From the
+    hub the files that match ``files`` are downloaded, unless they were downloaded before.
 
     Raises:
       ValueError: The hub has no such model, or it cannot be reached and the model was not downloaded before.

@@ -45,13 +45,13 @@ def check_experts(config: PolicyConfig, mesh: Any) -> None:
 
 
 def exchanges_heads(config: PolicyConfig, mesh: Any) -> bool:
-    """Whether the devices of a mesh that share a row can each compute whole rows of some heads."""
+    """Returns whether devices that share a row can each compute whole rows of some heads."""
     heads = device_heads(config.num_heads, config.num_kv_heads, mesh.shape["tp"])
     return heads_of_device(mesh.shape["context"], *heads) is not None
 
 
 def is_one_cpu(mesh: Any) -> bool:
-    """Whether the mesh, which may have no devices, is a CPU and nothing else.
+    """Returns whether the mesh, which may have no devices, is a single CPU.
 
     The devices may exist only for compilation, on a machine that has only a CPU. Several CPU devices are simulated.
     """

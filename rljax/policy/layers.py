@@ -1,4 +1,4 @@
-"""The layers of a block: parameters with their description, products, norms, SwiGLU.
+"""The layers of a block (norms, products, SwiGLU) and the description of their parameters.
 
 Each parameter is described in one place, by ``param(rngs, shape, logical axes, initializer, name in the file)``.
 Abstract shapes, shardings, initial values and the layout of checkpoints all derive from this description.
@@ -53,7 +53,7 @@ class HFTensor(NamedTuple):
 
 
 def opaque(*arrays: Array) -> tuple[Array, ...]:
-    """Returns the arrays unchanged. On an NVIDIA GPU, XLA does not see through this call what computed them.
+    """Returns the arrays unchanged. On an NVIDIA GPU, XLA cannot see behind this call how they were computed.
 
     There are two uses. The result of a matrix product may have several readers. With this call between them, XLA puts
     the readers into one kernel, which reads the result once. And several small products may share an operand. XLA joins
@@ -71,9 +71,9 @@ def opaque(*arrays: Array) -> tuple[Array, ...]:
 def features_last(*arrays: Array) -> tuple[Array, ...]:
     """Returns the arrays unchanged. On a TPU, the values of one token then lie beside each other in memory.
 
-    XLA may otherwise place the tokens of one feature beside each other. The products that give the gradients of
-    weights take the first layout if XLA computes them in parts, and XLA would copy each operand for them. The gradients
-    of the arrays get the same layout. docs/compile.md counts the memory traffic that this saves.
+    XLA may otherwise place the tokens of one feature beside each other. The products for the gradients of weights need
+    the first layout if XLA computes them in parts. XLA would then copy each operand. The gradients of the arrays get
+    the same layout. docs/compile.md counts the memory traffic that this saves.
 
     Other backends ignore this call. The arrays have any dtype, and their last axis is that of the features.
     """

@@ -1,7 +1,7 @@
 """Mixers, through which a token of a block sees other tokens, and attention, which is one of them.
 
 A mixer is a module ``(x, where, state) -> (y, state)``. ``where`` says which tokens see each other, so one mixer serves
-packed rows and decoding. ``state_spec`` describes the state, so decoding does not know what a mixer keeps.
+packed rows and decoding. ``state_spec`` describes the state, so decoding needs to know no mixer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rljax.sharding import constrain
 class StateArray(NamedTuple):
     """One array of the state that decoding keeps for a mixer.
 
-    If "tokens" is the second axis, each place of a row's ring has an entry. Otherwise the array is the state after the
-    last token.
+    If "tokens" is the second axis, the array is a ring with an entry for each token. Otherwise it is the state after
+    the last token.
     """
 
     shape: tuple[int, ...]  # the shape for a batch of rows, which are the first axis
@@ -56,7 +56,7 @@ Mixed = tuple[Float[Array, "b t d"], BlockState | None]
 
 
 class Where(NamedTuple):
-    """The tokens of a forward: where each of them stands, and which of them see each other."""
+    """The tokens of a forward: the position of each token, and which tokens see each other."""
 
     rotate: Callable[[Array], Array]  # the rotary embedding of queries or keys [b, t, h, k]
     # A function (q, k, v, state) -> (output, state): softmax attention of each token to itself and to the tokens before
@@ -73,10 +73,10 @@ class Mixer(Protocol):
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """The names of its taps, in order; the last one is that of its output."""
+        """The names of the mixer's taps, in order. The last tap is the output."""
 
     def state_spec(self, rows: int, places: int, dtype: Any, cache_dtype: Any) -> tuple[StateArray, ...]:
-        """Returns the arrays that decoding keeps for ``rows`` rows of ``places`` places, which are zeros at first.
+        """Returns the arrays that decoding keeps for ``rows`` rows of ``places`` tokens. They are zeros at first.
 
         ``dtype`` is the dtype of the computation, and ``cache_dtype`` the dtype of cached keys and values.
         """
@@ -110,7 +110,7 @@ class Attention(nnx.Module):
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """The names of its taps, in order."""
+        """The names of the attention's taps, in order."""
         norms = ("query_norm", "key_norm") if self.norms else ()
         return "query", "key", "value", *norms, "query_rope", "key_rope", "attention", "attention_output"
 

@@ -158,7 +158,7 @@ def lm_head_table(params: Params) -> Float[Array, "v d"]:
 
 @jax.custom_vjp
 def _rows(table: Array, tokens: Array) -> Array:
-    """Looks up rows without gathering the table: each device serves its width and vocabulary for the tokens of all."""
+    """Looks up rows without gathering the table: each device looks in its own piece for the tokens of all devices."""
     table, tokens = constrain(table, "vocab", "embed"), constrain(tokens, None, None)
     return split_tokens(constrain(table[tokens], None, None, "embed"))
 
@@ -199,7 +199,7 @@ def run_blocks(
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      where: The tokens of ``x``: where each stands, and which of them see each other.
+      where: The tokens of ``x``: the position of each token, and which tokens see each other.
       states: The states of decoding before the tokens, or () for packed rows.
       routing: The input of the routers of a policy with experts. Its choices have a leading layers axis.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
@@ -248,12 +248,12 @@ def run_blocks(
 
 
 def _by_block(x: Array | None, period: int) -> list[Array | None]:
-    """Splits an array over the layers into one over the periods for each block of a period."""
+    """Splits an array over the layers into one array over the periods for each block of a period."""
     return [x] if period == 1 else [None if x is None else x[i::period] for i in range(period)]
 
 
 def _in_order(each: Sequence[Any]) -> Any:
-    """Joins pytrees of arrays over the periods, one for each block of a period, to one over the layers."""
+    """Joins pytrees of arrays over the periods, one for each block of a period, into one pytree over the layers."""
     if len(each) == 1:
         return each[0]
     return jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *each)
@@ -295,7 +295,7 @@ def hidden_states(
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      ends: The place after the last token of each token's subtree, as in ``rljax.policy.trees``; 0 for padding.
+      ends: The index after the last token of each token's subtree, as in ``rljax.policy.trees``; 0 for padding.
       positions: The position 0, 1, 2, ... of each token in its sequences.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
       choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free

@@ -41,7 +41,7 @@ def rotation(config: PolicyConfig, positions: Int[Array, "b t"], how: Rotate = r
 
 @jax.custom_vjp
 def rotate_by_product(x: Float[Array, "b t h k"], tables: Tables) -> Float[Array, "b t h k"]:
-    """Rotates bfloat16 heads like :func:`rotate`, to the bit. A product with a matrix exchanges their halves.
+    """Rotates bfloat16 heads with the same bits as :func:`rotate`. A product with a matrix exchanges their halves.
 
     XLA's TPU compiler copies float32 heads three times to exchange halves without a product. The matrix has the values
     0, 1 and -1, so its product is exact. The tables get no gradient.

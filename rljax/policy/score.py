@@ -61,7 +61,7 @@ def over_support(
 
 
 def align(scored: TokenScores, positions: Int[Array, "b t"], segment_ids: Int[Array, "b t"]) -> TokenScores:
-    """Moves the scores [b, t - 1] of the distributions after each token to the tokens that they belong to [b, t].
+    """Moves the scores [b, t - 1] after each token to the next token, to which they belong, [b, t].
 
     Position 0 of a segment and padding get 0, and -inf in ``tops``.
     """
@@ -154,7 +154,7 @@ def tree_logprobs(
     cut: bool = False,
     collision: bool = False,
 ) -> Scores:
-    """Computes the scores of flat rows of responses, whose tokens stand behind tokens of the trees of the same row.
+    """Computes the scores of flat rows of responses. Their tokens follow tokens of the trees in the same row.
 
     Args:
       tokens: The token ids of the responses in flat rows.
@@ -162,7 +162,7 @@ def tree_logprobs(
       trees: The trees of the rows. ``trees.sources`` name the token before each token of the flat rows.
       choices: The experts that each token of the trees must go to, as in ``packed_logprobs``.
 
-    The other arguments are those of ``packed_logprobs``.
+    ``packed_logprobs`` describes the other arguments.
 
     Returns:
       The scores of the flat rows, 0 on padding. ``logprobs[b, s]`` belongs to ``tokens[b, s]``.

@@ -2,8 +2,8 @@
 
 The kernel tells sequences apart by segment ids, and has no mask for trees. A tree of two levels, a root and its
 branches, takes two calls: each node sees itself, and each branch sees its root. Their outputs are joined by their
-log-sum-exps. The backward pass calls the kernel's own with the joined output and log-sum-exp, which give the
-probabilities of all keys together.
+log-sum-exps. The backward pass calls the kernel's backward with the joined output and log-sum-exp, which determine the
+probabilities of all keys.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _segment_ids(call: Call) -> Any:
 def _kernel(q: Float[Array, "t h k"], block: int, call: Call, interpret: bool, *, residuals: bool = False) -> Any:
     """Builds the kernel for a row. Pairs of blocks that ``call.seen`` does not mark are empty.
 
-    ``residuals``: Whether it returns the log-sum-exps, too; it has no gradient then.
+    ``residuals``: Whether the kernel returns the log-sum-exps, too; then it has no gradient.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask

@@ -1,6 +1,6 @@
-"""A recorder of the values inside a policy's forward, which can also put other values in their places.
+"""A recorder of the values inside a policy's forward, which can also replace them by other values.
 
-It acts while a function is traced, and only inside ``recording``. Elsewhere ``tap`` returns its argument, so it does
+It works while a function is traced, and only inside ``recording``. Elsewhere ``tap`` returns its argument, so it does
 not change a program that does not record.
 """
 
@@ -20,7 +20,7 @@ Values = dict[str, Array]
 
 
 class Substitutes(NamedTuple):
-    """The values to put in the places of computed ones, by name. Flags switch each on or off without a compilation."""
+    """The values that replace computed ones, by name. Flags switch each on or off without a compilation."""
 
     values: Values
     flags: dict[str, Bool[Array, "*l"]]  # whether to put the value in; for a stack, in each block
@@ -63,7 +63,7 @@ def tap(name: str, x: Array) -> Array:
 def stack_paths(period: int) -> list[tuple[str, ...]]:
     """Returns the paths of the stacks of blocks, in the pytree of parameters and as prefixes of recorded values.
 
-    A policy has a stack over its periods for each of the ``period`` blocks of one.
+    A period has ``period`` blocks. For each of them there is one stack over all periods.
     """
     return [(LAYERS,)] if period == 1 else [(LAYERS, str(stack)) for stack in range(period)]
 

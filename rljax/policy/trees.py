@@ -1,9 +1,9 @@
-"""Rows of prefix trees, in which a token that several sequences begin with stands once.
+"""Rows of prefix trees, which hold each shared token at the beginning of several sequences only once.
 
 The nodes of a tree are tokens, and the children of a token are the tokens that follow it in some sequence. A row holds
-its trees in preorder: a token comes first, and then the subtree of each child. So the subtree of the token at ``j`` is
-the places from ``j`` up to but not including ``ends[j]``, and the token at ``i`` sees the token at ``j <= i`` if
-``i < ends[j]``. Sequences that share nothing are trees without branches.
+its trees in preorder: a token comes first, and then the subtree of each child. So the subtree of the token at ``j`` has
+the indices from ``j`` up to but not including ``ends[j]``. The token at ``i`` sees the token at ``j <= i`` if ``i <
+ends[j]``. Sequences that share nothing are trees without branches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 
 class PrefixTrees(NamedTuple):
-    """Rows of trees that the policy computes, and where in them to find the scores. A pytree of numpy or jax arrays.
+    """Rows of trees that the policy computes, and the indices of the states to score. A pytree of numpy or jax arrays.
 
     The last token of a sequence is not in its tree, because no token is predicted from it.
     """
@@ -40,7 +40,7 @@ def segment_ends(segment_ids: Int[Array, "b t"]) -> Int[Array, "b t"]:
 
 @jax.custom_vjp
 def states_at(hidden: Float[Array, "b t d"], places: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-    """Takes the states at ``places`` of each row. Gradients of a state that is taken often are summed in float32."""
+    """Takes the states at the indices ``places`` of each row. The gradients of a state are summed in float32."""
     return jnp.take_along_axis(hidden, places[..., None], axis=1)
 
 

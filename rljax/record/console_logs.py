@@ -37,7 +37,7 @@ _UNCLOSED = re.compile(rf"\{{(?P<pairs>(?:{_PAIR},)*)\s*(?:{_BEGUN_PAIR})?$")
 
 
 class _Progress(NamedTuple):
-    """The values of a record in the text up to some place."""
+    """The values of a record in the text up to some position."""
 
     values: int  # the values before the last one
     is_whole: bool  # whether the text may end here
@@ -48,7 +48,7 @@ _NOTHING = _Progress(-1, False, False)
 
 
 class _Joined(NamedTuple):
-    """The lines of a log, with those of one record joined."""
+    """The lines of a log, after the lines of each record were joined."""
 
     lines: list[str]
     widths: set[int]  # the lengths of lines that were certainly wrapped
@@ -128,11 +128,11 @@ def _with_step(lines: Sequence[str], place: int) -> str | None:
 def _record(
     path: Path, lines: Sequence[str], place: int, line: str, widths: set[int], joined: _Joined
 ) -> tuple[str, int]:
-    """Returns the whole text of the record that begins in ``line``, and the place of its last line.
+    """Returns the whole text of the record that begins in ``line``, and the index of its last line.
 
-    ``line`` ends with the line at ``place``. A line without a record is returned as it is. The lengths of wrapped lines
-    are added to ``joined``, and so are doubtful places. Raises ConfigError if a record is cut and its next line does
-    not fit.
+    ``line`` ends with the line at index ``place``. A line without a record is returned as it is. The lengths of wrapped
+    lines are added to ``joined``, and so are doubtful places. Raises ConfigError if a record is cut and its next line
+    does not fit.
     """
     text, last = _COLOUR.sub("", line), place
     if (start := _start(text)) is None or (progress := _progress(text, start)) is None:
@@ -166,7 +166,7 @@ def _record(
 
 
 def _start(text: str) -> int | None:
-    """Returns where a record begins: at verl's ``step:``, or else at a dictionary, the first one that is not closed."""
+    """Returns the start of a record: of verl's ``step:``, or else of the first dictionary that is not closed."""
     mark = _STEP.search(text)
     if mark is not None and mark[1]:
         return mark.start()
@@ -175,7 +175,7 @@ def _start(text: str) -> int | None:
 
 
 def _progress(text: str, start: int) -> _Progress | None:
-    """Returns what the record that begins at ``start`` holds; None if it has none of the forms of this module."""
+    """Returns the values of the record that begins at ``start``; None if it has none of the forms of this module."""
     if text[start] == "{":
         closed = _DICTIONARY.match(text, start)
         found = closed or _UNCLOSED.match(text, start)

@@ -1,4 +1,4 @@
-"""The facts of a token dump: two columns side by side, positions, turns and entropies."""
+"""The facts of a token dump that compare, diagnose and view share: pairs of columns, turns and entropies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CHUNK = 2**19  # the most padded tokens that are measured together
 
 
 def choose_pair(dump: TokenDump, trainer: str | None = None, rollout: str | None = None) -> tuple[str, str]:
-    """Returns the names of the columns in the trainer's and in the rollout engine's place.
+    """Returns the name of the column to use as the trainer's, and of the one to use as the rollout engine's.
 
-    The trainer's is "" if the dump has only one column. A column without a given name is the first one with its role,
-    or else the first one that has not the other's role. Raises ValueError if a named column is missing, both names are
-    equal, or there is no column.
+    The first name is "" if the dump has only one column. Without a given name a column is chosen by its role: the first
+    with the right role, or else the first without the other role. Raises ValueError if a named column is missing, both
+    names are equal, or there is no column.
     """
     names = dump.first_runs
     for name in (trainer, rollout):
@@ -49,8 +49,8 @@ def choose_pair(dump: TokenDump, trainer: str | None = None, rollout: str | None
 class TokenPair:
     """Two columns of a dump at its r response tokens, one sequence after the other.
 
-    If the dump has only one column, it takes the trainer's place in every number, and the rollout engine's numbers are
-    0. So the log-ratio is the log-probability.
+    If the dump has only one column, it counts as the trainer's, and the rollout engine's log-probabilities are 0. So
+    the log-ratio is the log-probability.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TokenPair:
         return np.concatenate(found or [np.zeros(0)])
 
     def places(self, counted: np.ndarray) -> np.ndarray:
-        """Returns the place of each token in its sequence, from 1, int64 [r]; only ``counted`` tokens take a place."""
+        """Returns the position of each token in its sequence, from 1, int64 [r]. Only ``counted`` tokens count."""
         counts = np.bincount(self.sequence[counted], minlength=len(self.dump.sequence_ids))
         return np.cumsum(counted) - (np.cumsum(counts) - counts)[self.sequence]
 
@@ -136,7 +136,7 @@ def pair_of(
     masks: Sequence[np.ndarray] | None = None,
     sources: Mapping[str, ColumnSource] | None = None,
 ) -> TokenPair:
-    """Returns the pair of columns trainer and rollout that are in no dump, float [t] for each sequence.
+    """Returns a pair made of arrays instead of a dump: ``trainer`` and ``rollout``, float [t] for each sequence.
 
     ``masks`` mark the response tokens, bool [t]; None means all of them. Sequences without a token are left out.
     """
@@ -191,7 +191,7 @@ def turns_of(dump: TokenDump) -> list[np.ndarray]:
 def entropies(dump: TokenDump) -> tuple[list[np.ndarray], str]:
     """Returns the entropy of each token (nats), float32 [t] for each sequence, and a text that names its source.
 
-    Without the policy's entropy it is the sampler's, from its likeliest tokens. Both are empty without any.
+    Without the policy's entropy it comes from the sampler's likeliest tokens. Without these both results are empty.
     """
     if "entropy" in dump.values:
         return list(dump.values["entropy"]), "entropy"

@@ -46,7 +46,7 @@ def events_of(path: Path) -> Iterator[event_pb2.Event]:
 
 
 def _is_whole(content: bytes) -> bool:
-    """Returns whether the last four bytes are the checksum of those before them."""
+    """Returns whether the last four bytes are the checksum of the bytes before them."""
     return masked_crc32c(content[:-4]) == int.from_bytes(content[-4:], "little")
 
 

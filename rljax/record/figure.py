@@ -44,7 +44,7 @@ class Run:
         return steps, values
 
     def last(self, key: str) -> int | None:
-        """Returns the last step, or number of steps, recorded under the key; None without one."""
+        """Returns the last step, or number of steps, under the key; None if no row has one."""
         value = last_value(self.rows, key)
         if value is not None and (type(value) is not int or not 0 < value < 2**31):
             raise ValueError(f"{self.directory}: {key} must be a step, got {value!r:.60}")
@@ -112,7 +112,7 @@ def exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
 
 
 def plot_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
-    """Draws the response length and each run's surge, not smoothed, because the surge is called on raw values."""
+    """Draws the response length, not smoothed, and each run's surge. The surge is found from raw values."""
     head(axis, "Response length", "mean, tokens")
     key = "response_length/mean"
     if has_values(axis, draw(axis, runs, key), f"no {key} in the record"):
@@ -177,7 +177,7 @@ def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
 
 
 def plot_turns(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """Draws the mismatch of each bucket of turns; dashed, the mismatch of the first token after the environment's."""
+    """Draws the mismatch of each bucket of turns. A dashed line has the first token after the environment's."""
     head(axis, "Mismatch by turn", "logprob_abs_diff_mean, nats")
     labels = count_labels(TURN_EDGES)
     styles: dict[str, tuple[str, dict[str, Any]]] = {

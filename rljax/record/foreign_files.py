@@ -23,10 +23,10 @@ VERL_TEXTS = f"the rollout data of verl, {_TEXTS}"
 
 
 def foreign_kind(path: Path) -> str:
-    """Returns what a file or a directory is, and what to take instead of it, for a message.
+    """Returns a text for a message: the kind of a file or directory, and the file to read instead.
 
-    The text is empty if it is none of these: W&B's summary, verl's rollout data, and TRL's completions by their name.
-    Of a directory its first files decide. Raises OSError if a file cannot be read.
+    It knows W&B's summary, verl's rollout data, and TRL's completions by their name; for others it returns "". The
+    first files of a directory decide. Raises OSError if a file cannot be read.
     """
     if path.is_dir():
         firsts = (min(path.glob(pattern), default=None) for pattern in ("*.jsonl", "completions_*.parquet"))

@@ -1,4 +1,4 @@
-"""The look of all figures: colors, titles, axes, and the file that a figure becomes. It needs matplotlib and numpy."""
+"""The style of all figures (colors, titles, axes) and the files of figures. It needs matplotlib and numpy."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def svg_text(figure: Figure) -> str:
 
 
 def style_axis(axis: Axes, first_step: int, last_step: int) -> None:
-    """Sets the look of a panel over steps."""
+    """Sets the style of a panel whose x axis has the steps."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color(_EDGE)
     axis.tick_params(labelsize=8.5, colors=QUIET, length=3)

@@ -63,7 +63,7 @@ def _is_value(key: str, value: Any) -> bool:
 
 
 def last_value(rows: Sequence[Row], key: str) -> Any:
-    """Returns the last value recorded under the key; None if there is none."""
+    """Returns the last value that a row has under the key; None if there is none."""
     return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""Vectors of tokens: lists that become arrays, and vectors that become rows."""
+"""Converts lists of token values to arrays, and vectors to the rows of a matrix."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class TokenDump:
                 raise ValueError(f"likeliest tokens must be of a column, got {name!r:.60}")
 
     def of_kind(self, kind: str) -> dict[str, tuple[np.ndarray, ...]]:
-        """Returns the columns of a kind by the names behind it, "" for a column that has none."""
+        """Returns the columns ``kind/<name>`` by name; the name of a column ``kind`` is ""."""
         names = {name: name.partition("/") for name in self.columns}
         return {own: self.columns[name] for name, (of, _, own) in names.items() if of == kind}
 
@@ -306,7 +306,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _place(name: str) -> tuple[int, str, int]:
-    """Returns the key that sorts further columns as a file has them: both columns of likeliest tokens come together."""
+    """Returns the key that sorts further columns for a file, with both columns of likeliest tokens together."""
     kind, _, own = name.partition("/")
     order = list(_KINDS).index(kind)
     return (1, own, order) if kind.startswith("top_") else (order, "", 0)

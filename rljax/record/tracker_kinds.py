@@ -66,11 +66,11 @@ class WandbTracker:
         self.where = f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else str(self._run.url)
 
     def log(self, row: Row) -> None:
-        """Takes the row of a step; W&B drops a step that it has."""
+        """Takes the row of a step. W&B drops the row of a step that it already has."""
         self._run.log(row, step=row["step"], commit=True)
 
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
-        """Puts the summary and the figures into the run's summary, because a picture in the history would be a step."""
+        """Puts summary and figures into the run's summary, because a picture in the history would count as a step."""
         if summary:
             self._run.summary.update({"summary": dict(summary)})
         for name, path in figures.items():

@@ -1,7 +1,7 @@
 """Sends the record of a run to experiment trackers: Weights & Biases, trackio, MLflow, or a class of the user.
 
-A thread gives the rows to the trackers, so an error or a pause of one costs the run nothing. A tracker that fails gets
-no more rows, and a line says so. A run that continues goes on in the same run of the tracker.
+A thread gives the rows to the trackers, so an error or a pause of a tracker costs the run nothing. A tracker that fails
+gets no more rows, and a line says so. A run that continues goes on in the same run of the tracker.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _told(self, kind: str) -> Iterator[None]:
-        """Turns an error of the block into one line on stderr, after which the tracker gets no more rows."""
+        """Turns an error of the block into one line on stderr. The tracker then gets no more rows."""
         try:
             yield
         except BaseException as error:  # a library may raise anything, SystemExit included

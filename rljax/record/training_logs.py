@@ -1,8 +1,8 @@
 """Reads training logs, and from them the response lengths of one run in the order of its steps.
 
 A log is a list of rows, one dictionary for each record. JSONL, JSON, CSV and console output need no further package.
-Event files of TensorBoard need tensorboardX (``event_files``). An export may have the lengths of several runs, and a
-constant column, the width of padded responses, under a name of the length.
+Event files of TensorBoard need tensorboardX (``event_files``). An export may have the lengths of several runs. It may
+also have a constant column, the width of padded responses, under a name that means the length.
 """
 
 import bisect
@@ -218,7 +218,7 @@ def columns_of(rows: Rows) -> list[str]:
 
 
 def matching(columns: list[str], name: str) -> list[str]:
-    """Returns the columns of training that end in ``name``: aggregates over environments first, then short names."""
+    """Returns the training columns that end in ``name``: first aggregates over environments, then short names."""
 
     def fits(column: str) -> bool:
         parts = column.lower().replace("-", "/").replace(".", "/").replace(" ", "").split("/")
@@ -329,7 +329,7 @@ class LengthLog:
 
 
 def read_lengths(path: Path, column: str | None = None, truncated_column: str | None = None) -> LengthLog:
-    """Reads the response lengths of a log, a file or a directory that contains it, with the names of their columns.
+    """Reads the response lengths from a log: from a file, or from a directory with a log in it.
 
     ``column`` has the lengths, and ``truncated_column`` the share of truncated responses. None means a known name.
 
@@ -359,7 +359,7 @@ def runs_beside(columns: list[str], column: str) -> list[str]:
 def varying_lengths(rows: Rows, column: str) -> list[str]:
     """Returns the columns that seem to be the length of a response, if ``column`` has one number in most of its rows.
 
-    Only a column counts that has different numbers in most of those rows.
+    Only a column with different numbers in most of these rows counts.
     """
     found = Counter(number for row in rows if math.isfinite(number := number_of(row.get(column))))
     number, count = found.most_common(1)[0] if found else (math.nan, 0)

@@ -277,7 +277,7 @@ def _span(steps: Sequence[int]) -> str:
 
 
 def _first_step(step: int) -> Report:
-    """Says that the first step compiles, and returns a report that says how long it took."""
+    """Prints that the first step compiles, and returns a function that prints how long it took."""
     start = time.monotonic()
     print(f"compiling step {step}; the steps after it are faster", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""The forms of reward functions: rljax's own and those of other frameworks, told apart by the parameters' names.
+"""The forms of reward functions in rljax and in other frameworks, told apart by the parameters' names.
 
 Each framework calls its rewards in its own way: verl's ``NaiveRewardManager`` and ``BatchRewardManager`` with keywords,
 TRL's ``GRPOTrainer`` with keywords and lists, OpenRLHF's executor with three lists. A reward of such a form is called
@@ -55,7 +55,7 @@ _NOT_OURS = tuple(
 
 
 class NamedReward:
-    """A reward function of a person. It is called as its framework calls it."""
+    """A user's reward function, which is called in the way of its framework."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Finds the form of ``function`` by the names of its parameters.
@@ -127,7 +127,7 @@ async def _result(value: Awaitable[Any]) -> Any:
 
 
 def _right_answers(problem: Mapping[str, Any]) -> Any:
-    """Returns the right answer as it stands in the data, or the list of all of them where a row has several."""
+    """Returns the right answer of a row unchanged, or the list of all of them if the row has several."""
     return problem.get("truth") or problem.get("alternatives") or problem["answer"]
 
 
@@ -151,7 +151,7 @@ def _of_openrlhf(problem: Mapping[str, Any], response: str) -> dict[str, Any]:
 
 
 def _of_trl(problem: Mapping[str, Any], response: str) -> dict[str, Any]:
-    """Returns lists of one. A prompt that is a chat in the data makes prompt and completion lists of messages."""
+    """Returns TRL's arguments, lists of length 1. Prompt and completion are messages if the data's prompt is a chat."""
     extra = problem.get("extra_info") or {}
     columns = dict.fromkeys(_ANSWERS, _right_answers(problem))
     columns |= dict(extra) if isinstance(extra, Mapping) else {}
@@ -213,7 +213,7 @@ def _is_neutral(places: list[inspect.Parameter]) -> bool:
 
 
 def _lacking(parameters: Mapping[str, inspect.Parameter], form: FormName | None) -> set[str]:
-    """Returns the names of required parameters that get no value, with all names of the response if it has several."""
+    """Returns the required parameters that get no value, and the response's names if several parameters mean it."""
     required = {name for name, one in parameters.items() if _is_required(one)}
     if form == "rljax":
         return set()

@@ -26,7 +26,7 @@ _PROSE = re.compile(r"(?<![\\a-zA-Z])(?!(?:pi|sqrt|sin|cos|tan|log|ln)\b)[a-zA-Z
 def final_answer(response: str) -> str | None:
     """Returns the text of the final answer as written, or None when none is stated.
 
-    Only the text after the last ``</think>`` counts, if there is one. The latest of these four governs:
+    Only the text after the last ``</think>`` counts, if there is one. Of these four the last one in the text is taken:
 
     - the last ``Answer:`` line (its rest, or the next line when that is empty);
     - the last ``\\boxed{}`` that is not empty; boxes with only "and", "or", "x =" and punctuation between them are one

@@ -51,7 +51,7 @@ _POWERS = frozenset({"E", "exp"})  # The powers of Euler's number become powers 
 
 
 def strict_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
-    """Returns 1.0 if the answer in a response is right and complete, else 0.0; see this module.
+    """Returns 1.0 if the answer in a response is right and complete, else 0.0 (the strict score).
 
     The response is decoded text without special tokens. A truncated one has no answer.
 
@@ -96,9 +96,9 @@ def stated_answer(response: str) -> str:
 
 
 def _is_harmless(name: str, answer: str, entry: Mapping[str, Any]) -> bool:
-    """Returns whether the scorer of a task may see an answer. An executing scorer sees no more than it must.
+    """Returns whether the scorer of a task may see an answer.
 
-    It sees formulas or literals, and right answers. It would find every other answer wrong.
+    A scorer that executes answers sees only formulas or literals, and right answers. Other answers are wrong anyway.
     """
     if name in FORMULAS:
         return is_formula(answer)

@@ -58,7 +58,7 @@ def expanded(items: Sequence[str]) -> list[str]:
 
 
 def split(text: str) -> list[str]:
-    """Splits at commas, semicolons, line ends, "and" and "or" that stand outside all brackets."""
+    """Splits at commas, semicolons, line ends, "and" and "or" that are outside all brackets."""
     pieces, start = [], 0
     for at, token, depth in _tokens(text):
         if depth == 0 and token in _SEPARATORS:
@@ -70,7 +70,7 @@ def split(text: str) -> list[str]:
 
 
 def join_digit_groups(text: str) -> str:
-    """Writes 1,000 as 1000. Inside brackets a comma parts two numbers, unless a group begins with 0."""
+    """Writes 1,000 as 1000. Inside brackets a comma separates two numbers, unless a group begins with 0."""
     text = _SPACED_GROUPS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     depths = {at: depth for at, _, depth in _tokens(text, _BRACKETS)}
 

@@ -63,7 +63,7 @@ _NAMES = re.compile(r"\\(?:" + "|".join(name[1:] for name in sorted(_ONE_NAME, r
 
 
 def tidy(answer: str) -> str:
-    """Rewrites digits, signs and fractions in one spelling; removes delimiters, fonts, spacing and full stop."""
+    """Rewrites digits, signs and fractions in one spelling. Removes delimiters, fonts, spacing and the full stop."""
     text = "".join(str(unicodedata.decimal(c)) if unicodedata.category(c) == "Nd" else c for c in answer)
     text = text.translate(_SYMBOLS).replace("\n", " ").strip().strip("*`").strip()
     text = _without_math_delimiters(text)

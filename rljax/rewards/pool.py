@@ -83,8 +83,8 @@ class RewardPool:
     def pop_metrics(self) -> dict[str, int]:
         """Returns the counts since the last call.
 
-        ``reward/errors`` counts responses that could not be scored, and workers that sent what nobody asked for.
-        ``reward/timeouts`` counts the late ones among the responses.
+        ``reward/errors`` counts responses that could not be scored, and workers that sent something unasked.
+        ``reward/timeouts`` counts the responses that took too long.
         """
         with self._lock:
             counts = {"reward/errors": self._errors, "reward/timeouts": self._timeouts}

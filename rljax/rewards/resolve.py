@@ -1,4 +1,4 @@
-"""Finds a reward by name: a shipped reward, or a person's own function of one of several forms."""
+"""Finds a reward by name: a shipped reward, or a user's function in one of several forms."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _LARGEST = (2 - 2**-23) * 2.0**127  # the largest finite float32
 def resolve_reward(path: str) -> RewardFunction:
     """Returns the reward of a name: a key of ``SHIPPED``, ``package.module:function``, or ``FILE.py:function``.
 
-    It is called as ``function(problem: dict, response: str, truncated: bool) -> float``. A person's function may have
-    another form of ``rljax.rewards.call_forms``, or be a class that is made without arguments.
+    It is called as ``function(problem: dict, response: str, truncated: bool) -> float``. A user's function may have
+    another form of ``rljax.rewards.call_forms``. It may also be a class that is made without arguments.
 
     Raises:
       ValueError: The name has another form, there is no such module or function, or its parameters have no known form.
@@ -86,7 +86,7 @@ def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
 def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, truncated: bool) -> RewardOrReason:
     """Returns (a finite reward, None), or (None, one line with the reason).
 
-    Every exception of the reward is caught, except KeyboardInterrupt, which a user may cause.
+    Every exception of the reward is caught, except KeyboardInterrupt.
     """
     try:
         value = float(reward(problem, response, truncated))

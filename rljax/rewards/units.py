@@ -56,7 +56,7 @@ def units_agree(one: str | None, other: str | None) -> bool:
 
 
 def _spelling(tail: str, words: list[str], names: list[str | None]) -> str:
-    """Returns one spelling of a unit: "square meters", "sq m" and "m^2" become ``m2``, "miles per hour" ``mi/h``."""
+    """Returns a unit in one spelling: ``m2`` for "square meters" or "m^2", ``mi/h`` for "miles per hour"."""
     power = _POWERS.get(words[0], "")
     parts = [name for word, name in zip(words, names, strict=True) if word != "per"][bool(power) :]
     if not parts or None in parts:

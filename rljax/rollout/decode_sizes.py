@@ -42,8 +42,8 @@ def cache_spec(config: PolicyConfig, rows: int, places: int, dtype: Any, cache_d
 def cache_row_bytes(config: PolicyConfig, mesh: Mesh, places: int, dtype: Any, cache_dtype: Any) -> float:
     """Returns the bytes that one row of the cache takes on each device of ``mesh``, on average.
 
-    The mesh splits the rows of the cache. It splits the heads, too, where their number divides evenly. The arguments
-    are those of ``Mixer.state_spec``.
+    The mesh splits the rows of the cache, and its heads where their number divides evenly. ``Mixer.state_spec`` has the
+    same arguments.
     """
     total = 0
     for shape, kept_in, axes in itertools.chain.from_iterable(cache_spec(config, 1, places, dtype, cache_dtype)):
@@ -65,8 +65,8 @@ class DecodeSizes(NamedTuple):
 def batch_sizes(rows: int, n: int, budget: int, ways: int) -> DecodeSizes:
     """Returns the sizes of the batch that decodes ``rows`` responses, ``n`` to a prompt.
 
-    The cache of ``budget`` responses fits into memory. A batch with fewer slots than ``rows`` has a multiple of
-    ``ways``, which may be more than a very small budget. The mesh splits rows into ``ways`` parts.
+    Memory has room for the cache of ``budget`` responses, and the mesh splits rows into ``ways`` parts. A batch with
+    fewer slots than ``rows`` has a multiple of ``ways`` slots, even if that exceeds a very small budget.
     """
     if rows <= budget:
         return DecodeSizes(rows, n, rows // n)
@@ -89,8 +89,8 @@ def padded_count(count: int, step_prompts: int) -> int:
 def cache_room(free: int | None, devices: int) -> float:
     """Returns the memory of one device that the cache may take (bytes).
 
-    If the device does not report its ``free`` memory (bytes), as a CPU does not, its equal share of the host's memory
-    is taken. ``devices`` share the host's memory.
+    ``free`` is the free memory of the device (bytes). None: the device, such as a CPU, does not report it. Then the
+    host's memory is divided equally among its ``devices``.
     """
     if free is not None:
         return _DEVICE_SHARE * free
@@ -98,7 +98,7 @@ def cache_room(free: int | None, devices: int) -> float:
 
 
 def free_cache_room(mesh: Mesh) -> float:
-    """Returns the ``cache_room`` of the device of ``mesh`` with the least (bytes). All processes return the same."""
+    """Returns the smallest ``cache_room`` of the devices of ``mesh`` (bytes). All processes return the same."""
     devices = mesh.local_devices
     stats = devices[0].memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
@@ -117,8 +117,8 @@ def padded_rows(count: int) -> int:
 def padded_width(longest: int, first: int, places: int) -> int:
     """Returns the width that prompts of later turns are padded to (tokens).
 
-    It is ``first``, doubled until the ``longest`` prompt fits. It is smaller than ``places``, the number of tokens of a
-    row that fit into the cache, to leave room for a response.
+    It is ``first``, doubled until the ``longest`` prompt fits. It is smaller than ``places``, the tokens of a row that
+    fit into the cache, to leave room for a response.
     """
     while first < longest:
         first *= 2
@@ -126,5 +126,5 @@ def padded_width(longest: int, first: int, places: int) -> int:
 
 
 def prefill_rows(config: PolicyConfig, width: int, ways: int) -> int:
-    """Returns the most prompts of ``width`` tokens whose attention scores fit into memory at once."""
+    """Returns the largest number of prompts of ``width`` tokens whose attention scores fit into memory together."""
     return max(1, _SCORE_BYTES * ways // (4 * config.num_heads * width * width))

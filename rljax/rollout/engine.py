@@ -1,4 +1,4 @@
-"""The protocol between the training loop and an engine that samples for it: no URL, no cache, no dtype."""
+"""The protocol between the training loop and an engine that samples for it. It fits every kind of engine."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class RolloutEngine(Protocol):
     def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples the turns that ``queue`` asks for, until all its trajectories have ended.
 
-        Each response has the number of its trajectory as ``prompt_index``, and the number of its turn less one as
+        Each response has the number of its trajectory as ``prompt_index``, and the number of its turn minus 1 as
         ``sample_index``. Requests may be put at any time while the responses are iterated, also from other threads. By
-        default all open trajectories go on together, in rounds of ``answer_round``. Each round waits for a request of
-        each of them, and has a seed of its own. The metrics are the sums over the rounds.
+        default all open trajectories go on together, in rounds of ``answer_round``. Each round has its own seed, and
+        waits until each trajectory has a request. The metrics are the sums over the rounds.
 
         ``sampling`` has the most tokens of a turn as ``max_response_tokens``. The seed fixes the samples as far as the
-        engine can. With rounds that needs environments which always answer the same turn in the same way. An error is
-        one that ``generate`` may raise, or the one that was given to ``queue.fail``.
+        engine can. With rounds this is so only if an environment always answers the same turn in the same way. It
+        raises the errors of ``generate``, and the error that was given to ``queue.fail``.
         """
         metrics: dict[str, float] = {}
 
@@ -77,7 +77,7 @@ class RolloutEngine(Protocol):
         return Samples(responses(), metrics)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples one turn for each of ``requests``, at least one. The settings and errors are those of ``answer``.
+        """Samples one turn for each of ``requests``, at least one. Settings and errors are as in ``answer``.
 
         By default it calls ``generate``, and cuts a response with more tokens than its request's ``max_tokens``.
         """
@@ -95,8 +95,8 @@ class RolloutEngine(Protocol):
         """Makes ``params`` the policy of all later samples, and returns once the engine is proven to use them.
 
         The parameters are float32 masters, or the base with adapters merged into it. The result has the metrics since
-        the publish before, without those of sampling (``time/*_s``, ``publish/*``, ``rollout/*``). No key is also a key
-        of :class:`Samples`.
+        the publish before (``time/*_s``, ``publish/*``, ``rollout/*``). It has no metrics of sampling, and no key of
+        :class:`Samples`.
 
         Raises:
           RuntimeError: The engine does not sample from ``params``.

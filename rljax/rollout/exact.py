@@ -1,13 +1,13 @@
 """The engine with exactly zero mismatch: it samples from the log-softmax rows of the trainer's own executable.
 
 It runs the whole forward and backward on the rows so far, and samples a token from the distribution after each row's
-last place. The token's entry in that distribution is kept as its log-probability, so nothing is scored again. Sequence
+last token. The token's entry in that distribution is kept as its log-probability, so nothing is scored again. Sequence
 i of a request is in row i % b, where it will also be trained. A cut distribution (``top_k``) is made from the same
 numbers, by the trainer's own operations.
 
-A second engine may guess the tokens that follow. It samples with the same random keys, so it mostly finds the same
-tokens. One run of the executable then samples all tokens up to the first wrong guess, and corrects that one. Guesses
-change no token and no log-probability. They only make the runs fewer.
+A second engine may guess the tokens that follow. It samples with the same random keys, so most guesses are right. One
+run of the executable then samples all tokens up to the first wrong guess, and corrects that one. Guesses change no
+token and no log-probability. They only reduce the number of runs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Executable(Protocol):
     mesh: Mesh  # the mesh that it runs on
 
     def log_softmax(self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float) -> jax.Array:
-        """Returns the log-softmax of the logits divided by ``temperature`` at each place, float32 [b, t, v].
+        """Returns the log-softmax of the logits divided by ``temperature`` at each position, float32 [b, t, v].
 
-        Place i holds the distribution of the token after it. ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is
-        the number of tokens of each row; the places after them are padding.
+        Position i has the distribution of the next token. ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is the
+        number of tokens of each row; all later positions are padding.
         """
 
 
@@ -64,12 +64,12 @@ def sample_tokens(
     Args:
       log_softmax: The distribution after the last token of each response, at ``temperature``.
       seed: The seed of the request.
-      numbers: The position of each response's prompt in the request, and that of the response among those to its
-        prompt.
+      numbers: The position of each response's prompt in the request, and the position of the response among the
+        responses to its prompt.
       position: The position of the new token in each response, from 0.
       temperature: The sampling temperature.
       greedy: Whether the likeliest token is taken.
-      selection: The tokens that can be sampled and those that are reported.
+      selection: The tokens that can be sampled and the tokens that are reported.
       inject: The noise that is first put on the logits (``with_noise``), or None.
     """
     keys = jax.vmap(token_key, (None, 0, 0))(seed, numbers, position)
@@ -103,7 +103,7 @@ class _ExactRows(NamedTuple):
         return ~self.stopped & (self.lengths < self.ends)
 
     def append(self, sampled: NextTokens, guesses: np.ndarray, stops: Sequence[int]) -> None:
-        """Adds what was sampled up to the first wrong guess, its correction included, or up to a stop token.
+        """Adds the sampled tokens up to a stop token, or up to the correction of the first wrong guess.
 
         Args:
           sampled: The tokens after the last one of each row, [r, b], and their arrays, [r, b, ...].
@@ -164,7 +164,7 @@ class ExactEngine(RolloutEngine):
         self._version = 0
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Keeps the masters themselves, not a copy. A training step takes their buffers over, so publish after each."""
+        """Keeps the masters without copying them. A training step reuses their buffers, so publish after each step."""
         self._params, self._version = params, policy_version
         return {} if self._drafts is None else self._drafts.publish(params, policy_version)
 
@@ -251,7 +251,7 @@ class ExactEngine(RolloutEngine):
             yield Response.of(before, rows.tokens[place, own], arrays, **facts)
 
     def _laid_out(self, batch: Mapping[int, TurnRequest], reported: int) -> _ExactRows:
-        """Returns the rows with the tokens before each response. A row without one has no room."""
+        """Returns the rows with the tokens before each response. A row without a response can get no token."""
         shape = self._executable.rows, self._executable.row_tokens
         kept = {"rollout_logprobs": shape} | dict.fromkeys(TOPS if reported else (), (*shape, reported))
         arrays = {name: np.full(size, COLUMNS[name].fill, COLUMNS[name].dtype) for name, size in kept.items()}

@@ -1,8 +1,8 @@
 """Changes of the weights that sample, and an engine that samples with changed weights on purpose.
 
-8-bit weights and key-value caches hold the numbers that quantized inference engines hold. Noise is seeded and
-repeatable. With the exact engine inside, the change is the only cause of a run's mismatch. With another engine the
-change comes on top of that engine's own mismatch.
+8-bit weights and key-value caches have the same numbers as in quantized inference engines. Noise is seeded and
+repeatable. Around the exact engine, the change is the only cause of a run's mismatch. With another engine the change
+comes on top of that engine's own mismatch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def quantize(params: Params, logical: Params, kind: str) -> Params:
     """Rounds the blocks' matrices to ``Quantized``, symmetric with a scale for each output channel.
 
     The largest absolute weight of a channel becomes 127 for ``kind`` int8, or 448 for fp8 (float8_e4m3fn). Embedding,
-    LM head, norms and routers become float32 without rounding, as vLLM's int8 and fp8 leave them out, too. ``logical``
+    LM head, norms and routers become float32 without rounding, because vLLM's int8 and fp8 leave them out. ``logical``
     has the logical axes of each leaf.
     """
 
@@ -116,8 +116,8 @@ class InjectedEngine(RolloutEngine):
     """RolloutEngine around another engine, to which it publishes changed weights.
 
     A response names the version whose weights were changed. With ``staleness`` k that is the version published k
-    versions ago, or the oldest one as long as there are fewer. So a resumed run reaches the full staleness only after k
-    steps. For that the k + 1 newest versions are kept on the devices.
+    versions ago, or the oldest one if there are fewer. So a resumed run reaches the full staleness only after k steps.
+    The k + 1 newest versions are kept on the devices.
     """
 
     def __init__(self, engine: RolloutEngine, inject: InjectConfig, config: PolicyConfig, mesh: Mesh):
@@ -133,7 +133,7 @@ class InjectedEngine(RolloutEngine):
         self._kept: deque[tuple[int, Params]] = deque(maxlen=inject.staleness + 1)
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Changes the weights as the configuration says, and publishes them to the engine inside."""
+        """Changes the weights as the configuration says, and publishes them to the wrapped engine."""
         inject = self._inject
         with jax.set_mesh(self._mesh):
             if inject.staleness:
@@ -150,14 +150,14 @@ class InjectedEngine(RolloutEngine):
         return self._engine.publish(params, policy_version)
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples with the engine inside."""
+        """Samples with the wrapped engine."""
         return self._engine.generate(prompts, n, sampling, seed=seed)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples with the engine inside."""
+        """Samples with the wrapped engine."""
         return self._engine.answer_round(requests, sampling, seed=seed)
 
     def close(self) -> None:
-        """Closes the engine inside."""
+        """Closes the wrapped engine."""
         self._kept.clear()
         self._engine.close()

@@ -1,4 +1,4 @@
-"""The engines, what each of them can do, and what the settings of a configuration need."""
+"""The engines, the abilities of each, and the abilities that the settings of a configuration need."""
 
 from __future__ import annotations
 

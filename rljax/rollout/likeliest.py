@@ -18,9 +18,9 @@ from rljax.tokens import TOPS
 
 
 class Selection(NamedTuple):
-    """The tokens that can be sampled and those that are reported.
+    """The tokens that can be sampled and the tokens that are reported.
 
-    It is a static argument: other settings need another compilation.
+    It is a static argument : other settings need another compilation.
     """
 
     reported: int = 0  # the number of likeliest tokens that are reported at each position
@@ -154,7 +154,7 @@ def next_tokens(
     selection: Selection = ALL,
     inject: InjectConfig | None = None,
 ) -> NextTokens:
-    """Computes logits and samples the next token of each row, or takes a ``forced`` one.
+    """Computes logits, and samples the next token of each row or takes the ``forced`` one.
 
     Args:
       params: The weights in the rollout dtype.

@@ -27,7 +27,7 @@ class TurnRequest(NamedTuple):
     max_tokens: int  # the most tokens of the turn
 
     def check_room(self, room: int, owner: str) -> None:
-        """Raises ValueError if the turn may need more than ``room`` tokens in all. ``owner`` says whose room it is."""
+        """Raises ValueError if the tokens and the turn may exceed ``room``. The message names the room's ``owner``."""
         if len(self.tokens) + self.max_tokens > room:
             before = f"turn {self.turn} of trajectory {self.key} would have {len(self.tokens)} tokens before it"
             raise ValueError(f"{before} and up to {self.max_tokens} of its own; {owner} {room}")
@@ -99,7 +99,7 @@ class TurnQueue:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Makes every later ``take`` and ``take_round`` raise ``error``, and those that wait now.
+        """Makes every waiting or later call of ``take`` and ``take_round`` raise ``error``.
 
         The side that runs the environments calls it if it cannot go on.
         """
@@ -125,7 +125,7 @@ class TurnQueue:
     def take_round(self) -> list[TurnRequest]:
         """Waits until each open trajectory has a waiting request, and returns all of them in order of key.
 
-        The list is empty once all trajectories have ended. The errors are those of :meth:`take`.
+        The list is empty once all trajectories have ended. It raises the errors of :meth:`take`.
         """
         return self._take(lambda: len(self._waiting) == len(self._open))
 

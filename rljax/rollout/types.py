@@ -41,7 +41,7 @@ class InjectConfig:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether rollouts use other weights than those that were published."""
+        """Whether rollouts use other weights than the published ones."""
         return self.staleness > 0 or self.weight_noise > 0 or self.quantize != "none" or self.dtype != "same"
 
     @property
@@ -160,7 +160,7 @@ class RolloutConfig:
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """The limits of trajectories with an ``environment``."""
     trajectories: str | None = None
-    """The place of trajectories that another program makes and the run trains on: a directory of Parquet or JSONL
+    """The source of trajectories that another program makes and the run trains on: a directory of Parquet or JSONL
     files, or the address http://HOST:PORT at which the trainer receives them (PORT 0: a free one). ``engine`` then gets
     the weights only for evaluations. None: ``engine`` samples the training data."""
     dump_every: int = 0
@@ -202,7 +202,7 @@ class RolloutConfig:
 
     @property
     def is_cut(self) -> bool:
-        """Whether some tokens cannot be sampled, so that the trainer normalises over those that can."""
+        """Whether some tokens cannot be sampled, so that the trainer normalises over the other ones."""
         return self.top_k > 0
 
     @property
@@ -235,8 +235,8 @@ class SamplingParams:
 class Response(TokenRecord):
     """One sampled response behind its prompt, or a trajectory of several turns.
 
-    The tokens of a trajectory are those of the policy and those of its environment, in the order in which the engine
-    saw them.
+    The tokens of a trajectory come from the policy and from its environment, in the order in which the engine saw
+    them.
     """
 
     prompt_index: int = 0  # the position of the prompt in the request's list
@@ -247,7 +247,7 @@ class Response(TokenRecord):
 
     @property
     def rows(self) -> tuple[Response, ...]:
-        """The rows of tokens: this response, and those in ``further``."""
+        """The rows of tokens: this response, and the responses in ``further``."""
         return self, *self.further
 
     @property

@@ -1,7 +1,7 @@
-"""The acts of a training run on several processes: the parts of a run of which each process has its own.
+"""The objects of a training run that work in all its processes at the same time.
 
-A part has the interface of what it stands for (``Update``, ``RolloutEngine``, ``Checkpointer``), so the loop of process
-0 does not know how many processes there are. Its acts are the methods with ``together``.
+Each has the interface of the object that it wraps (``Update``, ``RolloutEngine``, ``Checkpointer``), so the loop of
+process 0 does not know how many processes there are. An *act* is a method with ``together``: every process runs it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from rljax.weights.writer import (
 
 @dataclass
 class OwnState:
-    """The arguments of acts that a process other than 0 has itself."""
+    """The arguments of acts that a process holds itself, so that process 0 need not send them."""
 
     state: TrainState  # the shards of the newest state that this process holds
     weights: Callable[[Params], Params]  # a function from ``state.params`` to a whole policy
@@ -89,7 +89,7 @@ def restore(
 def join(
     processes: Processes, run_dir: Path, read_inputs: Callable[[], Inputs], stack: ExitStack
 ) -> tuple[list[Shared], OwnState]:
-    """Waits until process 0 is in ``restore``, and starts with it. Returns the arguments of ``follow``.
+    """Waits until process 0 is in ``restore``, and then builds the run with it. Returns the arguments of ``follow``.
 
     Every process but 0 calls it. From then on its output goes to its log file in the run directory.
     """
@@ -194,10 +194,10 @@ class SharedEngine(Shared, RolloutEngine):
 
 
 class SharedPublish(Shared):
-    """The publish of a policy to HTTP servers. All processes hold shards of it, and process 0 talks to the servers.
+    """The publish of a policy to HTTP servers. All processes hold shards of the policy; process 0 talks to the servers.
 
-    Process 0 uses ``functions`` in its engine. It waits for servers only between acts. So a server may fail while the
-    processes stay together. Where each process writes its own files, this object is also their ``Writer``.
+    Process 0 uses ``functions`` in its engine. It waits for servers only between acts. So no act waits for a server
+    that has failed. Where each process writes its own files, this object is also their ``Writer``.
     """
 
     name = "publish"
@@ -239,7 +239,7 @@ class SharedPublish(Shared):
         return gather_results(self.processes, lambda: self._files.collect(params))
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the collected parts or their changes, each process its own. Raises OSError if one process cannot."""
+        """Writes the collected parts or their changes, in every process. Raises OSError if one process cannot."""
         written = merge_written(values_of(self._write(kind, directory), WrittenFiles))
         self._files.wait(directory, written)
         return written
@@ -324,7 +324,7 @@ def make_shared_engine(
 def make_side(
     config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes, stop: StopRequest
 ) -> SharedPublish | SharedEngine:
-    """Makes what each of several processes has of the engine: the publish to servers, or an embedded engine.
+    """Makes the object by which each process serves the engine: the publish to servers, or an embedded engine.
 
     Raises ConfigError if the files of a publish cannot be kept, or cannot be served.
     """

@@ -25,7 +25,7 @@ _FINISH_S = 3.0  # the part of the grace that a run needs after the command
 class AfterSave:
     """Calls the command for each newest complete checkpoint, one call at a time; a context manager around the steps.
 
-    A thread does so, and a slow command delays no step. Also the checkpoint is handed over from which a run goes on.
+    A thread calls the command, so a slow command delays no step. A checkpoint at the start counts, too.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Puts the parts of a run together from its configuration; each feature of a step is chosen here."""
+"""Builds the objects of a run from its configuration, which decides which features the steps have."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def make_run_engine(
 
 
 def make_scorer(data: DataConfig, rollout: RolloutConfig) -> RewardPool | EnvironmentHosts:
-    """Returns what scores the responses: a reward function, or an environment of several turns.
+    """Returns the scorer of the responses: a reward function, or an environment of several turns.
 
     Raises ConfigError if it cannot be used.
     """
@@ -261,7 +261,7 @@ def build(
     problems: Problems,
     stop: StopRequest | None = None,
 ) -> RunParts:
-    """Puts the parts of a run together, as they are at its first step. ``stop``: None for a run without a request.
+    """Builds the objects of a run in their state before step 1. ``stop``: None if nobody can ask the run to stop.
 
     Raises ConfigError if the reward or the environment cannot be used. Raises OSError or ValueError if frozen weights
     or trajectories of another program cannot be used.
@@ -296,10 +296,10 @@ def build(
 
 
 def starting_point(parts: RunParts, mesh: Mesh) -> tuple[TrainState, Progress]:
-    """Reads the newest whole checkpoint and puts the parts into its state, or else reads the model.
+    """Reads the newest whole checkpoint and restores ``parts`` from it, or else reads the model.
 
-    Returns the device state and the counters at which the run starts. A line on stderr says what is trained, and where.
-    Raises ConfigError or StartAgainError as ``starting_state`` does.
+    Returns the device state and the counters at which the run starts. A line on stderr names the trained parameters and
+    the devices. Raises ConfigError or StartAgainError as ``starting_state`` does.
     """
     config = parts.config
     state, host = starting_state(config, parts.policy, mesh, parts.checkpointer, parts.load_state_dict)

@@ -187,7 +187,7 @@ class Checkpointer:
         this is not the host state of a run. Returns the device state and the host state.
 
         Raises:
-          DamagedCheckpointError: The checkpoint does not read back as it was saved; the message says what differs.
+          DamagedCheckpointError: The checkpoint does not read back as it was saved; the message names the difference.
           RuntimeError: The checkpoint is whole, but its state has another form.
         """
         host, saved = self.read_host(step)
@@ -215,10 +215,9 @@ class Checkpointer:
     def restore_newest(
         self, abstract_state: Any, load_host: Callable[[dict[str, Any]], object] = lambda host: None
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Reads the newest checkpoint that is whole, as ``restore`` does; returns None if there is no checkpoint.
+        """Reads the newest checkpoint that is not damaged, by ``restore``. Returns None if there is no checkpoint.
 
-        Each damaged checkpoint after it is named in a line on stderr and moved to ``damaged/<step>`` of the run
-        directory.
+        A newer one that is damaged is moved to ``damaged/<step>`` of the run directory, and a line on stderr says so.
 
         Raises:
           RuntimeError: The state has another form; or all checkpoints are damaged, and nothing is moved.
@@ -358,7 +357,7 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _give_back() -> None:
-    """Returns freed memory to the system. Otherwise the C library keeps several bytes a parameter."""
+    """Returns freed memory to the system. Otherwise the C library keeps several bytes for each parameter."""
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -84,7 +84,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class SamplesConfig:
-    """The responses from which an accuracy is measured."""
+    """The settings of the responses from which an accuracy is measured."""
 
     n: int = 1
     """Responses per problem. The accuracy is their mean (avg@n)."""

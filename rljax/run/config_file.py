@@ -1,6 +1,6 @@
 """Builds a configuration, a tree of frozen dataclasses, from its defaults, a YAML file and the command line.
 
-PyYAML reads the file, and pydantic checks each value. So a mistake gives the same single line wherever it was written.
+PyYAML reads the file, and pydantic checks each value. A mistake gives the same message in a file and in an option.
 Scalars are read as YAML 1.2 does. In a file the line ``base: OTHER.yaml``, relative to it, names another file whose
 values the file overrides. ``__post_init__`` runs on the merged values only: a file may be valid only together with an
 option. Every field of the dataclasses has a default. The class attribute ``removed_keys`` has the keys that a file may
@@ -181,7 +181,7 @@ def _read_file(keys: KnownKeys, name: str | None) -> Settings:
 
 
 def _of_file(keys: KnownKeys, file: Path, above: tuple[Path, ...] = ()) -> Iterator[tuple[str, Setting]]:
-    """Yields the settings of the base of a file, and then its own. The files ``above`` named this one."""
+    """Yields the settings of the base of a file, and then its own. The files ``above`` have it as their base."""
     places: dict[str, str] = defaultdict(lambda: str(file))
     document = read_document(file, places)
     if not isinstance(document, dict):
@@ -249,7 +249,7 @@ def _checked(key: str, value: Any, option: Option, place: str) -> Setting:
 
 
 def _built(default: T, settings: Settings, prefix: str = "") -> T:
-    """Returns a section with the settings in the place of its defaults. Raises ConfigError if a check refuses them."""
+    """Returns a section in which the settings replace its defaults. Raises ConfigError if a check refuses them."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(default):  # type: ignore[arg-type]
         key, value = prefix + field.name, getattr(default, field.name)

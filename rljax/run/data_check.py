@@ -29,7 +29,7 @@ _TRIALS = 8
 _CONTROLS = 64  # the most problems to which the right answer of another problem is given
 _MARGIN = 0.05  # a share of the controls; a reward that prefers the own answers in fewer does not tell them apart
 _SAME = 1e-6  # two rewards that differ by no more, relative to the larger one, are equal but for rounding
-# Texts that stand where no answer is known, in lower case.
+# Texts that mean "no answer is known", in lower case.
 _PLACEHOLDERS = frozenset(
     ("n/a", "n.a.", "na", "#n/a", "<na>", "none", "nan", "null", "nil", "tbd", "unknown", "?", "-", "--", "[]", "{}")
 )
@@ -82,14 +82,14 @@ def check_answers(
 
 
 def is_placeholder(problem: Problem) -> bool:
-    """Returns whether the right answer of a problem is a text that stands where no answer is known, such as N/A."""
+    """Returns whether the right answer of a problem is only a text for an unknown answer, such as N/A."""
     answers = right_answers(problem)
     each = [answers] if isinstance(answers, str) else answers
     return all(answer.strip().lower() in _PLACEHOLDERS for answer in each)
 
 
 def refuse_placeholders(problems: Sequence[Problem], reward: str, name: str) -> None:
-    """Raises ValueError if a shipped reward would judge by placeholders alone; ``name`` is the data set."""
+    """Raises ValueError if ``reward`` is shipped and all right answers of data set ``name`` are placeholders."""
     if reward in SHIPPED and len(problems) and all(map(is_placeholder, problems)):
         raise ValueError(
             f"{name}: no row has a right answer; all {len(problems)} hold a placeholder, such as "
@@ -100,7 +100,7 @@ def refuse_placeholders(problems: Sequence[Problem], reward: str, name: str) -> 
 def _check(
     pool: RewardPool, problems: Sequence[Problem], reward: str, count: int, seed: int, deadline: float
 ) -> AnswerCheck:
-    """Checks one data set: a few answers in every way of writing, and the rest in the way with the most rewards."""
+    """Checks one data set. A few answers are written in every way, the others in the way that got the most reward."""
     order = np.random.default_rng(seed).permutation(len(problems))[:count]
     chosen = [problem for problem in (problems[int(i)] for i in order) if problem["answer"]]
     if not chosen:
@@ -130,10 +130,10 @@ def _check(
 def _control(
     pool: RewardPool, problems: Sequence[Problem], own: Sequence[float], way: str, deadline: float
 ) -> list[tuple[float, float]]:
-    """Returns pairs of rewards: ``own``, of a problem's right answer, and the reward of another problem's right answer.
+    """Returns pairs of rewards for a problem: of its own right answer (``own``), and of another problem's answer.
 
-    Each answer is given as often as it is right, so that a reward which ignores the problems has two equal means. A
-    problem whose answer would be given its equal is left out, and there is no pair if all answers are equal.
+    The other answers are the same answers in another order. So a reward that ignores the problem has equal means. A
+    problem that would get an answer equal to its own has no pair.
     """
     texts = [" ".join(problem["answer"].split()).lower() for problem in problems[: len(own)]]
     order = sorted(range(len(texts)), key=texts.__getitem__)
@@ -146,7 +146,7 @@ def _control(
 
 
 def _margin(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
-    """Returns how many more own answers than others get the higher reward, and in how many pairs one is higher."""
+    """Returns the number of pairs whose own answer wins minus those it loses, and the number of pairs without a tie."""
     signs = [1 if a > b else -1 for a, b in pairs if abs(a - b) > _SAME * max(abs(a), abs(b))]
     return sum(signs), len(signs)
 
@@ -154,8 +154,8 @@ def _margin(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
 def _is_blind(pairs: Sequence[tuple[float, float]]) -> bool:
     """Returns whether a reward gives right answers about as much as the right answers of other problems.
 
-    One that prefers some of the own answers, and never another one, is blind only if it does so in very few problems.
-    Where it prefers others as well, chance alone moves the margin by the root of the number of such pairs.
+    A reward that never prefers the other answer is blind only if it prefers the own answer in very few pairs. Otherwise
+    the margin is compared with its spread by chance, the square root of the number of pairs without a tie.
     """
     margin, differing = _margin(pairs)
     chance = 2.0 * math.sqrt(differing) if margin < differing else 0.0

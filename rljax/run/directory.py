@@ -1,4 +1,4 @@
-"""The run directory: who owns it, what it holds, whether a run may continue from it, and the logs of its processes."""
+"""The run directory: its owner, its content, the checks before a run continues from it, and the logs of processes."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def check_owner(owner: Ownership) -> None:
 
 
 def what_is_saved(owner: Ownership) -> str:
-    """Returns what is saved of a run whose directory was moved or removed, and where, as the end of a line.
+    """Returns the end of a message that tells which steps of a moved or removed directory are saved, and where.
 
-    It is "" if another process owns the directory now.
+    The result is "" if another process owns the directory now.
     """
     try:
         folder = owner.folder()
@@ -196,7 +196,7 @@ def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = 
 
 
 def _is_bound(key: str, recorded: Config, config: Config) -> bool:
-    """Returns whether a key of ``MAY_DIFFER`` may not differ in this run, because here it changes its numbers."""
+    """Returns whether a key of ``MAY_DIFFER`` must keep its value, because it changes the numbers of this run."""
     if key == "run.steps":
         return config.schedule.kind in ("linear", "cosine")
     if not key.startswith("eval."):

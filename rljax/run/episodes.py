@@ -1,8 +1,8 @@
 """Trajectories of several turns: the trainer owns the loop between the policy and its environment.
 
-The loop works on token ids. It keeps the ids that were sampled, and appends the ids of what the environment wrote,
-encoded separately. The past is never rendered or encoded again, so each turn's prompt extends the tokens before it. The
-engine answers one trajectory while the environment of another one works, and no trajectory has a thread of its own.
+The loop works on token ids. It keeps the ids that were sampled. It encodes each text of the environment alone and
+appends its ids. Earlier tokens are never encoded again, so each turn's prompt extends the tokens before it. The engine
+answers one trajectory while the environment of another one works, and no trajectory has a thread of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REFUSED = "refused"  # the kind of a failure that is found here: a prompt or a 
 
 
 class Episodes:
-    """A ``Source`` of trajectories of several turns with an environment."""
+    """A ``ResponseSource`` of trajectories of several turns with an environment."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Episodes:
         self._lock = threading.Lock()
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
-        """Begins ``n`` trajectories of each problem. Raises the errors of ``Source.begin``."""
+        """Begins ``n`` trajectories of each problem. Raises the errors of ``ResponseSource.begin``."""
         batch = _Trajectories(self, problems, n, params, seed)
         return Begun(batch.scored(), batch.metrics)
 
@@ -97,7 +97,7 @@ class Episodes:
 
 
 class TokenRecorder:
-    """One trajectory while its turns are sampled, without any I/O: what the engine gives is kept bit for bit.
+    """One trajectory while its turns are sampled. It does no I/O, and keeps the engine's numbers bit for bit.
 
     ``prompt`` has the tokens before the first turn, and ``turn`` is the number of the last turn.
     """
@@ -159,7 +159,7 @@ class _Trajectories:
     def __init__(
         self, episodes: Episodes, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int
     ) -> None:
-        """Begins nothing yet; the arguments are those of ``Episodes.begin``."""
+        """Begins nothing yet. ``Episodes.begin`` describes the arguments."""
         self._all, self._n, self._seed = episodes, n, seed
         self._room = params.max_response_tokens
         of_turn = min(episodes.config.max_turn_tokens or self._room, self._room)

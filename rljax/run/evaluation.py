@@ -58,10 +58,10 @@ class Evaluation:
             return {}
 
     def evaluate(self) -> Row:
-        """Returns ``eval/<dataset>/...`` of the policy that the engine holds, on all datasets.
+        """Returns the metrics ``eval/<dataset>/...`` of the policy in the engine, on all datasets.
 
         The seed is the same each time, so that two evaluations differ only by the policy. Raises the errors of
-        ``Source.begin``.
+        ``ResponseSource.begin``.
         """
         row: Row = {}
         for name, problems in self._datasets.items():
@@ -86,8 +86,8 @@ def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] 
     """Computes the accuracy (avg@n: the mean reward) and other means of scored responses.
 
     There are ``n`` responses to each problem, in any order. A failed response, whose reward is NaN, counts as 0. pass@k
-    is a mean over problems: the chance that at least one of k responses, chosen from the n, solves the problem. The
-    result has ``accuracy``, ``response_length`` (tokens), ``truncated_fraction`` and each ``pass@k``.
+    is the chance that at least one of k responses, chosen from the n, solves the problem; it is a mean over problems.
+    The result has ``accuracy``, ``response_length`` (tokens), ``truncated_fraction`` and each ``pass@k``.
     """
     # Sorted, because float sums depend on the order.
     ordered = sorted(scored, key=lambda one: one.place)

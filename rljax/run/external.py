@@ -127,7 +127,7 @@ class ExternalBatches(Batches):
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
-        """Tells the other program the new version after the block. In the block, trajectories may already have it."""
+        """Tells the other program the new version after the block. In the block, trajectories may already name it."""
         self._queue.expect(policy_version)
         self._tell(policy_version - 1)
         yield
@@ -162,7 +162,7 @@ class ExternalBatches(Batches):
         return highest if isinstance(highest, int) else None
 
     def _count_doubts(self, groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, int]:
-        """Returns how many trajectories and groups are odd, by the metric's name. The first of each kind is said."""
+        """Counts odd trajectories and groups, by name of metric. A line on stderr tells the first of each kind."""
         found: dict[str, list[str]] = {name: [] for name in DOUBTS}
         for group in groups:
             if any(not np.array_equal(one.response.prompt, group[0].response.prompt) for one in group):

@@ -79,8 +79,8 @@ def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> N
 def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:
     """Raises ValueError if frozen weights, tokenizer, template or problems are not the checkpoint's.
 
-    All dictionaries have the keys ``reference``, ``base`` and ``OF_DATA``, or some of them. ``recorded`` and ``now``
-    hold checksums; a checkpoint of an older rljax has not all. ``names`` holds the path or task for the message.
+    The keys of the dictionaries are ``reference``, ``base`` and the keys in ``OF_DATA``; any may be absent.
+    ``recorded`` and ``now`` hold checksums, and ``names`` the path or task for the message.
     """
     began = "the run began with"
     model = "has other weights than before: give the model that the run began with as model.path"

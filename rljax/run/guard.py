@@ -21,7 +21,7 @@ ERRORS = "reward/error_fraction"
 
 @dataclass(frozen=True)
 class GuardRule:
-    """The rule ``metric > bound`` (above) or ``metric < bound`` on ``steps`` rows in a row; ``text`` is as written."""
+    """The rule ``metric > bound`` (above) or ``metric < bound`` on ``steps`` successive rows; ``text`` is its text."""
 
     text: str
     metric: str
@@ -69,7 +69,7 @@ class GuardConfig:
 
 
 class Guard:
-    """The rules of a run, and the number of rows in a row for which each has been true."""
+    """The rules of a run, and the number of successive rows for which each has been true."""
 
     def __init__(self, config: GuardConfig):
         self._rules = [(parse_rule(text), False) for text in config.warn]
@@ -101,7 +101,7 @@ class Guard:
         return warnings, stops
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the number of rows in a row beyond the bound, by the text of each rule."""
+        """Returns the number of successive rows beyond the bound, by the text of each rule."""
         return dict(self._streaks)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -110,9 +110,9 @@ class Guard:
 
 
 class SkippedUpdates:
-    """The count of updates in a row that were skipped because their gradients were not finite.
+    """The count of successive updates that were skipped because their gradients were not finite.
 
-    ``in_a_row`` counts those since the last step with an update. ``since_step`` is the step of the first of them.
+    ``in_a_row`` counts the updates skipped since the last step with an update. The first was in step ``since_step``.
     """
 
     def __init__(self, max_in_a_row: int, updates_per_step: int):

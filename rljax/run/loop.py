@@ -1,8 +1,8 @@
 """The loop of a run: it makes the steps (``rljax.run.step``), records them and saves them.
 
-A step is finished when its update is made. If something after that fails, its state and row are saved; if something
-before fails, the state and row of the step before are. Everything random derives from (seed, step), so a resumed run
-makes the same steps as an uninterrupted one. The loop knows neither its engine nor where its metrics go.
+A step is finished when its update is made. If something fails later, this step's state and row are saved; if it fails
+earlier, those of the previous step. Everything random derives from (seed, step), so a resumed run makes the same steps
+as an uninterrupted one. The loop knows neither its engine nor where its metrics go.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ class Option(NamedTuple):
 
     @property
     def members(self) -> tuple[Any, ...]:
-        """The types of its union, or its one type."""
+        """The types in the union that annotates the field, or its one type."""
         return _members(self.hint)
 
     @property
     def is_list(self) -> bool:
-        """Whether its value is a tuple."""
+        """Whether the value of the field is a tuple."""
         return any(get_origin(one) is tuple for one in self.members)
 
 
@@ -69,7 +69,7 @@ def parse_arguments(
 ) -> T:
     """Builds a program's dataclass of arguments from the words of its command line.
 
-    It needs no further package. ``kind`` documents its fields by the strings below them, or under ``Attributes:``.
+    It needs the standard library only. ``kind`` documents its fields by strings below them, or under ``Attributes:``.
     ``--help`` prints the options below ``description``, and leaves with status 0. ``aliases`` are further names of
     options. Raises ConfigError if a word is not an option, has the wrong type, or is refused by the dataclass.
     """
@@ -107,9 +107,9 @@ def parse_arguments(
 def read_options(root: type, words: Sequence[str], *, strict: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Reads options ``--a.b value`` for the fields of ``root``.
 
-    Names may have ``-`` or ``_`` inside. A bare ``--flag`` means true and ``--no-flag`` false, ``none`` empties an
-    optional value, and of a repeated option the last one counts, unless its type is ``Repeated``. A word that does not
-    have the type of its option stays text, or is refused if ``strict``.
+    Names may have ``-`` or ``_`` inside. A bare ``--flag`` means true and ``--no-flag`` false. ``none`` empties an
+    optional value. Of a repeated option the last one counts, unless its type is ``Repeated``. A word that does not have
+    the type of its option stays text, or is refused if ``strict``.
 
     Returns the values by dotted name, and the words that are neither an option nor its value. Raises ConfigError if an
     option lacks its value.
@@ -186,14 +186,14 @@ def help_text(root: type, values: Mapping[str, Any], shown: Collection[str] | No
 
 
 def _written(value: Any) -> str:
-    """Returns a value as one gives it on a command line."""
+    """Returns the words that give a value on a command line."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value)) or "nothing"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _form(one: Any) -> str:
-    """Returns the words of one type of an option, for its help."""
+    """Returns the description of one type of an option, for ``--help``."""
     if get_origin(one) is Literal:
         return "{" + ",".join(map(str, get_args(one))) + "}"
     if get_origin(one) is tuple:

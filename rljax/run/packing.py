@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def settle_prefixes(config: Config, policy: PolicyConfig, device: Any) -> Config:
-    """Returns the configuration with ``packing.share_prefixes`` off if the rows of this run have to stand apart.
+    """Returns the configuration with ``packing.share_prefixes`` off if this run's sequences cannot share prefixes.
 
-    A line in the log says why. A run that began with separate rows keeps them, without a word. ``device`` is any device
-    of the mesh, which may exist only for compilation ahead of time.
+    A line in the log says why. A run that began with separate rows keeps them, without such a line. ``device`` is any
+    device of the mesh, which may exist only for compilation ahead of time.
     """
     if not config.packing.share_prefixes:
         return config
@@ -86,7 +86,7 @@ def tree_rows(config: Config, row_tokens: int) -> int:
 
 
 def flat_rows(config: Config, row_tokens: int) -> int:
-    """Returns the length of the flat rows of responses (tokens) beside rows of trees; 0 if there are no trees."""
+    """Returns the length (tokens) of rows of responses whose prompts are in other rows, of trees; 0 without trees."""
     if not shares_prefixes(config):
         return 0
     if config.rollout.environment is not None or config.rollout.trajectories is not None:
@@ -95,7 +95,7 @@ def flat_rows(config: Config, row_tokens: int) -> int:
 
 
 def has_two_levels() -> bool:
-    """Returns whether trees have only a root and branches, as the attention of a TPU takes them."""
+    """Returns whether trees have only a root and branches, because the attention on a TPU allows no deeper ones."""
     return jax.devices()[0].platform == "tpu"
 
 
@@ -115,7 +115,7 @@ def batch_shape(
 ) -> tuple[int, int, int]:
     """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` (None: all) responses.
 
-    ``micro_batch`` has its rows and tokens; None: the run's.
+    ``micro_batch`` is the (rows, tokens) of a micro-batch; None: the run's.
     """
     longest = config.max_sequence_tokens
     rows, tokens = micro_batch or micro_batch_shape(config, longest)
@@ -137,7 +137,7 @@ def make_pack(config: Config, num_sequences: int, micro_batch: tuple[int, int] |
 
 
 def other_rows(config: Config) -> tuple[int, int]:
-    """Returns the rows and tokens of micro-batches of another shape than those of the run."""
+    """Returns (rows, tokens) of a micro-batch that differs in shape from the run's own."""
     return other_shape(*batch_shape(config)[1:], config.mesh.row_ways(jax.device_count()))
 
 

@@ -5,9 +5,9 @@ published: while one step trains, the next batches are sampled. The time at whic
 so no sampled response is dropped, not even a long one. Batches take the prompts in order and are sampled one after the
 other. No batch is sampled during an evaluation.
 
-Before version t is published the batch of step t + 1 is begun, if the version before allows it. With
-``rollout.update: wait`` this batch also ends before the publish. So with k = 1 each batch but the first is one version
-old in every run. Without ``wait`` the batch goes on with version t, and its tokens are at most as old as with it.
+The batch of step t + 1 begins before version t is published, if version t - 1 allows it. With ``rollout.update: wait``
+this batch also ends before the publish. So with k = 1 each batch but the first is exactly one version old. Without
+``wait`` the rest of the batch is sampled by version t, so no token is older than with ``wait``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _END_S = 60.0  # the longest wait for a batch to end once it is given up
 
 
 class Batches:
-    """The batches of the steps, in their order and each once. They are sampled when they are asked for."""
+    """The batches of the steps, in order. Each is sampled when ``take`` asks for it."""
 
     def __init__(self, stream: PromptStream, sampler: BatchSampler) -> None:
         """Samples nothing yet. ``stream`` has the problems in order, and ``sampler`` may take further ones from it."""
@@ -41,7 +41,7 @@ class Batches:
         self._taken = step
 
     def take(self, timers: Timers) -> SampledStep:
-        """Returns the batch of the next step. Raises the errors of ``Source.begin``."""
+        """Returns the batch of the next step. Raises the errors of ``ResponseSource.begin``."""
         self._taken += 1
         with timers.phase("rollout"):
             return self._sampler.sample(self._stream.next_batch(), self._taken)
@@ -68,7 +68,7 @@ class Batches:
 
 
 class _Job(NamedTuple):
-    """A batch that is sampled for a step, or that is to be sampled again."""
+    """A batch that the thread samples for a step, or has to sample again."""
 
     step: int
     problems: Sequence[Problem]

@@ -49,7 +49,7 @@ class ScheduleConfig:
 
 
 class ScheduledRate:
-    """A rate that is a function of the step. It has the interface of ``LengthTriggeredLR``, surge tracker included."""
+    """A learning rate that depends only on the step. It has the interface of ``LengthTriggeredLR``."""
 
     def __init__(self, schedule: optax.Schedule, decay_period: int | None, surge: SurgeConfig):
         """Starts before step 1; ``schedule`` is a function of the number of steps before."""
@@ -78,9 +78,9 @@ RateController = LengthTriggeredLR | ScheduledRate
 
 
 def load_fork(controller: RateController, state: dict[str, Any], config: ScheduleConfig) -> None:
-    """Continues the surge tracker of a fork from the ``state_dict`` of the other run's controller, of any kind.
+    """Continues the surge tracker of a fork from the ``state_dict`` of the first run's controller, of any kind.
 
-    The schedule is the fork's own. If it is length-triggered, a surge that the other run found sets its period.
+    The fork keeps its own schedule. If that is length-triggered, a surge that the first run found sets its period.
     """
     controller.tracker.load_state_dict(state["tracker"])
     if isinstance(controller, LengthTriggeredLR):

@@ -31,9 +31,8 @@ class RefillingSampler:
     def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
         """Samples the rollouts of ``step``, as many groups as there are ``problems``.
 
-        The groups with signal come first, in the order of their problems. If places are left after
-        ``REFILL_LIMIT`` further rounds, the earliest groups without signal take them. Raises the errors of
-        ``Source.begin``.
+        The groups with signal come first, in the order of their problems. After ``REFILL_LIMIT`` further rounds the
+        earliest groups without signal fill up the batch. Raises the errors of ``ResponseSource.begin``.
         """
         rollouts, row = self._sampler.sample(problems, step)
         signal, rows, counts = self.has_signal(rollouts), [row], [len(problems)]
@@ -73,7 +72,7 @@ def join(first: Rollouts, second: Rollouts) -> Rollouts:
 
 
 def split(rollouts: Rollouts, kept: np.ndarray, dropped: np.ndarray) -> Rollouts:
-    """Returns the groups with the numbers ``kept``, in that order, and drops those with the numbers ``dropped``.
+    """Returns the groups with the numbers ``kept``, in that order, and drops the groups with the numbers ``dropped``.
 
     Only rewards and lengths are kept of a dropped group, because its tokens may take much memory.
     """

@@ -1,4 +1,4 @@
-"""The keys that a configuration had before: an old file may still hold them with the values that are constants now."""
+"""The keys that were removed. An old configuration file may still hold them, with the values that are fixed now."""
 
 from __future__ import annotations
 

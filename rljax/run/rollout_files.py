@@ -36,8 +36,8 @@ def write_rollouts(
 ) -> None:
     """Writes a token dump and a transcript, at the steps of ``rollout.dump_every`` and ``rollout.transcript_every``.
 
-    ``write_tokens`` describes the other arguments. ``trainer`` is here a function that fetches the numbers from the
-    devices. It is called only if a file is written. The tokenizer writes the texts of the transcript.
+    ``write_tokens`` describes the other arguments. Here ``trainer`` is a function that fetches the trainer's numbers
+    from the devices. It is called only if a file is written. The tokenizer writes the texts of the transcript.
     """
     wanted = config.rollout
     is_dump, is_transcript = (every > 0 and step % every == 0 for every in (wanted.dump_every, wanted.transcript_every))
@@ -67,8 +67,8 @@ def write_tokens(
     has the entropy of the trainer's distribution (nats) if ``trainer`` has it. The likeliest tokens are in the dump if
     the sequences have them; the trainer's are the sampler's tokens, sorted by the trainer's log-probabilities. If the
     sampling is cut, both columns are normalised over the tokens of the cut. Tokens that an environment wrote have no
-    log-probability, and their ``turn`` is 0. ``policy_version`` and ``trainer`` are those before the update of this
-    step.
+    log-probability, and their ``turn`` is 0. ``policy_version`` and ``trainer`` belong to the policy before the update
+    of this step.
     """
     from rljax.record.token_dumps import make_dump, write_dump  # pyarrow, for few runs
 
@@ -124,7 +124,7 @@ def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, Colum
 
 
 def _in_order(sequence: TrainSequence, logprobs: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Returns the likeliest tokens with other log-probabilities, [r, k] of the response, the likeliest token first."""
+    """Returns the likeliest tokens and ``logprobs``, [r, k] each, sorted with the largest of ``logprobs`` first."""
     order = np.argsort(-logprobs, axis=1, kind="stable")
     pair = zip(TOPS, (sequence["top_ids"], logprobs), strict=True)
     return sequence.add({name: np.take_along_axis(array, order, axis=1) for name, array in pair}).columns
@@ -168,12 +168,12 @@ def _of_response(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
 
 
 def _where_sampled(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
-    """Returns the values [r] of a response as values of all tokens, with NaN at those that no policy sampled."""
+    """Returns the values [r] of a response as values of all tokens, with NaN at tokens that no policy sampled."""
     return _of_response(sequence, np.where(sequence.sampled, values, np.nan))
 
 
 def _of_sampler(sequence: TrainSequence, name: str) -> np.ndarray:
-    """Returns an array of the sampler as a column of a dump, whose lists are filled where nothing is known."""
+    """Returns an array of the sampler as a column of a dump. Missing entries of its lists are filled."""
     return sequence.columns[name] if COLUMNS[name].axes else _where_sampled(sequence, sequence[name])
 
 

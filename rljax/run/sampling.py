@@ -199,7 +199,7 @@ def count_missed_stops(responses: Iterable[Response], stop: int, metrics: Row) -
 
 
 class Sampler:
-    """Samples batches of responses to problems from a source, with a seed of their own for each step."""
+    """Samples batches of responses to problems from a source. Each step has a seed of its own."""
 
     def __init__(
         self, source: ResponseSource, params: SamplingParams, n: int, *, seed: int = 0, counts_mixed: bool = False

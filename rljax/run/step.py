@@ -1,4 +1,4 @@
-"""One step of a run: ``one_step`` follows the points of its docstring, and uses the parts in ``RunParts``."""
+"""One step of a run. The docstring of ``one_step`` lists its actions, and ``RunParts`` has the objects that it uses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GRAD_NORM_EMA_DECAY = 0.9  # of the moving average of the gradient norm, per upd
 
 @dataclass
 class RunParts:
-    """The parts of a run, which ``rljax.run.build.build`` puts together.
+    """The objects of a run, which ``rljax.run.build.build`` makes.
 
     The function ``weights`` returns the policy to sample from, given the parameters of the training state. The function
     ``check_owner`` raises OwnedError once another process has taken over the run directory.
@@ -107,7 +107,7 @@ class RunParts:
 class NewestStep:
     """The newest finished step of a run. It is saved when the run ends, even if the run ends by an error.
 
-    A step is finished when its update is made. If something after the update fails, the row lacks its metrics.
+    A step is finished when its update is made. If the publish or evaluation fails, the row lacks their metrics.
     """
 
     state: TrainState  # the state after the step; the next step donates it
@@ -133,8 +133,8 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     3. Observe the mean length of all responses, replaced ones included. It decides the rate of this very update.
     4. Compute the advantages. A group whose rewards are all equal carries no loss.
     5. Pack the responses into rows.
-    6. Make the update: one compiled step, or several mini-batches. If no group carries loss it is skipped. Say if the
-       responses do not belong to their prompts or tokens.
+    6. Make the update: one compiled step, or several mini-batches. If no group carries loss, skip it. Print a line if
+       the responses do not belong to their prompts or tokens.
     7. Publish the weights as the next policy version.
     8. Evaluate the policy when that is due.
     """
@@ -196,7 +196,7 @@ def update_options(config: Config, step: int, learning_rate: float) -> UpdateOpt
 
 
 def is_due(every: int, step: int) -> bool:
-    """Returns whether something that happens every so many steps (0: never) happens at ``step``."""
+    """Returns whether an event of every ``every`` steps (0: never) falls on ``step``."""
     return every > 0 and step % every == 0
 
 
@@ -222,7 +222,7 @@ class Progress:
         return self._sum_rise(row) | {"optimizer/grad_norm_ema": self.grad_norm_ema}
 
     def _sum_rise(self, row: Row) -> Row:
-        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the first ``REFERENCE_STEPS`` rows; {} there."""
+        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` above its mean in the first rows, which get {}."""
         names = ("token_count", "sequence_count", "log_ppl_abs_diff_sum")
         tokens, sequences, summed = (row[f"mismatch/{name}"] for name in names)
         reference = self.reference

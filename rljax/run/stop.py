@@ -25,8 +25,8 @@ class StopRequest:
     """The request to stop a run: whether it came, when the run must end, and whether a wait is given up.
 
     Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Code that waits
-    for servers, responses, rewards or a command takes this object, a ``Stopping``. The object also reports the place of
-    the run, such as a phase of a step, so that a run without progress is found (``run.stuck_s``). A thread that
+    for servers, responses, rewards or a command takes this object, a ``Stopping``. The object also knows the current
+    phase of the run, so that a run without progress is found (``run.stuck_s``). A thread that
     samples the batches of coming steps *works ahead*: it has set ``AHEAD`` to the step.
     """
 
@@ -77,8 +77,8 @@ class StopRequest:
     def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer, state_bytes: int = 0) -> None:
         """Records that a step begins. The step before took ``last_step_s`` seconds (None: not known).
 
-        What compiled in that step is not expected to compile again. ``state_bytes`` is the size of what this process
-        saves. It gives the expected time of the first save.
+        The expected time of this step leaves out the seconds of compiling. ``state_bytes`` is the size of the state
+        that this process saves. It gives the expected time of the first save.
         """
         compiled = _compile_time().seconds
         if last_step_s is not None:

@@ -1,4 +1,4 @@
-"""The part of a run that trains: the weights that it reads, the starting state, the updates, and their batches."""
+"""The trainer of a run: the weights that it reads, the state that it starts from, and its updates."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ batch. For another mesh or remat they are the ones of its first micro-batches.""
 
 
 def check_offload(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError if the state is wanted in a memory of the host that the devices do not know."""
+    """Raises ValueError if the state should be in the host's memory and the devices do not support that."""
     if config.rollout.colocated and not has_host_memory(mesh):
         kind = f"the memory kind {HOST_MEMORY}, which the devices ({mesh.local_devices[0].platform}) do not have"
         raise ValueError(f"rollout.colocated needs {kind}: give false")
 
 
 def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolicy | None:
-    """Reads the model under the adapters of a run, into the host's memory with ``rollout.colocated``.
+    """Reads the base model of a run with adapters. With ``rollout.colocated`` it is put into the host's memory.
 
     Returns the function from adapters to a whole policy; None if the run has no adapters. Raises OSError or ValueError
     if the model cannot be read, or does not have the shape of ``policy``.
@@ -121,7 +121,7 @@ def load_reference(
 
 
 class Trainer(NamedTuple):
-    """The part of a run that trains."""
+    """The objects with which a run trains."""
 
     update: Update  # the way to make the updates of a step
     weights: Callable[[Params], Params]  # a function from the state's parameters to the policy that engines sample from
@@ -129,7 +129,7 @@ class Trainer(NamedTuple):
 
 
 def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
-    """Builds the part of a run that trains; every process calls it.
+    """Builds the trainer of a run; every process calls it.
 
     Raises OSError or ValueError if frozen weights cannot be read, or do not have the shape of ``policy``.
     """

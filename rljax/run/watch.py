@@ -56,12 +56,12 @@ class Watch:
     def __call__(
         self, row: Mapping[str, Any], sequences: Sequence[TrainSequence], trainer: Callable[[], TrainerValues]
     ) -> Row:
-        """Looks at a step, and returns the keys that it adds to the row. A fault prints a line.
+        """Checks a step, and returns new keys for its row. It prints a line about a fault.
 
         Args:
           row: The row of the step, with the mismatch of its update.
           sequences: The responses of the step.
-          trainer: A function that fetches the trainer's numbers of their tokens.
+          trainer: A function that fetches the trainer's numbers of the responses' tokens.
         """
         count, rollout = len(sequences), _sampled(sequences, [s["rollout_logprobs"] for s in sequences])
         tokens = _sampled(sequences, [s.response for s in sequences])
@@ -126,7 +126,7 @@ def _gap(row: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def _may_vary(row: Mapping[str, Any], responses: float) -> bool:
-    """Returns whether the trainer's numbers may vary in so many responses in which the sampler's are constant.
+    """Returns whether the trainer's numbers may vary in ``responses`` responses whose sampler's numbers are constant.
 
     The sum of abs(log-ratio) over n tokens is at least the standard deviation of the trainer's numbers times sqrt(n).
     """

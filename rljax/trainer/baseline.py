@@ -20,7 +20,7 @@ def subtract_baselines(
     group_size: int,
     correction: CorrectionConfig,
 ) -> list[TrainSequence]:
-    """Gives each token the advantage of ``optimal_token_advantages``. Tokens without loss keep their response's.
+    """Gives each token its advantage by ``optimal_token_advantages``, or without loss the response's advantage.
 
     The sequences of a batch come group by group, ``group_size`` responses to a prompt, with ``old_logprobs``. The
     ``advantage`` of each is its return. ``collisions`` has the sum of the squared probabilities at each token of each

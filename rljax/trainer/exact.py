@@ -78,9 +78,8 @@ def full_scores(
 ) -> FullScores:
     """Scores a micro-batch [b, t], which has one sequence in a row, at a positive float32 temperature.
 
-    The whole log-softmax is computed before any token is picked from it. It covers the whole vocabulary even with
-    ``cut``, with which the tokens are scored over ``micro.top_ids`` only. ``tops`` asks for the log-probabilities of
-    those tokens.
+    The log-softmax of the whole vocabulary is computed before any token is picked from it. With ``cut`` the scores are
+    then normalised over ``micro.top_ids``. ``tops`` asks for the log-probabilities of ``micro.top_ids``.
     """
     rows = (micro.tokens, segment_ends(micro.segment_ids), micro.positions)
     hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, kernels=kernels)
@@ -190,7 +189,7 @@ class ExactPass:
     def log_softmax(
         self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float
     ) -> Float[Array, "b t v"]:
-        """Returns the log-softmax after each place, which the engine samples from. The rows carry no loss.
+        """Returns the log-softmax after each token, from which the engine samples. The rows carry no loss.
 
         ``params`` are the float32 masters. Each row of ``tokens``, int32 [b, t], begins at the left. ``lengths``, int32
         [b], are 0 for unused rows. The temperature is positive.
@@ -209,7 +208,7 @@ def micro_of(batch: PackedBatch, index: int) -> PackedBatch:
 
 
 def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> PackedBatch:
-    """Puts sequence i in row i % b of micro-batch i // b, where the engine sampled it. Nothing is packed or sorted.
+    """Puts sequence i in row i % b of micro-batch i // b, the row in which the engine sampled it.
 
     Raises:
       ValueError: A sequence does not fit a row, or only some of the sequences have reference log-probabilities.

@@ -34,9 +34,9 @@ def micro_gradients(
     """Computes the forward and backward of one micro-batch [b, t].
 
     ``compute`` has the parameters in the compute dtype, with respect to which the gradient is taken. ``score`` is a
-    function of such parameters and a micro-batch. ``scale`` is the factor of the loss, ``provisional`` its provisional
-    denominator, and ``mean_weight`` the value of ``Objective.mean_weight``. Returns the gradients in the compute dtype,
-    the statistics of the loss, and the scores.
+    function of such parameters and a micro-batch. ``scale`` is the factor of the loss. ``Objective`` computes
+    ``provisional``, a denominator of the loss, and ``mean_weight``. Returns the gradients in the compute dtype, the
+    statistics of the loss, and the scores.
     """
 
     def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:
@@ -99,7 +99,7 @@ def make_score(
 
 
 class TokenValues(NamedTuple):
-    """The values of the tokens of a batch that a forward keeps. Those that were not asked for are None."""
+    """The values of the tokens of a batch that a forward keeps. A value that was not asked for is None."""
 
     logprobs: Any  # float32 [m, b, t], the trainer's log-probabilities
     routes: Any = None  # the ``PackedBatch.routes`` that the forward chose

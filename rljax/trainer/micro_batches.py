@@ -83,8 +83,8 @@ def abstract_batch(
 ) -> PackedBatch:
     """Returns a ``jax.ShapeDtypeStruct`` with a sharding for each array of a batch of the ``shape`` (m, b, t).
 
-    The batch has the ``optional`` log-probabilities, and ``reported`` likeliest tokens at each position. Above 0
-    ``flat_tokens`` is the length of the flat rows beside rows of trees, which have t tokens.
+    The batch has the ``optional`` log-probabilities, and ``reported`` likeliest tokens at each position. If
+    ``flat_tokens`` is above 0, rows of t tokens hold trees, and each has a flat row of ``flat_tokens`` tokens.
     """
     empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(optional, np.zeros(0, np.float32)))
     if reported:

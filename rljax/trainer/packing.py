@@ -34,8 +34,8 @@ class PackingConfig:
     fsdp and expert gets as many rows as fit, at least one. It replaces ``rows_per_micro_batch`` and keeps its meaning
     on any mesh. 0: ``rows_per_micro_batch`` decides."""
     share_prefixes: bool = True
-    """Whether tokens with which several sequences of a row begin are computed once, such as the prompt of a group. Rows
-    are then longer, and as many fewer, unless ``row_tokens`` is given. The start of a run says where it cannot."""
+    """Whether a common beginning of sequences in a row is computed only once, such as the prompt of a group. A
+    micro-batch then has fewer and longer rows, unless ``row_tokens`` is given. A run that cannot do it says why."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "row_tokens", "tokens_per_device")
@@ -115,7 +115,7 @@ _PACKED = frozenset(PackedBatch._fields)
 
 
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:
-    """Returns a number of micro-batches that always suffices."""
+    """Returns a number of micro-batches that is enough for any sequences of these lengths."""
     # Every row but the last holds at least row_tokens // max_sequence_tokens sequences.
     rows = -(-num_sequences // (row_tokens // max_sequence_tokens))
     return -(-rows // rows_per_micro_batch)
@@ -131,7 +131,7 @@ def pack(
 ) -> PackedBatch:
     """Packs sequences into a batch of shape [micro_batches, rows_per_micro_batch, row_tokens].
 
-    ``rows.lay_out_rows`` chooses the place of each sequence. The result depends only on the sequences, not on the order
+    ``rows.lay_out_rows`` chooses the row of each sequence. The result depends only on the sequences, not on the order
     in which responses arrived. ``with_tops`` is as in ``fill``.
 
     Raises:
@@ -152,7 +152,7 @@ def fill(
     with_tops: bool = True,
     responses_only: bool = False,
 ) -> PackedBatch:
-    """Fills a batch of ``shape`` (m, b, t) with sequences at chosen places.
+    """Fills a batch of ``shape`` (m, b, t) with sequences in chosen rows.
 
     ``rows`` has the indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
     ``with_tops``: Whether the batch has their likeliest tokens. ``responses_only``: Whether prompts and routes are left
@@ -211,7 +211,7 @@ def trajectories(sequences: Sequence[TrainSequence]) -> np.ndarray:
 
 
 def unpack_whole(values: Any, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """Returns the values of all tokens of each sequence that a packed batch [m, b, t, ...] has."""
+    """Splits values [m, b, t, ...] of a packed batch into one array for each sequence, of its tokens in the batch."""
     mask = np.asarray(batch.segment_ids) > 0
     # A sequence lies in one row, so a stable sort keeps its tokens in order.
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
@@ -222,7 +222,7 @@ def unpack_whole(values: Any, batch: PackedBatch, sequences: Sequence[TrainSeque
 def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
     """Returns one array [r, ...] for each sequence: the values of its response in a packed batch [m, b, t, ...].
 
-    Where a token has a single number, it is 0 at tokens that an environment wrote.
+    If ``values`` has one number for each token, tokens that an environment wrote get 0.
     """
     every = zip(unpack_whole(values, batch, sequences), sequences, strict=True)
     responses = [(each[len(each) - len(s.response) :], s) for each, s in every]
@@ -230,7 +230,7 @@ def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequ
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:
-    """Returns the share of the computed places that hold a token."""
+    """Returns the share of the computed positions that hold a token."""
     computed = batch.tokens if batch.trees is None else batch.trees.tokens
     count = sum(len(s.ids) for s in sequences) if batch.trees is None else np.count_nonzero(batch.trees.ends)
     return float(count / (int(batch.used) * math.prod(computed.shape[1:])))

@@ -1,4 +1,4 @@
-"""Places sequences in rows, and rows in micro-batches, so that little is computed on padding."""
+"""Puts sequences into rows, and rows into micro-batches, so that there is little padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_LENGTHS = 64  # More lengths hardly fill a row better, and their cost grow
 
 
 class Layout(NamedTuple):
-    """The places of the sequences of a batch."""
+    """The row and the micro-batch of each sequence of a batch."""
 
     rows: dict[tuple[int, int], list[int]]  # the indices of the sequences in each row, by (micro-batch, row in it)
     with_loss: int  # the number of leading micro-batches that together hold all sequences in the loss
@@ -23,20 +23,20 @@ class Layout(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The cost, in units of one micro-batch of forward and backward."""
+        """The cost of the layout, in units of one micro-batch of forward and backward."""
         return self.with_loss + FORWARD_SHARE * (self.used - self.with_loss)
 
 
 def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[int, int, int]) -> Layout:
     """Lays out sequences so that their micro-batches cost as little as possible.
 
-    Sequences without loss fill the space that sequences in the loss leave free. They get micro-batches of their own,
-    which take only a forward, if that costs less. All sequences in the loss are then in earlier micro-batches. Rows
-    are dealt in turn to the micro-batches of one kind, longest sequences first. So these micro-batches are alike, and
-    the spread of their gradients is noise. There are at least two micro-batches with loss if two rows have loss.
+    Sequences without loss fill the space that sequences in the loss leave free. If it costs less, they get
+    micro-batches of their own, after the others, which take only a forward. Rows are dealt in turn to the micro-batches
+    of one kind, longest sequences first. So these micro-batches are alike, and the spread of their gradients is noise.
+    There are at least two micro-batches with loss if two rows have loss.
 
-    ``lengths`` are those of prompt and response (tokens). ``shape`` is the number of micro-batches, of rows in each,
-    and of tokens in a row. First fit needs at most ``packing.max_micro_batches`` micro-batches, in any order.
+    ``lengths`` include prompt and response (tokens). ``shape`` is the number of micro-batches, of rows in each, and of
+    tokens in a row. First fit needs at most ``packing.max_micro_batches`` micro-batches, in any order.
 
     Raises:
       ValueError: A sequence is longer than a row, or the sequences need more rows than there are.
@@ -130,9 +130,9 @@ def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: in
 
 
 def _fill_room(lengths: np.ndarray, counts: np.ndarray, room: int, enough: int) -> list[tuple[int, int]]:
-    """Chooses items that fill ``room`` best, or to at least ``enough``, from runs of items of one length.
+    """Chooses items that fill ``room`` best, or to at least ``enough``. A *run* is ``counts`` items of one length.
 
-    Returns the (run, place in it) of each item, the last ones first.
+    Returns (run, index in the run) of each item, the last ones first.
     """
     # Copies of a length that do not fit together add no sum, so that they are not tried.
     most = np.where(lengths <= room, np.minimum(counts, room // np.maximum(lengths, 1)), 0)

@@ -38,8 +38,8 @@ Check = Callable[[TrainState, PackedBatch, Sequence[TrainSequence]], tuple[Seque
 class SelfCheckedUpdate:
     """An ``Update`` that also measures ``mismatch_self/<name>``, in the steps whose options say so.
 
-    Before the update some responses are scored by other programs. In the metrics, the update's own log-probabilities
-    take the trainer's place, and those of the other program take the engine's.
+    Before the update some responses are scored by other programs. The metrics compare the update's log-probabilities,
+    as the trainer's, with the log-probabilities of the other program, as the engine's.
     """
 
     def __init__(self, update: Update, checks: Mapping[Cause, Check]):
@@ -63,7 +63,7 @@ class SelfCheckedUpdate:
 
 
 def at_other_shape(forward: Forward, pack_other: Pack, *, sample: int) -> Check:
-    """Returns the check of responses that are spread over the batch, in micro-batches of another shape.
+    """Returns a check that scores responses from all over the batch in micro-batches of another shape.
 
     The forward has no gradient, so nothing is recomputed in it. It scores at most ``sample`` responses, which
     ``pack_other`` packs into these micro-batches.
@@ -83,11 +83,11 @@ def at_other_shape(forward: Forward, pack_other: Pack, *, sample: int) -> Check:
 def in_other_program(
     score: Callable[[TrainState, PackedBatch], TokenValues], *, sample: int, stand_ins: Sequence[OptionalLogprobs] = ()
 ) -> Check:
-    """Returns the check of the first micro-batches of the update, as they are, in another program.
+    """Returns a check that scores the update's first micro-batches, unchanged, in another program.
 
     ``score`` scores a batch under a state. Micro-batches are scored until they hold ``sample`` responses. ``stand_ins``
-    are optional log-probabilities that the program reads. The rollout engine's replace those that the batch lacks,
-    because they change only the gradient.
+    are optional log-probabilities that the program reads. If the batch lacks one, the rollout engine's are used,
+    because it changes only the gradient.
     """
 
     def check(
@@ -142,7 +142,7 @@ def other_mesh(mesh: Mesh) -> Mesh | None:
     """Returns a mesh of the same devices in the same order, with other sizes of ``fsdp`` and ``tp``.
 
     The smallest prime factor of ``tp`` moves to ``fsdp``. If ``tp`` is 1, the smallest one of ``fsdp`` moves to ``tp``.
-    So the sums over devices have other terms, and rows lie on other devices. Returns None if both sizes are 1.
+    So the sums over devices have other terms, and rows are on other devices. Returns None if both sizes are 1.
     """
     sizes = dict(mesh.shape)
     source, target = ("tp", "fsdp") if sizes["tp"] > 1 else ("fsdp", "tp")

@@ -335,7 +335,7 @@ class TrainStep:
     ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
         """Trains on one batch of the shape ``batch_shape``. The state is donated.
 
-        Without ``apply_update`` parameters and moments stay as they are, without weight decay. The same happens if
+        Without ``apply_update`` parameters and moments do not change, not even by weight decay. The same happens if
         gradients are not finite or every token was rejected. Each case is counted. Without ``measure_noise``
         ``optimizer/grad_noise`` is NaN.
 

@@ -39,7 +39,7 @@ class Controls(NamedTuple):
 
 
 def place_controls(learning_rate: float, apply_update: bool, measure_noise: bool, where: NamedSharding) -> Controls:
-    """Puts the controls on the devices."""
+    """Puts the scalar arguments of a step on the devices, each with the sharding ``where``."""
     values = Controls(np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))  # type: ignore[arg-type]
     return put(values, where)
 
@@ -131,7 +131,7 @@ def gradient_noise(square_norms: jax.Array, square_of_sum: jax.Array, count: jax
     A.1, which uses two batch sizes instead.
 
     ``square_norms`` is the sum of norm(g_k)^2, and ``square_of_sum`` the squared norm of G, float32 scalars. ``count``
-    is K, an int32 scalar. The variance is NaN below 2.
+    is K, an int32 scalar. For K below 2 the variance is NaN.
     """
     k = count.astype(jnp.float32)
     variance = k / jnp.maximum(k - 1, 1) * jnp.maximum(square_norms - square_of_sum / jnp.maximum(k, 1), 0.0)

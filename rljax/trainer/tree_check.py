@@ -69,7 +69,7 @@ class CheckedTrees:
         return self._update(state, batch, sequences, options)
 
     def _distances(self, state: TrainState, chosen: Sequence[TrainSequence]) -> tuple[float, float]:
-        """Returns the mean distance of trees to separate rows, and of separate rows to others, in nats a token."""
+        """Returns the mean distances (nats a token) of trees, and of rows of another shape, to separate rows."""
         packs = (self._checks.trees, self._checks.apart, self._checks.other)
         trees, apart, other = (self._logprobs(state, pack(chosen), chosen) for pack in packs)
         return float(np.mean(np.abs(trees - apart))), float(np.mean(np.abs(other - apart)))
@@ -79,7 +79,7 @@ class CheckedTrees:
 
 
 def largest_tree(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Returns up to ``MOST`` sequences that begin alike, those that share most with a neighbour; [] if none shares."""
+    """Returns up to ``MOST`` sequences of the tree with the longest shared beginning; [] if nothing is shared."""
     ordered = [sequences[i] for i in in_tree_order(sequences, range(len(sequences)))]
     common = common_prefixes(ordered)
     if not any(common):

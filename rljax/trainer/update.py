@@ -104,7 +104,7 @@ def free_routing_row(forward: Forward, params: Params, batch: PackedBatch, optio
 
 
 class SingleUpdate:
-    """An ``Update`` that makes one update. The forward of its loss measures, and gives the old log-probabilities."""
+    """An ``Update`` that makes one update. Its own forward measures the mismatch and the old log-probabilities."""
 
     def __init__(self, step: TrainStep, forward: Forward, pack: Pack, reference: Reference | None = None):
         """Stores the parts: the compiled step, the forward without a gradient, and a packing function for both.
@@ -130,7 +130,7 @@ class SingleUpdate:
 class MultipleUpdates:
     """An ``Update`` that makes one update for each mini-batch of prompts, for several epochs.
 
-    One separate forward computes ``old_logprobs`` before the first of them.
+    One separate forward computes ``old_logprobs`` before the first update.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class MultipleUpdates:
 class OffloadedUpdate:
     """An ``Update`` whose state lies in the host's memory (``sharding.on_host``) before and after it.
 
-    Frozen weights, such as the base of adapters or a reference policy, may lie there too. Their readers copy them. If
-    an update fails, the state before it stays intact, because only a copy on the devices was donated.
+    Frozen weights, such as the base of adapters or a reference policy, may be there too; their readers copy them. If an
+    update fails, the state before it is intact, because only a copy on the devices was donated.
     """
 
     def __init__(self, update: Update) -> None:

@@ -39,7 +39,7 @@ GROWING = ("position", "turn", "after")
 class Measured:
     """The numbers of the n sequences of a dump.
 
-    If the dump has only one column, its log-probability takes the place of the log-ratio everywhere.
+    If the dump has only one column, its log-probability replaces the log-ratio everywhere.
     """
 
     trainer: str  # the name of the column in the trainer's place; "" if there is only one column
@@ -66,10 +66,10 @@ def measure(
 ) -> Measured:
     """Measures every sequence of a dump.
 
-    ``columns`` are those in the trainer's and in the rollout engine's place, from ``choose_pair``. ``correction`` is
-    the correction of the run that wrote the dump. Without it the weights are unknown. ``progress`` is called with the
+    ``columns`` are the trainer's and the rollout engine's column, from ``choose_pair``. ``correction`` is the
+    correction of the run that wrote the dump. Without it the weights are unknown. ``progress`` is called with the
     number of newly measured sequences. The contribution of a sequence is its share of the sum of k3 = exp(lr) - 1 - lr
-    over all tokens, where lr is the log-ratio (Schulman, "Approximating KL Divergence", 2020). If there is only one
+    over all tokens (Schulman, "Approximating KL Divergence", 2020). Here lr is the log-ratio. If there is only one
     column, it is the share of the sum of abs(log p).
 
     Raises:
@@ -109,7 +109,7 @@ def _histogram(
 
 
 def _of_sequences(pair: TokenPair, position: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns the numbers of the sequences by name, and the order of those with a response token."""
+    """Returns the numbers of the sequences by name, and the order of the sequences with a response token."""
     count, size = len(pair.dump.sequence_ids), np.abs(pair.lr)
     names = {"sum": pair.lr, "size": size, "k3": pair.k3, "tokens": pair.valid, "nonfinite": ~pair.valid}
     of: dict[str, np.ndarray] = {name: np.bincount(pair.sequence, weights, count) for name, weights in names.items()}

@@ -173,7 +173,7 @@ def _after_prompt(turns: np.ndarray) -> np.ndarray:
 
 
 def _ranks(token_ids: np.ndarray, tops: np.ndarray) -> np.ndarray:
-    """Returns the place of each token among the k likeliest, from 1.
+    """Returns the rank of each token among the k likeliest, from 1.
 
     It is k + 1 if the token is none of them, and 0 if no likeliest token is known.
     """

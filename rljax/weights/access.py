@@ -1,4 +1,4 @@
-"""The addresses that a server of weights may bind to, and the key that it asks for.
+"""The addresses to which our HTTP servers may bind, and the key that they ask for.
 
 The key comes from a file that only its owner can read, never from a command line. This module imports only the
 standard library, because the processes of vLLM and SGLang load it, too.
@@ -49,7 +49,7 @@ def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def own_address(host: str, leader: str) -> str:
-    """Returns this machine's address for all machines that can reach ``host``. Nothing is sent to find it.
+    """Returns an address of this machine that all machines which reach ``host`` can reach. Nothing is sent to find it.
 
     ``host`` is a loopback or private address of the machine of process 0, which this machine reaches as ``leader``. On
     process 0's machine the result is ``host`` itself. On another machine it is the address of the interface through
@@ -149,7 +149,7 @@ def serving_key(host: str, path: str | os.PathLike[str] | None, remedy: str) -> 
     """Returns the key file of a server that binds to ``host``, as :func:`find_key_file`.
 
     Raises ValueError if a server may not bind to ``host``, if the key cannot be used, or if other machines reach
-    ``host`` and there is no key. ``remedy`` ends the message about the last.
+    ``host`` and there is no key. ``remedy`` ends the message about a missing key.
     """
     address, key_file = private_address(host), find_key_file(path)
     if key_file is not None:
@@ -192,12 +192,12 @@ class RequireKey:
 class RefuseWebPages:
     """ASGI middleware that answers 403 to the requests that web pages make, for a server of HTTP alone.
 
-    A browser sends such a request with the header ``Origin``. A page whose own name was made to point to this machine
-    sends none, but its name is in ``Host``.
+    A browser sends such a request with the header ``Origin``. If the DNS name of the page points to this machine, there
+    is no ``Origin``, but ``Host`` has that name.
     """
 
     def __init__(self, app: App, host: str | None) -> None:
-        """Sets the address that the server is bound to, which ``Host`` may name. None: ``Host`` is not looked at."""
+        """Sets the address that the server is bound to, which ``Host`` may name. None: ``Host`` is not checked."""
         self._app, self._host = app, host
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:

@@ -1,7 +1,7 @@
-"""The difference between two versions of a tensor's part: the places that changed, and their new bits.
+"""The difference between two versions of a part of a tensor: the changed elements and their new bits.
 
-The new bits replace the old ones, so that a delta may be applied twice. A place is given as its gap: the number of
-unchanged elements since the changed element before it, in the narrowest integers that hold all gaps of the part. The
+The new bits replace the old ones, so a delta may be applied twice. A changed element is found by its gap: the number of
+unchanged elements before it since the last changed one, in the narrowest integers that hold all gaps of the part. The
 arrays of gaps and of bits are laid out byte by byte, all lowest bytes first, and compressed by zstd. This helps because
 the high bytes of neighboring gaps or weights hardly differ. Where more than a quarter of a part changed, all of its
 bits are stored uncompressed, which takes far less time and little more room.
@@ -43,7 +43,7 @@ def encode(old: np.ndarray, new: np.ndarray) -> Delta:
 
 
 def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the places of the changed elements in a part (int64, rising), and their new bits.
+    """Returns the indices of the changed elements in a part (int64, rising), and their new bits.
 
     The part has ``size`` elements, whose bits have the type ``dtype``: uint16 or uint32. Raises ValueError if ``delta``
     is damaged or does not fit such a part.

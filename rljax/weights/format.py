@@ -1,8 +1,8 @@
 """The format of one version of the weights: a directory with ``version.json``, written last, and safetensors files.
 
 A version is dense, or a delta against the version before it, or both. A version that is both is an anchor: a server
-that holds no version to which a delta applies starts from it. A tensor may be stored in several pieces, each written by
-a process that holds a shard of it. docs/weights.md describes every entry.
+starts from it if no delta applies to the version that it holds. A tensor may be stored in several pieces, each written
+by a process that holds a shard of it. docs/weights.md describes every entry.
 
 This module writes safetensors itself, because the safetensors library neither hashes a file while it writes it nor maps
 it for changes in place. Here a tensor is an array of bits (uint8, uint16 or uint32), not of its dtype.
@@ -42,7 +42,7 @@ _HEADER_BYTES = 100 * 2**20  # no header is longer
 class Checksum:
     """The checksum of a tensor, or of a part of it: three sums mod 2^32 over its elements (``weights.sums``).
 
-    Where it is not known which places of the tensor a part has, its places are counted from the part's beginning.
+    An element's place is its flat index in the tensor, or in the part if the position of the part is unknown.
     """
 
     count: int  # the number of elements
@@ -52,15 +52,15 @@ class Checksum:
 
     @classmethod
     def from_sums(cls, count: int, first: int, second: int, placed: int) -> Checksum:
-        """Returns the checksum with these sums, which may have any size and sign."""
+        """Returns the checksum with these sums mod 2^32. The arguments may be negative or larger."""
         return cls(count, first % 2**32, second % 2**32, placed % 2**32)
 
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """A rectangle of a tensor, which is taken as a matrix of its first axis by all other axes together.
+    """A rectangle of a tensor. The tensor counts as a matrix: the first axis by all other axes together.
 
-    A vector is a matrix of one row.
+    A vector counts as a matrix of one row.
     """
 
     row: int  # the first row of the rectangle
@@ -112,7 +112,7 @@ class TensorRecord(msgspec.Struct, frozen=True):
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The size, hash and place of a file."""
+    """The size and hash of a file, and the server that has it."""
 
     bytes: int
     xxh3: str  # the hexadecimal xxh3-64 of the file's content

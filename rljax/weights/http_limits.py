@@ -1,6 +1,6 @@
-"""The limits of our own HTTP servers on those who connect: who may ask, how many may connect, and for how long.
+"""The limits of our own HTTP servers on their clients: who may ask, how many may connect, and for how long.
 
-Connections are accepted before any key is asked for. So without limits a stranger can hold all files of the process.
+Connections are accepted before any key is asked for. Without limits a stranger could take all file descriptors.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def limited_server(app: App, *, keep_alive_s: int = 5) -> uvicorn.Server:
 class LimitedConnection(H11Protocol):
     """A connection that is closed if its client keeps the server waiting.
 
-    The head of a request must come within ``WAIT_S`` seconds. So must the rest of a body that was answered unread. At
-    the limit of connections a new one takes the place of one whose request is incomplete. It is the one that has sent
-    no byte of its body for the longest time.
+    The head of a request must come within ``WAIT_S`` seconds, and so must the unread rest of a body after its answer.
+    If there are too many connections, a new one replaces the one with an incomplete request whose last byte of a body
+    is the oldest.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -90,7 +90,7 @@ class LimitedConnection(H11Protocol):
         self._close_in(_UNREAD_S)
 
     def resume_writing(self) -> None:
-        """Goes on, because the client has read a part of its reply."""
+        """Stops that wait, because the client has read a part of its reply."""
         super().resume_writing()
         self._close_in(None)
 
@@ -101,7 +101,7 @@ class LimitedConnection(H11Protocol):
 
     @property
     def _keeps_waiting(self) -> bool:
-        """Whether the server waits for the client, and no part of the application does."""
+        """Whether the server waits for the client, while the application does not wait."""
         is_answered = self.cycle is not None and self.cycle.response_complete
         return self.conn.their_state is h11.IDLE or (is_answered and self.conn.their_state is h11.SEND_BODY)
 

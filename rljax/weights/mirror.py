@@ -55,7 +55,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:
-        """Locks the mirror in the block (flock): against everybody else, or with ``shared`` only against changes."""
+        """Locks the mirror in the block (flock) against other users, or with ``shared`` only against changes."""
         with open(self.root / "lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield
@@ -120,7 +120,7 @@ class Mirror:
     def apply(self, version: Version, paths: Mapping[str, Path]) -> None:
         """Applies a delta to the version that the mirror holds, which must be the delta's base.
 
-        ``paths`` is as in :meth:`fill`, and so are the errors.
+        ``paths`` and the errors are as in :meth:`fill`.
         """
         before = self.version
         assert before is not None
@@ -163,7 +163,7 @@ class Mirror:
     ) -> None:
         """Compares the tensors' checksums with the version's, and writes ``version.json``.
 
-        ``known`` has the records of those tensors' files that need not be read for it. Raises DamagedError.
+        ``known`` has the records of files that need not be read again. Raises DamagedError.
         """
         tensors = version.tensors
         _refuse([name for name in tensors if sums[name] != tensors[name].sums], f"other than in {version.tag}")

@@ -1,4 +1,4 @@
-"""The places where a run's versions are read: a shared directory, an HTTP server, or an object store.
+"""The outlets from which a run's versions are read: a shared directory, an HTTP server, or an object store.
 
 If several processes write a version, each process keeps, uploads or serves the files that it wrote.
 """
@@ -25,7 +25,7 @@ _NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
 
 
 class Outlet:
-    """The way in which files of a process reach the machines of the servers. Here they see the files themselves.
+    """The way in which files of a process reach the machines of the servers. This class is for a shared directory.
 
     ``url`` is the URL of the server that has the files, or "". ``takes_files`` says whether files leave this machine.
     """
@@ -40,7 +40,7 @@ class Outlet:
         """
 
     def remove(self, run: str, version: str = "") -> None:
-        """Withdraws a version, or all that a run has offered. The owner removes its files. Raises OSError."""
+        """Withdraws a version, or all versions of a run. The owner of the files removes them. Raises OSError."""
 
     def close(self) -> None:
         """Releases everything at the end of the run; may be called twice."""
@@ -110,7 +110,7 @@ class HttpOutlet(Outlet):
         threading.Thread(target=self._keep, name="rljax-weight-server", daemon=True).start()
 
     def add(self, path: Path, run: str) -> None:
-        """Does nothing, because ``path`` is served from where it is. Raises OSError if no server can be started."""
+        """Copies nothing, because ``path`` is served directly. Raises OSError if no server can be started."""
         if self._failure is not None:
             raise OSError(str(self._failure))
 

@@ -10,9 +10,9 @@ class PublishConfig:
     """The settings of the way in which new weights come to servers."""
 
     store: str = "shared"
-    """The place that servers get weights from. shared: servers read each version in ``rollout.transfer_dir``, which
-    they and the trainer see. Otherwise each server's machine pulls what changed into its own memory: from that
-    directory (directory), from the trainer's machines (http), or from the object store at this URL (s3://..., gs://...)."""
+    """The source of weights for servers. shared: servers read each version in ``rollout.transfer_dir``, which they and
+    the trainer see. Otherwise each server's machine pulls the changes into its own memory: from that directory
+    (directory), from the trainer's machines (http), or from the object store at this URL (s3://..., gs://...)."""
     host: str = "127.0.0.1"
     """The address of process 0's machine that ``store: http`` binds to: a loopback address, or a private one with
     ``rollout.api_key_file``. Each other process serves its part of the weights at the address from which its machine

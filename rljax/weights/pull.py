@@ -84,8 +84,8 @@ def _bring(source: Source, version: Version, mirror: Mirror, done: Pulled, held:
 def _chain(source: Source, version: Version, held: Version | None) -> tuple[list[Version], bool]:
     """Returns the versions to take, oldest first, and whether the first of them is taken whole.
 
-    The way goes back from ``version`` to the first one that is a delta to ``held``, or is dense. Raises SourceError if
-    a version cannot be read, and DamagedError if the versions do not fit each other.
+    They go back from ``version`` to a version that is a delta to ``held``, or is dense. Raises SourceError if a version
+    cannot be read, and DamagedError if the versions do not fit each other.
     """
     chain = [version]
     while len(chain) <= _LONGEST_CHAIN:
@@ -111,8 +111,8 @@ def _read(source: Source, name: str) -> Version:
 def _fetched(source: Source, version: Version, dense: bool, root: Path, done: Pulled) -> Iterator[dict[str, Path]]:
     """Fetches a version's dense files, or the files of its delta, and yields their paths by name.
 
-    The hashes have been compared by then. Copies under ``root`` are removed after the block. Raises DamagedError if a
-    hash is wrong.
+    It compares the hashes first, and raises DamagedError if one is wrong. Copies under ``root`` are removed after the
+    block.
     """
     began, folder = time.monotonic(), root / "incoming"
     pieces = version.dense if dense else version.delta

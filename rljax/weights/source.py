@@ -1,4 +1,4 @@
-"""The places that a version is read from: a directory that this machine sees, an HTTP server, or an object store."""
+"""The sources from which a version is read: a directory that this machine sees, an HTTP server, or an object store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SourceError(OSError):
 
 
 class Source:
-    """A place from which files are read by name, such as ``VERSION/FILE``. Here it is a directory.
+    """A source of files by name, such as ``VERSION/FILE``. This class reads a directory.
 
     The trainer and this machine both see the directory, so nothing is copied.
     """
@@ -43,7 +43,7 @@ class Source:
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
         """Returns the path of the file ``name`` on this machine: in ``folder`` if it has to be copied.
 
-        ``record`` has the file's size and place. Several threads may call this method. Raises SourceError if the file
+        ``record`` has the file's size and server. Several threads may call this method. Raises SourceError if the file
         cannot be read.
         """
         with _source_errors(f"{self._root}/{name}"):
@@ -88,7 +88,7 @@ class StoreSource(Source):
     """An object store. Its connections belong to fsspec, and other code in this process uses them, too."""
 
     def __init__(self, url: str) -> None:
-        """Stores the place without reading from it. Raises SourceError if fsspec cannot open such a URL."""
+        """Stores the URL without reading from it. Raises SourceError if fsspec cannot open such a URL."""
         with _source_errors(url):
             self._fs, root = open_store(url)
         super().__init__(root)
@@ -104,8 +104,8 @@ class StoreSource(Source):
 class HttpSource(Source):
     """An HTTP server of files with byte ranges, such as ``outlets.serve``. Requests without an answer are repeated.
 
-    A file comes in ranges over several connections. A range that breaks off is continued from its last byte. A file
-    whose record names another server comes from that server, with the same key. That server's address must be private.
+    A file comes in ranges over several connections. A range that breaks off is continued from its last byte. If the
+    record of a file names another server, the file comes from there, with the same key. Its address must be private.
     """
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:

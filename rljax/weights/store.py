@@ -53,7 +53,7 @@ class WeightDirectory(OwnedDirectory):
         writer: Writer | None = None,
         anchor_every: int = ANCHOR_EVERY,
     ) -> None:
-        """Makes the directory in ``parent``, or in this machine's memory, and opens the place where servers read it.
+        """Makes the directory in ``parent``, or in this machine's memory, and opens the outlet for the servers.
 
         ``api_key_file`` has the key that every HTTP request must bring. ``writer`` gets the tensors of :meth:`write`.
         None means a writer of whole tensors of this process only. If the writer writes deltas, each ``anchor_every``-th

@@ -103,7 +103,7 @@ def region_checksum(bits: np.ndarray, region: TensorRegion) -> Checksum:
 
 
 def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places: np.ndarray) -> Checksum:
-    """Returns the checksum of a tensor after some elements have changed.
+    """Returns the checksum of a tensor, given its checksum ``before`` some elements changed.
 
     ``old`` and ``new`` are the bits of these elements, vectors of uint16 or uint32. ``places`` are their flat indices
     in the tensor, int64.

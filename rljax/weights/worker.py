@@ -52,11 +52,11 @@ class WorkerWeights:
         return self._pulls
 
     def show(self, probe_path: str, probe_text: str, protocol: int, source: str = "", version_bytes: int = 0) -> None:
-        """Stores where a trainer's versions are, after a proof that this process sees the same place.
+        """Stores where a trainer's versions are, after a check that this process can read them.
 
-        The proof is that this process reads ``probe_text`` in the trainer's file ``probe_path``. If ``source`` is
-        empty, weights are read in the directory of that file. Otherwise they are pulled from ``source``, where the file
-        is read by its name.
+        For the check it reads the trainer's file ``probe_path``, which must hold ``probe_text``. If ``source`` is
+        empty, weights are read in the directory of that file. Otherwise they and the file are pulled from ``source`` by
+        name.
 
         Raises:
           ValueError: The protocols differ, or this process does not read ``probe_text``.

@@ -1,4 +1,4 @@
-"""Writes the parts of tensors that one process holds: whole, or as their changes since the version before."""
+"""Writes the parts of tensors that one process holds: all their elements, or only the changed ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Writer(Protocol):
     """An object that writes the parts of a version: this process's parts, or the parts of all processes."""
 
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
-        """Takes the parts of the next version, and compares them with the version before. Raises OSError.
+        """Takes the parts of the next version, and compares them with the previous version. Raises OSError.
 
         The tensors have the form that the writer was made for. The writer may already write into ``directory`` now.
         """
@@ -213,7 +213,7 @@ def make_part_writer(
 
     Args:
       parts: A function from the published tensors to the parts that this process holds.
-      publish: The place that has the versions, which is not shared. With the store "http" this process serves at an
+      publish: The settings of the publish, with another store than "shared". With "http" this process serves at an
         address that reaches the same machines as ``host``, and at ``port`` + ``index``.
       parent: The directory in which a process other than 0 makes a directory for its files, unless the store is
         "directory". None means this machine's memory.
@@ -285,7 +285,7 @@ class StreamWriter(Writer):
 
 
 def whole_parts(named: Iterable[tuple[str, np.ndarray]]) -> Iterator[Part]:
-    """Yields whole tensors, given as pairs (Hugging Face name, array), as parts."""
+    """Yields a ``Part`` for each pair (Hugging Face name, whole array)."""
     for name, array in named:
         yield Part(name, array.shape, TensorRegion.whole(array.shape), array)
 

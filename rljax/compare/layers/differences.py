@@ -1,8 +1,8 @@
 """The differences of two scorers at each operation: its own error, the error up to it, and the effect of its own error.
 
-The own error of an operation is the relative difference of its values in both scorers, when its inputs are the same
-numbers: those of the reference's own forward. The error up to it is the difference when each scorer computes everything
-by itself. It grows with depth and does not show where it came from.
+The own error of an operation is the relative difference of its values if both scorers get the inputs of the reference's
+forward. The error up to it is the difference if each scorer computes everything by itself. This error grows with depth
+and does not show where it began.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effect
 
 
 def _logits(reference: Tracer, tokens: np.ndarray, name: str, values: OperationValues) -> np.ndarray:
-    """Computes the logits of the reference with one value in the place of its own."""
+    """Computes the logits of the reference after one of its values was replaced."""
     return values[name] if name == "logits" else reference.run(tokens, {name: values[name]})["logits"]
 
 
@@ -163,7 +163,7 @@ def _scale(gap: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Returns the mean factor between two values [t, n], and its standard error.
 
     The factor is 1 plus the sum of the signed differences over the sum of the expected sizes. Rounding errors of one
-    token, or of one channel, may have a common part, so the standard error is the larger one over tokens and channels.
+    token, or of one channel, may be correlated. So the standard error is the larger one over tokens and channels.
     """
     signed, size = gap * np.sign(expected), np.abs(expected)
     total = max(float(size.sum()), _TINY)
@@ -174,7 +174,7 @@ def _scale(gap: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 
 
 def _limit(operation: Operation, dtypes: tuple[str, str], precisions: tuple[str, str]) -> float:
-    """Returns the limit of an operation's own error. A scorer of unknown dtype has the other one's."""
+    """Returns the limit of an operation's own error. An unknown dtype counts as equal to the other scorer's."""
     known = [dtype for dtype in dtypes if dtype in LIMITS] or ["bfloat16"]
     coarser = max(known, key=lambda dtype: LIMITS[dtype])
     if len(set(known)) > 1:
@@ -194,7 +194,7 @@ def _hints(
     limit: float,
     config: PolicyConfig,
 ) -> Iterator[str]:
-    """Yields what the numbers show about an error above its limit."""
+    """Yields hints about the cause of an error above its limit."""
     expected = theirs[operation.name].astype(np.float64)
     alike = _ALIKE.get(operation.kind, "")
     other = inputs.get(Operation(alike, operation.layer).name)

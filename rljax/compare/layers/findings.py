@@ -1,4 +1,4 @@
-"""The verdict on two scorers: rounding, evenly, or the layers and operations at which they part."""
+"""The verdict on two scorers: even rounding, or the layers and operations at which they differ by more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMED = 6  # the number of findings that the sentence names
 
 @dataclass(frozen=True)
 class Parting:
-    """A place at which two scorers part."""
+    """A layer or operation at which two scorers differ by more than rounding."""
 
     place: str  # such as "layer 17, attention" or "every layer, rotation of keys"
     reason: str  # what the numbers show
@@ -46,7 +46,7 @@ class LayerVerdict:
 
 
 def judge_layers(comparison: LayerComparison) -> LayerVerdict:
-    """Judges each operation by its own error and groups the places that are above their limits."""
+    """Judges each operation by its own error and groups the operations that are above their limits."""
     above = [each for each in comparison.differences if each.ratio > 1 or _other_dtype(each, comparison)]
     findings = sorted(_grouped(above, comparison), key=lambda finding: finding.ratio, reverse=True)
     fusions = list(_fusions(comparison))

@@ -87,7 +87,7 @@ class JaxTracer:
         return recorded
 
     def _given(self, row: np.ndarray, segments: np.ndarray, given: Mapping[str, np.ndarray]) -> Substitutes:
-        """Returns all values with their flags, so that each call runs the same program. Values not given are zeros."""
+        """Returns all values, with zeros for values not given, and their flags. So each call runs the same program."""
         shapes = jax.eval_shape(self._traced, self._params, row, segments, Substitutes({}, {}))
         values: dict[str, np.ndarray] = {}
         flags: dict[str, np.ndarray] = {}

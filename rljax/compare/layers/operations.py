@@ -1,4 +1,4 @@
-"""The operations of a decoder, in order and by name, and the values that they give for one sequence.
+"""The operations of a decoder, in order and by name, and the values that they compute for one sequence.
 
 The name of an operation in a block is ``LAYER/OPERATION``, such as ``17/attention``. An operation takes the values of
 earlier operations, and only those. If each value of a scorer is replaced by the reference's value, all its operations
@@ -83,12 +83,12 @@ class Tracer(Protocol):
     def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:
         """Computes one sequence, int32 [t]. Returns the value that each operation computes.
 
-        Operations named in ``given`` pass on these values in the place of the computed ones.
+        Operations named in ``given`` pass on the given values instead of the computed ones.
         """
 
 
 def stacked(operation: Operation, config: PolicyConfig) -> tuple[str, int | None]:
-    """Returns the name of the value in a recorded forward of this library, and its index in a stack of blocks."""
+    """Returns the name of an operation's value in a recorded forward of this library, and its index in a stack."""
     if operation.layer is None:
         return operation.kind, None
     stacks = stack_paths(len(blocks_of(config)))

@@ -36,7 +36,7 @@ def plot_layers(judged: Sequence[Judged], path: Path) -> None:
 
 
 def plot_map(axis: Axes, comparison: LayerComparison) -> None:
-    """Plots the own error of each operation as a multiple of its limit. Operations above it have a cross."""
+    """Plots the own error of each operation as a multiple of its limit. A cross marks an operation above its limit."""
     head(axis, "Own error as a multiple of its limit", "")
     kinds = [kind for kind in IN_BLOCK if any(each.operation.kind == kind for each in comparison.differences)]
     layers = 1 + max((each.operation.layer or 0 for each in comparison.differences), default=0)

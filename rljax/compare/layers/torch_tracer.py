@@ -31,7 +31,7 @@ class TorchTracer:
         self._torch, self.model, self._device = load_hf(Path(directory), dtype, attention)
 
     def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:
-        """Computes one sequence (``Tracer.run``)."""
+        """Computes one sequence, int32 [t], in the model's dtype (``Tracer.run``)."""
         torch, found = self._torch, _Taps(self._torch, given)
         ids = torch.tensor(np.broadcast_to(tokens, (self._rows, len(tokens))).copy(), dtype=torch.long)
         with torch.inference_mode(), found.on(self.model):
@@ -49,7 +49,7 @@ class _Taps:
         self._layer = 0  # the block that is computed
 
     def _tap(self, name: str, x: Any) -> Any:
-        """Records a value [b, t, ...], and returns it or the given one."""
+        """Records a value [b, t, ...]. Returns the given value in its stead, if there is one."""
         first = x[0].float().cpu().numpy()
         self.values[name] = first.reshape(len(first), -1)
         if name not in self._given or name == "logits":
@@ -88,7 +88,7 @@ class _Taps:
 
     @contextlib.contextmanager
     def on(self, model: Any) -> Iterator[None]:
-        """Puts the hooks in, and takes them out at the end."""
+        """Puts the hooks into ``model``, and removes them at the end of the block."""
         module: Any = importlib.import_module(type(model).__module__)
         rotate = module.apply_rotary_pos_emb
         with contextlib.ExitStack() as stack:

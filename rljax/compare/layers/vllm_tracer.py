@@ -27,7 +27,7 @@ class VllmTracer:
     """A vLLM server with rljax's plugin. Hooks are there only while a sequence is computed."""
 
     def __init__(self, url: str, directory: str | os.PathLike[str] | None) -> None:
-        """Asks the server for its description. ``directory``: The model directory, if the server's is not here.
+        """Asks the server for its description. ``directory`` replaces a model directory that only the server has.
 
         Raises:
           ValueError: The server has no plugin, or its model directory cannot be read and ``directory`` is None.

@@ -1,4 +1,4 @@
-"""The environment of the third toy task: a turn that ends in ``123+456=`` calls a tool that adds."""
+"""The environment of the toy task "calculator": a turn that ends in ``123+456=`` calls a tool that adds."""
 
 from __future__ import annotations
 

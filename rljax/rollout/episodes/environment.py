@@ -19,9 +19,9 @@ class Reply:
     """The answer of an environment to one turn of the policy.
 
     Attributes:
-      content: The text that follows the turn, as it stands; or messages ``{"role": ..., "content": ...}`` that the chat
-        template renders; or None for nothing.
-      done: Whether the trajectory ends here. Its content is then not read by the policy.
+      content: The text that follows the turn, unchanged; or messages ``{"role": ..., "content": ...}`` for the chat
+        template; or None for no text.
+      done: Whether the trajectory ends here. The policy then does not read ``content``.
     """
 
     content: Content = None

@@ -1,7 +1,7 @@
 """The program of a host process: the environments of thousands of trajectories in one asyncio loop, without jax.
 
-``id`` is the number of a trajectory. Each message of the parent is the pickle of one of these. Its frame has the number
-of a call of an environment or of a tool:
+Each message of the parent is the pickle of one of these tuples, in which ``id`` is the number of a trajectory. The
+number of its frame is the number of a call of an environment or of a tool:
 
 - ``("reset", id, problem)``, ``("step", id, response, truncated)``, ``("reward", id)``: A method is to be called.
 - ``("end", id)``: The trajectory is to be forgotten.
@@ -72,7 +72,7 @@ class _Call:
 
     @property
     def is_queued(self) -> bool:
-        """Whether it waits for tools that no process runs yet."""
+        """Whether the call waits for tools that no process runs yet."""
         return bool(self.tools) and not any(self.tools.values())
 
 
@@ -86,7 +86,7 @@ class _Host:
         self._waiting: dict[int, tuple[_Call | None, asyncio.Future[ToolResult]]] = {}
 
     async def run(self) -> None:
-        """Serves the parent for ever, and looks for calls that take too long."""
+        """Serves the parent for ever, and ends calls that take too long."""
         loop = asyncio.get_running_loop()
         make_task: Any = self._make_task  # its declared type is a protocol of a generic method
         loop.set_task_factory(make_task)
@@ -190,7 +190,7 @@ class _Host:
             os._exit(1)
 
     async def _run_tool(self, path: str, arguments: ToolArguments, counted: bool) -> ToolResult:
-        """Has the parent run a tool in one of its processes."""
+        """Asks the parent to run a tool in one of its processes, and waits for the result."""
         request = next(self._requests)
         call = self._calls.get(_trajectory.get())
         future = asyncio.get_running_loop().create_future()

@@ -68,9 +68,9 @@ class _Trajectory:
 
 @dataclass
 class HostProcess:
-    """A process of environments, which is replaced when it ends, and what it still has to do.
+    """A process of environments, which is replaced when it ends, and the work that it still has to do.
 
-    One thread sends and one receives, for all its trajectories together.
+    One thread sends and another receives the messages of all its trajectories.
     """
 
     child: Child
@@ -86,7 +86,7 @@ class EnvironmentHosts:
     """Processes that hold the environments of many trajectories; a context manager.
 
     Each process runs its environments in one asyncio loop. A call that awaits for too long is cancelled. A process is
-    replaced if it crashes, runs out of memory or code blocks its loop. Its other trajectories are then lost. Any thread
+    replaced if it crashes, runs out of memory, or its loop is blocked. All its trajectories are then lost. Any thread
     may call all methods, and none of them waits.
 
     ``step`` and ``reward`` raise KeyError for a key without a trajectory. They and ``reset`` raise RuntimeError after
@@ -133,9 +133,9 @@ class EnvironmentHosts:
     def reset(self, key: Hashable, problem: Mapping[str, Any]) -> Future[Outcome]:
         """Makes an environment for the trajectory ``key`` and resets it. A trajectory of the same key is ended first.
 
-        The value of the ``Outcome`` is the prompt: a text, messages, or None for the problem's own. The futures of
-        ``step`` and ``reward`` are alike. An outcome may be a failure. ``close`` and ``end`` cancel the future. It
-        raises RuntimeError if no process can be started.
+        The value of the ``Outcome`` is the prompt: a text, messages, or None for the problem's own. An outcome may also
+        be a failure. ``close`` and ``end`` cancel the future, which raises RuntimeError if no process can be started.
+        This is the same for ``step`` and ``reward``.
         """
         self.end(key)
         with self._lock:
@@ -168,10 +168,9 @@ class EnvironmentHosts:
     def pop_metrics(self) -> dict[str, int]:
         """Returns the counts since the last call, by their names ``turns/...``.
 
-        Each trajectory that failed counts once: in ``turns/env_errors`` if the environment raised or returned something
-        wrong, in ``turns/env_timeouts`` if it took too long or blocked its process, and in ``turns/env_deaths`` if it
-        was lost with its process. ``turns/cut_replies`` counts replies that were cut. The other names count calls of
-        tools.
+        Each trajectory that failed counts once. ``turns/env_errors``: the environment raised or returned something
+        wrong. ``turns/env_timeouts``: it took too long or blocked its process. ``turns/env_deaths``: it was lost with
+        its process. ``turns/cut_replies`` counts replies that were cut. The other names count calls of tools.
         """
         with self._lock:
             counts = {key: self._counts[key] for key in (*dict.fromkeys(_COUNTED.values()), _CUT)}
@@ -253,7 +252,7 @@ class EnvironmentHosts:
             log.warning("environment %s, trajectory %s: %s", self._path, trajectory.key, outcome.message)
 
     def _serve(self, host: HostProcess) -> None:
-        """Sends and handles the messages of a host process and of those that replace it, until ``close``."""
+        """Sends and handles the messages of a host process, and of its replacements, until ``close``."""
         try:
             while True:
                 host.child.wait_until_ready()
@@ -275,7 +274,7 @@ class EnvironmentHosts:
     def _receive_all(self, host: HostProcess) -> tuple[str, bool]:
         """Handles messages until the process has ended, is stuck or has sent something wrong.
 
-        Returns what it sent, or "", and whether it is stuck.
+        Returns a description of the wrong message, or "", and whether the process is stuck.
         """
         watch = StuckWatch(host.board, self._limits.busy_s, _LOOK_S)
         frames = host.child.frames
@@ -340,7 +339,7 @@ class EnvironmentHosts:
     def _bury(self, host: HostProcess, reason: str, stuck: bool, running: int) -> None:
         """Fails the trajectories of a process that has ended.
 
-        A trajectory whose ``reset`` was not at fault gets another try: the message is sent to the next process.
+        If the failure was not due to a trajectory's ``reset``, that ``reset`` is sent to the next process.
         """
         told: list[tuple[Future[Outcome], Outcome]] = []
         with self._lock:

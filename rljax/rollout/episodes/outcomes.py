@@ -1,4 +1,4 @@
-"""The outcome of one call of an environment, the checks of what it returned, and the messages of a host process.
+"""The outcome of one call of an environment, the checks of the returned value, and the messages of a host process.
 
 The parent of a host process decodes its messages into these types and executes none of them.
 """
@@ -50,7 +50,7 @@ def clip(text: str, limit: int) -> tuple[str, bool]:
 def check_outcome(method: str, value: Any) -> Outcome:
     """Returns the outcome of a call of reset, step or reward: ``value`` in plain types, or the failure ``bad_reply``.
 
-    A prompt of more than ``MAX_REPLY_CHARS`` is a failure, a longer reply is cut.
+    A prompt of more than ``MAX_REPLY_CHARS`` is a failure. A reply of more is cut.
     """
     try:
         if method == "reward":
@@ -116,7 +116,7 @@ class CallEnded(msgspec.Struct, tag=True):
 
 
 class ToolAsked(msgspec.Struct, tag=True):
-    """A tool that is to be run. The number of the frame is the number that its result shall have.
+    """A request to run a tool. The number of the frame is also the number of its result.
 
     Attributes:
       arguments: The pickle of the arguments, which only the process of the tool reads.

@@ -12,7 +12,7 @@ _FORM = struct.Struct("<qq")
 
 
 class ProgressBoard:
-    """The shared memory with two numbers. The host process writes it, and its crash leaves it there."""
+    """The shared memory with two numbers. The host process writes them; the parent can read them after a crash."""
 
     def __init__(self, descriptor: int | None = None):
         """Opens the memory of an inherited ``descriptor``, or makes a new one."""
@@ -42,8 +42,8 @@ class StuckWatch:
     def __init__(self, board: ProgressBoard, limit_s: float, look_s: float):
         """Begins to watch a board for ``limit_s`` seconds without progress.
 
-        ``look_s`` is the usual time between two calls of ``look`` (seconds). A longer time counts as at most twice
-        this.
+        ``look_s`` is the usual time between two calls of ``look`` (seconds). A longer pause counts as twice this time
+        at most.
         """
         self._board, self._limit_s, self._look_s = board, limit_s, look_s
         self._seen, self._stuck_s, self._last = board.read(), 0.0, time.monotonic()

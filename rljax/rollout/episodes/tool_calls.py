@@ -47,7 +47,7 @@ def parse_tool_calls(text: str, tag: str = "tool_call") -> list[ToolCall]:
 
 
 def _calls(text: str) -> tuple[list[ToolCall], int]:
-    """Returns the calls in the JSON at the beginning of a text, and the place where that JSON ends."""
+    """Returns the calls in the JSON at the beginning of a text, and the index at which the JSON ends."""
     blank = len(text) - len(text.lstrip())
     try:
         value, end = _DECODER.raw_decode(text, blank)

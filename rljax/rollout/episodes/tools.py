@@ -187,8 +187,8 @@ class ToolPool:
         """Starts to call the function ``path`` with named or listed arguments, or the pickle of them.
 
         ``counted``: Whether the call counts in the metrics. ``began`` is called on another thread, once a free process
-        has imported the function. The result is a future, also of a failure. The future itself raises RuntimeError only
-        if no process can be started, and CancelledError after ``close``.
+        has imported the function. The value of the future says if the tool failed. The future itself raises
+        RuntimeError only if no process can be started, and CancelledError after ``close``.
 
         Raises:
           RuntimeError: The pool is closed.

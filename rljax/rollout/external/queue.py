@@ -1,4 +1,4 @@
-"""The trajectories between another program and the trainer: kept in files, in groups, and taken by steps."""
+"""The queue of trajectories from another program: files hold them, and each step takes its groups."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class PostedGroups(NamedTuple):
 class TrajectoryQueue:
     """The trajectories that wait for a step in the files of one directory, and the versions that they may have.
 
-    Each file is read once and whole, in the order of their names. Trajectories with the same group name fill one group
-    after another. The state says which rows were used. So a resumed run uses each of the other rows, and no row twice.
-    A thread may add trajectories while another takes them.
+    Files are read in the order of their names, each once and whole. Trajectories with one group name fill one group
+    after another. The state says which rows were used. So a resumed run uses all remaining rows, and no row twice. A
+    thread may add trajectories while another takes them.
 
     Attributes:
       directory: The directory of the files.
@@ -196,7 +196,7 @@ class TrajectoryQueue:
         self._used = {name: set(used) for name, used in state["begun"]}
 
     def _add(self, name: str, trajectories: Sequence[Trajectory]) -> None:
-        """Adds all waiting trajectories of a file. A file without any is finished."""
+        """Adds the trajectories of a file to their groups. A file without a trajectory is finished."""
         self._left[name] = {number for trajectory in trajectories for number in trajectory.rows}
         self._used.setdefault(name, set())
         self._finish_if_used(name, self.version)

@@ -4,7 +4,7 @@
 once the rows are in a file of the run. So a trainer that is killed loses no row that it acknowledged. ``GET /policy``
 tells the newest policy version. docs/external_trajectories.md lists the answers.
 
-A body is decoded only as far as it has rows. So memory is bounded by a small multiple of its size, whatever it holds.
+Of a body only the rows are decoded. So memory is bounded by a small multiple of the body's size, whatever it holds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _START_S = 10.0  # the longest time that the server may take to start (seconds)
 
 
 class RefusedError(ValueError):
-    """A request is refused. The answer has the HTTP status ``status`` and one line of text."""
+    """An error of a request that is refused. The answer has the HTTP status ``status`` and one line of text."""
 
     def __init__(self, status: int, line: str) -> None:
         super().__init__(line)
@@ -143,7 +143,7 @@ class Receiver:
             return PlainTextResponse(f"{error}\n", error.status, headers=headers)
 
     async def _body(self, request: Request, place: contextlib.AsyncExitStack) -> bytearray:
-        """Returns the body of a request. A large one takes a place, which ``place`` gives back.
+        """Returns the body of a request. Only a few large bodies are read at a time, until ``place`` is left.
 
         Raises RefusedError if the body is too large or too slow, or the client goes away.
         """

@@ -1,7 +1,7 @@
-"""Reads rows of trajectories that another program made into responses and rewards.
+"""Reads the rows of another program's trajectories as responses and rewards.
 
 docs/external_trajectories.md lists the columns. The message for a row that is refused is one line. It names the row and
-the column, and says what was found and what was expected.
+the column, the found value and the expected one.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def row_type(limits: RowLimits) -> Any:
 
 
 def wrong_type(error: msgspec.ValidationError, place: str) -> str:
-    """Returns one line about a value of a wrong type or a missing column, behind its row, its column and its token."""
+    """Returns one line about a value of a wrong type or a missing column, with its row, column and token."""
     said, _, path = str(error).partition(" - at `")
     found = re.match(r"(?:key` in `)?\$(?:\[(\d+)\])?(?:\.(\w+))?(?:\[(\d+)\])?", path)
     row, column, entry = found.groups() if found else (None, None, None)
@@ -112,7 +112,7 @@ def wrong_type(error: msgspec.ValidationError, place: str) -> str:
 def typed_rows(
     numbered: Iterable[tuple[int, Mapping[str, Any]]], where: str, limits: RowLimits
 ) -> Iterator[tuple[int, PostedRow]]:
-    """Yields the numbered rows of a file as ``PostedRow``. Raises ValueError, as ``read_trajectories`` does."""
+    """Yields the numbered rows of a file as ``PostedRow``. Raises ValueError if a column has a wrong type."""
     kind = row_type(limits)
     for number, row in numbered:
         place = f"{where}: row {number}"
@@ -269,7 +269,7 @@ def _logprobs(values: Sequence[float | None], what: str, sampled: np.ndarray) ->
 
 
 def _versions(value: int | Sequence[int | None], what: str, sampled: np.ndarray) -> np.ndarray:
-    """Returns the version of each token, int32 [t]. An environment's tokens have that of the token before them.
+    """Returns the version of each token, int32 [t]. An environment's token has the version of the token before it.
 
     ``value`` is one version for all tokens, or a list with one for each token. ``sampled`` is bool [t].
     """
@@ -335,11 +335,11 @@ def _routes(row: Any, place: str, count: int, sizes: tuple[int, int, int]) -> np
 
 
 def find_doubts(row: Response, place: str, stop_token_ids: Sequence[int]) -> dict[str, str]:
-    """Returns what is odd about one row of a trajectory: a line that begins with ``place``, by the metric's name.
+    """Returns a line for each doubt about one row, by name of metric. Lines begin with ``place``.
 
-    It may be right, so it is counted and said, and the row is not refused.
-    A policy that is sure of each token, or draws evenly, also has equal log-probabilities. An engine that ignores the
-    stop tokens also goes on after them.
+    The row may be right, so a doubt is counted and reported, and the row is not refused. A policy that is sure of each
+    token, or draws evenly, also has equal log-probabilities. An engine that ignores the stop tokens also goes on after
+    them.
     """
     places = np.flatnonzero(row.turns > 0)
     sampled, found = row["rollout_logprobs"][places], {}

@@ -45,12 +45,12 @@ def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
 class Discovery:
     """Looks up the servers on a thread of its own, so that a slow name server delays nothing.
 
-    A list that cannot be read changes nothing. A new list counts once two looks in a row have found it, because a look
-    may read a file that is only half written.
+    A list that cannot be read changes nothing. A new list counts once it was read twice in succession, because a file
+    may be read when only half of it is written.
     """
 
     def __init__(self, where: str, check: Callable[[str], None], *, every_s: float = LOOK_EVERY_S) -> None:
-        """Begins to look in ``where``, every ``every_s`` seconds.
+        """Begins to read the list in ``where``, every ``every_s`` seconds.
 
         ``check`` is a function that raises ValueError if its argument is not the URL of a server. Raises ValueError if
         ``where`` has none of the forms of :func:`make_lookup`.
@@ -62,7 +62,7 @@ class Discovery:
         threading.Thread(target=self._look, name="rljax-discovery", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the looking. It may be called twice."""
+        """Ends the thread. It may be called twice."""
         self._ended.set()
 
     def _look(self) -> None:

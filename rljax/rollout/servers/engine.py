@@ -4,8 +4,8 @@ A server samples rollouts only between a verified publish and the next one. Veri
 with the trainer's checksums, and the tokens that it generates from probes have the trainer's log-probabilities. A
 server that died, was restarted or joins passes the handshake, gets the current weights and is verified before it
 samples a token. A server that fails is left out until the next version. Servers on the trainer's devices sleep after
-sampling, and are updated and verified when they wake. Each reply names the weights that sampled it. So replies of a
-server that was restarted unnoticed are refused.
+sampling, and are updated and verified when they wake. Each reply names the weights that sampled it. So the replies of a
+server that was restarted between two requests are refused.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class ServedEngine(Admission, RolloutEngine):
         return Samples(self._responses(lambda: listed_asks(requests, n), None, metrics), metrics)
 
     def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples each turn as soon as it is asked for. Servers and errors are those of ``generate``.
+        """Samples each turn as soon as it is asked for. It uses the servers, and raises the errors, of ``generate``.
 
         The turns of a trajectory go to one server while it has room, because it has computed the tokens before them.
         """
@@ -250,7 +250,7 @@ class ServedEngine(Admission, RolloutEngine):
         return self._current.version
 
     def _renew_all(self, servers: Sequence[Server]) -> None:
-        """Gives the current weights to these servers and to those that came back. Returns once one is verified."""
+        """Gives the current weights to ``servers``, and to servers that came back. Returns once one is verified."""
         published, in_flight = self._current, self._config.update
         assert published is not None
         self.fleet.renew(lambda server: server.renew(published, self.verifier, in_flight), servers, STRAGGLER_S)
@@ -260,7 +260,7 @@ class ServedEngine(Admission, RolloutEngine):
     async def recover(self, server: Server) -> Proof:
         """Makes a server that answers again hold the current weights.
 
-        Before the first publish it only passes the handshake. If only the connection broke and it still has the
+        Before the first publish it only passes the handshake. If only the connection broke and the server still has the
         weights, it is asked for the proof. Otherwise it passes the handshake and is updated. It samples nothing before
         that: weights that are not finite would put NaN into its key-value cache, which no update removes. A server that
         was rejected waits for the next version.
@@ -314,7 +314,7 @@ class ServedEngine(Admission, RolloutEngine):
         return functools.partial(server.open, current.version.tag)
 
     def refuse(self, server: Server, error: Exception) -> None:
-        """Rejects a server for this version. Raises ``error`` if none is left or at a start without discovery."""
+        """Rejects a server for this version. Raises ``error`` if no server is left, or at a start without discovery."""
         if self._current is None and self.fleet.discovery is None:
             raise error
         server.rejected = error

@@ -1,4 +1,4 @@
-"""The servers of a run: the event loop on which they are used, their list, and the proofs that open them.
+"""The servers of a run: their event loop, their list, and the proofs (``verify``) that open them to rollouts.
 
 Servers that are down are asked for a proof, side by side, while responses are sampled. The proofs wait until the thread
 that publishes judges them, because only that thread may use the policy.
@@ -39,7 +39,7 @@ _LONGEST_S = 3600.0  # A time longer than any request to a server takes (seconds
 
 
 class Admission:
-    """The proof that a server must give before rollouts go to it, and the fate of one that fails.
+    """The proof that a server must give before rollouts go to it, and the fate of a server that fails.
 
     By default a server only has to answer, and an error is raised.
     """
@@ -49,7 +49,7 @@ class Admission:
         return None
 
     def admit(self, server: Server, proof: Any) -> Callable[[], None]:
-        """Judges ``proof``. Returns the method of the server that its next state takes. On the publishing thread."""
+        """Judges ``proof``, on the publishing thread. Returns the server's method that sets its next state."""
         return partial(server.open, None)
 
     def refuse(self, server: Server, error: Exception) -> None:
@@ -142,7 +142,7 @@ class Fleet(Dispatcher):
         return {"rollout/server_losses": 0.0, **self.metrics.take(), "rollout/servers": float(len(self.opened()))}
 
     def follow_discovery(self) -> None:
-        """Adds the servers that discovery lists now, and drops those that it does not list."""
+        """Adds the servers that discovery lists now, and drops all others."""
         if self.discovery is None:
             return
         for name, urls in zip(("joined", "left"), self.on_loop(self._list, self.discovery.urls), strict=True):
@@ -152,7 +152,7 @@ class Fleet(Dispatcher):
                 self.metrics.add(f"rollout/servers_{name}", float(len(urls)))
 
     def _list(self, urls: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Makes ``urls`` the list of servers. Returns those that join, which are down, and those that leave.
+        """Makes ``urls`` the list of servers. Returns the new servers, which are down, and the dropped ones.
 
         If the hard limit of file descriptors does not allow ``max_outstanding`` requests to each server, fewer are sent
         at a time.
@@ -227,10 +227,10 @@ class Fleet(Dispatcher):
             self._wait_for_any()
 
     def renew(self, work: Work, servers: Sequence[Server], patience_s: float) -> None:
-        """Pauses ``servers``, calls ``work`` for each, and recovers those that are down. Returns once one is open.
+        """Pauses ``servers``, calls ``work`` for each, and recovers servers that are down. Returns once one is open.
 
-        ``work`` returns the proof for ``Admission.admit``. Once one server is ready, the others have as long again, and
-        at least ``patience_s`` seconds. It raises the errors of :meth:`recover`.
+        ``work`` returns the proof for ``Admission.admit``. Once one server is ready, the others have the same time
+        again, and at least ``patience_s`` seconds. It raises the errors of :meth:`recover`.
         """
         for server in servers:
             self.on_loop(server.pause)

@@ -77,14 +77,14 @@ def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo
 
 
 def described_form(described: Mapping[str, Any]) -> ServerForm:
-    """Returns the form that rljax's plugin describes. A form that it does not name is the default one."""
+    """Returns the form that rljax's plugin describes. The default form stands for one that it does not name."""
     cache = str(described.get("kv_cache_dtype") or "auto")
     plain = "auto" if cache == described.get("dtype") else cache
     return ServerForm(str(described.get("quantization") or "none"), _CACHES.get(cache, plain))
 
 
 def form_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
-    """Returns one line, with the remedy, for each part of the server's form that is not the expected one."""
+    """Returns one line, with the remedy, for each number format of the server that differs from the expected one."""
     lines, form = [], described_form(described)
     for key, what, option in (("weights", "weights", "--quantization"), ("kv_cache", "cache", "--kv-cache-dtype")):
         theirs, wanted = getattr(form, key), getattr(expected.config.server_form, key)
@@ -101,7 +101,7 @@ def form_differences(described: Mapping[str, Any], expected: Expectation) -> lis
 
 
 def common_differences(described: Mapping[str, Any], expected: Expectation, head_option: str) -> list[str]:
-    """Returns one line for each dtype, form, size and length of a server that is not the expected one.
+    """Returns one line for each dtype, form, size and length of a server that differs from the expected one.
 
     ``described`` is the answer of rljax's plugin. ``head_option`` names the server's own option for a float32 LM head.
     """
@@ -134,8 +134,8 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
 async def check_logprobs(server: Remote, info: ServerInfo, hint: str) -> None:
     """Checks that log-probabilities belong to the distribution that the server samples from.
 
-    Half the temperature must double their gaps. It raises HandshakeError, with ``hint`` as the remedy, if it does not,
-    or if they are not finite.
+    At half the temperature the gaps between them must be twice as large. It raises HandshakeError, with ``hint`` as the
+    remedy, if they are not, or are not finite.
     """
     assert info.vocab_size is not None
     ratio = await sharpening(server, info.vocab_size, 0.5)

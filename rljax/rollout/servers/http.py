@@ -1,4 +1,4 @@
-"""HTTP exchanges with servers: one at a time or several on one connection, and the errors that they stand for.
+"""HTTP exchanges with servers, one at a time or several on one connection, and the errors that they raise.
 
 A request and a connection for each response cost both sides more processor time than a short response takes to sample.
 So requests of the same moment are sent to a server together, and their replies come as each is complete.
@@ -103,7 +103,7 @@ class Http:
         return reply.content
 
     async def ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
-        """Returns the reply to a request, which is sent together with others to ``url`` of the same moment.
+        """Returns the reply to a request. All requests of the same moment to ``url`` are sent together.
 
         If the caller is cancelled, the server gives the request up. It raises the errors of :meth:`exchange`.
         """
@@ -229,7 +229,7 @@ async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
 
 @contextlib.asynccontextmanager
 async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
-    """Limits the time of a reply. Raises ServerGoneError if none comes in time, and ReplyError if it is not HTTP."""
+    """Limits the time of a reply. Raises ServerGoneError if it does not come in time, ReplyError if it is not HTTP."""
     try:
         # httpx's timeouts bound each read: a server that sends a byte now and then never exceeds them.
         async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):

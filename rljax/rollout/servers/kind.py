@@ -1,4 +1,4 @@
-"""One kind of server: how its replies are read, how a run shakes hands with it, and how weights come into it."""
+"""The interface of one kind of server: its replies, its handshake, and the loading of weights."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class _LoadedAnswer(msgspec.Struct):
 class Backend(ABC):
     """One kind of server. A new kind is a subclass.
 
-    Every method that takes a server raises ServerGoneError if that does not answer, and ReplyError if its answer cannot
-    be read.
+    Every method that takes a server raises ServerGoneError if the server does not answer, and ReplyError if its answer
+    cannot be read.
     """
 
     name: str  # the name of the kind in messages
@@ -106,7 +106,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def push(self, server: Remote, version: WeightVersion, in_flight: InFlight = "wait") -> None:
-        """Makes the server load a version that its machine can read. This does not prove that the weights arrived.
+        """Makes the server load a version that its machine can read. It does not check that the weights arrived.
 
         ``in_flight`` is the fate of the responses under way, as ``RolloutConfig.update``. A token of the new weights
         never uses keys and values of the old ones. It raises RuntimeError if the server refuses a step. The server then
@@ -114,16 +114,16 @@ class Backend(ABC):
         """
 
     async def force(self, server: Remote, name: str) -> Callable[[np.ndarray], Mapping[str, Any]]:
-        """Lets requests give the tokens that the server decodes, until :meth:`end_force` with the same ``name``.
+        """Makes the server decode the tokens that a request gives, until :meth:`end_force` with this ``name``.
 
         Returns a function from these tokens, int32 [t], to ``Request.forced``. It raises ValueError if the server
-        cannot do that.
+        cannot decode given tokens.
         """
         said = f"{self.name} decodes no given tokens; {self.name.lower()}:URL scores them by prefill"
         raise ValueError(f"{server.url}: {said}")
 
     async def end_force(self, server: Remote, name: str) -> None:
-        """Ends what :meth:`force` began. Raises ReplyError if the server gave up decoding given tokens."""
+        """Ends the decoding of given tokens. Raises ReplyError if the server gave it up before."""
         errors = await self.ask_plugin(server, "rljax_end_force", name)
         if any(errors):
             raise ReplyError(f"{server.url} gave up decoding given tokens: {next(filter(None, errors))}")

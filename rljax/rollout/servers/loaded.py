@@ -65,7 +65,7 @@ class ModelTensors:
 
 
 def _own_experts(layer: Any) -> Iterator[tuple[int, int]]:
-    """Yields (number of an expert, its place in the parameters) for each expert of a mixture on this worker."""
+    """Yields (number of an expert, its index in the parameters) for each expert of a mixture on this worker."""
     for expert in range(layer.global_num_experts):
         local = layer._map_global_expert_id_to_local_expert_id(expert)
         if local >= 0:
@@ -91,8 +91,8 @@ def _expert_parts(layer: Any, own: str, parameter: Any) -> Iterator[Any]:
 def has_tied_head(model: Any, text: Any) -> bool:
     """Returns whether the LM head of a torch model multiplies with the embedding table.
 
-    The parameters decide. vLLM ties a head that its files repeat only after loading, and its configuration ``text``
-    says untied then. ``text`` decides in a worker without one of the two parameters.
+    The two parameters tell. The configuration ``text`` may say untied although vLLM tied the head after loading equal
+    tensors. Only a worker that lacks a parameter uses ``text``.
     """
     layers = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
     head, table = (getattr(layer, "weight", None) for layer in layers)
@@ -123,7 +123,7 @@ def described_shape(text: Any, head_dim: int, *, tied: bool) -> dict[str, Any]:
 
 
 def _described_rope(text: Any) -> dict[str, Any]:
-    """Returns the rotary settings of a configuration, without those that change nothing.
+    """Returns the rotary settings of a configuration, without settings that change nothing.
 
     Before version 5 transformers has them in ``rope_scaling`` and ``rope_theta``.
     """

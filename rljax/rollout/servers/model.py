@@ -90,7 +90,7 @@ class ServedModel(RolloutEngine):
         return Samples(self._responses(take, queue, metrics), metrics)
 
     def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities of given tokens at temperature 1, which one server scores as a prompt.
+        """Yields the log-probabilities at temperature 1 of given tokens. One server scores them as a prompt.
 
         The token ids are int32 [t] for each sequence, and ``at_once`` sequences are sent at a time. The
         log-probabilities (nats) are float32 [t], with NaN at position 0.
@@ -107,7 +107,7 @@ class ServedModel(RolloutEngine):
     def decode(
         self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, at_once: int
     ) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities of given responses at temperature 1, which one server decodes token by token.
+        """Yields the log-probabilities at temperature 1 of given responses. One server decodes them token by token.
 
         The token ids are int32 [s] for each prompt and int32 [t] for the response to it. ``at_once`` responses are
         decoded at a time. The log-probabilities (nats) are float32 [t].
@@ -142,11 +142,11 @@ class ServedModel(RolloutEngine):
         return reply["rollout_logprobs"]
 
     def top_logprobs(self, sequence: np.ndarray, count: int) -> list[dict[int, float]]:
-        """Returns a mapping of token id to log-probability at temperature 1 for each place of ``sequence``, int32 [t].
+        """Returns a mapping from token id to log-probability at temperature 1 for each position of ``sequence`` [t].
 
-        A mapping has the ``count`` likeliest tokens and the sequence's own token. The mapping of place 0 is empty. If
-        the server tells the size of its vocabulary, ``count`` is at most that, because vLLM's engine ends at a larger
-        one. It raises the errors of :meth:`score`.
+        A mapping has the ``count`` likeliest tokens and the sequence's own token. The mapping of position 0 is empty.
+        If the server tells the size of its vocabulary, ``count`` is limited to it, because a larger one ends vLLM's
+        engine. It raises the errors of :meth:`score`.
         """
         check_prompts([sequence], 1, self.info)
         count = min(count, self.info.vocab_size or count)
@@ -157,8 +157,8 @@ class ServedModel(RolloutEngine):
     def logprobs_temperature(self, temperature: float) -> float | None:
         """Measures the temperature of the log-probabilities that come with responses sampled at ``temperature``.
 
-        It is ``temperature``, or 1 if they belong to the distribution before the temperature is applied, or None if
-        neither fits.
+        The result is ``temperature``, or 1 if the log-probabilities belong to the distribution before the temperature
+        is applied, or None if neither fits.
         """
         if temperature == 1.0:
             return 1.0
@@ -200,7 +200,7 @@ class ServedModel(RolloutEngine):
     def _logprobs_of(self, ids: np.ndarray, reply: Completion) -> np.ndarray:
         """Returns the log-probability of each token of ``ids`` in ``reply``, float32 [t], with NaN at position 0.
 
-        Raises ReplyError if a token is not among those that are reported at its place.
+        Raises ReplyError if a token is not among the tokens that are reported at its position.
         """
         pairs = list(zip(ids.tolist(), reply.prompt_logprobs, strict=False))[1:]
         other = [f"{sorted(top)}, expected {token}" for token, top in pairs if token not in top]

@@ -1,4 +1,4 @@
-"""A server as a process group: started, waited for until it is healthy, and ended without leaving anything behind.
+"""Starts a server as a process group, waits until it is healthy, and ends it with all its processes.
 
 It needs only the standard library, so that it runs under the trainer's interpreter and under a server's. Between the
 caller and the server stands a *guard*: a small process that leads the group and holds a pipe from the caller. When the

@@ -76,7 +76,7 @@ def make_tops(
 
 
 def _spread(values: np.ndarray, is_reported: np.ndarray, gap: float) -> np.ndarray:
-    """Returns the values at the true places of ``is_reported``, in order, and ``gap`` at all others."""
+    """Returns an array with ``values``, in order, where ``is_reported`` is true, and with ``gap`` elsewhere."""
     spread = np.full(is_reported.shape, gap, values.dtype)
     spread[is_reported] = values
     return spread
@@ -113,8 +113,8 @@ def without_ties(reply: T) -> T:
 def check_tops(url: str, reply: TokenRecord, sampling: SamplingParams, vocab_size: int | None) -> None:
     """Raises ReplyError if the likeliest tokens do not fit the distribution that the response was sampled from.
 
-    There is at least one sampled token. Messages name the server ``url``. Every token id is below ``vocab_size``, or
-    that is None: it is not known.
+    There is at least one sampled token. Messages name the server ``url``. Every token id must be below ``vocab_size``;
+    None: it is not known.
     """
     tokens, logprobs, shape = reply.response, reply["rollout_logprobs"], (len(reply.response), sampling.reported)
     if "top_ids" not in reply.columns or reply["top_ids"].shape != shape:
@@ -140,7 +140,7 @@ def check_tops(url: str, reply: TokenRecord, sampling: SamplingParams, vocab_siz
 
 
 def _check_support(url: str, mass: np.ndarray, is_there: np.ndarray, among: np.ndarray, *, is_cut: bool) -> None:
-    """Raises ReplyError if too few tokens are reported: not k of a whole distribution, or not all of a cut one."""
+    """Raises ReplyError if too few tokens are reported: fewer than k, or not all tokens of a cut distribution."""
     is_whole = mass >= 1.0 - ROUNDING
     if not (is_whole | is_there.all(axis=1)).all():
         fewest = int(is_there.sum(axis=1)[~is_whole].min())
@@ -175,7 +175,7 @@ def make_completion(
     experts: np.ndarray | None = None,
     **facts: Any,
 ) -> Completion:
-    """Returns the completion of a reply of ``route`` to ``request``. Raises ReplyError if an array is of other tokens.
+    """Returns the completion of a reply of ``route`` to ``request``. Raises ReplyError if an array has another length.
 
     Args:
       route: The path at the server, with which messages begin.
@@ -209,7 +209,7 @@ def check_completion(
 ) -> None:
     """Raises ReplyError if a completion cannot be the answer to ``request``, so that no step trains on it.
 
-    Messages name the server ``url``. Every token id is below ``vocab_size``, or that is None: it is not known.
+    Messages name the server ``url``. Every token id must be below ``vocab_size``; None: it is not known.
     ``may_be_part``: Whether the server may have given the response up after any number of tokens.
     """
     tokens, finish = completion.response, completion.finish_reason

@@ -72,7 +72,7 @@ class Retries:
     longest_s: float = 8.0  # the longest wait (seconds)
 
     def wait_s(self, failures: int) -> float:
-        """Returns the time to wait after so many failures (seconds). A random part keeps requests out of step."""
+        """Returns the time to wait after so many failures (seconds). It is random, to spread the requests."""
         return min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
@@ -87,8 +87,8 @@ class Remote(Protocol):
         """Sends one request of the control plane, without a retry, and returns the reply's JSON object.
 
         ``content`` is ``params`` and ``json`` as httpx takes them. The whole reply may take ``timeout_s`` seconds. It
-        raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no JSON, and
-        ServerRefusedError, with the server's message, for any other status than 200.
+        raises ServerGoneError if no answer comes or the server is not healthy, and ReplyError if the answer is no JSON.
+        For any other status than 200 it raises ServerRefusedError with the server's message.
         """
 
     async def sample(self, requests: Sequence[Request]) -> list[Completion]:
@@ -116,7 +116,7 @@ TakeAsks = Callable[[], Iterable[Ask]]
 
 
 def listed_asks(requests: Sequence[Request], group_size: int = 1, *, first: int = 0) -> list[Ask]:
-    """Returns ``requests``, each ``group_size`` of which in a row have one prompt. Numbers count from ``first``."""
+    """Returns ``requests`` as asks, numbered from ``first``. Every ``group_size`` successive ones have one prompt."""
     groups: defaultdict[int, Group] = defaultdict(Group)
     return [
         Ask(divmod(number, group_size), f"response {number}", request, groups[i // group_size])
@@ -238,7 +238,7 @@ def check_prompts(
 ) -> None:
     """Raises ValueError for prompts that a server would silently shorten, and for token ids out of its range.
 
-    ``name`` is the name of the only prompt in the message. With "" the message has the prompt's number.
+    ``name`` is the name of a single prompt for the message. If it is "", the message has the prompt's number.
     """
     limit, vocab = info.max_model_len, info.vocab_size
     for i, prompt in enumerate(prompts):

@@ -42,17 +42,17 @@ class Metrics:
         self._lock = threading.Lock()
 
     def add(self, name: str, value: float) -> None:
-        """Adds ``value`` to the number, which begins at 0."""
+        """Adds ``value`` to the number ``name``, which begins at 0."""
         with self._lock:
             self._values[name] = self._values.get(name, 0.0) + value
 
     def highest(self, name: str, value: float) -> None:
-        """Keeps the larger of the number and ``value``."""
+        """Keeps the larger of ``value`` and the number ``name``."""
         with self._lock:
             self._values[name] = max(self._values.get(name, value), value)
 
     def put(self, name: str, value: float) -> None:
-        """Replaces the number."""
+        """Replaces the number ``name`` by ``value``."""
         with self._lock:
             self._values[name] = value
 
@@ -64,7 +64,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def slowest(self, name: str) -> Iterator[None]:
-        """Keeps the seconds of the ``with`` block if they are more than the number."""
+        """Keeps the seconds of the ``with`` block if they exceed the number ``name``."""
         began = time.monotonic()
         yield
         self.highest(name, time.monotonic() - began)
@@ -119,13 +119,13 @@ class Server(Remote):
 
     @property
     def is_renewed(self) -> bool:
-        """Whether new weights come to it, so that rollouts may soon go on there."""
+        """Whether the server gets new weights, so that rollouts may soon go on there."""
         return self.state in ("paused", "loading", "proving") and not self.reason
 
     def pause(self) -> None:
         """Sends no further rollout to the server until it is open again. The rollouts under way go on.
 
-        A greeted server, which never was open, stays one.
+        A greeted server, which was never open, stays greeted.
         """
         self._enter("greeted" if self.state == "greeted" else "paused")
 
@@ -175,7 +175,7 @@ class Server(Remote):
     async def rollout(self, request: Request, vocab_size: int | None) -> Completion:
         """Returns a completion that may be trained on, or a part of one if new weights came meanwhile.
 
-        If it names weights that are not proven yet, it is returned once they are.
+        A completion that names weights without a proof is returned only after the proof.
         """
         first = max(0, len(self.versions) - 1)
         completion = await self._read(await self._send(request, self._timeout_s), request)
@@ -252,7 +252,7 @@ class Server(Remote):
             await self._kind.push(self, version, in_flight)
 
     async def prove(self, published: Published, verifier: Verifier, info: ServerInfo | None = None) -> Proof:
-        """Asks for the proof that the server holds these weights. Errors are those of :meth:`Backend.check_bits`."""
+        """Asks for the proof that the server holds these weights. Raises the errors of :meth:`Backend.check_bits`."""
         self.state = "proving"
         seconds = await self._kind.check_bits(self, published.version, published.sums)
         self._metrics.put("publish/verified_tensors", len(published.sums))
@@ -271,7 +271,7 @@ class Server(Remote):
         return await self.prove(published, verifier)
 
     async def sleep(self, verifier: Verifier) -> None:
-        """Caches the probes and puts the server to sleep. So a cache that outlives its weights shows in the proof."""
+        """Makes the server cache the probes and sleep. If the cache survives its weights, the proof will show it."""
         with self._metrics.slowest("time/sleep_s"):
             await verifier.warm(self)
             await self._kind.sleep(self)

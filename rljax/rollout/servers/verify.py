@@ -5,13 +5,13 @@
 *Use*: a fixed set of probe prompts is sent before an update, so that the server caches them. Each is whole blocks of
 its prefix cache and 32 more tokens. After the update the server *generates* from them (``prompt_logprobs`` would
 bypass the cache). The log-probabilities of the sampled tokens are compared with the trainer's. Keys and values of old
-weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. One round of probes, a *look*,
-may be out of the band by chance. So a second look with other prompts and tokens decides.
+weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. One round of probes may be out
+of the band by chance. So a second round with other prompts and tokens decides.
 
 A server that rounds to 8 bits is far from the trainer by its rounding alone, which would hide old keys and values. So
 it also scores its tokens a second time, as a prompt. It rounds as before, but reads nothing from the cache. The two
 scores are compared with each other, in a narrower band. Old keys and values move nearly all probes, and other causes
-only a few. So the distance that a third of the probes are below is compared.
+only a few. So the lower tercile of the probes' distances is compared.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class ProbeDifference:
 def limits(dtype: str, *, mixture: bool = False, rounded: bool = False) -> tuple[float, float]:
     """Returns the lowest and highest band (nats) of a server in ``dtype``.
 
-    ``mixture``: Whether it serves a mixture of experts. ``rounded``: Whether it rounds weights or cache to 8 bits.
+    ``mixture``: Whether the model is a mixture of experts. ``rounded``: Whether weights or cache have 8 bits.
     """
     lowest, highest = ROUNDED_BAND if rounded else (FLOORS[dtype], CEILINGS[dtype])
     return lowest, highest * (MIXTURE_FACTOR if mixture else 1.0)
 
 
 def probe_lengths(block_size: int, *, rounded: bool = False) -> tuple[int, int]:
-    """Returns the number of a probe's tokens that are whole cache blocks, and the length of the probe.
+    """Returns the number of a probe's tokens in whole cache blocks, and the length of the probe.
 
     There are at least 32 tokens in blocks, and 32 more. ``rounded``: Whether the server rounds weights or cache to 8
     bits. Its band is wide, and shorter probes would let an old head pass. So they are two blocks and a third of one.
@@ -119,10 +119,10 @@ def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int], seed: 
 
 
 async def sharpening(server: Remote, vocab_size: int, temperature: float) -> float:
-    """Returns the ratio of the gaps between the likeliest tokens' log-probabilities at ``temperature`` to those at 1.
+    """Returns the gaps between the likeliest tokens' log-probabilities at ``temperature``, divided by the gaps at 1.
 
-    It is 1 / temperature if a server reports the distribution that it samples from, and 1 if it reports the one before
-    the temperature is applied. It is NaN if a gap is not finite, or all log-probabilities at 1 are equal.
+    The ratio is 1 / temperature if a server reports the distribution that it samples from. It is 1 if it reports the
+    distribution before the temperature. It is NaN if a gap is not finite, or all log-probabilities at 1 are equal.
     """
     prompts = random_prompts((8, 4), vocab_size)
     how = [SamplingParams(1, t, reported=min(TOP, vocab_size)) for t in (1.0, temperature)]
@@ -190,11 +190,11 @@ class Verifier:
         await server.sample(requests)
 
     async def sample(self, server: Remote) -> list[Look]:
-        """Makes the server generate from the probes: ``ROUNDS`` looks while there is no band, and one afterwards."""
+        """Makes the server generate from the probes: ``ROUNDS`` rounds while there is no band, and one afterwards."""
         return [await self.look(server) for _ in range(ROUNDS if self.band is None else 1)]
 
     async def look(self, server: Remote) -> Look:
-        """Makes the server generate from one look's probes. Consecutive looks have other prompts."""
+        """Makes the server generate from the probes of one round. Consecutive rounds have other prompts."""
         number = self._rounds[server.url] = self._rounds.get(server.url, 0) + 1
         prompts, sampling = self._prompts[number % LOOKS :: LOOKS], SamplingParams(self._config.tokens)
         requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
@@ -206,10 +206,10 @@ class Verifier:
     def judge(
         self, url: str, looks: Sequence[Look], params: Any, again: Callable[[], Sequence[Look]]
     ) -> ProbeDifference:
-        """Compares the looks of the server at ``url`` with the trainer's ``params``. The first call sets the band.
+        """Compares rounds of the server at ``url`` with the trainer's ``params``. The first call sets the band.
 
-        If the worst look is out of the band, ``again`` makes the server sample once more. At the first call the ceiling
-        is the limit. It returns the difference that passed. It raises VerificationError if the second attempt fails.
+        If the worst round is out of the band, ``again`` makes the server sample again. At the first call the highest
+        band is the limit. Returns the difference that passed. Raises VerificationError if it fails twice.
         """
         limit = self._ceiling if self.band is None else self.band
         own_limit = self._ceiling if self.own_band is None else self.own_band
@@ -225,7 +225,7 @@ class Verifier:
         return measured[-1]
 
     def difference(self, look: Look, params: Any) -> ProbeDifference:
-        """Returns the distance of a look's log-probabilities from those of the trainer's ``params``."""
+        """Returns the distance between the log-probabilities of a round and of the trainer's ``params``."""
         pairs = list(zip(look.prompts, look.completions, strict=True))
         scored = self._score(params, [sampled.ids for _, sampled in pairs])
         gaps = [
@@ -240,7 +240,7 @@ class Verifier:
         return ProbeDifference(float(together.mean()), float(together.max()), per_prompt, lower_third(own), own)
 
     def _worst(self, looks: Sequence[Look], params: Any) -> ProbeDifference:
-        """Returns the difference with the largest mean among the looks, but with the largest ``own`` of all looks."""
+        """Returns the difference of the round with the largest mean, with the largest ``own`` of all rounds."""
         measured = [self.difference(look, params) for look in looks]
         worst = max(measured, key=lambda each: _or_infinite(each.mean))
         return dataclasses.replace(worst, own=max((each.own for each in measured), key=_or_infinite))
@@ -250,7 +250,7 @@ class Verifier:
         return min(self._ceiling, max(floor, self._config.factor * measured))
 
     def _said(self, url: str, measured: Sequence[ProbeDifference]) -> str:
-        """Returns the message of a failure: the means of the looks, the server's dtypes and the limit."""
+        """Returns the message of a failure: the mean of each round, the server's dtypes and the limit."""
         config, info = self._config, self._info
         means = ", then ".join(f"{each.mean:.3g}" for each in measured)
         prompts = ", ".join(f"{gap:.3g}" for gap in measured[-1].per_prompt)
@@ -283,7 +283,7 @@ class Verifier:
 
 
 def lower_third(gaps: Sequence[float]) -> float:
-    """Returns the gap that a third of the gaps are not above; 0 without gaps, and NaN if a gap is not finite."""
+    """Returns the lower tercile of the gaps; 0 without gaps, and NaN if a gap is not finite."""
     if not np.isfinite(gaps).all():
         return float("nan")
     return sorted(gaps)[len(gaps) // 3] if gaps else 0.0

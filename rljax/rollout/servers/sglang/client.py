@@ -171,7 +171,7 @@ class SglangBackend(Backend):
             await server.call("POST", "/continue_generation", json={})
 
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
-        """Returns the lines of :func:`common_differences`, and those of SGLang's own settings."""
+        """Returns the lines of :func:`common_differences`, and lines about SGLang's own settings."""
         cache, dtype = described["kv_cache_dtype"], described["dtype"]
         is_plain = cache in get_args(Dtype)  # whether the cache has a plain dtype, which needs no name
         known = dict(described) | ({"kv_cache_dtype": dtype} if is_plain else {})

@@ -185,7 +185,7 @@ class VllmBackend(Backend):
             raise ReplyError(f"{server.url}/collective_rpc answered without {error}: {str(answer)[:300]}") from error
 
     async def force(self, server: Remote, name: str) -> Callable[[np.ndarray], Mapping[str, Any]]:
-        """Makes the workers force tokens, by hooks that are removed at the end, or by vLLM's own trace replay."""
+        """Makes the workers decode given tokens, by hooks that are removed at the end or by vLLM's own trace replay."""
         try:
             answers: list[_ForceAnswer] = await self.ask(server, _ForceAnswer, "rljax_force", name, FORCING_S)
         except ServerRefusedError as error:
@@ -232,7 +232,7 @@ class VllmBackend(Backend):
         await server.call("POST", "/resume")
 
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
-        """Returns the lines of :func:`common_differences`, and those of vLLM's own settings."""
+        """Returns the lines of :func:`common_differences`, and lines about vLLM's own settings."""
         lines = common_differences(described, expected, 'vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\'')
         if described["backend"] != BACKEND:
             lines.append(

@@ -1,10 +1,10 @@
 """An endpoint of rljax in vLLM's API server, which samples several responses and replies with arrays.
 
 vLLM's own endpoints make a Python object for each token and each likeliest token, and need a request for each response.
-That takes time of the processor that the workers need. Here the scores stay in flat lists, and are sent as JSON with
-base64 of little-endian arrays. One request asks for several responses. Each response comes in a line of its own as soon
-as it is complete. The line has a hash of the prompt. The sampling, the checks of a request and the
-statuses of errors are those of vLLM.
+That costs processor time which the workers need. Here the scores stay in flat lists, and are sent as JSON with base64
+of little-endian arrays. One request asks for several responses. Each response comes in a line of its own as soon as it
+is complete. The line has a hash of the prompt. The sampling, the checks of a request and the statuses of errors are
+those of vLLM.
 
 ``DELETE`` with ``batch`` and ``number`` in the query gives up single responses of the request with that ``batch``.
 
@@ -37,7 +37,7 @@ class ServeRollouts:
     """ASGI middleware that adds the endpoint to vLLM's application, and changes no request."""
 
     def __init__(self, app: App) -> None:
-        """Takes the application inside. The endpoint is added as the server starts."""
+        """Wraps the application ``app``. The endpoint is added when the server starts."""
         self._app = app
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:

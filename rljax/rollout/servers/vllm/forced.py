@@ -1,8 +1,8 @@
-"""Forced decoding inside a vLLM worker: a request's own tokens take the place of those that the sampler draws.
+"""Forced decoding inside a vLLM worker: the tokens of a request replace the tokens that the sampler draws.
 
-A request carries its tokens in ``sampling_params.extra_args``. Two hooks on the sampler put them in the places of the
-drawn tokens, with their log-probabilities at temperature 1. So the server decodes given tokens step by step, through
-its cache, as it would decode its own. The hooks exist only while a client needs them. Other requests do not change.
+A request carries its tokens in ``sampling_params.extra_args``. Two hooks on the sampler replace the drawn tokens by
+them, with their log-probabilities at temperature 1. So the server decodes given tokens step by step, through its cache,
+in the same way as its own. The hooks exist only while a client needs them. Other requests do not change.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Hooks:
-    """Hooks on modules. The first error inside one of them removes them all, and the forward goes on without them."""
+    """Hooks on modules. The first error inside a hook removes all hooks, and the forward goes on without them."""
 
     def __init__(self) -> None:
         self.error = ""  # the error that ended the hooks, or ""

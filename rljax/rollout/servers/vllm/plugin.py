@@ -78,7 +78,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     @functools.cached_property
     def weights(self) -> WorkerWeights:
-        """The places from which this worker may load weights."""
+        """The directories and the mirror from which this worker may load weights."""
         return WorkerWeights()
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         return has_tied_head(self.model, self.model_config.hf_text_config)
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Checks protocol and probe file, and notes where versions will be.
+        """Checks protocol and probe file, and stores where versions will be.
 
         Raises ValueError if one of them is not the trainer's, and RuntimeError if the mirror has too little room.
         """
@@ -114,7 +114,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                 raise
 
     def finish_weight_update(self) -> None:
-        """Puts the layers back into service, the tied head included, and computes the missing checksums.
+        """Makes the layers usable again, the tied head included, and computes the missing checksums.
 
         After an update without weights it does nothing.
         """
@@ -128,7 +128,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Ends the update under way, and removes the steps that it has put before the layers' packing."""
+        """Ends the update under way, and removes the hooks that it has put before the layers' packing."""
         if self._loading is not None:
             self._loading.detach()
         self._loading = None
@@ -142,13 +142,13 @@ def tensors_of(model: torch.nn.Module) -> ModelTensors:
 class LoadedWeights:
     """The checksums of all parameters as they were loaded. Each is computed just before its layer packs the parameter.
 
-    vLLM loads a layer, lets its quantization method pack it, and copies the result into the old memory. A layer that
-    got no weights has its old values then. So each checksum is computed just before the method packs. A layer without a
-    method packs nothing and is read at the end.
+    vLLM loads a layer, lets its quantization method pack it, and copies the result into the old memory. A layer without
+    new weights still has its old values then. So each checksum is computed just before the method packs. A layer
+    without a method packs nothing and is read at the end.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, tag: str, *, tied: bool) -> None:
-        """Puts a step before each layer's packing, until :meth:`detach`.
+        """Puts a hook before each layer's packing, until :meth:`detach`.
 
         ``dtype``: The dtype of the published weights. ``tag``: The version's tag. ``tied``: See ``has_tied_head``.
         """
@@ -170,7 +170,7 @@ class LoadedWeights:
             repair_tied_head(model)
 
     def detach(self) -> None:
-        """Removes the steps. It may be called twice."""
+        """Removes the hooks. It may be called twice."""
         for method in self._methods.values():
             vars(method).pop("process_weights_after_loading", None)
         self._methods = {}

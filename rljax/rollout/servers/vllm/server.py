@@ -28,7 +28,7 @@ _METADATA = Path(__file__).with_name("metadata")
 
 
 def prompt_hash(token_ids: bytes) -> bytes:
-    """Returns the hash of a prompt by which a reply of ``ROLLOUTS`` says which request it answers, 8 bytes.
+    """Returns the hash of a prompt, 8 bytes. A reply of ``ROLLOUTS`` has the hash of the prompt that it answers.
 
     ``token_ids`` are the bytes of the ids as int32, little-endian.
     """
@@ -53,7 +53,7 @@ class VllmConfig(process.ServerConfig):
     def command(self, port: int, *, gpu: bool) -> list[str]:
         """Returns the command line ``vllm serve`` on ``port``. ``gpu``: Whether the machine has a GPU.
 
-        The command is taken from the interpreter's directory, or from the path, as in images that keep it elsewhere.
+        The command is in the interpreter's directory, or else on the PATH, as in some container images.
         """
         places = os.pathsep.join([str(Path(self.python).parent), os.environ.get("PATH", os.defpath)])
         args = [shutil.which("vllm", path=places) or "vllm", "serve", self.model, "--served-model-name", "policy"]

@@ -93,7 +93,7 @@ class Taps(Hooks):
         self._final = None
 
     def _tap(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Records the request's rows of ``x`` [n, ...]. Returns ``x``, with the given values in these rows if any."""
+        """Records the request's rows of ``x`` [n, ...]. Returns ``x``, with the given values, if any, in these rows."""
         if not len(self._rows):
             return x
         places = self._positions.cpu()
