@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,8 @@ class DecodeSizes(NamedTuple):
     """The sizes of a continuous batch."""
 
     slots: int  # the number of responses that are decoded at once
-    # The number of responses to one prompt that start together. It divides the responses to a prompt.
+    # The number of responses to one prompt that start together. It divides the responses to a prompt. A prompt is
+    # computed once for each unit: between units its cache would take the memory of a response.
     unit: int
     group: int  # the number of units that start together once the first batch is full
 
@@ -112,6 +114,11 @@ def padded_rows(count: int) -> int:
     """Returns the number of rows that ``count`` turns are padded to: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
     power = 1 << (count - 1).bit_length()
     return 3 * power // 4 if count <= 3 * power // 4 else power
+
+
+def repeats(prompts: Sequence[np.ndarray]) -> int:
+    """Returns the number of neighbours with equal tokens, or the largest divisor where these numbers differ."""
+    return math.gcd(*(len(list(equal)) for _, equal in itertools.groupby(prompts, lambda ids: ids.tobytes())))
 
 
 def padded_width(longest: int, first: int, places: int) -> int:

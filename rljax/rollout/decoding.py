@@ -144,7 +144,7 @@ def empty(
     *,
     prompts: int,
     width: int,
-    n: int,
+    rows: int,
     limit: int,
     places: int,
     slots: int,
@@ -156,13 +156,12 @@ def empty(
     Args:
       dtype, cache_dtype: The dtype of the hidden states, and of the cached keys and values.
       width: The length that prompts are padded to.
-      n: The number of responses to each prompt.
+      rows: The number of responses.
       limit: The longest response.
       places: The size of the ring, which is more than ``width`` and holds the longest prompt with its response.
       with_routes: Whether the experts of the tokens are kept.
       reported: The number of likeliest tokens that are kept at each position.
     """
-    rows = prompts * n
     spec = cache_spec(config, slots, places, dtype, cache_dtype)
     cache = _on_mesh(_zeros(spec), spec)
     hidden, valid = jnp.zeros((slots, config.hidden_size), dtype), jnp.zeros((slots, places), bool)

@@ -38,6 +38,7 @@ from rljax.rollout.decode_sizes import (
     padded_rows,
     padded_width,
     prefill_rows,
+    repeats,
     row_ways,
 )
 from rljax.rollout.decoding import Queue, Sampled, Slots
@@ -55,9 +56,11 @@ class _PromptRows(NamedTuple):
 
     prompts: np.ndarray  # the prompts padded on the left, int32 [p, s]
     lengths: np.ndarray  # the number of tokens of each prompt, int32 [p]
+    n: int  # the number of responses to each prompt
     room: int  # the number of prompts that the arrays of samples have room for, p or more
+    responses: int  # the number of responses that they have room for, p * n or more
     places: int  # the number of tokens that the cache holds of each row
-    limits: np.ndarray | None = None  # the most tokens of each response, int32 [room]; None: the limit of the request
+    limits: np.ndarray | None = None  # the most tokens of each response, int32 [responses]; None: those of the request
     at_once: int | None = None  # the most prompts that are computed at once; None: as many as are decoded at once
 
 
@@ -118,7 +121,7 @@ def make_functions(
         with jax.default_matmul_precision(matmul_precision(dtype)):
             return decoding.prefill_logprobs(params, config, *args, **dtypes)
 
-    sizes = ("prompts", "width", "n", "limit", "places", "slots", "with_routes", "reported")
+    sizes = ("prompts", "width", "rows", "limit", "places", "slots", "with_routes", "reported")
     whole = replicated(mesh)
     return EngineFunctions(
         cast,
@@ -202,15 +205,17 @@ class JaxEngine(RolloutEngine):
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples all responses before it returns."""
-        return self._sample(prompts, self._laid_out(prompts, sampling), n, sampling, seed)
+        return self._sample(prompts, self._laid_out(prompts, sampling, n), sampling, seed)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples all turns before it returns.
 
         The width of the prompts and the number of rows are padded to a few sizes, so that few programs are compiled.
+        The first turns of a group have one prompt, which is computed once.
         """
-        prompts, rows = [request.tokens for request in requests], self._turn_rows(requests, sampling)
-        return as_turns(self._sample(prompts, rows, 1, sampling, seed), requests)
+        rows = self._turn_rows(requests, sampling)
+        prompts = [request.tokens for request in requests[:: rows.n]]
+        return as_turns(self._sample(prompts, rows, sampling, seed), requests, rows.n)
 
     def draft(
         self,
@@ -229,34 +234,37 @@ class JaxEngine(RolloutEngine):
           numbers: The numbers that give each turn its random keys (``token_key``), int32 [n, m].
         """
         rows = self._turn_rows(requests, sampling)
-        forced = np.full((rows.room, sampling.max_response_tokens), -1, np.int32)
+        forced = np.full((rows.responses, sampling.max_response_tokens), -1, np.int32)
         for row, known in zip(forced, begun, strict=False):
             row[: len(known)] = known
-        named = np.zeros((rows.room, numbers.shape[1]), np.int32)
+        named = np.zeros((rows.responses, numbers.shape[1]), np.int32)
         named[: len(numbers)] = numbers
-        sampled = self._run(rows, 1, dataclasses.replace(sampling, reported=0), seed, forced, numbers=named)
+        sampled = self._run(rows, dataclasses.replace(sampling, reported=0), seed, forced, numbers=named)
         ends = zip(begun, sampled.counts, sampled.tokens, strict=False)
         return [tokens[len(known) : count] for known, count, tokens in ends]
 
     def _turn_rows(self, requests: Sequence[TurnRequest], sampling: SamplingParams) -> _PromptRows:
-        """Returns the rows of one response to each of ``requests``, padded to a few sizes."""
+        """Returns the rows of one response to each of ``requests``, padded to a few sizes.
+
+        The rows keep the order of the requests. Neighbours with equal tokens share a prompt.
+        """
         limit, places = sampling.max_response_tokens, self._max_tokens or self._width + sampling.max_response_tokens
         for request in requests:
             request.check_room(places, "the engine has room for")
-        prompts = [request.tokens for request in requests]
+        n = repeats([request.tokens for request in requests])
+        prompts = [request.tokens for request in requests[::n]]
         padded, lengths = self._padded(prompts, padded_width(max(map(len, prompts)), self._width, places))
-        limits = np.zeros(padded_rows(len(prompts)), np.int32)
-        limits[: len(prompts)] = [min(request.max_tokens, limit) for request in requests]
+        limits = np.zeros(padded_rows(len(requests)), np.int32)
+        limits[: len(requests)] = [min(request.max_tokens, limit) for request in requests]
         at_once = prefill_rows(self._config, padded.shape[1], row_ways(self._mesh))
-        return _PromptRows(padded, lengths, len(limits), places, limits, at_once)
+        # Shared prompts have as much room as separate ones, so that both take the same compiled loop.
+        return _PromptRows(padded, lengths, n, len(limits), len(limits), places, limits, at_once)
 
-    def _sample(
-        self, prompts: Sequence[np.ndarray], rows: _PromptRows, n: int, sampling: SamplingParams, seed: int
-    ) -> Samples:
-        """Samples ``n`` responses to each of ``prompts``. ``rows`` has the same prompts as padded arrays."""
-        start = time.perf_counter()
-        numbers = np.arange(rows.room * n, dtype=np.int32)[:, None]
-        sampled = self._run(rows, n, sampling, seed, numbers=numbers, with_routes=self._with_routes)
+    def _sample(self, prompts: Sequence[np.ndarray], rows: _PromptRows, sampling: SamplingParams, seed: int) -> Samples:
+        """Samples the responses to each of ``prompts``. ``rows`` has the same prompts as padded arrays."""
+        start, n = time.perf_counter(), rows.n
+        numbers = np.arange(rows.responses, dtype=np.int32)[:, None]
+        sampled = self._run(rows, sampling, seed, numbers=numbers, with_routes=self._with_routes)
         metrics = {"time/generate_s": time.perf_counter() - start}
         responses = []
         for row, length in enumerate(sampled.counts[: len(prompts) * n].tolist()):
@@ -298,7 +306,7 @@ class JaxEngine(RolloutEngine):
         for row, response in zip(forced, responses, strict=True):
             row[: len(response)] = response
         sampling = SamplingParams(limit, temperature)
-        sampled = self._run(self._laid_out(prompts, sampling), 1, sampling, 0, forced, numbers=None)
+        sampled = self._run(self._laid_out(prompts, sampling, 1), sampling, 0, forced, numbers=None)
         logprobs = sampled.arrays["rollout_logprobs"]
         return [row[: len(response)] for row, response in zip(logprobs[: len(responses)], responses, strict=True)]
 
@@ -322,7 +330,6 @@ class JaxEngine(RolloutEngine):
     def _run(
         self,
         rows: _PromptRows,
-        n: int,
         sampling: SamplingParams,
         seed: int,
         forced: np.ndarray | None = None,
@@ -330,7 +337,7 @@ class JaxEngine(RolloutEngine):
         numbers: np.ndarray | None,
         with_routes: bool = False,
     ) -> Sampled:
-        """Returns arrays on the host with room for ``rows.room`` prompts. Responses to the existing ones come first.
+        """Returns arrays on the host with room for ``rows.responses``. Responses to the existing prompts come first.
 
         ``forced`` and ``numbers`` are those of ``decoding.decode``.
         """
@@ -341,11 +348,11 @@ class JaxEngine(RolloutEngine):
         temperature = np.float32(1.0 if greedy else sampling.temperature)
         given = stops, temperature, np.uint32(seed), numbers, forced, rows.limits
         with jax.set_mesh(self._mesh):
-            batch = self._batch(rows.room * n, n, rows.places)
-            sizes = {"prompts": rows.room, "width": rows.prompts.shape[1], "n": n, "limit": limit}
+            batch = self._batch(rows.responses, rows.n, rows.places)
+            sizes = {"prompts": rows.room, "width": rows.prompts.shape[1], "rows": rows.responses, "limit": limit}
             sizes |= {"places": rows.places, "slots": batch.slots, "reported": selection.reported}
             slots, sampled = self._functions.empty(**sizes, with_routes=with_routes)
-            waiting = Queue(rows.prompts, rows.lengths, n, batch, rows.at_once)
+            waiting = Queue(rows.prompts, rows.lengths, rows.n, batch, rows.at_once)
             free = np.arange(batch.slots)
             while True:
                 for group in waiting.admitted(free):
@@ -358,11 +365,11 @@ class JaxEngine(RolloutEngine):
                     return Sampled(*jax.device_get(sampled))
                 free = np.flatnonzero(jax.device_get(is_free))
 
-    def _laid_out(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> _PromptRows:
-        """Returns the rows of a request for responses to ``prompts``, padded to ``max_prompt_tokens``."""
+    def _laid_out(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, n: int) -> _PromptRows:
+        """Returns the rows of a request for ``n`` responses to each prompt, padded to ``max_prompt_tokens``."""
         padded, lengths = self._padded(prompts, self._width)
         count = padded_count(len(prompts), self._step_prompts)
-        return _PromptRows(padded, lengths, count, self._width + sampling.max_response_tokens)
+        return _PromptRows(padded, lengths, n, count, count * n, self._width + sampling.max_response_tokens)
 
     def _padded(self, prompts: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts padded on the left to ``width``, int32 [n, s], and their lengths, int32 [n]."""

@@ -107,15 +107,16 @@ class RolloutEngine(Protocol):
         """Releases the engine's resources. It may be called twice."""
 
 
-def as_turns(samples: Samples, requests: Sequence[TurnRequest]) -> Samples:
+def as_turns(samples: Samples, requests: Sequence[TurnRequest], n: int = 1) -> Samples:
     """Returns ``samples`` with the numbers and the limits of ``requests``, for ``RolloutEngine.answer``.
 
-    ``samples`` has one response to the tokens of each request. A response that is longer than ``max_tokens`` is cut.
+    ``samples`` has one response to each request, and ``n`` requests in a row share each of its prompts. A response that
+    is longer than ``max_tokens`` is cut.
     """
 
     def responses() -> Iterator[Response]:
         for response in samples:
-            request = requests[response.prompt_index]
+            request = requests[response.prompt_index * n + response.sample_index]
             turn = replace(response, prompt_index=request.key, sample_index=request.turn - 1)
             yield turn.first(request.max_tokens)
 

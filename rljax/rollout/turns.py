@@ -40,11 +40,13 @@ class TurnQueue:
     engine samples its turn or its environment works. So a further request may still come.
     """
 
-    def __init__(self, keys: int | Iterable[int], stop: Stopping | None = None) -> None:
+    def __init__(self, keys: int | Iterable[int], stop: Stopping | None = None, group_size: int = 1) -> None:
         """Opens all trajectories, whose numbers are ``keys``. An integer means that many, numbered from 0.
 
-        ``stop`` says whether waits are given up. None: they never are.
+        ``stop`` says whether waits are given up. None: they never are. Each ``group_size`` numbers in a row, from 0 on,
+        are trajectories of one problem.
         """
+        self.group_size = group_size
         self._turns = dict.fromkeys(range(keys) if isinstance(keys, int) else keys, 0)
         self._open, self._stop = set(self._turns), stop
         self._waiting: dict[int, TurnRequest] = {}

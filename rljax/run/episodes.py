@@ -171,7 +171,7 @@ class _Trajectories:
             for i, problem in enumerate(problems)
             for j in range(n)
         ]
-        self._queue = TurnQueue(len(self._episodes), episodes.stop)
+        self._queue = TurnQueue(len(self._episodes), episodes.stop, n)
         self._done: queue.SimpleQueue[Scored | BaseException] = queue.SimpleQueue()
         self._limited = self._silent = 0
         self._reason = ""

@@ -46,6 +46,7 @@ def test_engines_agree_after_each_publish(served, prompts):
             assert metrics["publish/bytes"] > 0
             assert samples.metrics["rollout/requests"] == 20
             assert samples.metrics["rollout/retries"] == 0
+            assert 0 <= samples.metrics["rollout/cached_prompt_fraction"] < 1
             assert ("publish/changed_fraction" in metrics) == (version > 0)
     finally:
         engine.close()

@@ -17,6 +17,7 @@ from rljax.rollout.decode_sizes import (
     padded_rows,
     padded_width,
     prefill_rows,
+    repeats,
 )
 from rljax.rollout.decoding import Queue
 from rljax.rollout.embedded import JaxEngine, make_functions
@@ -77,6 +78,13 @@ def test_turns_are_padded_to_few_sizes():
     assert [padded_rows(count) for count in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert [padded_width(longest, 6, 40) for longest in (1, 6, 7, 12, 13, 24, 25, 39)] == [6, 6, 12, 12, 24, 24, 39, 39]
     assert padded_width(5, 6, 6) == 5
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"), [("aaabbb", 3), ("aaaaaabbb", 3), ("aaaabb", 2), ("aaab", 1), ("aba", 1), ("aaa", 3)]
+)
+def test_neighbours_with_equal_prompts_are_counted(prompts, expected):
+    assert repeats([np.asarray([1, ord(letter)], np.int32) for letter in prompts]) == expected
 
 
 def test_prompts_are_computed_at_once_as_scores_fit():

@@ -36,12 +36,12 @@ def ahead_thread():
     return ThreadPoolExecutor(1, initializer=AHEAD.set, initargs=(1,))
 
 
-def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, turn: 6, after=lambda response: None):
-    """Runs trajectories from the tokens 10 + key, with ``turns[key]`` turns.
+def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, turn: 6, after=lambda response: None, n=1):
+    """Runs trajectories from the tokens 10 + key, with ``turns[key]`` turns, in groups of ``n``.
 
     Returns responses in order of arrival, and metrics.
     """
-    queue, rows, responses = TurnQueue(len(turns)), [[10 + key % 20] for key in range(len(turns))], []
+    queue, rows, responses = TurnQueue(len(turns), None, n), [[10 + key % 20] for key in range(len(turns))], []
 
     def put(key, turn):
         queue.put(TurnRequest(key, turn, np.asarray(rows[key], np.int32), max_tokens(key, turn)))
@@ -111,15 +111,16 @@ def test_requests_may_come_late_and_from_other_threads(fake):
     assert places(responses) == [(8, 0), (3, 0)]
 
 
-def test_the_turns_of_a_trajectory_stay_at_one_server(another):
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_turns_of_a_group_stay_at_one_server(another, n):
     fakes = [another() for _ in range(3)]
     for each in fakes:
         each.delay_s = 0.02
     with published(*fakes) as engine:
-        responses, _ = converse(engine, [4] * 9)
+        responses, _ = converse(engine, [4] * 9, n=n)
     assert len(responses) == 36
-    asked = [{prompt[0] for prompt, _, _ in each.asked} for each in fakes]
-    assert sum(map(len, asked)) == 9
+    asked = [{(prompt[0] - 10) // n for prompt, _, _ in each.asked} for each in fakes]
+    assert sum(map(len, asked)) == 9 // n
     assert all(len(each.asked) == 12 for each in fakes)
 
 

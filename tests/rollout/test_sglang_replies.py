@@ -91,6 +91,11 @@ def test_tokens_whose_probability_is_0_in_float32_are_left_out():
     )
 
 
+@pytest.mark.parametrize(("reply", "cached"), [(REPLY, 0), (changed(cached_tokens=2), 2), (SCORED, None)])
+def test_a_reply_says_how_much_of_the_prompt_was_cached(reply, cached):
+    assert read(reply, Request(PROMPT, SamplingParams(2))).cached == cached
+
+
 def test_logprobs_of_a_prompt_and_a_stop_token():
     request = Request(PROMPT, SamplingParams(4, stop_token_ids=(14,)), prompt_logprobs=0)
     got = read(SCORED, request)

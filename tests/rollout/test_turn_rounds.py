@@ -107,6 +107,31 @@ def test_turns_compile_few_loops_and_leave_those_of_one_turn():
     assert engine.compilations == 4
 
 
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS])
+def test_first_turns_of_groups_share_their_prompts(config):
+    """Groups of three turns are the bits of three responses to each prompt, which the same program computes.
+
+    With a turn after another prompt beside them they share nothing, and round otherwise.
+    """
+    make_functions.cache_clear()
+    engine, params = make(config, max_tokens=3 + 5)
+    functions = make_functions(config, jnp.dtype(jnp.float32), MESH, None, "none", None, None)
+    asked = [TurnRequest(10 + 3 * i + j, 1, PROMPTS[i], 5) for i in range(2) for j in range(3)]
+    together = list(engine.answer_round(asked, LIMITS, seed=1))
+    assert [(turn.prompt_index, turn.sample_index) for turn in together] == [(10 + i, 0) for i in range(6)]
+    alone = list(engine.generate(PROMPTS[:2], 3, LIMITS, seed=1))
+    assert functions.admit._cache_size() == (2 if config.num_experts else 1)  # routes have more room after turns
+    for turn, response in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(turn.ids, response.ids)
+        for name, column in response.columns.items():
+            np.testing.assert_array_equal(turn.columns[name], column)
+    check_logprobs({turn.prompt_index: (turn, turn.ids[: turn.prompt_length]) for turn in together}, config, params)
+    apart = list(engine.answer_round([*asked, TurnRequest(16, 1, PROMPTS[2], 5)], LIMITS, seed=1))
+    for turn, other in zip(together, apart[:6], strict=True):
+        np.testing.assert_array_equal(turn.ids, other.ids)
+        np.testing.assert_allclose(turn["rollout_logprobs"], other["rollout_logprobs"], atol=2e-6, rtol=0)
+
+
 def test_a_turn_that_the_engine_has_no_room_for_is_refused():
     engine, _ = make()
     queue = TurnQueue(1)

@@ -18,6 +18,7 @@ from vllm_fake import SHAPE, FakeVllm
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.vllm.client import GENERATE
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import ClientLimits, SamplingParams
 from rljax.weights.format import PROTOCOL
 
@@ -211,6 +212,26 @@ def test_replies_of_another_version_of_this_run_are_refused(fake):
         assert not wrong
         assert all(r["version"].tolist() == [10] * 5 for r in responses)
         assert engine.fleet.report()["rollout/server_losses"] >= 1
+
+
+@pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
+def test_the_row_says_what_share_of_prompts_was_cached(another, route):
+    """Four responses to each of two prompts of nine tokens, at two servers with blocks of two tokens.
+
+    Each server computes one prompt, and takes its four blocks from the cache for the three other responses.
+    """
+    fakes, prompts = [another(), another()], [np.arange(first, first + 9, dtype=np.int32) for first in (1, 20)]
+    with closing(make(*(fake.url for fake in fakes))) as engine:
+        engine.publish(PARAMS, 0)
+        silent = engine.generate(prompts, 4, SamplingParams(2), seed=0)
+        assert len(list(silent)) == 8
+        assert "rollout/cached_prompt_fraction" not in silent.metrics
+        for fake in fakes:
+            engine.fleet.server(fake.url).route = route
+            fake.block = 2
+        samples = engine.generate(prompts, 4, SamplingParams(2), seed=0)
+        assert len(list(samples)) == 8
+        assert samples.metrics["rollout/cached_prompt_fraction"] == 3 * 8 / (4 * 9)
 
 
 def test_replies_without_version_are_counted(fake, caplog):

@@ -58,6 +58,8 @@ class FakeVllm:
         self.forced: list[str] = []  # the clients that give the tokens
         self.obeys = True  # whether it decodes the given tokens
         self.names_versions = True
+        self.block = 0  # the size of a block of its prefix cache (tokens), which it tells of; 0: it does not tell
+        self.cached: set[tuple[int, ...]] = set()  # the prefixes of prompts, in whole blocks, that it has computed
         self.fail_next: list[int] = []  # the statuses of the next samples
         self.routes = {ROLLOUTS, "/inference/v1/generate", "/weight_info"}
         self.dtype, self.protocol = "float32", PROTOCOL
@@ -237,7 +239,16 @@ class FakeVllm:
             "weight_versions": spans if self.names_versions else None,
             "logprobs": {"content": content},
         }
-        return 200, {"choices": [choice], "prompt_logprobs": scored}
+        told = self.block and {"prompt_tokens_details": {"cached_tokens": self._from_cache(prompt)}}
+        return 200, {"choices": [choice], "prompt_logprobs": scored, "usage": told or {"prompt_tokens": len(prompt)}}
+
+    def _from_cache(self, prompt: list[int]) -> int:
+        """Returns the number of tokens of the prompt in cached blocks, and caches all its whole blocks."""
+        with self._lock:
+            blocks = [tuple(prompt[:end]) for end in range(self.block, len(prompt), self.block)]
+            known = sum(block in self.cached for block in blocks)
+            self.cached.update(blocks)
+        return known * self.block
 
 
 def rollout_reply(reply: dict, prompt: list[int]) -> dict:
@@ -257,6 +268,7 @@ def rollout_reply(reply: dict, prompt: list[int]) -> dict:
         "prompt_scores": of_prompt and flat_scores(of_prompt),
         "weight_versions": choice.get("weight_versions"),
         "routed_experts": choice.get("routed_experts"),
+        "cached_tokens": reply.get("usage", {}).get("prompt_tokens_details", {}).get("cached_tokens"),
     }
 
 

@@ -1,8 +1,9 @@
 """Requests on their way to servers: each waits in line for a server with room, and is sent again if that fails.
 
-The requests of a group, which have one prompt, go to one open server while it has room, so that it computes the prompt
-once. The first goes to the server with the least outstanding work. Responses come back as they complete. The requests
-of a server that goes down are sent again to another one, or wait. A server may also give a response up for new weights.
+The requests of a group, whose prompts begin alike, go to one server, so that its prefix cache serves them. The first
+goes to the server with the least outstanding work. A request whose server is full waits. Other servers take it only
+where nothing else waits for them. Responses come back as they complete. The requests of a server that goes down are
+sent again to another one, or wait. A server may also give a response up for new weights.
 Then its part is kept, and any server samples the rest. A request that a paused server refuses waits and is sent again.
 """
 
@@ -173,18 +174,19 @@ class Dispatcher(LoopThread, ABC):
     def assign(self) -> None:
         """Gives servers to the requests that wait, as long as a server has room. Called at each change of a server."""
         while self._waiting:
-            group, given = self._waiting[0]
-            server = None if given.done() else self._next(group)
-            if server is not None:
-                group.home = server
-                server.outstanding += 1
-                given.set_result(server)
-            elif not given.done():
+            opened = [each for each in self.servers if each.state == "open"]
+            free = [each for each in opened if each.outstanding < self.most]
+            full = [each for each in opened if each not in free]
+            if not free:
                 return
-            self._waiting.popleft()
-
-    def _next(self, group: Group) -> Server | None:
-        """Returns the last server of ``group`` if it is open with room, else the idlest open one with room, or None."""
-        free = [each for each in self.servers if each.state == "open" and each.outstanding < self.most]
-        idlest = min(free, key=lambda server: server.outstanding, default=None)
-        return next((each for each in free if each is group.home), idlest)
+            at = next((i for i, (group, _) in enumerate(self._waiting) if group.home not in full), 0)
+            group, given = self._waiting[at]
+            del self._waiting[at]
+            if given.done():
+                continue
+            idlest = min(free, key=lambda each: each.outstanding)
+            server = next((each for each in free if each is group.home), idlest)
+            if group.home not in full:
+                group.home = server
+            server.outstanding += 1
+            given.set_result(server)

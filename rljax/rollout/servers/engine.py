@@ -181,7 +181,7 @@ class ServedEngine(Admission, RolloutEngine):
     def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples each turn as soon as it is asked for. It uses the servers, and raises the errors, of ``generate``.
 
-        The turns of a trajectory go to one server while it has room, because it has computed the tokens before them.
+        The turns of a group go to one server, because it has computed the tokens before them.
         """
         self._check_verified()
         take = turn_asks(queue, sampling, self._seed_sent(seed), self._shortest, self._expected.routes)
@@ -208,7 +208,7 @@ class ServedEngine(Admission, RolloutEngine):
         self._current = self._prepared = None
 
     def _responses(self, take: TakeAsks, turns: TurnQueue | None, metrics: dict[str, float]) -> Iterator[Response]:
-        began = time.monotonic()
+        began, cached, told = time.monotonic(), 0, 0
         metrics["rollout/responses_without_version"] = 0.0
         if asleep := self.fleet.all_in("asleep"):
             self._renew_all(asleep)
@@ -217,11 +217,15 @@ class ServedEngine(Admission, RolloutEngine):
         try:
             with contextlib.closing(self.fleet.stream(take, turns, self._shortest().vocab_size, metrics)) as stream:
                 for place, reply in stream:
+                    if reply.cached is not None:
+                        cached, told = cached + reply.cached, told + reply.prompt_length
                     yield self._response(place, reply, metrics)
         finally:
             if self._config.colocated and self._current is not None:
                 self.fleet.side_by_side(lambda server: server.sleep(self.verifier), self.fleet.all_in("open"))
             metrics["time/generate_s"] = time.monotonic() - began
+            if told:
+                metrics["rollout/cached_prompt_fraction"] = cached / told
 
     def _response(self, place: tuple[int, int], reply: Completion, metrics: dict[str, float]) -> Response:
         """Returns ``reply`` as a response. Raises ReplyError if it should name several versions and names none."""

@@ -44,6 +44,7 @@ class Completion(TokenRecord):
     spans: tuple[tuple[str, int, int], ...] | None = None  # the (weight version tag, start, end) of each part
     # The log-probabilities by token id at each position of the prompt, its own token among them; {} at position 0.
     prompt_logprobs: tuple[Mapping[int, float], ...] = ()
+    cached: int | None = None  # the number of prompt tokens from the server's prefix cache; None: it does not tell
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Remote(Protocol):
 
 @dataclass
 class Group:
-    """Requests with the same prompt. ``home`` is the server that got the last one, and so has computed the prompt."""
+    """Requests whose prompts begin alike. ``home`` is the server that computes this beginning, or None at first."""
 
     home: Remote | None = None
 
@@ -119,8 +120,8 @@ def listed_asks(requests: Sequence[Request], group_size: int = 1, *, first: int 
     """Returns ``requests`` as asks, numbered from ``first``. Every ``group_size`` successive ones have one prompt."""
     groups: defaultdict[int, Group] = defaultdict(Group)
     return [
-        Ask(divmod(number, group_size), f"response {number}", request, groups[i // group_size])
-        for i, (number, request) in enumerate(enumerate(requests, first))
+        Ask(divmod(number, group_size), f"response {number}", request, groups[number // group_size])
+        for number, request in enumerate(requests, first)
     ]
 
 
@@ -131,7 +132,7 @@ def turn_asks(
     info: Callable[[], ServerInfo],
     routes: tuple[int, int, int] | None = None,
 ) -> TakeAsks:
-    """Returns a function that takes the turns which wait in ``queue``. The turns of a trajectory form a group.
+    """Returns a function that takes the turns which wait in ``queue``. A problem's turns form a group.
 
     The function raises ValueError if a turn is too long for the servers, and the errors of ``TurnQueue.take``.
 
@@ -152,7 +153,7 @@ def turn_asks(
             own_seed = None if seed is None else response_seed(seed, key, turn)
             limited = dataclasses.replace(sampling, max_response_tokens=limit)
             request = Request(tokens, limited, own_seed, None, routes, shortest_info.vocab_size)
-            yield Ask((key, turn - 1), name, request, groups[key])
+            yield Ask((key, turn - 1), name, request, groups[key // queue.group_size])
 
     return take
 
@@ -195,8 +196,8 @@ def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
 def join_parts(parts: Sequence[Completion]) -> Completion:
     """Returns one completion from parts, each of which continues the one before.
 
-    The scores of the prompt and the routes are dropped. It raises ReplyError if a part with tokens does not name the
-    weights that sampled it.
+    The scores of the prompt and the routes are dropped. ``cached`` is of the first part. It raises ReplyError if a part
+    with tokens does not name the weights that sampled it.
     """
     *before, last = parts
     if not before:
@@ -214,7 +215,9 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
         at += len(part.response)
     first = parts[0].without("routes")
     whole = join([first, *(part.without("routes").cut(part.prompt_length) for part in parts[1:])], first.prompt_length)
-    return Completion(whole.ids, whole.prompt_length, whole.columns, last.finish_reason, tuple(spans))
+    return Completion(
+        whole.ids, whole.prompt_length, whole.columns, last.finish_reason, tuple(spans), cached=parts[0].cached
+    )
 
 
 def response_seed(seed: int, prompt: int, sample: int) -> int:

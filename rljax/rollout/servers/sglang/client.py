@@ -50,6 +50,7 @@ class _Meta(msgspec.Struct):
     input_top_logprobs: list[list[_Scored] | None] | None = None
     weight_versions: list[Span] | None = None
     prompt_tokens: int | None = None  # the number of the prompt's tokens
+    cached_tokens: int | None = None  # how many of them the server took from its cache
 
 
 class _SglangReply(msgspec.Struct):
@@ -127,6 +128,7 @@ class SglangBackend(Backend):
             are_others=list(map(itemgetter(1), meta.output_token_logprobs)) != read.output_ids,
             finish_reason="None" if meta.finish_reason is None else meta.finish_reason.type,
             spans=as_spans(meta.weight_versions),
+            cached=meta.cached_tokens,
             prompt_logprobs=prompt,
         )
 

@@ -70,9 +70,18 @@ class _Choice(msgspec.Struct, Generic[S], kw_only=True):
     routed_experts: bytes | None = None  # a .npy file in base64
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None  # None without --enable-prompt-tokens-details
+
+
 class _VllmReply(msgspec.Struct, Generic[S]):
     choices: list[_Choice[S]]
     prompt_logprobs: list[dict[int, _Scored] | None] | None = None
+    usage: _Usage | None = None
 
 
 class _Flat(msgspec.Struct):
@@ -88,6 +97,7 @@ class _Rollout(msgspec.Struct):
     prompt_scores: _Flat | None = None
     weight_versions: list[Span] | None = None
     routed_experts: bytes | None = None  # a .npy file
+    cached_tokens: int | None = None  # the number of prompt tokens from the prefix cache
     prompt_hash: bytes = b""  # the value of ``prompt_hash`` of the prompt that was sampled from
 
 
@@ -162,6 +172,7 @@ class VllmBackend(Backend):
         if choice.index != 0:
             raise ValueError(f"its choice has index {choice.index}, expected 0")
         are_others, arrays = _read_content(choice, request)
+        details = read.usage and read.usage.prompt_tokens_details
         return make_completion(
             route,
             request,
@@ -171,6 +182,7 @@ class VllmBackend(Backend):
             experts=_read_routes(choice.routed_experts) if request.routes else None,
             finish_reason=str(choice.finish_reason),
             spans=as_spans(choice.weight_versions),
+            cached=details and details.cached_tokens,
             prompt_logprobs=tuple(
                 {token: scored.logprob for token, scored in (top or {}).items()} for top in read.prompt_logprobs or ()
             ),
@@ -333,6 +345,7 @@ def _read_rollout(route: str, read: _Rollout, request: Request) -> Completion:
         experts=_read_routes(read.routed_experts) if request.routes else None,
         finish_reason=str(read.finish_reason),
         spans=as_spans(read.weight_versions),
+        cached=read.cached_tokens,
         prompt_logprobs=() if read.prompt_scores is None else _by_position(*_arrays(read.prompt_scores)),
     )
 

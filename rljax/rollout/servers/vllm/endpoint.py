@@ -174,6 +174,7 @@ def as_reply(output: Any) -> dict[str, Any]:
         "weight_versions": [
             {"version": span.version, "start": span.start, "end": span.end} for span in sampled.weight_versions or ()
         ],
+        "cached_tokens": output.num_cached_tokens,
         "routed_experts": _as_file(sampled.routed_experts),
     }
 
