@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -31,7 +32,7 @@ def settle_prefixes(config: Config, policy: PolicyConfig, device: Any) -> Config
     """
     if not config.packing.share_prefixes:
         return config
-    began_apart = _began_apart(Path(config.run.dir))
+    began_apart = _began_apart(config)
     reason = why_apart(config) or _why_not_here(config, policy, device)
     if reason and not began_apart:
         log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
@@ -65,13 +66,17 @@ def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
     return f"attention is {kernel}'s, which sees only whole segments; policy.attention: xla can share"
 
 
-def _began_apart(run_dir: Path) -> bool:
-    """Returns whether the directory has a run with separate rows, perhaps of an rljax that knew no others."""
-    try:
-        recorded = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return False
-    return not recorded.get("packing", {}).get("share_prefixes", False)
+def _began_apart(config: Config) -> bool:
+    """Returns whether the run goes on from one with separate rows, perhaps of an rljax that knew no others.
+
+    That run is in ``run.dir``, or else ``run.resume`` names it.
+    """
+    resumed = () if config.run.resume in ("auto", "never") else (config.run.resume,)
+    for run_dir in (config.run.dir, *resumed):
+        with contextlib.suppress(FileNotFoundError):
+            recorded = yaml.safe_load((Path(run_dir) / "config.yaml").read_text(encoding="utf-8"))
+            return not recorded.get("packing", {}).get("share_prefixes", False)
+    return False
 
 
 def shares_prefixes(config: Config) -> bool:

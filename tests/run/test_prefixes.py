@@ -57,6 +57,13 @@ def test_a_run_that_began_with_separate_rows_keeps_them(tmp_path):
     assert comparable(run_dir)[2:] == comparable(tmp_path / "whole")[2:]
 
 
+@pytest.mark.parametrize(("packing", "shares"), [("row_tokens: 64", False), ("share_prefixes: true", True)])
+def test_a_run_that_resumes_another_one_keeps_its_rows(packing, shares, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"packing:\n  {packing}\n")
+    config = changed(Config(), run={"dir": str(tmp_path / "new"), "resume": str(tmp_path)})
+    assert settle_prefixes(config, POLICY, CPU).packing.share_prefixes == shares
+
+
 @pytest.mark.parametrize(
     ("sections", "device", "reason"),
     [
