@@ -59,6 +59,8 @@ def why_apart(config: Config) -> str:
 
 def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
     """Returns why the device cannot compute rows of trees; empty if they can."""
+    if config.policy.attention == "splash":
+        return ""  # a plan may be made where there is no TPU
     here = (config.policy.attention, device, config.precision.compute_dtype, policy.head_dim)
     if choose_tree_attention(*here) is not None:
         return ""
