@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 
 from rljax.policy.attention import choose_tree_attention, find_implementation
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
+from rljax.run.config_file import read_document
 from rljax.trainer.packing import max_micro_batches, pack
 from rljax.trainer.self_check import other_shape
 from rljax.trainer.trees import flat_row_tokens, pack_trees, tree_row_tokens
@@ -75,9 +74,8 @@ def _began_apart(config: Config) -> bool:
     """
     resumed = () if config.run.resume in ("auto", "never") else (config.run.resume,)
     for run_dir in (config.run.dir, *resumed):
-        with contextlib.suppress(FileNotFoundError):
-            recorded = yaml.safe_load((Path(run_dir) / "config.yaml").read_text(encoding="utf-8"))
-            return not recorded.get("packing", {}).get("share_prefixes", False)
+        if (path := Path(run_dir) / "config.yaml").is_file():
+            return not read_document(path, {}).get("packing", {}).get("share_prefixes", False)
     return False
 
 
