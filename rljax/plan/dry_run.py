@@ -48,7 +48,8 @@ _SMALL = 2**30  # bytes of float32 weights below which a start does not look for
 def dry_run(config: Config, card: Card | None = None) -> str:
     """Describes a run in lines, from shapes only. The last lines name memories and disks that are too small.
 
-    ``card`` is the card of each device of a machine that is not present, or None for this machine's devices.
+    ``card`` is the card of each device of a machine that is not present, or None for this machine's devices. With a
+    card, ``config`` is the one of ``compile_step``.
 
     Raises:
       ValueError: Settings do not fit one another or the model, or the model's shape is unknown.
@@ -56,7 +57,8 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     policy = policy_shape(config.model.path)
     mesh = shape_mesh(config.mesh)
     is_here = card is None and math.prod(mesh.shape.values()) <= jax.device_count()
-    config = settle_prefixes(config, policy, jax.local_devices()[0] if is_here else HOPPER)
+    if card is None:  # The step of another machine was compiled with settled rows.
+        config = settle_prefixes(config, policy, jax.local_devices()[0] if is_here else HOPPER)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
     lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)

@@ -31,7 +31,7 @@ def settle_prefixes(config: Config, policy: PolicyConfig, device: Any) -> Config
     """
     if not config.packing.share_prefixes:
         return config
-    began_apart = _began_apart(Path(config.run.dir))
+    began_apart = _began_apart(config)
     reason = why_apart(config) or _why_not_here(config, policy, device)
     if reason and not began_apart:
         log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
@@ -58,6 +58,8 @@ def why_apart(config: Config) -> str:
 
 def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
     """Returns why the device cannot compute rows of trees; empty if they can."""
+    if config.policy.attention == "splash":
+        return ""  # a plan may be made where there is no TPU
     here = (config.policy.attention, device, config.precision.compute_dtype, policy.head_dim)
     if choose_tree_attention(*here) is not None:
         return ""
@@ -65,10 +67,16 @@ def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
     return f"attention is {kernel}'s, which sees only whole segments; policy.attention: xla can share"
 
 
-def _began_apart(run_dir: Path) -> bool:
-    """Returns whether the directory has a run with separate rows, perhaps of an rljax that knew no others."""
-    recorded = run_dir / "config.yaml"
-    return recorded.exists() and not read_document(recorded, {}).get("packing", {}).get("share_prefixes", False)
+def _began_apart(config: Config) -> bool:
+    """Returns whether the run goes on from one with separate rows, perhaps of an rljax that knew no others.
+
+    That run is in ``run.dir``, or else ``run.resume`` names it.
+    """
+    resumed = () if config.run.resume in ("auto", "never") else (config.run.resume,)
+    for run_dir in (config.run.dir, *resumed):
+        if (path := Path(run_dir) / "config.yaml").is_file():
+            return not read_document(path, {}).get("packing", {}).get("share_prefixes", False)
+    return False
 
 
 def shares_prefixes(config: Config) -> bool:

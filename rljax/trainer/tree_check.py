@@ -17,6 +17,9 @@ FACTOR = 4.0
 """The number of times that trees may differ as much from separate rows as these do from themselves at another shape."""
 FLOORS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}
 """The mean difference of log-probabilities (nats) that is never too much, by compute dtype: a few roundings."""
+PEAK = 100.0
+"""The number of times that the difference of a single token may be as large as the mean that is never too much. So a
+mistake in a few tokens of long responses is seen, and a token that a router sends elsewhere is not one."""
 MOST = 8
 """The largest number of sequences that are compared."""
 
@@ -28,6 +31,24 @@ class TreeChecks(NamedTuple):
     apart: Pack  # separate rows of the same length
     other: Pack  # separate rows of another shape
     floor: float  # the value of ``FLOORS``
+
+
+class Distance(NamedTuple):
+    """The difference of two log-probabilities of each token, in nats."""
+
+    mean: float  # the mean over the tokens
+    largest: float  # the largest difference of a token
+
+    def is_more_than(self, own: Distance, floor: float) -> bool:
+        """Returns whether the difference is more than rounding, if separate rows differ by ``own`` from themselves."""
+        is_small = self.mean <= max(FACTOR * own.mean, floor)
+        return not (is_small and self.largest <= max(FACTOR * own.largest, PEAK * floor))
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> Distance:
+    """Returns the difference of two arrays of log-probabilities. Two that are NaN, or infinite, do not differ."""
+    each = np.abs(np.nan_to_num(a, nan=1.0) - np.nan_to_num(b, nan=1.0))  # No log-probability is 1.
+    return Distance(float(np.mean(each)), float(np.max(each)))
 
 
 class CheckedTrees:
@@ -58,21 +79,22 @@ class CheckedTrees:
         if self._is_new and (chosen := largest_tree(sequences)):
             self._is_new = False
             found, own = self._distances(state, chosen)
-            if not found <= max(FACTOR * own, self._checks.floor):
+            if found.is_more_than(own, self._checks.floor):
                 print(
-                    f"packing.share_prefixes: off. Trees differ by {found:.3g} nats a token from separate rows, which "
-                    f"differ by {own:.3g} from themselves at another shape",
+                    f"packing.share_prefixes: off. Trees differ by {found.mean:.3g} nats a token (at most "
+                    f"{found.largest:.3g}) from separate rows, which differ by {own.mean:.3g} (at most "
+                    f"{own.largest:.3g}) from themselves at another shape",
                     flush=True,
                 )
                 self._update = self._apart()
                 batch = self._update.pack(sequences)
         return self._update(state, batch, sequences, options)
 
-    def _distances(self, state: TrainState, chosen: Sequence[TrainSequence]) -> tuple[float, float]:
-        """Returns the mean distances (nats a token) of trees, and of rows of another shape, to separate rows."""
+    def _distances(self, state: TrainState, chosen: Sequence[TrainSequence]) -> tuple[Distance, Distance]:
+        """Returns the distance of trees to separate rows, and of separate rows to others."""
         packs = (self._checks.trees, self._checks.apart, self._checks.other)
         trees, apart, other = (self._logprobs(state, pack(chosen), chosen) for pack in packs)
-        return float(np.mean(np.abs(trees - apart))), float(np.mean(np.abs(other - apart)))
+        return distance(trees, apart), distance(other, apart)
 
     def _logprobs(self, state: TrainState, batch: PackedBatch, chosen: Sequence[TrainSequence]) -> np.ndarray:
         return np.concatenate(unpack(fetch(self._forward(state.params, batch)[1].logprobs), batch, chosen))

@@ -85,9 +85,9 @@ def lay_out_trees(
     trees, sizes = _runs(sequences, order, limits, 0.5, two_levels)
     rows, _ = _runs(sequences, order, limits, 0.0, two_levels)
     layouts = [
-        _in_rows(sequences, trees, sizes, shape, flat_tokens),
+        _in_rows(sequences, trees, sizes, shape, flat_tokens, two_levels),
         deal_rows(rows, [s.in_loss for s in sequences], shape[1]),
-        _in_rows(sequences, [[i] for i in range(len(sequences))], alone, shape, flat_tokens),
+        _in_rows(sequences, [[i] for i in range(len(sequences))], alone, shape, flat_tokens, two_levels),
     ]
     layouts = [layout for layout in layouts if layout.used <= shape[0]]
     if not layouts:
@@ -129,14 +129,22 @@ def _in_rows(
     sizes: Sequence[tuple[int, int]],
     shape: tuple[int, int, int],
     flat_tokens: int,
+    two_levels: bool,
 ) -> Layout:
     """Lays out runs in rows. A run takes as much of a row as its tree, or as its flat row, whichever is more."""
     _, rows_per_micro_batch, row_tokens = shape
     lengths = [max(tree, -(-flat * row_tokens // flat_tokens)) for tree, flat in sizes]
     in_loss = [any(sequences[i].in_loss for i in run) for run in runs]
     layout = lay_out_rows(lengths, in_loss, (len(runs), rows_per_micro_batch, row_tokens))
-    rows = {place: [i for run in members for i in runs[run]] for place, members in layout.rows.items()}
-    return layout._replace(rows={place: in_tree_order(sequences, row) for place, row in rows.items()})
+    rows = {}
+    for place, members in layout.rows.items():
+        row = [i for run in members for i in runs[run]]
+        # Another order of a row's sequences may part neighbours whose routes or prompts are equal.
+        orders = in_tree_order(sequences, row), row
+        rows[place] = max(
+            orders, key=lambda each: sum(common_prefixes([sequences[i] for i in each], two_levels=two_levels))
+        )
+    return layout._replace(rows=rows)
 
 
 def pack_trees(
@@ -191,7 +199,7 @@ def _fill_trees(
             tokens[row][place:end] = s.ids[common:own]
             positions[row][place:end] = np.arange(common, own)
             if routes is not None:
-                routes[row][place:end] = s.columns["routes"][common:own].reshape(own - common, -1)
+                routes[row][place:end] = s.columns["routes"][common:own].reshape(own - common, routes.shape[-1])
             count = own + 1 - s.prompt_length
             sources[row][first : first + count] = path[s.prompt_length - 1 : own]
             place, first, before = end, first + count, own

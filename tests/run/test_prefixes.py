@@ -9,6 +9,9 @@ import pytest
 import yaml
 from toy_runs import TOY_BASE, comparable, completed, tiny
 
+from rljax.commands.check_step import TINY, step_config
+from rljax.plan.dry_run import dry_run
+from rljax.plan.machines import TPUS
 from rljax.policy.config import PolicyConfig
 from rljax.run.config import Config
 from rljax.run.packing import flat_rows, settle_prefixes, shares_prefixes, tree_rows, why_apart
@@ -57,6 +60,13 @@ def test_a_run_that_began_with_separate_rows_keeps_them(tmp_path):
     assert comparable(run_dir)[2:] == comparable(tmp_path / "whole")[2:]
 
 
+@pytest.mark.parametrize(("packing", "shares"), [("row_tokens: 64", False), ("share_prefixes: true", True)])
+def test_a_run_that_resumes_another_one_keeps_its_rows(packing, shares, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"packing:\n  {packing}\n")
+    config = changed(Config(), run={"dir": str(tmp_path / "new"), "resume": str(tmp_path)})
+    assert settle_prefixes(config, POLICY, CPU).packing.share_prefixes == shares
+
+
 @pytest.mark.parametrize(
     ("sections", "device", "reason"),
     [
@@ -76,7 +86,18 @@ def test_it_shares_wherever_else_it_can(tmp_path, caplog):
     assert settle_prefixes(config, POLICY, CPU) == config
     asked = changed(config, policy={"attention": "xla"}, precision={"compute_dtype": "bfloat16"})
     assert settle_prefixes(asked, POLICY, H100) == asked
+    planned = changed(config, policy={"attention": "splash"})  # for a machine that is not here
+    assert settle_prefixes(planned, POLICY, CPU) == planned
+    checked = changed(step_config(TINY, "bfloat16", "none"), run={"dir": str(tmp_path)})
+    assert settle_prefixes(checked, POLICY, H100) == checked
     assert why_apart(config) == ""
+    assert caplog.text == ""
+
+
+def test_the_plan_for_a_machine_that_is_not_here_has_the_rows_of_its_step(tmp_path, caplog):
+    sizes = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_response_tokens": 64}}
+    config = changed(Config(), run={"dir": str(tmp_path)}, model={"path": str(TOY_BASE)}, **sizes)
+    assert "in which sequences share prefixes" in dry_run(config, TPUS["v5e"])
     assert caplog.text == ""
 
 

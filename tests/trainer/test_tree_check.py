@@ -15,7 +15,7 @@ from rljax.trainer.objective import Objective
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 from rljax.trainer.step import TrainStep
-from rljax.trainer.tree_check import FLOORS, CheckedTrees, TreeChecks, largest_tree
+from rljax.trainer.tree_check import FLOORS, CheckedTrees, TreeChecks, distance, largest_tree
 from rljax.trainer.update import SingleUpdate, UpdateOptions
 
 
@@ -68,3 +68,29 @@ def test_the_compared_sequences_begin_alike():
     assert 2 <= len(chosen) <= 8
     assert len({chosen[0].ids[0], *(s.ids[0] for s in chosen)}) == 1
     assert largest_tree([groups(count=1)[0]]) == []
+
+
+def off_by(difference, tokens=1):
+    return np.where(np.arange(1000) < tokens, np.float32(difference - 2.0), np.float32(-2.0))
+
+
+@pytest.mark.parametrize(
+    ("trees", "other", "is_mistake"),
+    [
+        (off_by(2.0, tokens=3), off_by(0.01, tokens=1000), True),  # 0.006 a token in the mean, 2 at most
+        (off_by(0.3, tokens=3), off_by(0.01, tokens=1000), False),
+        (off_by(2.0, tokens=3), off_by(0.6), False),
+        (off_by(0.03, tokens=1000), off_by(0.01, tokens=1000), False),
+        (off_by(0.05, tokens=1000), off_by(0.01, tokens=1000), True),
+        (off_by(np.nan), off_by(0.0), True),
+        (off_by(-np.inf), off_by(0.0), True),
+    ],
+)
+def test_what_is_more_than_rounding(trees, other, is_mistake):
+    apart = off_by(0.0)
+    assert distance(trees, apart).is_more_than(distance(other, apart), FLOORS["bfloat16"]) == is_mistake
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_no_mistake_of_trees(value):
+    assert distance(off_by(value), off_by(value)) == (0.0, 0.0)

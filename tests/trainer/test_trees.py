@@ -14,6 +14,7 @@ from tree_batches import groups, in_trees, separate
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
+from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, abstract_adapters
 from rljax.policy.model import init_params
 from rljax.policy.trees import segment_ends
 from rljax.trainer.measure import DiagnosisConfig
@@ -25,6 +26,7 @@ from rljax.trainer.step import TrainStep
 from rljax.trainer.trees import flat_row_tokens, pack_trees, routes_of_paths, tree_row_tokens, tree_tokens
 
 MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
+LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
 QWEN2 = dataclasses.replace(CONFIG, family="qwen2")
 
 
@@ -33,21 +35,29 @@ def params_of(config):
     return init_params(config, 0)
 
 
-def trained(sequences, batch, config=CONFIG, loss=None, correction=None):
-    """Returns the log-probabilities of each response, the gradients, and the metrics of a step in float32."""
+@functools.cache
+def adapters_of(config):
+    rng = np.random.default_rng(4)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype), abstract_adapters(config, LORA))
+
+
+def trained(sequences, batch, config=CONFIG, loss=None, correction=None, dtype="float32", lora=OFF):
+    """Returns the log-probabilities of each response, the gradients, and the metrics of a step."""
     step = TrainStep(
         config,
         keep_gradient(),
         MESH,
-        precision=PrecisionConfig(compute_dtype="float32"),
+        precision=PrecisionConfig(compute_dtype=dtype),
         objective=Objective(
             loss or LossConfig(), correction or CorrectionConfig(level="token", threshold=1.2), len(sequences), 24
         ),
         batch_shape=batch.tokens.shape,
         diagnosis=DiagnosisConfig(),
+        lora=lora,
+        merged=MergedPolicy(config, lora, MESH, params_of(config), dtype) if lora.rank else None,
     )
-    params = jax.tree.map(jnp.copy, params_of(config))
-    state = create_state(params, config, keep_gradient(), MESH, dynamic_scale=False)
+    params = jax.tree.map(jnp.copy, adapters_of(config) if lora.rank else params_of(config))
+    state = create_state(params, config, keep_gradient(), MESH, dynamic_scale=dtype == "float16", lora=lora)
     state, row, values = jax.device_get(step(state, batch, 1e-2, True))
     return unpack(values.logprobs, batch, sequences), state.opt_state.inner_state.trace, row
 
@@ -70,6 +80,7 @@ CASES = {
     "several turns": (CONFIG, {"turns": True}, {"loss": LossConfig(aggregation="sequence_mean")}),
     "score centering": (CONFIG, {"tops": 4}, {"correction": CENTERING}),
     "replayed routes": (MIXTURE, {"layers": 2}, {}),
+    "adapters": (CONFIG, {}, {"lora": LORA}),
 }
 
 
@@ -90,6 +101,18 @@ def test_trees_give_the_numbers_of_separate_rows(case):
     for name, value in expected[2].items():
         if not name.startswith(free):
             np.testing.assert_allclose(found[2][name], value, rtol=2e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("float16", 2**-11), pytest.param("bfloat16", 2**-8, marks=pytest.mark.harness)]
+)
+def test_in_16_bits_trees_differ_from_separate_rows_by_few_roundings(dtype, rounding):
+    sequences = groups()
+    found, expected = (trained(sequences, b, dtype=dtype) for b in (in_trees(sequences), separate(sequences)))
+    logprobs, gradients = distance(found, expected)
+    assert logprobs < 16 * rounding
+    assert gradients < 4 * rounding
+    assert found[2]["precision/overflows"] == 0
 
 
 def planted(batch, **arrays):
