@@ -58,7 +58,7 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     mesh = shape_mesh(config.mesh)
     is_here = card is None and math.prod(mesh.shape.values()) <= jax.device_count()
     if card is None:  # The step of another machine was compiled with settled rows.
-        config = settle_prefixes(config, policy, jax.local_devices()[0] if is_here else HOPPER)
+        config = settle_prefixes(config, policy, jax.local_devices()[0] if is_here else HOPPER, says=False)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
     lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)
@@ -256,8 +256,8 @@ def _batch(config: Config) -> dict[str, str]:
         **refill,
         "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "
         f"{config.rollout.max_response_tokens:,} each",
-        "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens"
-        + (", in which sequences share prefixes" if shares_prefixes(config) else ""),
+        "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens",
+        "prefixes": "shared by the sequences of a row" if shares_prefixes(config) else "not shared",
     }
 
 

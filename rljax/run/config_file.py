@@ -296,8 +296,10 @@ def read_document(file: Path, places: dict[str, str]) -> Any:
         raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {problem}") from error
     except UnicodeError as error:  # an escape such as "\ud800" ends here, too
         raise ConfigError(f"{file}: not valid YAML: text that is not UTF-8") from error
-    except (RecursionError, LookupError, AttributeError, TypeError, ValueError) as error:  # a value not of its tag
-        raise ConfigError(f"{file}: not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: not valid YAML: nested too deeply") from error
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: not valid YAML: a value that is not of its tag (!!bool, !!timestamp)") from error
 
 
 def _find_keys(node: yaml.Node | None, file: Path, prefix: str, places: dict[str, str]) -> None:

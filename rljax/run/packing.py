@@ -23,21 +23,19 @@ from rljax.trainer.update import Pack
 log = logging.getLogger(__name__)
 
 
-def settle_prefixes(config: Config, policy: PolicyConfig, device: Any) -> Config:
+def settle_prefixes(config: Config, policy: PolicyConfig, device: Any, *, says: bool = True) -> Config:
     """Returns the configuration with ``packing.share_prefixes`` off if this run's sequences cannot share prefixes.
 
-    A line in the log says why. A run that began with separate rows keeps them, without such a line. ``device`` is any
-    device of the mesh, which may exist only for compilation ahead of time.
+    A line in the log ``says`` why. A run that began with separate rows keeps them, without such a line. ``device`` is
+    any device of the mesh, which may exist only for compilation ahead of time.
     """
     if not config.packing.share_prefixes:
         return config
     began_apart = _began_apart(config)
     reason = why_apart(config) or _why_not_here(config, policy, device)
-    if reason and not began_apart:
+    if reason and says and not began_apart:
         log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
-    if reason or began_apart:
-        return with_separate_rows(config)
-    return config
+    return with_separate_rows(config) if reason or began_apart else config
 
 
 def with_separate_rows(config: Config) -> Config:
@@ -75,7 +73,8 @@ def _began_apart(config: Config) -> bool:
     resumed = () if config.run.resume in ("auto", "never") else (config.run.resume,)
     for run_dir in (config.run.dir, *resumed):
         if (path := Path(run_dir) / "config.yaml").is_file():
-            return not read_document(path, {}).get("packing", {}).get("share_prefixes", False)
+            recorded = read_document(path, {}) or {}
+            return not recorded.get("packing", {}).get("share_prefixes", False)
     return False
 
 

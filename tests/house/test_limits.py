@@ -12,11 +12,11 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 48_950
-TEST_LINES = 61_400
+LINES = 49_010
+TEST_LINES = 61_620
 EXPERIMENT_LINES = 6_300
 KEYS = 181
-WORDS = 75_800
+WORDS = 75_920
 PAGE_COUNT = 46
 FILE_LINES = 405
 DOUBLED_NAMES = 0

@@ -94,10 +94,10 @@ def test_it_shares_wherever_else_it_can(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_the_plan_for_a_machine_that_is_not_here_has_the_rows_of_its_step(tmp_path, caplog):
+def test_the_plan_for_another_machine_has_the_rows_of_its_step(tmp_path, caplog):
     sizes = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_response_tokens": 64}}
     config = changed(Config(), run={"dir": str(tmp_path)}, model={"path": str(TOY_BASE)}, **sizes)
-    assert "in which sequences share prefixes" in dry_run(config, TPUS["v5e"])
+    assert "shared by the sequences of a row" in dry_run(config, TPUS["v5e"])
     assert caplog.text == ""
 
 

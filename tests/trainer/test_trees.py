@@ -106,7 +106,7 @@ def test_trees_give_the_numbers_of_separate_rows(case):
 @pytest.mark.parametrize(
     ("dtype", "rounding"), [("float16", 2**-11), pytest.param("bfloat16", 2**-8, marks=pytest.mark.harness)]
 )
-def test_in_16_bits_trees_differ_from_separate_rows_by_few_roundings(dtype, rounding):
+def test_in_16_bits_trees_differ_by_few_roundings(dtype, rounding):
     sequences = groups()
     found, expected = (trained(sequences, b, dtype=dtype) for b in (in_trees(sequences), separate(sequences)))
     logprobs, gradients = distance(found, expected)
