@@ -10,6 +10,7 @@ from packed_rows import gradients, heads, row
 
 from rljax.policy.flash import block_attention
 from rljax.policy.splash import splash_attention
+from rljax.policy.trees import segment_ends
 from rljax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.mesh
@@ -49,7 +50,7 @@ def test_devices_do_not_talk_and_may_recompute():
 
     @jax.jit
     def run(q, k, v, d_out, segments):
-        layer = jax.checkpoint(lambda q, k, v: attention(q, k, v, segments))
+        layer = jax.checkpoint(lambda q, k, v: attention(q, k, v, segment_ends(segments)))
         return jax.vjp(layer, q, k, v)[1](d_out)
 
     with jax.set_mesh(mesh):
