@@ -10,13 +10,13 @@ from toy_runs import command, completed
 pytestmark = pytest.mark.slow
 
 # The toy's run of one process on the embedded engine does not show these keys. Other tests show them:
-# test_vllm_train.py, test_exact_run.py, test_two_processes.py. test_mixture_run.py has a mixture of experts, and
-# run/test_offload.py a state that moves. run/test_stop_tokens.py has a chat template, and run/test_refill.py groups
-# that are replaced. trainer/test_turns_update.py has an environment, and run/test_external.py has trajectories of
-# another program. test_self_check_run.py has several devices.
+# test_vllm_train.py, test_exact_run.py, test_two_processes.py, rollout/test_vllm_engine.py. test_mixture_run.py has a
+# mixture of experts, and run/test_offload.py a state that moves. run/test_stop_tokens.py has a chat template, and
+# run/test_refill.py groups that are replaced. trainer/test_turns_update.py has an environment, and
+# run/test_external.py has trajectories of another program. test_self_check_run.py has several devices.
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers|servers_(joined|left|brought_back|rejected)"
-    r"|responses_without_version|mixed_fraction|executable_runs)"
+    r"|responses_without_version|mixed_fraction|executable_runs|cached_prompt_fraction)"
     r"|mismatch_self/mesh/<name>|turns/.*|router/.*|policy/router_balance|mismatch_free_routing/.*"
     r"|response_length/missed_stop_fraction|rollout/refill(ed_groups|_rounds|ed_tokens)"
     r"|rollout/(waiting_groups|dropped_stale_rows|failed_trajectories|mixed_prompts|constant_logprobs|after_stop)"
