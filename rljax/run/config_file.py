@@ -298,8 +298,10 @@ def read_document(file: Path, places: dict[str, str]) -> Any:
         raise ConfigError(f"{file}: not valid YAML: text that is not UTF-8") from error
     except RecursionError as error:
         raise ConfigError(f"{file}: not valid YAML: nested too deeply") from error
-    except (LookupError, AttributeError, TypeError, ValueError) as error:
+    except (LookupError, AttributeError, TypeError) as error:
         raise ConfigError(f"{file}: not valid YAML: a value that is not of its tag (!!bool, !!timestamp)") from error
+    except ValueError as error:  # a number or a date that is none
+        raise ConfigError(f"{file}: not valid YAML: {error}") from error
 
 
 def _find_keys(node: yaml.Node | None, file: Path, prefix: str, places: dict[str, str]) -> None:
