@@ -56,9 +56,9 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     """
     policy = policy_shape(config.model.path)
     mesh = shape_mesh(config.mesh)
-    is_here = card is None and math.prod(mesh.shape.values()) <= jax.device_count()
     if card is None:  # The step of another machine was compiled with settled rows.
-        config = settle_prefixes(config, policy, jax.local_devices()[0] if is_here else HOPPER, says=False)
+        device = jax.local_devices()[0] if find_devices(mesh).is_here else HOPPER
+        config = settle_prefixes(config, policy, device, says=False)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
     lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)

@@ -78,6 +78,19 @@ def where_inside(scored: TokenScores, inside: Bool[Array, "b t"]) -> TokenScores
     return jax.tree.map(kept, scored)
 
 
+def _of_states(
+    params: Params, states: Array, targets: Array, ids: Array | None, *, cut: bool, collision: bool, **how: Any
+) -> TokenScores:
+    """Computes the scores of the token after each state. Raises ValueError if a cut distribution has no ``ids``."""
+    if cut and ids is None:
+        raise ValueError("top_ids must be given to score a cut distribution, got None")
+    table = lm_head_table(params)
+    scored = token_logprobs(states, table, targets, ids, collision=collision and not cut, **how)
+    if cut and scored.tops is not None and ids is not None:
+        scored = over_support(scored.logprobs, scored.tops, ids, collision=collision)
+    return scored
+
+
 def packed_logprobs(
     params: Params,
     config: PolicyConfig,
@@ -111,8 +124,6 @@ def packed_logprobs(
     Raises:
       ValueError: The distributions are cut, and ``top_ids`` is None.
     """
-    if cut and top_ids is None:
-        raise ValueError("top_ids must be given to score a cut distribution, got None")
     parts = kernels.parts
     rows = (tokens, segment_ids, positions) if parts == 1 else whole_rows(tokens, segment_ids, positions)
     folded = (fold(rows[0], parts), segment_ends(rows[1]), fold(rows[2], parts))
@@ -120,18 +131,9 @@ def packed_logprobs(
     hidden, stats = hidden_states(params, config, *folded, remat=remat, kernels=kernels, choices=choices)
     # The state at t-1 predicts token t. The last state of a row predicts nothing.
     ids = None if top_ids is None else _next(top_ids, parts)
-    scored = token_logprobs(
-        hidden[:, :-1] if parts == 1 else hidden,
-        lm_head_table(params),
-        _next(rows[0], parts),
-        ids,
-        temperature=temperature,
-        dtype=lm_head_dtype,
-        collision=collision and not cut,
-        stored=kernels.stored_logits,
-    )
-    if cut and scored.tops is not None and ids is not None:
-        scored = over_support(scored.logprobs, scored.tops, ids, collision=collision)
+    how: dict[str, Any] = {"temperature": temperature, "dtype": lm_head_dtype, "stored": kernels.stored_logits}
+    states = hidden[:, :-1] if parts == 1 else hidden
+    scored = _of_states(params, states, _next(rows[0], parts), ids, cut=cut, collision=collision, **how)
     if parts > 1:
         scored, stats = _unfold_scores(scored, parts), _unfold_choices(stats, parts)
     scored = align(scored, rows[2], rows[1])
@@ -170,25 +172,13 @@ def tree_logprobs(
     Raises:
       ValueError: The distributions are cut, and ``top_ids`` is None; or the kernels have no attention for trees.
     """
-    if cut and top_ids is None:
-        raise ValueError("top_ids must be given to score a cut distribution, got None")
     if kernels.tree_attention is None:
         raise ValueError("the attention of this policy cannot compute rows of trees: give packing.share_prefixes false")
     kernels = kernels._replace(attention=kernels.tree_attention)
     rows = (trees.tokens, trees.ends, trees.positions)
     hidden, stats = hidden_states(params, config, *rows, remat=remat, kernels=kernels, choices=choices)
-    scored = token_logprobs(
-        states_at(hidden, trees.sources),
-        lm_head_table(params),
-        tokens,
-        top_ids,
-        temperature=temperature,
-        dtype=lm_head_dtype,
-        collision=collision and not cut,
-        stored=kernels.stored_logits,
-    )
-    if cut and scored.tops is not None and top_ids is not None:
-        scored = over_support(scored.logprobs, scored.tops, top_ids, collision=collision)
+    how: dict[str, Any] = {"temperature": temperature, "dtype": lm_head_dtype, "stored": kernels.stored_logits}
+    scored = _of_states(params, states_at(hidden, trees.sources), tokens, top_ids, cut=cut, collision=collision, **how)
     scored = where_inside(scored, segment_ids > 0)
     return Scores(scored.logprobs, scored.entropy, stats, scored.tops, scored.collision)
 

@@ -14,7 +14,7 @@ from rljax.policy.attention import choose_tree_attention, find_implementation
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
-from rljax.run.config_file import read_document
+from rljax.run.config_file import dotted, read_document
 from rljax.trainer.packing import max_micro_batches, pack
 from rljax.trainer.self_check import other_shape
 from rljax.trainer.trees import flat_row_tokens, pack_trees, tree_row_tokens
@@ -73,8 +73,9 @@ def _began_apart(config: Config) -> bool:
     resumed = () if config.run.resume in ("auto", "never") else (config.run.resume,)
     for run_dir in (config.run.dir, *resumed):
         if (path := Path(run_dir) / "config.yaml").is_file():
-            recorded = read_document(path, {}) or {}
-            return not recorded.get("packing", {}).get("share_prefixes", False)
+            recorded = read_document(path, {})
+            known = dict(dotted(recorded)) if isinstance(recorded, dict) else {}
+            return not known.get("packing.share_prefixes", False)
     return False
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rljax.policy.trees import PrefixTrees
 from rljax.sharding import zeros_to_put
-from rljax.trainer.packing import PackedBatch, TrainSequence, fill
+from rljax.trainer.packing import PackedBatch, PackingConfig, TrainSequence, fill
 from rljax.trainer.rows import Layout, deal_rows, lay_out_rows
 
 
@@ -60,12 +60,11 @@ def tree_row_tokens(row_tokens: int, prompt_tokens: int, response_tokens: int, g
 
     A tree that does not fit a row goes on in another one, where its prompt is repeated. Rows are long enough for a
     whole group, or for so many of its longest responses that the repeated prompt has at most a quarter of their tokens.
-    Lengths above 1,024 are multiples of 1,024, and others of 64, as ``PackingConfig.resolve_row_tokens`` has them.
+    ``PackingConfig.resolve_row_tokens`` rounds the length up.
     """
     responses = min(group_size, -(-4 * prompt_tokens // response_tokens))
     wanted = max(row_tokens, prompt_tokens + responses * response_tokens)
-    multiple = 64 if wanted <= 1024 else 1024
-    return -(-wanted // multiple) * multiple
+    return PackingConfig().resolve_row_tokens(wanted)
 
 
 def lay_out_trees(
@@ -81,9 +80,10 @@ def lay_out_trees(
       ValueError: A sequence is longer than a row, or the sequences need more rows than there are.
     """
     order = sorted(in_tree_order(sequences, range(len(sequences))), key=lambda i: not sequences[i].in_loss)
+    common = common_prefixes([sequences[i] for i in order], two_levels=two_levels)
     limits, alone = (shape[2], flat_tokens), [(len(s.ids), len(s.response)) for s in sequences]
-    trees, sizes = _runs(sequences, order, limits, 0.5, two_levels)
-    rows, _ = _runs(sequences, order, limits, 0.0, two_levels)
+    trees, sizes = _runs(sequences, order, common, limits, 0.5)
+    rows, _ = _runs(sequences, order, common, limits, 0.0)
     layouts = [
         _in_rows(sequences, trees, sizes, shape, flat_tokens, two_levels),
         deal_rows(rows, [s.in_loss for s in sequences], shape[1]),
@@ -98,22 +98,23 @@ def lay_out_trees(
 def _runs(
     sequences: Sequence[TrainSequence],
     order: Sequence[int],
+    common: Sequence[int],
     limits: tuple[int, int],
     least_share: float,
-    two_levels: bool,
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """Cuts sequences in tree order into runs whose trees and flat rows have at most ``limits`` tokens.
 
-    A new run begins, too, where two neighbours share less than ``least_share`` of the shorter prompt. Returns the
-    indices of each run, and the tokens of its tree and of its flat row.
+    ``common`` are the ``common_prefixes`` in this order. A new run begins, too, where two neighbours share less than
+    ``least_share`` of the shorter prompt. Returns the indices of each run, and the tokens of its tree and of its flat
+    row.
     """
     runs: list[list[int]] = []
     sizes: list[tuple[int, int]] = []
-    ordered = [sequences[i] for i in order]
-    for i, s, common in zip(order, ordered, common_prefixes(ordered, two_levels=two_levels), strict=True):
+    for i, shared in zip(order, common, strict=True):
+        s = sequences[i]
         own, response = len(s.ids) - 1, len(s.response)
-        if runs and common >= least_share * min(s.prompt_length, sequences[runs[-1][-1]].prompt_length):
-            grown = sizes[-1][0] + own - common, sizes[-1][1] + response
+        if runs and shared >= least_share * min(s.prompt_length, sequences[runs[-1][-1]].prompt_length):
+            grown = sizes[-1][0] + own - shared, sizes[-1][1] + response
             if grown[0] <= limits[0] and grown[1] <= limits[1]:
                 runs[-1].append(i)
                 sizes[-1] = grown
@@ -222,8 +223,3 @@ def routes_of_paths(values: np.ndarray, batch: PackedBatch, sequences: Sequence[
             path = np.flatnonzero(ends[row][: source + 1] > source)  # the token and all before it on its path
             found[int(ids[last])] = np.concatenate([values[row][path], np.zeros_like(values[row][:1])])
     return found
-
-
-def tree_tokens(batch: PackedBatch) -> int:
-    """Returns the number of tokens that the policy computes."""
-    return int(np.count_nonzero(batch.trees.ends))

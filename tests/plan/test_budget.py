@@ -1,9 +1,8 @@
 """Tests of a run's demands on a device, the host and disks, by hand, and of the settings named in a shortage."""
 
-import dataclasses
-
 import jax
 import pytest
+from changed_configs import changed
 
 from rljax.plan.budget import (
     PROCESS_BYTES,
@@ -30,11 +29,6 @@ COUNT = 24 * 32 + 3 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 * 32 + 
 GPU = Devices(4, True, "a GPU", 10**6)
 CPU = Devices(1, True, "a CPU", None)
 QWEN = "Qwen/Qwen3-4B-Base"
-
-
-def changed(config, **sections):
-    parts = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **parts)
 
 
 def tiny(**rollout):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from changed_configs import changed
 
 from rljax.plan.dry_run import beside_bytes, check_shapes, dry_run, in_units, planned_bytes, shape_mesh, state_bytes
 from rljax.policy.config import PolicyConfig
@@ -22,11 +23,6 @@ TINY = PolicyConfig(24, 32, 64, 3, 4, 2, 8, tie_word_embeddings=True)
 TINY_COUNT = 24 * 32 + 3 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 8) + 32
 
 MIXTURE = dataclasses.replace(TINY, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
-
-
-def changed(config, **sections):
-    parts = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **parts)
 
 
 def test_known_shapes_have_the_published_parameter_counts():

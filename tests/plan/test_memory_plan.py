@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from changed_configs import changed
 
 from rljax.plan.dry_run import planned_bytes, shape_mesh, state_bytes
 from rljax.plan.memory import (
@@ -19,11 +20,6 @@ from rljax.run.config import Config
 from rljax.sharding import MeshConfig, make_mesh
 
 POLICY = PolicyConfig(32, 16, 48, 3, 4, 2, 8)
-
-
-def changed(config, **sections):
-    parts = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **parts)
 
 
 def config(**precision):

@@ -1,12 +1,12 @@
 """A run that shares prefixes has the rows of a run that does not, and says where it cannot share."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import yaml
+from changed_configs import changed
 from toy_runs import TOY_BASE, comparable, completed, tiny
 
 from rljax.commands.check_step import TINY, step_config
@@ -22,11 +22,6 @@ CPU = jax.devices("cpu")[0]
 TURNS = ("--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3")
 # A shared token counts once in these, and other shapes round sums otherwise.
 FREE = ("time/", "perf/", "optimizer/grad_noise")
-
-
-def changed(config, **sections):
-    new = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **new)
 
 
 def sharing(word):
@@ -45,7 +40,7 @@ def test_its_rows_are_those_of_separate_rows(options, tmp_path):
         assert shared.keys() == apart.keys()
         for name, value in apart.items():
             if isinstance(value, float) and not name.startswith(FREE):
-                np.testing.assert_allclose(shared[name], value, rtol=1e-3, atol=2e-6, err_msg=name)
+                np.testing.assert_allclose(shared[name], value, rtol=4e-4, atol=1e-7, err_msg=name)
 
 
 def test_a_run_that_began_with_separate_rows_keeps_them(tmp_path):
@@ -65,6 +60,14 @@ def test_a_run_that_resumes_another_one_keeps_its_rows(packing, shares, tmp_path
     (tmp_path / "config.yaml").write_text(f"packing:\n  {packing}\n")
     config = changed(Config(), run={"dir": str(tmp_path / "new"), "resume": str(tmp_path)})
     assert settle_prefixes(config, POLICY, CPU).packing.share_prefixes == shares
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "packing: 3", "packing: [share_prefixes]"])
+def test_a_damaged_record_is_not_read_as_trees(text, tmp_path):
+    # The check of the same run, which comes next, refuses the file in one line.
+    (tmp_path / "config.yaml").write_text(text)
+    config = changed(Config(), run={"dir": str(tmp_path)})
+    assert not settle_prefixes(config, POLICY, CPU).packing.share_prefixes
 
 
 @pytest.mark.parametrize(

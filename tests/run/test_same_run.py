@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import tokenizers
+from changed_configs import changed
 from scripted_engine import ScriptedEngine
 from toy_problems import load_once
 from toy_runs import TOY_BASE
@@ -180,11 +181,6 @@ def recorded(tmp_path, **changes):
     config = changed(Config(run=RunConfig(dir=str(tmp_path))), **changes)
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     return config
-
-
-def changed(config, **changes):
-    parts = {name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
-    return dataclasses.replace(config, **parts)
 
 
 EVALUATIONS = [

@@ -48,3 +48,8 @@ def in_trees(sequences, row=48, rows=2, flat=40):
     micro = max_micro_batches(len(sequences), 32, row, rows)
     shape = {"row_tokens": row, "rows_per_micro_batch": rows, "micro_batches": micro, "flat_tokens": flat}
     return pack_trees(sequences, **shape)
+
+
+def tree_tokens(batch):
+    """Returns the number of tokens that the policy computes."""
+    return int(np.count_nonzero(batch.trees.ends))

@@ -39,7 +39,7 @@ def checked(pack_first):
 
 
 def two_steps(update, state):
-    """Returns the output of two steps, and whether each was packed in trees."""
+    """Makes two steps; returns whether each was packed in trees."""
     sequences, options = groups(), UpdateOptions(1e-2, 0, False)
     in_tree = []
     for _ in range(2):
