@@ -47,8 +47,8 @@ def flat_row_tokens(row_tokens: int, prompt_tokens: int, response_tokens: int, g
     """Returns the length of the flat rows of responses, a multiple of 64 or the length of a row of trees.
 
     A tree has a prompt of at most ``prompt_tokens`` tokens and ``group_size`` responses of at most ``response_tokens``.
-    The head computes all places of the flat rows, so they hold only the responses of trees whose prompts have at least
-    half of that length.
+    The head computes padding, too, so flat rows are short: they hold the responses of a full row of trees whose prompts
+    have half of their largest length.
     """
     responses = group_size * response_tokens
     share = -(-row_tokens * responses // (responses + prompt_tokens // 2))
