@@ -52,7 +52,7 @@ BLOCK_SIZE = 128  # the block size of vLLM's prefix cache on a CPU
 SIDE_BY_SIDE = 8  # the number of verifiers that ask the server at a time
 DRAWS = 300_000
 TAIL = 1e-3  # the share of the draws to which the exponential tail is fitted
-CASES = [(2, 4.0), (4, 4.0), (8, 2.5), (16, 2.5), (16, 2.0)]  # (prompts of a look, factor of the band)
+CASES = [(2, 4.0), (4, 4.0), (8, 2.5), (16, 4.0), (16, 2.5)]  # (prompts of a look, factor of the band)
 SCALES = (0.3, 0.1, 0.03)  # sizes of the weight changes that are published without a reset of the cache
 PUBLISHES, SERVERS = 600, 8  # of the run for which refusals are counted
 
@@ -282,11 +282,12 @@ def main(argv: Sequence[str]) -> int:
     result: dict[str, Any] = {"settings": settings, "publishes": PUBLISHES, "servers": SERVERS, "kinds": {}}
     params = load_params(options.path, read_config(options.path))
     between, own_between = limits(options.dtype, rounded=rounded), (OWN_FLOOR, ROUNDED_BAND[1])
-    count = TAIL_PROMPTS if rounded else VerifyConfig().prompts
     with contextlib.ExitStack() as stack:
         loop, server, engine, backend = opened(options, stack)
         for kind in ("prompts of the run", "random tokens"):
             probes = Probes(loop, server, options, kind)
+            of_run = kind == "prompts of the run" and not rounded
+            count = VerifyConfig().prompts if of_run else TAIL_PROMPTS
             measured, own = probes.measure(params, options.looks)
             of_kind = result["kinds"][kind] = {
                 "measured_probes": measured.size,

@@ -54,7 +54,7 @@ failed() {
 install_plugin() {
   local is_here='
 import importlib.metadata, pathlib, sys, tomllib
-import rljax, xxhash, zstandard
+import numba, rljax, xxhash, zstandard
 repo, group = pathlib.Path(sys.argv[1]).resolve(), sys.argv[2]
 wanted = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["entry-points"][group]["rljax"]
 found = importlib.metadata.entry_points(group=group, name="rljax")

@@ -4,13 +4,15 @@
     rljax serve sglang MODEL --dtype bfloat16 -- --mem-fraction-static 0.8
 
 It runs in the server's own environment, beside vLLM or SGLang. There it needs only the standard library and rljax,
-installed with ``pip install --no-deps . zstandard xxhash`` in a checkout.
+installed with ``pip install --no-deps . zstandard xxhash numba`` in a checkout. Elsewhere it starts the server with
+that environment's interpreter, which launch/install_vllm.sh puts into .venv-vllm of the checkout.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import dataclasses
+import importlib.util
 import logging
 import os
 import signal
@@ -22,7 +24,7 @@ from typing import Any, TypeVar, get_args
 
 from rljax.errors import ConfigError, ServerFailedError
 from rljax.rollout.kinds import engines_that, named_engines
-from rljax.rollout.servers.process import Dtype, ServerConfig, ServerProcess
+from rljax.rollout.servers.process import Dtype, ServerConfig, ServerProcess, environment_python
 from rljax.weights.access import find_key_file, make_own_key_file, private_address
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,8 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", help="The model directory, or a hub name.")
-    parser.add_argument("--python", help=f"The interpreter of {kind}'s environment.")
+    python_help = f"The interpreter of {kind}'s environment (default: this one, or that of .venv-{kind.lower()})."
+    parser.add_argument("--python", help=python_help)
     parser.add_argument("--dtype", choices=get_args(Dtype), help="The dtype that the trainer publishes.")
     head_help = "The dtype in which the LM head computes; model is --dtype."
     parser.add_argument("--head-dtype", choices=("model", "float32"), help=head_help)
@@ -99,7 +102,9 @@ def serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         config = make(**_with_own_key(options))
-    except ValueError as error:
+        if "python" not in options and importlib.util.find_spec(kind.lower()) is None:
+            config = dataclasses.replace(config, python=str(environment_python(kind)))
+    except (RuntimeError, ValueError) as error:
         log.error("%s", error)
         return 2
     try:

@@ -5,14 +5,15 @@ elements. So shards of tensor parallelism add up to the whole even if their plac
 element is multiplied by a number that depends on its place in the whole tensor. It adds up over parts whose places are
 known. Only this sum shows elements that changed places.
 
-The trainer and the plugins inside servers run the same code. torch is imported only where a torch tensor is summed.
+The trainer and the plugins inside servers run the same code. numba compiles it for arrays in the host's memory. Both
+numba and torch are imported only where something is summed.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,9 +22,7 @@ import numpy as np
 from rljax.weights.format import Checksum, TensorRegion
 
 _PLACE_FACTOR = 0x9E3779B1
-# The elements that are summed at a time. Their temporary arrays, 24 bytes an element, stay in a core's own cache. The
-# block is not smaller, because threads run side by side only within numpy calls, and short calls wait for each other.
-_BLOCK = 2**15
+_WORD = 0xFFFFFFFF  # the bits of a sum that count
 _PART = 2**22  # the elements of a vector that a thread sums at a time
 _TORCH_BLOCK = 2**20  # the elements of a torch tensor that are summed at a time
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the trainer publishes a tied head only as the embedding
@@ -33,7 +32,8 @@ _MOST_NAMES = 4  # the most names of tensors in a message
 def mixed(bits: Any) -> tuple[Any, Any]:
     """Returns the first and the second mixed value of each element, int32. Both maps are one-to-one, and 0 stays 0.
 
-    ``bits`` is an int32 array of numpy, jax or torch; the bit patterns of 16-bit elements are below 65,536.
+    ``bits`` is an int32 array of numpy, jax or torch; the bit patterns of 16-bit elements are below 65,536. numba
+    compiles the same lines for single integers, of which the low 32 bits count.
     """
     first = _mix(bits, 0x7FEB352D, 0x846CA68B - 2**32)
     return first, _mix(first, 0x2C1B3C6D, 0x297A2D39)
@@ -89,17 +89,7 @@ def region_checksum(bits: np.ndarray, region: TensorRegion) -> Checksum:
     ``bits`` are the bit patterns of the region's elements, row by row: a vector of uint16 or uint32.
     """
     rows, width = (1, region.size) if region.width == region.stride else (region.rows, region.width)
-    matrix = bits.reshape(rows, width)
-    rows_at_once = min(rows, max(1, _BLOCK // max(1, width)))
-    row_places, column_places = np.arange(rows_at_once) * region.stride, np.arange(min(width, _BLOCK))
-    steps = _times_factor(row_places[:, None] + column_places)
-    sums = _RunningSums(steps.size)
-    for row in range(0, rows, rows_at_once):
-        for column in range(0, width, _BLOCK):
-            block = matrix[row : row + rows_at_once, column : column + _BLOCK]
-            first = region.first + row * region.stride + column
-            sums.add(block, steps[: block.shape[0], : block.shape[1]], first)
-    return Checksum.from_sums(bits.size, *sums.values)
+    return Checksum.from_sums(bits.size, *_compiled()[0](bits.reshape(rows, width), region.first, region.stride))
 
 
 def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places: np.ndarray) -> Checksum:
@@ -108,66 +98,46 @@ def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places:
     ``old`` and ``new`` are the bits of these elements, vectors of uint16 or uint32. ``places`` are their flat indices
     in the tensor, int64.
     """
-    added, removed = (_RunningSums(min(places.size, _BLOCK)) for _ in range(2))
-    for start in range(0, places.size, _BLOCK):
-        some = slice(start, start + _BLOCK)
-        here = _times_factor(places[some])
-        added.add(new[some], here)
-        removed.add(old[some], here)
     known = (before.first, before.second, before.placed)
-    values = (sum(each) for each in zip(known, added.values, (-value for value in removed.values), strict=True))
-    return Checksum.from_sums(before.count, *values)
-
-
-class _RunningSums:
-    """The three sums over blocks of elements. Memory is allocated once, because it costs more than the arithmetic."""
-
-    def __init__(self, most: int) -> None:
-        """Allocates the memory for blocks of up to ``most`` elements."""
-        self.values = [0, 0, 0]  # the sums, which are correct mod 2^32
-        self._patterns = np.empty(most, np.intp)
-        self._mixed, self._weights, self._spare = (np.empty(most, np.uint32) for _ in range(3))
-
-    def add(self, bits: np.ndarray, products: np.ndarray, start: int = 0) -> None:
-        """Adds a block of elements, whose bits are uint16 or uint32.
-
-        ``products`` are the places of the elements, counted from ``start``, times ``_PLACE_FACTOR`` (uint32).
-        """
-        if bits.dtype == np.uint16:
-            patterns, first = (each[: bits.size].reshape(bits.shape) for each in (self._patterns, self._mixed))
-            np.copyto(patterns, bits)
-            first_table, second_table = _tables()
-            # No pattern lies outside a table, so the mode does not matter. "wrap" is numpy's fastest.
-            second = _total(second_table.take(patterns, mode="wrap", out=first))
-            first_table.take(patterns, mode="wrap", out=first)
-        else:
-            first, other = (each.view(np.uint32) for each in mixed(bits.view(np.int32)))
-            second = _total(other)
-        total = _total(first)
-        # The next lines compute ``place_weights`` in the memory that is allocated already.
-        weights, shifted = (each[: products.size].reshape(products.shape) for each in (self._weights, self._spare))
-        np.add(products, np.uint32(start * _PLACE_FACTOR % 2**32), out=weights)
-        np.right_shift(weights, 15, out=shifted)
-        np.bitwise_xor(weights, shifted, out=weights)
-        np.bitwise_or(weights, 1, out=weights)
-        np.multiply(first, weights, out=first)
-        self.values = [sum(both) for both in zip(self.values, (total, second, _total(first)), strict=True)]
-
-
-def _times_factor(places: np.ndarray) -> np.ndarray:
-    products = places.astype(np.uint32)
-    return np.multiply(products, np.uint32(_PLACE_FACTOR), out=products)
-
-
-def _total(values: np.ndarray) -> int:
-    return int(values.sum(dtype=np.uint32))
+    added, removed = (_compiled()[1](bits, places) for bits in (new, old))
+    return Checksum.from_sums(before.count, *(k + a - r for k, a, r in zip(known, added, removed, strict=True)))
 
 
 @functools.cache
-def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the two mixed values of each 16-bit pattern."""
-    first, second = mixed(np.arange(2**16, dtype=np.int32))
-    return first.view(np.uint32), second.view(np.uint32)
+def _compiled() -> tuple[Callable[..., tuple[int, int, int]], Callable[..., tuple[int, int, int]]]:
+    """Returns ``_matrix_sums`` and ``_vector_sums``, compiled by numba.
+
+    numba is imported here, because vLLM 0.32 cannot start on a CPU after it was imported.
+    """
+    from numba import extending, njit
+
+    for called in (_shifted_onto, _mix, mixed, place_weights, _added):
+        extending.register_jitable(called)
+    return njit(nogil=True)(_matrix_sums), njit(nogil=True)(_vector_sums)
+
+
+def _matrix_sums(matrix: np.ndarray, first: int, stride: int) -> tuple[int, int, int]:
+    """Returns the three sums of a matrix of bits, correct mod 2^32. Rows are ``stride`` places apart."""
+    sums = 0, 0, 0
+    for row in range(matrix.shape[0]):
+        start = first + row * stride
+        for column in range(matrix.shape[1]):
+            sums = _added(sums, matrix[row, column], start + column)
+    return sums
+
+
+def _vector_sums(bits: np.ndarray, places: np.ndarray) -> tuple[int, int, int]:
+    """Returns the three sums of elements with these bits at these places, correct mod 2^32."""
+    sums = 0, 0, 0
+    for i in range(bits.size):
+        sums = _added(sums, bits[i], places[i])
+    return sums
+
+
+def _added(sums: tuple[int, int, int], bits: int, place: int) -> tuple[int, int, int]:
+    first, second = mixed(bits)
+    placed = first * place_weights(place)
+    return sums[0] + (first & _WORD), sums[1] + (second & _WORD), sums[2] + (placed & _WORD)
 
 
 def tensor_checksum(tensor: Any) -> Checksum:

@@ -50,6 +50,7 @@ DOORS = {
     },
     "zstandard": {"weights.delta"},
     "xxhash": {"weights.format"},
+    "numba": {"weights.sums"},
     "orbax": {"run.checkpoint"},
     "fsspec": {"weights.source"},
     "grain": {"data.prompts"},

@@ -41,6 +41,6 @@ def test_an_outdated_entry_point_is_installed_again(name, entry, installs, tmp_p
         timeout=60,
     )
     noted = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
-    besides = "-m pip install zstandard>=0.23,<1 xxhash>=3.5,<5\n"
+    besides = "-m pip install zstandard>=0.23,<1 xxhash>=3.5,<5 numba>=0.61,<1\n"
     removes = "-m pip uninstall -qq --yes rljax\n"
     assert noted == (f"{removes}-m pip install --no-deps -e {ROOT}\n{besides}" if installs else "")

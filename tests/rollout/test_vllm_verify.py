@@ -9,7 +9,7 @@ from records import completion
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.requests import ServerInfo
-from rljax.rollout.servers.verify import Verifier, joined_prompts, limits, lower_third, probe_lengths
+from rljax.rollout.servers.verify import Verifier, joined_prompts, limits, lower_third, probe_lengths, random_prompts
 from rljax.rollout.verify_config import VerifyConfig
 
 
@@ -35,12 +35,15 @@ class Server:
         return completion([0], [0.0], prompt=request.prompt, scores=scores)
 
 
-def verifier(dtype="float32", mixture=False, form=ServerForm(), **config) -> Verifier:  # noqa: B008
+OF_RUN = random_prompts((50, 20), 50)
+
+
+def verifier(dtype="float32", mixture=False, form=ServerForm(), prompts=OF_RUN, **config) -> Verifier:  # noqa: B008
     def score(params, sequences):
         return [np.full(len(s), -2.0, np.float32) for s in sequences]
 
     info = ServerInfo("url", vocab_size=50, block_size=128, dtype=dtype, form=form)
-    return Verifier(VerifyConfig(**config), score, info, dtype=dtype, mixture=mixture)
+    return Verifier(VerifyConfig(**config), score, info, dtype=dtype, mixture=mixture, prompts=prompts)
 
 
 def check(made, server):
@@ -123,7 +126,7 @@ def test_an_old_cache_inside_the_band_of_rounding_is_refused():
     assert (made.band, made.own_band) == (pytest.approx(0.4, rel=1e-3), 0.001)
     assert check(made, Server(0.39)).own == 0
     with pytest.raises(
-        VerificationError, match=r"512 probe tokens .* differ by 0\.29, then 0\.29 nats, at most 0\.001 are"
+        VerificationError, match=r"256 probe tokens .* differ by 0\.29, then 0\.29 nats, at most 0\.001 are"
     ):
         check(made, Server(0.1, 0.29))
     with pytest.raises(VerificationError, match=r"differ by nan, then nan nats"):
@@ -158,14 +161,14 @@ class Script:
         return await server.sample(requests)
 
 
-@pytest.mark.parametrize("mixture", [False, True])
-def test_a_look_out_of_band_is_followed_by_another_one(mixture):
-    made, server = verifier("bfloat16", mixture), Script(0.01, 0.01, 0.01, 0.3, 0.02)
+@pytest.mark.parametrize(("mixture", "prompts", "probes"), [(False, OF_RUN, 4), (True, OF_RUN, 16), (False, (), 16)])
+def test_a_look_out_of_band_is_followed_by_another_one(mixture, prompts, probes):
+    made, server = verifier("bfloat16", mixture, prompts=prompts), Script(0.01, 0.01, 0.01, 0.3, 0.02)
     check(made, server)
     assert made.band == pytest.approx(0.04)
     assert check(made, server).mean == pytest.approx(0.02, rel=1e-4)
     first, second = server.looks[-2:]
-    assert len(first) == len(second) == (16 if mixture else 4)
+    assert len(first) == len(second) == probes
     assert not {prompt for prompt, _ in first} & {prompt for prompt, _ in second}
 
 
@@ -173,7 +176,7 @@ def test_a_look_out_of_band_is_followed_by_another_one(mixture):
 def test_two_looks_out_of_band_are_refused_with_the_limits(mixture):
     made, server = verifier("bfloat16", mixture), Script(0.01, 0.01, 0.01, 0.3, np.nan)
     check(made, server)
-    tokens = 512 if mixture else 128
+    tokens = 256 if mixture else 64
     with pytest.raises(VerificationError, match=rf"{tokens} probe tokens is 0\.3, then nan nats") as error:
         check(made, server)
     limit = f"(rollout.verify.factor 4 x the first publish, at least 0.02, at most {0.24 if mixture else 0.08})"
@@ -207,8 +210,8 @@ def test_not_a_number_is_out_of_band():
         check(made, Server(np.nan))
 
 
-@pytest.mark.parametrize(("block", "length"), [(1, 64), (16, 64), (24, 80), (32, 64), (128, 160)])
-def test_a_probe_is_whole_blocks_and_32_tokens(block, length):
+@pytest.mark.parametrize(("block", "length"), [(1, 48), (16, 48), (24, 64), (32, 48), (128, 144)])
+def test_a_probe_is_whole_blocks_and_16_tokens(block, length):
     assert probe_lengths(block)[1] == length
 
 

@@ -3,7 +3,7 @@
 *Bits*: the server's workers return the checksum of every tensor as it was loaded. Each must equal the trainer's.
 
 *Use*: a fixed set of probe prompts is sent before an update, so that the server caches them. Each is whole blocks of
-its prefix cache and 32 more tokens. After the update the server *generates* from them (``prompt_logprobs`` would
+its prefix cache and 16 more tokens. After the update the server *generates* from them (``prompt_logprobs`` would
 bypass the cache). The log-probabilities of the sampled tokens are compared with the trainer's. Keys and values of old
 weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. One round of probes may be out
 of the band by chance. So a second round with other prompts and tokens decides.
@@ -50,9 +50,10 @@ ROUNDED_BAND = 0.1, 0.6
 OWN_FLOOR = 1e-3
 """The lowest band of the distance between the two scores of a server that rounds to 8 bits (nats)."""
 TAIL_PROMPTS = 16
-"""The fewest probes of a look at a mixture of experts or a server that rounds to 8 bits: a few tokens are far off."""
+"""The fewest probes of a look where a few tokens are far off: with a mixture of experts, with a server that rounds to 8
+bits, and with random tokens."""
 _CACHED = 32  # The fewest tokens of a probe that a server can cache. A cache may have blocks of one token.
-_FRESH = 32  # The tokens of a probe after that. Computed with new weights from old keys, they show these better than 8.
+_FRESH = 16  # The tokens of a probe after that. Computed with new weights from old keys, they show these better than 8.
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def limits(dtype: str, *, mixture: bool = False, rounded: bool = False) -> tuple
 def probe_lengths(block_size: int, *, rounded: bool = False) -> tuple[int, int]:
     """Returns the number of a probe's tokens in whole cache blocks, and the length of the probe.
 
-    There are at least 32 tokens in blocks, and 32 more. ``rounded``: Whether the server rounds weights or cache to 8
+    There are at least 32 tokens in blocks, and 16 more. ``rounded``: Whether the server rounds weights or cache to 8
     bits. Its band is wide, and shorter probes would let an old head pass. So they are two blocks and a third of one.
     """
     if rounded:
@@ -169,7 +170,7 @@ class Verifier:
         self._config, self._score, self._info = config, score, info
         self._dtype, self._is_rounded = dtype, info.form.is_rounded
         self._floor, self._ceiling = limits(dtype, mixture=mixture, rounded=self._is_rounded)
-        has_tail = mixture or self._is_rounded  # whether single tokens may be far off
+        has_tail = mixture or self._is_rounded or not prompts  # whether single tokens may be far off
         self._probes = max(config.prompts, TAIL_PROMPTS) if has_tail else config.prompts  # the probes of one look
         self._cached, length = probe_lengths(info.block_size, rounded=self._is_rounded)
         shape = (LOOKS * self._probes, length)
