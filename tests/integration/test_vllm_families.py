@@ -36,7 +36,7 @@ SHAPES = {
     ),
     "llama": PolicyConfig(
         **SIZES, num_kv_heads=1, head_dim=32, family="llama", max_position_embeddings=1024, initializer_range=0.1,
-        attention_bias=True, mlp_bias=True, rope_scaling=RopeScaling("yarn", 32.0, 32, attention_factor=1.2),
+        attention_bias=True, mlp_bias=True, rope_scaling=RopeScaling("yarn", 32.0, 32, attention_factor=1.1),
     ),
 }  # fmt: skip
 # The bounds are mean absolute differences of log-probabilities, in nats.

@@ -428,6 +428,10 @@ def test_rotary_settings_with_and_without_defaults_are_equal(fake):
     fake.described = {"shape": SHAPE | {"rope_parameters": theirs | {"beta_fast": 16.0}}}
     with pytest.raises(HandshakeError, match=r"rope_parameters is .*'beta_fast': 16\.0.*, expected"):
         make(fake.url, rope=ours)
+    short = theirs | {"original_max_position_embeddings": 20}
+    fake.described = {"shape": SHAPE | {"rope_parameters": short}}
+    with pytest.raises(HandshakeError, match="yarn reaches 80 tokens, where vLLM's table ends, expected at least 100"):
+        make(fake.url, rope=short)
 
 
 def test_a_form_that_nobody_named_is_refused_with_its_key(fake):

@@ -129,6 +129,10 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
     if length < longest:
         why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"
         lines.append(f"max_model_len is {length}, expected at least {longest} for {why}")
+    scaling = read_rope(expected.hf_config.get("rope_parameters", {}), longest)
+    if scaling is not None and scaling.kind == "yarn" and scaling.original_length * scaling.factor < longest:
+        reach = int(scaling.original_length * scaling.factor)
+        lines.append(f"the model's yarn reaches {reach} tokens, where vLLM's table ends, expected at least {longest}")
     return lines
 
 
