@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rljax.errors import check_at_least
+from rljax.policy.rope import RopeScaling
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 ExpertsName = Literal["auto", "xla", "mosaic", "ragged"]
@@ -44,6 +45,7 @@ class PolicyConfig:
     num_kv_heads: int  # the number of key-value heads g; it divides num_heads
     head_dim: int  # the width of a head, even; it need not be hidden_size / num_heads
     rope_theta: float = 10_000.0  # the base of the rotary frequencies
+    rope_scaling: RopeScaling | None = None  # the scaled form of the rotary embedding, or None for the plain one
     rms_norm_eps: float = 1e-6  # the epsilon of every RMSNorm
     tie_word_embeddings: bool = False  # whether the LM head is the embedding table
     initializer_range: float = 0.02  # the standard deviation of a new weight
@@ -56,6 +58,8 @@ class PolicyConfig:
     num_experts: int = 0  # the number of experts that replace the SwiGLU of each block; 0 for a dense policy
     experts_per_token: int = 0  # the number of experts k for each token
     expert_size: int = 0  # the inner width of an expert's SwiGLU
+    attention_bias: bool = False  # whether all four products of a Llama's attention have biases
+    mlp_bias: bool = False  # whether the three products of a Llama's SwiGLU have biases
     normalize_gates: bool = False  # whether the k gates of a token are divided by their sum
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from rljax.policy.config import SIZES, PolicyConfig
 from rljax.policy.experts import Experts
 from rljax.policy.layers import MLP
 from rljax.policy.mixers import Attention, Block
+from rljax.policy.rope import RopeScaling, described_rope, read_rope
 
 
 class BlockKind(NamedTuple):
@@ -57,8 +58,6 @@ class Family:
 
 _FIXED = {"hidden_act": "silu", "use_sliding_window": False}
 """The features that every family fixes, because no policy here computes anything else."""
-_PLAIN_ROPE = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
-"""The values of plain rotary embeddings. ``type`` is the old name of ``rope_type``."""
 # Qwen2 and Qwen2.5: query, key and value have a bias and no norm. vLLM's Qwen2 does not read head_dim.
 QWEN2 = Family(
     model_type="qwen2",
@@ -67,6 +66,21 @@ QWEN2 = Family(
     fixed=_FIXED,
     defaults={"num_kv_heads": 32},
     free_head_dim=False,
+)
+# Llama (SmolLM2, Llama 3, OctoThinker): no norms of heads. The file says whether attention and SwiGLU have biases.
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    pattern=(
+        BlockKind(
+            lambda c, rngs: Block(
+                c, rngs, Attention(c, rngs, bias=c.attention_bias, output_bias=c.attention_bias), MLP(c, rngs)
+            )
+        ),
+    ),
+    fixed={"hidden_act": "silu", "pretraining_tp": 1},
+    defaults={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    fields={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
 )
 # Dense Qwen3: grouped-query attention with a norm of each head's query and key, and a SwiGLU.
 QWEN3 = Family(
@@ -98,7 +112,7 @@ QWEN3_MOE = Family(
     aliases={"num_experts": "num_local_experts"},
     windows_by_layer=False,
 )
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 """The families by ``model_type``."""
 
 
@@ -110,7 +124,7 @@ def blocks_of(config: PolicyConfig) -> tuple[Block, ...]:
     return blocks
 
 
-_SPECIAL_FIELDS = ("rope_theta", "family", "num_experts", "experts_per_token", "expert_size", "normalize_gates")
+_SPECIAL_FIELDS = {"rope_theta", "rope_scaling", "family"} | {name for f in FAMILIES.values() for name in f.fields}
 """The fields that only some families have in their files, or that are read in a way of their own."""
 _KEYS = {name: name for name in (f.name for f in dataclasses.fields(PolicyConfig)) if name not in _SPECIAL_FIELDS} | {
     "num_layers": "num_hidden_layers",
@@ -139,8 +153,9 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     values: dict[str, Any] = {
         **family.defaults,
         **{name: raw[key] for name, key in keys.items() if raw.get(key) is not None},
-        "rope_theta": _rope_theta(raw, family),
     }
+    values.setdefault("num_kv_heads", values.get("num_heads"))
+    values |= _rope(raw, values.get("max_position_embeddings", PolicyConfig.max_position_embeddings))
     for name in (*SIZES, *family.fields):
         if name not in values and name != "head_dim":
             raise ValueError(f"config.json has no {keys[name]!r}")
@@ -182,27 +197,38 @@ def _covers_no_layer(raw: Mapping[str, Any], family: Family) -> bool:
     return bool(raw.get("layer_types")) or (type(first) is type(layers) is int and first >= layers)
 
 
-def _rope_theta(raw: Mapping[str, Any], family: Family) -> Any:
-    """Returns the base of the rotary frequencies.
+def _rope(raw: Mapping[str, Any], longest: Any) -> dict[str, Any]:
+    """Returns the fields of the rotary embedding. ``longest`` is the value of ``max_position_embeddings``.
 
-    Raises ValueError for rotary settings that the family's policy does not compute.
+    Raises ValueError for rotary settings that no policy here computes. The message names the key of the file.
     """
+    found: dict[str, RopeScaling | None] = {}
     for where in ("rope_scaling", "rope_parameters"):
         rope = raw.get(where) or {}
         if not isinstance(rope, dict):
             raise ValueError(f"{where} must be an object, got {rope!r:.60}")
-        for name, value in ({"rope_type": rope.get("type")} | rope).items():
-            if name != "rope_theta" and value not in (None, _PLAIN_ROPE.get(name)):
-                raise ValueError(f"{where}: {name} = {value!r:.60} is not supported by the {family.model_type} policy")
+        with naming(where):
+            if rope:
+                found[where] = read_rope(rope, longest)
+    # transformers reads rope_parameters only in a file without rope_scaling.
+    scaling = next(iter(found.values()), None)
+    if found.get("rope_parameters") not in (None, scaling):
+        raise ValueError("rope_parameters: rope_type is not that of rope_scaling, which transformers reads: delete one")
+    length = raw.get("original_max_position_embeddings")
+    if scaling is not None and scaling.kind != "linear" and length not in (None, scaling.original_length):
+        said = f"{scaling.original_length} in the rotary settings"
+        raise ValueError(f"original_max_position_embeddings is {length!r:.60} in the file and {said}, delete one")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     thetas = rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0
-    return next(theta for theta in thetas if theta is not None)
+    return {"rope_theta": next(theta for theta in thetas if theta is not None), "rope_scaling": scaling}
 
 
 def _is_of_type(name: str, value: Any) -> bool:
     """Returns whether a value of a ``config.json`` has the type of our field and a sensible size."""
     if name == "eos_token_id" and isinstance(value, (list, tuple)):
         return all(_is_of_type(name, one) for one in value)
+    if name == "rope_scaling":
+        return True  # it is read in a way of its own
     if _TYPES[name] == "bool":
         return isinstance(value, bool)
     if _TYPES[name] == "float":
@@ -216,7 +242,7 @@ def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
 
     RoPE is written in the old and the new form, so that every version of transformers and vLLM can read it.
     """
-    family = FAMILIES[config.family]
+    family, rope = FAMILIES[config.family], described_rope(config.rope_theta, config.rope_scaling)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -227,7 +253,8 @@ def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": rope,
+        **({"rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"}} if config.rope_scaling else {}),
         **{key: getattr(config, name) for name, key in {**_KEYS, **family.fields}.items()},
     }
 

@@ -251,12 +251,20 @@ class MLP(nnx.Module):
         self.gate = param(rngs, (d, f), ("embed", "mlp"), normal, "mlp.gate_proj.weight", 1)
         self.up = param(rngs, (d, f), ("embed", "mlp"), normal, "mlp.up_proj.weight", 1)
         self.down = param(rngs, (f, d), ("mlp", "embed"), normal, "mlp.down_proj.weight", 1)
+        self.bias = c.mlp_bias
+        if self.bias:
+            zeros = jax.nn.initializers.zeros
+            self.gate_bias = param(rngs, (f,), ("mlp",), zeros, "mlp.gate_proj.bias")
+            self.up_bias = param(rngs, (f,), ("mlp",), zeros, "mlp.up_proj.bias")
+            self.down_bias = param(rngs, (d,), ("embed",), zeros, "mlp.down_proj.bias")
 
     def __call__(self, x: Float[Array, "b t d"], routing: Routing | None) -> tuple[Array, Array, None]:
         """Returns the output in the dtype of ``x``, the largest absolute values inside [b, s, f], and no routing."""
         del routing
-        gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]))
+        widening = (self.gate_bias[...], self.up_bias[...]) if self.bias else ()
+        gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]), widening)
         # The backward pass reads both for their gradients, and for the product if it is computed again.
         gate, up = features_last(*opaque(tap("gate", gate), constrain(tap("up", up), "rows", "tokens", "act_mlp")))
         product = tap("activation", jax.nn.silu(gate) * up)
-        return linear(("btf,fd->btd",), product, (self.down[...],))[0], largest(product), None
+        narrowing = (self.down_bias[...],) if self.bias else ()
+        return linear(("btf,fd->btd",), product, (self.down[...],), narrowing)[0], largest(product), None

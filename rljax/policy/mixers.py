@@ -90,7 +90,9 @@ class Attention(nnx.Module):
 
     needs_whole_rows = False
 
-    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs, *, norms: bool = False, bias: bool = False):
+    def __init__(
+        self, c: PolicyConfig, rngs: nnx.Rngs, *, norms: bool = False, bias: bool = False, output_bias: bool = False
+    ):
         normal = jax.nn.initializers.normal(c.initializer_range)
         d, h, g, k = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
         of_query, of_key = ("heads", "head_dim"), ("kv_heads", "head_dim")
@@ -98,12 +100,14 @@ class Attention(nnx.Module):
         self.key = param(rngs, (d, g, k), ("embed", *of_key), normal, "self_attn.k_proj.weight", 1)
         self.value = param(rngs, (d, g, k), ("embed", *of_key), normal, "self_attn.v_proj.weight", 1)
         self.output = param(rngs, (h, k, d), (*of_query, "embed"), normal, "self_attn.o_proj.weight", 2)
-        self.bias, self.norms = bias, norms
+        self.bias, self.biased_output, self.norms = bias, output_bias, norms
         if bias:
             zeros = jax.nn.initializers.zeros
             self.query_bias = param(rngs, (h, k), of_query, zeros, "self_attn.q_proj.bias", 0)
             self.key_bias = param(rngs, (g, k), of_key, zeros, "self_attn.k_proj.bias", 0)
             self.value_bias = param(rngs, (g, k), of_key, zeros, "self_attn.v_proj.bias", 0)
+        if output_bias:
+            self.output_bias = param(rngs, (d,), ("embed",), jax.nn.initializers.zeros, "self_attn.o_proj.bias")
         if norms:
             self.query_norm = RMSNorm(k, c.rms_norm_eps, rngs, "self_attn.q_norm.weight")
             self.key_norm = RMSNorm(k, c.rms_norm_eps, rngs, "self_attn.k_norm.weight")
@@ -132,7 +136,8 @@ class Attention(nnx.Module):
         q, k = tap("query_rope", where.rotate(q)), tap("key_rope", where.rotate(k))
         mixed, state = where.attend(q, k, v, state)
         mixed = tap("attention", mixed)
-        return tap("attention_output", linear(("bthk,hkd->btd",), mixed, (self.output[...],))[0]), state
+        bias = (self.output_bias[...],) if self.biased_output else ()
+        return tap("attention_output", linear(("bthk,hkd->btd",), mixed, (self.output[...],), bias)[0]), state
 
 
 class Block(nnx.Module):

@@ -259,10 +259,6 @@ def _in_order(each: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *each)
 
 
-_OF_ROWS = ("scale", "query_bias", "key_bias", "value_bias")
-"""The vectors of a block that multiply every token or are added to it."""
-
-
 def _vectors_of_rows(layers: Params, rows: int) -> Params:
     """Copies each norm's scale and each bias of the blocks for every row, float32 [layers, b, ...].
 
@@ -270,7 +266,7 @@ def _vectors_of_rows(layers: Params, rows: int) -> Params:
     """
 
     def copied(path: tuple[Any, ...], leaf: Array) -> Array:
-        if path[-1].key not in _OF_ROWS:
+        if not path[-1].key.endswith(("scale", "_bias")):
             return leaf
         copies = jnp.broadcast_to(leaf.astype(jnp.float32)[:, None], (leaf.shape[0], rows, *leaf.shape[1:]))
         return constrain(copies, "layers", "rows", *[None] * (leaf.ndim - 1))

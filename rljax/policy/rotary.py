@@ -10,20 +10,22 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.rope import RopeScaling, frequencies
 
 Tables = tuple[Float[Array, "b t k"], Float[Array, "b t k"]]
 """The cosines and the sines of a row's angles, float32. Both halves of the last axis are equal."""
 Rotate = Callable[[Float[Array, "b t h k"], Tables], Float[Array, "b t h k"]]
 
 
-def rotary_tables(positions: Int[Array, "b t"], head_dim: int, theta: float) -> Tables:
+def rotary_tables(
+    positions: Int[Array, "b t"], head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> Tables:
     """Computes the cosines and sines of ``positions``. ``theta`` is the base of the frequencies."""
-    # Transformers computes the frequencies in float32. At a long range, their last bit changes the angle visibly.
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = jnp.asarray(np.float32(1.0) / np.float32(theta) ** exponents)
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    turns = jnp.asarray(frequencies(head_dim, theta, scaling))
+    angles = positions[..., None].astype(jnp.float32) * turns[None, None]
     angles = jnp.concatenate([angles, angles], axis=-1)
-    return jnp.cos(angles), jnp.sin(angles)
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(x: Float[Array, "b t h k"], tables: Tables) -> Float[Array, "b t h k"]:
@@ -35,7 +37,7 @@ def rotate(x: Float[Array, "b t h k"], tables: Tables) -> Float[Array, "b t h k"
 
 def rotation(config: PolicyConfig, positions: Int[Array, "b t"], how: Rotate = rotate) -> Callable[[Array], Array]:
     """Returns the function that rotates heads [b, t, h, k] of a policy to the ``positions`` of their tokens."""
-    tables = rotary_tables(positions, config.head_dim, config.rope_theta)
+    tables = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     return lambda heads: how(heads, tables)
 
 

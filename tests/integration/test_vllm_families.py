@@ -19,6 +19,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
+from rljax.policy.rope import RopeScaling
 from rljax.rollout.types import SamplingParams
 from tests.integration.conftest import Model, Served
 
@@ -33,9 +34,14 @@ SHAPES = {
         **SIZES, num_kv_heads=2, head_dim=32, family="qwen2", max_position_embeddings=1024, initializer_range=0.1,
         tie_word_embeddings=True,
     ),
+    "llama": PolicyConfig(
+        **SIZES, num_kv_heads=1, head_dim=32, family="llama", max_position_embeddings=1024, initializer_range=0.1,
+        attention_bias=True, mlp_bias=True, rope_scaling=RopeScaling("yarn", 32.0, 32, attention_factor=1.1),
+    ),
 }  # fmt: skip
 # The bounds are mean absolute differences of log-probabilities, in nats.
 BOUNDS = {"qwen3_moe": {"bfloat16": 0.06, "float32": 1e-5}, "qwen2": {"bfloat16": 0.03, "float32": 1e-5}}
+BOUNDS["llama"] = BOUNDS["qwen2"]
 
 
 @functools.cache
@@ -48,9 +54,11 @@ def parameters(family):
     return jax.tree.unflatten(tree, moved)
 
 
-@pytest.fixture(
-    scope="module", params=[("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32"), ("qwen2", "bfloat16")], ids="-".join
-)
+SERVED = [("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32"), ("qwen2", "bfloat16")]
+SERVED += [("llama", "bfloat16"), ("llama", "float32")]
+
+
+@pytest.fixture(scope="module", params=SERVED, ids="-".join)
 def served(request, start_server, tmp_path_factory):
     family, dtype = request.param
     config, params = SHAPES[family], parameters(family)
@@ -87,6 +95,7 @@ FAULTS = {
         "model.layers.1.mlp.gate.weight",
     ],
     "qwen2": ["model.layers.1.self_attn.k_proj.bias", "model.layers.0.mlp.gate_proj.weight"],
+    "llama": ["model.layers.1.self_attn.o_proj.bias", "model.layers.0.mlp.up_proj.bias"],
 }
 
 
@@ -144,7 +153,7 @@ def test_its_operations_are_a_references(served, tmp_path):
             comparison = compare_layers(reference, tested, tokens, effects=0)
         found[name] = judge_layers(comparison)
     assert found["sound"].sentence == "rounding, evenly"
-    assert len(comparison.differences) == 2 * {"qwen2": 15, "qwen3_moe": 14}[config.family] + 3
+    assert len(comparison.differences) == 2 * {"qwen2": 15, "llama": 15, "qwen3_moe": 14}[config.family] + 3
     places = [finding.place for finding in found["stale"].findings]
     assert places
     assert all(place.startswith("layer 1") for place in places)

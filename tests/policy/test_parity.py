@@ -10,8 +10,10 @@ import pytest
 import safetensors.torch
 from transformers_models import (
     MIXTURES,
+    ROPES,
     SHAPES,
     SHAPES_QWEN2,
+    SHORT,
     hf_model,
     jax_logits,
     mixture,
@@ -40,6 +42,11 @@ from rljax.sharding import MeshConfig, make_mesh
 CASES = [
     *(("Qwen3", shape, {}) for shape in SHAPES),
     *(("Qwen2", shape, {}) for shape in SHAPES_QWEN2),
+    *(("Llama", shape, {}) for shape in SHAPES[:3]),
+    ("Llama", SHAPES[3], {"attention_bias": True, "mlp_bias": True}),
+    *(("Llama", SHAPES[3], {"rope": rope}) for rope in ROPES),
+    ("Qwen2", SHAPES_QWEN2[0], {"rope": ROPES[2]}),
+    ("Qwen3", SHAPES[0], {"rope": ROPES[3]}),
     *(("Qwen3Moe", shape, mixture(*sizes)) for shape, sizes in zip(SHAPES, MIXTURES, strict=True)),
 ]
 
@@ -50,7 +57,9 @@ EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "exp
 def case_name(case):
     family, shape, more = case
     sizes = f"v{shape[0]}h{shape[4]}g{shape[5]}k{shape[6]}"
-    return "-".join([family, sizes, *["tied"] * shape[7], *map(str, more.values())])
+    rope = more.get("rope", {})
+    more = [f"{value}" for name, value in [*more.items(), *rope.items()] if name not in ("rope", *SHORT)]
+    return "-".join([family, sizes, *["tied"] * shape[7], *more])
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
@@ -69,7 +78,7 @@ def test_logits_match_transformers_both_ways(case, tmp_path):
     np.testing.assert_array_equal(torch_logits(back, tokens), expected)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen2", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen2", "Qwen3Moe"])
 def test_a_head_that_the_files_repeat_is_the_table(family, tmp_path):
     model = hf_model(SHAPES[0], family, **(mixture(*MIXTURES[0]) if family == "Qwen3Moe" else {}))
     model.save_pretrained(tmp_path)

@@ -16,6 +16,7 @@ from stopping import StopWhen
 from vllm_fake import SHAPE, FakeVllm
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
+from rljax.policy.rope import described_rope, read_rope
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
@@ -416,6 +417,21 @@ def test_the_servers_rotary_settings_must_be_the_trainers(fake):
         make(fake.url)
     ours = SHAPE["rope_parameters"]
     assert str(caught.value) == f"{fake.url}: rope_parameters is {theirs}, expected {ours} (another model)"
+
+
+def test_rotary_settings_with_and_without_defaults_are_equal(fake):
+    """A server describes what its file says. The trainer's side has the values that transformers gives to the rest."""
+    theirs = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    ours = described_rope(10_000.0, read_rope(theirs, 0))
+    fake.described = {"shape": SHAPE | {"rope_parameters": theirs}}
+    make(fake.url, rope=ours).close()
+    fake.described = {"shape": SHAPE | {"rope_parameters": theirs | {"beta_fast": 16.0}}}
+    with pytest.raises(HandshakeError, match=r"rope_parameters is .*'beta_fast': 16\.0.*, expected"):
+        make(fake.url, rope=ours)
+    short = theirs | {"original_max_position_embeddings": 20}
+    fake.described = {"shape": SHAPE | {"rope_parameters": short}}
+    with pytest.raises(HandshakeError, match="yarn reaches 80 tokens, where vLLM's table ends, expected at least 100"):
+        make(fake.url, rope=short)
 
 
 def test_a_form_that_nobody_named_is_refused_with_its_key(fake):

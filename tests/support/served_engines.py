@@ -24,6 +24,7 @@ def make(
     stop=None,
     publish=None,
     backend=None,
+    rope=None,
     **config,
 ):
     def score(params, sequences):
@@ -37,7 +38,7 @@ def make(
         RolloutConfig(engine="vllm", urls=urls, dtype=dtype, transfer_dir=tmp_path and str(tmp_path), **config),
         backend or quick(),
         PolicyFunctions(tensors, checksums, score),
-        hf_config=SHAPE,
+        hf_config=SHAPE | ({"rope_parameters": rope} if rope else {}),
         max_tokens=100,
         publish=publish,
         head_dtype=head_dtype,

@@ -35,7 +35,18 @@ SHAPES_QWEN2 = [
 ]
 
 
-def hf_model(shape, family="Qwen3", seed=0, **more):
+# Scaled rotary embeddings. The original length is shorter than the sequences of the tests.
+SHORT = {"original_max_position_embeddings": 16}
+ROPES = [
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
+    {"rope_type": "yarn", "factor": 4.0, **SHORT},
+    {"rope_type": "yarn", "factor": 2.5, "attention_factor": 1.3, "beta_fast": 9.0, "truncate": False, **SHORT},
+    {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_slow": 2.0, **SHORT},
+]
+
+
+def hf_model(shape, family="Qwen3", seed=0, rope=None, **more):
     vocab, d, f, layers, h, g, head_dim, tied, theta = shape
     config = getattr(transformers, f"{family}Config")(
         vocab_size=vocab,
@@ -46,7 +57,7 @@ def hf_model(shape, family="Qwen3", seed=0, **more):
         num_key_value_heads=g,
         head_dim=head_dim,
         tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters={"rope_theta": theta, **(rope or {"rope_type": "default"})},
         initializer_range=0.1,
         attn_implementation="eager",
         **more,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
+from rljax.policy.rope import read_rope
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.requests import Remote, ServerInfo
 from rljax.rollout.servers.verify import probe_lengths, sharpening
@@ -119,7 +120,7 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
     lines += form_differences(described, expected)
     for key, theirs in described["shape"].items():
         wanted = expected.hf_config.get(key)
-        if None not in (wanted, theirs) and theirs != wanted:
+        if None not in (wanted, theirs) and not _equal(key, theirs, wanted, expected.hf_config):
             lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
     # A server that rounds scores each response as a part of a prompt, and generates one more token then.
     rounded = config.server_form.is_rounded
@@ -128,7 +129,22 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
     if length < longest:
         why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"
         lines.append(f"max_model_len is {length}, expected at least {longest} for {why}")
+    scaling = read_rope(expected.hf_config.get("rope_parameters", {}), longest)
+    if scaling is not None and scaling.kind == "yarn" and scaling.original_length * scaling.factor < longest:
+        reach = int(scaling.original_length * scaling.factor)
+        lines.append(f"the model's yarn reaches {reach} tokens, where vLLM's table ends, expected at least {longest}")
     return lines
+
+
+def _equal(key: str, theirs: Any, wanted: Any, hf_config: Mapping[str, Any]) -> bool:
+    """Returns whether two values of a ``config.json`` mean the same, whose rotary settings may have default values."""
+    if theirs == wanted or key != "rope_parameters" or theirs.get("rope_theta") != wanted["rope_theta"]:
+        return bool(theirs == wanted)
+    longest = hf_config.get("max_position_embeddings", 1)
+    try:
+        return read_rope(theirs, longest) == read_rope(wanted, longest)
+    except ValueError:
+        return False
 
 
 async def check_logprobs(server: Remote, info: ServerInfo, hint: str) -> None:
