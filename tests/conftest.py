@@ -25,6 +25,7 @@ OF_A_SCRIPT = {
     "harness": "tools/test_harnesses.sh",
     "launch_files": "tools/test_kubernetes.sh",
     "processes": "tools/test_processes.sh",
+    "real_models": "tools/test_real_models.sh",
     "sglang": "tools/test_sglang.sh",
     "slurm": "tools/test_slurm.sh",
     "store": "tools/test_store.sh",

@@ -66,6 +66,28 @@ KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"] = PolicyConfig(
     bos_token_id=151_643,
     eos_token_id=151_643,
 )
+KNOWN_SHAPES["Qwen/Qwen2.5-Coder-0.5B-Instruct"] = PolicyConfig(
+    151_936,
+    *(896, 4864, 24, 14, 2),
+    head_dim=64,
+    family="qwen2",
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    bos_token_id=151_643,
+    eos_token_id=151_645,
+)
+KNOWN_SHAPES["HuggingFaceTB/SmolLM2-135M-Instruct"] = PolicyConfig(
+    49_152,
+    *(576, 1536, 30, 9, 3),
+    head_dim=64,
+    family="llama",
+    rope_theta=1e5,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
 def is_hub_id(name: str) -> bool:

@@ -1,0 +1,98 @@
+"""Two real language models: parity with transformers on real text, their layers, and RL from the packaged files."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from toy_runs import ROOT
+from transformers_models import torch, transformers
+
+from rljax.compare.layers.differences import compare_layers
+from rljax.compare.layers.findings import judge_layers
+from rljax.compare.layers.tracers import open_tracer
+from rljax.data.tokenizer import load_tokenizer
+from rljax.policy.families import read_config
+from rljax.policy.hf import SINGLE_NAME, load_params
+from rljax.policy.score import make_scorer
+
+pytestmark = pytest.mark.real_models
+MODELS = Path(os.environ.get("RLJAX_REAL_MODELS", "models")).absolute()
+NAMES = ["smollm2-135m", "qwen2.5-coder-0.5b"]
+# The largest and the mean difference of a token's log-probability from transformers in float32 (nats), by dtype.
+BOUNDS = {"float32": (1e-4, 1e-5), "float16": (0.1, 0.01), "bfloat16": (1.0, 0.05)}
+
+
+def real_tokens(name, count):
+    """Returns the first tokens of a page of this project, int32 [count]."""
+    text = (ROOT / "docs/mismatch.md").read_text()
+    return np.asarray(load_tokenizer(MODELS / name).encode(text)[:count], np.int32)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def known(request):
+    """Returns the name of a model, 1,000 tokens, and transformers' log-probability of each but the first."""
+    tokens = real_tokens(request.param, 1000)
+    ids = torch.tensor(tokens[None], dtype=torch.int64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / request.param, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids).logits[0].double(), -1)
+    return request.param, tokens, logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_logprobs_of_real_text_are_those_of_transformers(known, dtype):
+    name, tokens, expected = known
+    config = read_config(MODELS / name)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), load_params(MODELS / name, config))
+    found = np.asarray(make_scorer(config, dtype)(params, [tokens])[0])[1:]
+    gaps = np.abs(found - expected)
+    print(f"{name} {dtype}: mean {gaps.mean():.3g}, largest {gaps.max():.3g} nats")
+    assert np.isfinite(gaps).all()
+    assert gaps.max() < BOUNDS[dtype][0]
+    assert gaps.mean() < BOUNDS[dtype][1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layers_differ_by_rounding_and_a_fault_is_named(name, dtype, tmp_path):
+    """In the bad copy the gate of the fourth layer is 1.05 times as large.
+
+    transformers rounds logits to 16 bits, as the reference then does. Its eager attention also rounds its scores, which
+    are large in a real model, and would be named.
+    """
+    tokens, found = real_tokens(name, 100), {}
+    shutil.copytree(MODELS / name, tmp_path / "bad")
+    tensors = load_file(tmp_path / "bad" / SINGLE_NAME)
+    tensors["model.layers.3.mlp.gate_proj.weight"] *= np.float32(1.05).astype(tensors["model.norm.weight"].dtype)
+    save_file(tensors, tmp_path / "bad" / SINGLE_NAME, metadata={"format": "pt"})
+    for directory in (MODELS / name, tmp_path / "bad"):
+        with (
+            open_tracer(f"jax:{dtype},logits={dtype}", MODELS / name) as reference,
+            open_tracer(f"hf:{dtype}", directory) as tested,
+        ):
+            found[directory.name] = judge_layers(compare_layers(reference, tested, tokens, effects=0))
+    assert found[name].sentence == "rounding, evenly"
+    assert [finding.place for finding in found["bad"].findings] == ["layer 3, gate projection"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_of_the_packaged_configuration(name, tmp_path):
+    words = ["--model.path", str(MODELS / name), "--run.dir", str(tmp_path / "run"), "--run.steps", "3"]
+    words += ["--data.batch-size", "2", "--eval.every", "0"]
+    command = [sys.executable, "-m", "rljax.train", name, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "packing.share_prefixes: off" not in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    print(name, *(f"step {row['step']}: {row['time/step_s']:.1f} s" for row in rows))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(0 < row["mismatch/logprob_abs_diff_mean"] < 0.1 for row in rows)
+    assert max(row["reward/mean"] for row in rows) > 0
