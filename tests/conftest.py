@@ -18,6 +18,8 @@ WAITING = {
     *("test_vllm_engine", "test_vllm_server", "test_vllm_client", "test_vllm_replies", "test_server_discovery"),
     *("test_weight_server", "test_weight_parts", "test_environment_hosts", "test_tool_pool"),
 }
+# Names from tests/support, and the group of the files that import them: their runs or steps share compiled programs.
+SHARING = {"tiny": "toy runs", "packed": "tiny step"}
 # The markers of tests that need more than this package's environment, with the script that runs them.
 OF_A_SCRIPT = {
     "browser": "tools/test_view.sh",
@@ -61,20 +63,25 @@ def pytest_configure(config):
     gc.set_threshold(200_000, 20, 20)
 
 
+def sharing(item):
+    """Returns the group of files whose compiled programs a test can use, "" for none."""
+    return next((group for name, group in SHARING.items() if hasattr(item.module, name)), "")
+
+
 def pytest_itemcollected(item):
-    """Puts a test into the group of its file, or into the group of the vLLM servers; one worker runs a group in order.
+    """Puts a test into the group of its file, of shared programs or of vLLM servers. One worker runs a group in order.
 
     This is done here, because xdist reads the groups before conftest's ``pytest_collection_modifyitems``.
     """
     if item.config.pluginmanager.hasplugin("xdist"):
         served = item.get_closest_marker("vllm") is not None
-        item.add_marker(pytest.mark.xdist_group("vllm" if served else item.path.stem))
+        item.add_marker(pytest.mark.xdist_group("vllm" if served else sharing(item) or item.path.stem))
 
 
 def pytest_collection_modifyitems(config, items):
     """Orders the tests and skips those that a script runs.
 
-    Tests of servers are first, tests that can wait beside them are next, and short files are last.
+    Tests of servers are first, tests that can wait beside them are next, then large groups, and short files are last.
     """
     asked = asked_for(config)
     for item in items:
@@ -87,7 +94,7 @@ def pytest_collection_modifyitems(config, items):
 
     def place(item):
         waits = item.path.stem in WAITING
-        return item.get_closest_marker("vllm") is None, not waits, item.path not in slow_files
+        return item.get_closest_marker("vllm") is None, not waits, not sharing(item), item.path not in slow_files
 
     items.sort(key=place)
 

@@ -253,7 +253,14 @@ def trl_loss(loss_type, level, mode, seed, *, beta=0.0, low=0.2, high=0.28, clip
     ],
     ids=["grpo", "dr_grpo", "dapo", "cispo", "gspo"],
 )
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "token_mask"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "token_truncate",
+        "sequence_mask",
+        pytest.param("token_mask", marks=pytest.mark.harness),  # test_verl_importance_weights has the band
+    ],
+)
 def test_trl_losses(loss, loss_type, level, options, mode):
     where, action = mode.split("_")
     fields = {"level": where, "mode": action, "threshold": 1.2}

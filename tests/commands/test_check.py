@@ -183,6 +183,7 @@ def run(**parts):
     )
 
 
+@pytest.mark.harness
 def test_a_part_that_fails_is_recorded_and_the_others_run():
     found = run(
         head=process, leak_xla=leaks, leak_auto=process, step_0=breaks, step_1=process, shm=crashes, driver=process

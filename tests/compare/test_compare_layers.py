@@ -163,6 +163,7 @@ def test_a_batch_of_another_shape_is_a_scorer(directory):
         narrow.run(TOKENS, {})
 
 
+@pytest.mark.harness
 @pytest.mark.mesh
 def test_a_sum_over_devices_in_bfloat16_is_named(directory):
     """The parts of a sum over ``tp`` are rounded to the dtype before they are sent; float32 rounds nothing."""

@@ -136,6 +136,7 @@ def test_what_the_library_refuses_is_one_line(library, name, options, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.harness
 @pytest.mark.slow
 def test_problems_do_not_depend_on_the_hash_seed(library):
     """word_ladder depends on the hash seed, and list_functions draws from Python's global random numbers."""
@@ -187,6 +188,7 @@ def test_the_splits_of_a_mixture_share_no_prompt(library, tmp_path):
     assert [one["prompt"] for one in again] == [one["prompt"] for one in training]
 
 
+@pytest.mark.harness
 @pytest.mark.slow
 def test_neighbouring_seeds_share_few_problems(library, monkeypatch):
     """A seed's training and evaluation problems are compared with the evaluation problems of the next seed."""
@@ -202,6 +204,7 @@ def test_neighbouring_seeds_share_few_problems(library, monkeypatch):
     assert all(len(one & made[2]) < 5 for one in made[:2])
 
 
+@pytest.mark.harness
 @pytest.mark.slow
 def test_a_task_with_too_few_problems_is_refused(library):
     config = DataConfig(task="reasoning_gym:coin_flip", task_options=("min_trials=3", "max_trials=3"), task_problems=20)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = [
     *("--data.batch-size", "8", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "2", "--run.steps", "3"),
-    *("--eval.every", "0", "--optimizer.learning-rate", "3e-4"),
+    *("--eval.every", "0", "--optimizer.learning-rate", "3e-4", "--packing.share-prefixes", "false"),
 ]
 
 
@@ -117,6 +117,7 @@ def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, bypass,
     assert rows[0]["correction/changed_fraction"] == 0.0
 
 
+@pytest.mark.harness
 def test_bypass_puts_the_mismatch_into_the_ratio(bypass):
     """The ratio is clipped at the very first update. Rejection is on, and no sequence is rejected."""
     assert bypass[0]["policy/clip_fraction"] > 0
@@ -135,7 +136,6 @@ def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--guard.warn", "mismatch/k3 >"], "guard: a guard reads 'METRIC > NUMBER'"),
         (["--loss.mini-batches", "3"], "data.batch_size = 8 does not divide into loss.mini_batches = 3"),
         (["--publish.store", "http"], "publish.store = http is for servers: rollout.engine must be vllm or sglang"),
         (["--publish.store", "nowhere"], "store must be shared, directory, http or a URL, got 'nowhere'"),
@@ -157,6 +157,7 @@ def test_settings_that_make_no_sense_are_one_line(options, message, toy_base, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.harness  # rollout/test_quantization.py has the engine
 def test_an_engine_in_eight_bits_mismatches_more(toy_base, tmp_path):
     eight = ("--rollout.weight-quantization", "fp8", "--rollout.kv-cache-dtype", "fp8_e5m2")
     means = {}

@@ -106,6 +106,7 @@ def logprobs_mode(served, mode):
         rpc(served, "sabotage_logprobs_mode", "processed_logprobs")
 
 
+@pytest.mark.harness
 def test_raw_logprobs_at_temperature_07_are_refused(bfloat16, prompts):
     """The columns are refused by their declared temperature. Without a declaration their numbers show it."""
     publish(bfloat16, bfloat16.model.params)
@@ -120,6 +121,7 @@ def test_raw_logprobs_at_temperature_07_are_refused(bfloat16, prompts):
     assert verdict(processed, "jax:bfloat16", "vllm-decode:bfloat16").status == "pass"
 
 
+@pytest.mark.harness  # compare/test_compare_verdict.py has other weights
 def test_stale_weights_fail(float32, prompts):
     """The server still has other weights than the directory.
 
@@ -168,6 +170,7 @@ def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
     assert set(report["noise_floor"]) == set(report["columns"])
 
 
+@pytest.mark.harness  # compare/test_bench.py has the rows
 def test_a_server_is_started_for_the_rows_that_need_one(vllm_interpreter, monkeypatch, tmp_path):
     """Both paths of one server, and the trainer as the reference, have the same weights and dtype."""
     for name, value in {**FORKED, "RLJAX_VLLM_VENV": str(Path(vllm_interpreter).parents[1])}.items():
@@ -195,6 +198,7 @@ def test_tokens_that_would_end_the_server_are_refused(float32):
         score_column(f"vllm:{float32.url}", make_dump(["x"], [[1, 256]], [[False, True]], {}))
 
 
+@pytest.mark.harness
 def test_whole_distributions_of_a_server_and_of_the_trainer(bfloat16, prompts):
     """The server gives its 20 likeliest tokens of 256 and the rest of the mass. Other weights lie far away."""
     publish(bfloat16, bfloat16.model.params)

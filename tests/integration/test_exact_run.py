@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_runs import command, comparable, complete, completed
+from toy_runs import command, comparable, completed
 
 from rljax.compare.importers import read_tokens
 from rljax.policy.families import read_config
@@ -87,6 +87,7 @@ def tokens_of(run_dir, step):
     return dump, columns
 
 
+@pytest.mark.harness  # rollout/test_inject.py
 def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, tmp_path):
     """In float32 the processor's rounding (1e-6) is nothing beside the injected mismatch."""
     options = ["--rollout.inject.weight-noise", "0.01", "--rollout.inject.logit-noise", "0.02"]
@@ -130,17 +131,3 @@ def test_evaluation_goes_through_the_same_engine(toy_base, tmp_path):
     assert row["mismatch/logprob_abs_diff_max"] == 0.0
     # The engine's own figures count the rollouts alone.
     assert row["rollout/executable_runs"] <= 2 * row["response_length/max"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rollout.dtype", "float16"], "rollout.dtype = float16 must be precision.compute_dtype = bfloat16"),
-        (["--loss.mini-batches", "2"], "loss.mini_batches and loss.epochs must be 1"),
-    ],
-)
-def test_what_makes_no_sense_with_it_is_one_line(options, message, toy_base, tmp_path):
-    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options))
-    assert code == 2
-    assert message in output
-    assert len(output.strip().splitlines()) == 1

@@ -13,6 +13,7 @@ from rljax.data.toy import addition_problems, addition_reward
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.harness
 def test_exported_policy_answers_as_the_evaluation_says(toy_base, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -134,14 +134,10 @@ def test_a_dense_run_has_no_adapters_to_export(toy_base, tmp_path):
     assert (code, err) == (2, f"error: {tmp_path}/run trained all weights: it has no adapters\n")
 
 
+@pytest.mark.harness
 @pytest.mark.parametrize(
     ("dtype", "start_from"),
-    [
-        ("bfloat16", True),
-        pytest.param("bfloat16", False, marks=pytest.mark.harness),
-        pytest.param("float16", True, marks=pytest.mark.harness),
-        pytest.param("float16", False, marks=pytest.mark.harness),
-    ],
+    [("bfloat16", True), ("bfloat16", False), ("float16", True), ("float16", False)],
 )
 def test_with_the_exact_engine_the_mismatch_is_zero(dtype, start_from, toy_base, tmp_path):
     policy = read_config(toy_base)

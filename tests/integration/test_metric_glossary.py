@@ -32,6 +32,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.harness  # test_train_run.py looks its rows up
 def test_the_glossary_has_exactly_the_keys_of_rows(toy_base, tmp_path, monkeypatch):
     monkeypatch.setattr("rljax.run.step.REFERENCE_STEPS", 1)
     completed(command(toy_base, tmp_path / "run", *SMALL))

@@ -73,7 +73,6 @@ def test_routes_of_another_program_are_replayed(base, tmp_path):
             ("--rollout.router-replay", "r3", "--rollout.engine", "exact"),
             "which routes as the trainer does",
         ),
-        (("--mesh.expert", "3", "--mesh.fsdp", "1"), "mesh"),
     ],
 )
 def test_what_does_not_fit_is_one_line(base, tmp_path, options, said):

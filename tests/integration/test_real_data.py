@@ -45,6 +45,7 @@ def train(prepared, toy_base, tmp_path_factory):
             *("--data.task", "file", "--data.path", str(prepared), "--data.chat-template", "false"),
             *("--data.reward", "rljax.data.toy:addition_reward", "--data.batch-size", "4"),
             *("--rollout.group-size", "8", "--packing.rows-per-micro-batch", "4", "--optimizer.learning-rate", "2e-4"),
+            *("--packing.share-prefixes", "false"),
         ]
         output = completed(command(toy_base, place / name, *words, *options))
         return place / name, output

@@ -55,6 +55,7 @@ def test_rows_stay_and_programs_compile_once(toy_base, tmp_path, caplog, kind):
     assert_remat_is_the_same(on[1])
 
 
+@pytest.mark.harness  # trainer/test_self_check.py has the forwards
 @pytest.mark.mesh
 def test_another_split_of_the_devices(toy_base, tmp_path, caplog):
     words = ["--mesh.fsdp", "2", "--mesh.tp", "2"]

@@ -58,6 +58,7 @@ def outcome(*words, **more):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.harness  # rollout/test_build.py
 def test_weights_without_room_are_refused_before_servers_load(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -185,6 +186,7 @@ def test_the_death_of_its_server_ends_the_run_at_once(launch):
     assert marked(mark) == members(group) == {}
 
 
+@pytest.mark.harness
 @pytest.mark.vllm
 def test_a_signal_before_the_server_is_healthy_ends_it(launch):
     process, mark, run_dir = launch("--run.steps", "1")

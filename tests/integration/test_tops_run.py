@@ -7,7 +7,8 @@ from toy_runs import comparable, completed, tiny
 from rljax.compare.report import compare_columns
 from rljax.record.token_dumps import read_dump
 
-pytestmark = pytest.mark.slow
+# rollout/test_tops.py, trainer/test_exact_cut.py and trainer/test_dumped_values.py have the parts of these runs.
+pytestmark = [pytest.mark.slow, pytest.mark.harness]
 
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32", "--rollout.dump-every", "1")
 CUT = ("--rollout.top-k", "5", "--rollout.top-p", "0.9")
@@ -75,7 +76,6 @@ def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
         assert pair.verdict.status == "pass", pair.verdict
 
 
-@pytest.mark.harness  # trainer/test_exact_cut.py has a smaller form
 def test_the_exact_engine_has_no_mismatch_in_a_cut_run(toy_base, tmp_path):
     rows, dumps = run(toy_base, tmp_path / "run", *CUT, *EXACT)
     for row in rows:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.harness]  # house/test_imports.py follows the imports
 CPUINFO = Path("/proc/cpuinfo")
 AMX = CPUINFO.exists() and "amx_tile" in CPUINFO.read_text()
 PROGRAM = """

@@ -71,6 +71,7 @@ def recounted(engine, served):
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.harness
 def test_the_example_recounts_what_the_server_holds(bfloat16, pulling, tmp_path):
     engine = pulling(bfloat16, "directory", transfer_dir=str(tmp_path))
     params = bfloat16.model.params
@@ -158,6 +159,7 @@ def forge(mirror, name) -> None:
     write_version(mirror.root, msgspec.structs.replace(version, files=version.files | {file: forged}))
 
 
+@pytest.mark.harness
 def test_a_bit_that_no_record_shows_is_seen_in_the_workers(bfloat16, pulling):
     """No delta of this version touches the damaged tensor, so only the proof looks at it."""
     engine = pulling(bfloat16)
@@ -172,6 +174,7 @@ def test_a_bit_that_no_record_shows_is_seen_in_the_workers(bfloat16, pulling):
     assert engine.publish(adamw_step(bfloat16.model.params, seed=1), 2)["publish/verified_tensors"] == 24
 
 
+@pytest.mark.harness
 def test_a_delta_to_weights_of_nobody_is_not_loaded(bfloat16, pulling):
     """The files have the tensors of the version before, and the checksums are of the new one.
 
@@ -223,6 +226,7 @@ def test_a_server_that_missed_versions_gets_the_newest(bfloat16, pulling):
     assert_bits(engine, bfloat16, params)
 
 
+@pytest.mark.harness
 def test_an_unreachable_source_is_said_at_the_handshake(bfloat16, monkeypatch):
     monkeypatch.setattr(
         "rljax.weights.store.WeightDirectory.source",
@@ -233,6 +237,7 @@ def test_an_unreachable_source_is_said_at_the_handshake(bfloat16, monkeypatch):
         bfloat16.engine(publish=PublishConfig(store="http"))
 
 
+@pytest.mark.harness
 def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
     """A version is pulled and not loaded. The mirror has changed in place, but the server's weights have not."""
     engine = pulling(bfloat16)
@@ -247,6 +252,7 @@ def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
     assert check_use(engine, bfloat16.url, moved).mean < band
 
 
+@pytest.mark.harness
 def test_the_mirror_goes_with_its_users(bfloat16, pulling):
     """When another run publishes first, the server leaves the earlier run's mirror. Nobody else uses it, so it goes."""
     engine = pulling(bfloat16)

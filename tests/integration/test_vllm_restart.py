@@ -80,6 +80,7 @@ def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
     assert worst_gap(mortal, params, prompts, responses) < 1e-4
 
 
+@pytest.mark.harness
 def test_the_death_of_a_server_of_ours_ends_the_wait(mortal, prompts):
     """The server's worker dies as from SIGILL.
 

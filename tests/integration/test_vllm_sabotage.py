@@ -121,6 +121,7 @@ def test_one_tensor_left_out(bfloat16, calibrated, left_out, how, monkeypatch):
     engine.publish(bfloat16.model.moved(3), 2)
 
 
+@pytest.mark.harness
 def test_weights_of_the_previous_version(bfloat16, calibrated):
     tensors = bfloat16.model.tensors("bfloat16")
     stale = []
@@ -150,6 +151,7 @@ def test_bfloat16_published_to_a_float16_server(float16, calibrated):
         check_use(engine, float16.url, params)
 
 
+@pytest.mark.harness
 def test_calibration_has_a_hard_ceiling(bfloat16):
     """If weights differ from the start, the band does not calibrate itself wide enough for them."""
     tensors = bfloat16.model.tensors("bfloat16")

@@ -9,8 +9,8 @@ import pytest
 from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
-FLOAT16 = pytest.param("float16", marks=pytest.mark.harness)
-DTYPES = pytest.mark.parametrize("served", ["bfloat16", FLOAT16, "float32"], indirect=True)
+OTHERS = [pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("float16", "float32")]
+DTYPES = pytest.mark.parametrize("served", ["bfloat16", *OTHERS], indirect=True)
 
 
 def gaps(served, params, prompts, responses) -> np.ndarray:
@@ -103,6 +103,7 @@ def test_requests_that_vllm_would_mishandle_are_refused(float32):
     engine.close()
 
 
+@pytest.mark.harness  # test_vllm_endpoint.py
 def test_giving_up_early_leaves_the_engine_usable(bfloat16, prompts):
     """Closing the iterator aborts the responses that have not arrived. The next publish does not wait for them."""
     with closing(bfloat16.engine()) as engine:

@@ -57,7 +57,7 @@ def test_the_five_likeliest_are_the_trainers(served, prompts):
         assert found >= TOKENS * len(responses) - 2  # two tokens may be nearly tied
 
 
-@pytest.mark.parametrize("route", [None, GENERATE])
+@pytest.mark.parametrize("route", [None, pytest.param(GENERATE, marks=pytest.mark.harness)])
 def test_the_whole_vocabulary_sums_to_1(float32, prompts, route):
     responses = sampled(
         float32, prompts, SamplingParams(4, reported=VOCABULARY), 1, route=route, top_logprobs=VOCABULARY
@@ -105,6 +105,7 @@ def test_supports_are_those_of_the_trainers_distribution(served, prompts, cut):
     assert (min(sizes) < cut["top_k"]) == (len(cut) > 1)
 
 
+@pytest.mark.harness
 @pytest.mark.parametrize("served", ["bfloat16"], indirect=True)
 def test_a_head_in_16_bits_has_ties(served, prompts):
     """Without Triton the server keeps all tokens that tie with the last one of ``top_k``."""

@@ -153,6 +153,7 @@ def test_the_bytes_of_a_cache_are_what_the_mixers_ask_for():
     assert cache_row_bytes(CONFIG, mesh, 10, jnp.bfloat16, jnp.float8_e4m3fn) == 2 * (6 * 4 + 6 * 2 + 10 * 2 * 2 * 8)
 
 
+@pytest.mark.harness
 def test_recomputed_values_give_the_same_gradients(params):
     of_none, of_blocks = (
         jax.grad(lambda params, remat=remat: jnp.sum(hidden(params, range(4), range(3), remat=remat) ** 2))(params)

@@ -252,6 +252,7 @@ def test_logprobs_are_of_the_token_itself_and_start_at_zero(tmp_path):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.harness
 @pytest.mark.slow
 def test_long_rows_keep_their_positions(tmp_path):
     """The row has 4096 tokens, so rotary frequencies must equal those of transformers to the last bit."""

@@ -155,6 +155,7 @@ def test_a_table_does_not_end_before_its_last_row(tmp_path):
         list(read_rows(path))
 
 
+@pytest.mark.harness
 def test_no_thread_of_arrow_aborts_a_process(tmp_path):
     """A table that Arrow reads through a file of Python aborts one process in ten when its interpreter ends."""
     path = tmp_path / "x.parquet"

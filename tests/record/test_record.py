@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -246,28 +244,6 @@ def test_a_second_close_changes_nothing(tmp_path):
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
     with pytest.raises(ValueError, match="closed file"):
         recorder.write({"step": 2})
-
-
-def test_a_row_on_a_full_disk_leaves_nothing_in_the_file(tmp_path):
-    """A file size limit of the process, in the middle of the second row, stands for a full disk."""
-    recorder = Recorder(tmp_path, 3, tensorboard=False, progress=False)
-    recorder.write({"step": 1})
-    first = (tmp_path / "metrics.jsonl").read_bytes()  # a row is in the file when write returns
-    assert first == b'{"step": 1}\n'
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 5, hard))
-    try:
-        with pytest.raises(OSError, match=r"No space left on device|File too large"):
-            recorder.write({"step": 2, "x": 0.5})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == first
-    recorder.write({"step": 2, "x": 0.5})
-    recorder.sync()
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "x": 0.5}]
-    recorder.close()
 
 
 def test_rows_for_tensorboard_do_not_bring_torch_in(tmp_path):

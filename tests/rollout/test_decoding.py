@@ -125,8 +125,8 @@ def test_a_last_group_is_filled_with_rows_that_go_nowhere():
     assert (rows.tolist(), into.tolist(), numbers.tolist()) == ([[4], [0]], [[2], [4]], [4, 5])
 
 
-FORMS = {"experts-1": (EXPERTS, 1), "dense-7": (CONFIG, 7)}
-MORE = {f"experts-{n}": (EXPERTS, n) for n in (3, 7, 16)} | {f"dense-{n}": (CONFIG, n) for n in (1, 3, 16)}
+FORMS = {"dense-7": (CONFIG, 7)}  # test_turn_rounds.py has experts
+MORE = {f"experts-{n}": (EXPERTS, n) for n in (1, 3, 7, 16)} | {f"dense-{n}": (CONFIG, n) for n in (1, 3, 16)}
 
 
 @pytest.mark.parametrize(

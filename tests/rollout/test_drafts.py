@@ -69,6 +69,7 @@ def test_right_guesses_need_one_run_for_each_batch(asked):
     assert (fewer, runs) == (BATCHES, sum(max(len(one[2]) for one in plain[at : at + ROWS]) for at in (0, 4, 8)))
 
 
+@pytest.mark.harness  # the guesses do not depend on the devices
 @pytest.mark.mesh
 def test_right_guesses_on_a_mesh():
     mesh = MeshConfig(2, 2)

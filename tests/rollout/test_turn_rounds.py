@@ -78,6 +78,7 @@ def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
             assert not routes[-1].any()
 
 
+@pytest.mark.harness  # test_decoding.py has a sharded cache
 @pytest.mark.mesh
 def test_turns_on_several_devices_have_the_same_logprobs():
     engine, params = make(mesh=make_mesh(MeshConfig(2, 2)), decode_tokens=4 * 22)
@@ -107,7 +108,7 @@ def test_turns_compile_few_loops_and_leave_those_of_one_turn():
     assert engine.compilations == 4
 
 
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS])
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(EXPERTS, marks=pytest.mark.harness)])
 def test_first_turns_of_groups_share_their_prompts(config):
     """Groups of three turns are the bits of three responses to each prompt, which the same program computes.
 

@@ -433,16 +433,6 @@ def test_steps_of_a_damaged_checkpoint_run_again(go, capsys):
     jax.tree.map(np.testing.assert_array_equal, again.after, whole.after)
 
 
-@pytest.mark.slow
-def test_with_no_whole_checkpoint_the_run_ends_in_one_line(go):
-    run = go()
-    for host in (run.directory / "checkpoints").glob("*/host/metadata"):
-        host.unlink()
-    with pytest.raises(ConfigError, match="no checkpoint is whole: checkpoint 4 in"):
-        go()
-    assert not (run.directory / "damaged").exists()
-
-
 class Failing(ScriptedEngine):
     """An engine that raises ``error`` at the publish of ``version``, or in its ``call``-th generation."""
 

@@ -165,16 +165,17 @@ def adapters(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.harness  # the next test has the same bits
 @pytest.mark.slow
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize(
     ("kl", "rank", "from_adapters"),
     [
         pytest.param("k3", 0, False, id="weights, reference"),
-        pytest.param("k3", 2, True, id="adapters from a file, reference", marks=pytest.mark.harness),
-        pytest.param("none", 0, False, id="weights", marks=pytest.mark.harness),
-        pytest.param("none", 2, False, id="adapters", marks=pytest.mark.harness),
-        pytest.param("k3", 2, False, id="adapters, reference", marks=pytest.mark.harness),
+        pytest.param("k3", 2, True, id="adapters from a file, reference"),
+        pytest.param("none", 0, False, id="weights"),
+        pytest.param("none", 2, False, id="adapters"),
+        pytest.param("k3", 2, False, id="adapters, reference"),
     ],
 )
 def test_steps_are_bit_for_bit_those_of_what_stays(go, adapters, kl, rank, from_adapters):

@@ -6,11 +6,9 @@ import optax
 import pytest
 
 from rljax.schedule import (
-    SurgeConfig,
     get_learning_rate,
     inject_learning_rate,
     length_decay_schedule,
-    length_triggered_schedule,
     set_learning_rate,
 )
 
@@ -58,22 +56,9 @@ class TestNnx:
         optimizer.update(model, grads)
         assert np.abs(model.kernel[...] - before).max() > 0
 
-    def test_a_scheduled_rate_is_not_overridden(self):
-        _, optimizer = self.make(length_decay_schedule(1e-3, 5))
-        with pytest.raises(ValueError, match="set by its schedule"):
-            set_learning_rate(optimizer.opt_state, 1e-4)
-
     def test_a_refusal_leaves_every_variable_as_it_was(self):
         tx = optax.chain(injected(1e-3), injected(length_decay_schedule(1e-3, 5)))
         optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
         with pytest.raises(ValueError, match="set by its schedule"):
             set_learning_rate(optimizer.opt_state, 1e-4)
         assert get_learning_rate(optimizer.opt_state) == np.float32(1e-3)
-
-    def test_the_in_graph_form_takes_its_argument_from_update(self):
-        config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
-        model, optimizer = self.make(length_triggered_schedule(1e-3, config=config, multiplier=1.0))
-        grads = nnx.grad(lambda model: model(jnp.ones((4, 2))).sum())(model)
-        for number in range(1, 12):
-            optimizer.update(model, grads, response_length=100.0 if number < 10 else 400.0)
-        assert get_learning_rate(optimizer.opt_state) == np.float32(5e-4)

@@ -5,7 +5,7 @@ from two_ranks import outputs_of_two_ranks
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.harness]
 
 RANK = """
 import datetime, json, sys
@@ -58,7 +58,7 @@ distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.harness)])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_two_ranks_take_the_same_rates(wrapper):
     first, second = outputs_of_two_ranks(RANK, wrapper, timeout=180)
     assert first == second

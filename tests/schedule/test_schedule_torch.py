@@ -138,27 +138,6 @@ def test_a_resumed_run_has_the_same_rates(cut):
     assert rates_used(optimizer, resumed, LENGTHS[cut:]) == whole[cut:]
 
 
-def test_another_schedulers_state_is_refused():
-    optimizer = optimizer_of(1.0)
-    with pytest.raises(ValueError, match="the state must have the keys"):
-        scheduler_of(optimizer).load_state_dict(LinearLR(optimizer).state_dict())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"), [({"multiplier": 0.9}, "multiplier"), ({"decay_factor": 1.0}, "decay_factor")]
-)
-def test_an_argument_out_of_range_is_refused(settings, message):
-    with pytest.raises(ValueError, match=f"{message} must be"):
-        scheduler_of(optimizer_of(1.0), **settings)
-
-
-def test_the_states_stay_small():
-    optimizer = optimizer_of(1e-6)
-    scheduler = LengthTriggeredScheduler(optimizer)
-    rates_used(optimizer, scheduler, [1234.567] * 300)
-    assert len(json.dumps(scheduler.state_dict())) < 4096
-
-
 def warmed(lengths, save_at=None):
     """Returns the rates of a warm-up over 4 updates from a quarter of the rate, then the length-triggered rates."""
 

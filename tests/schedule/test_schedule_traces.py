@@ -48,14 +48,3 @@ def test_in_graph_form(trace):
     np.testing.assert_array_equal(rates, np.float32(rates_of(trace)))
     assert int(state.surge.surge_step) == (trace["surge_step"] or 0)
     assert int(state.decay_period) == (trace["decay_period"] or 0)
-
-
-def test_resume_at_every_step(trace):
-    whole, rates = controller_of(trace), rates_of(trace)
-    for step, batch in enumerate(trace["batches"]):
-        resumed = controller_of(trace)
-        state = json.dumps(whole.state_dict())
-        assert len(state) < 4096
-        resumed.load_state_dict(json.loads(state))
-        assert [resumed.step(*rest) for rest in trace["batches"][step:]] == rates[step:]
-        whole.step(*batch)

@@ -11,7 +11,6 @@ from sharded_step import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper
 from rljax.policy.lora import LoraConfig, MergedPolicy, TrainedParams, abstract_adapters
 from rljax.policy.model import cast_params, init_params, param_shardings
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh, on_devices, on_host
-from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
@@ -34,7 +33,7 @@ def run(fsdp, tp, dtype="float32", replica=1, keep_gathered=False, context=1):
         precision=PrecisionConfig(compute_dtype=dtype),
         objective=Objective(LOSS, CORRECTION, COUNT, 16),
         batch_shape=shape(),
-        diagnosis=DiagnosisConfig(),
+        diagnosis=None,
         keep_gathered=keep_gathered,
         lora=LORA,
         merged=merged,
@@ -81,12 +80,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, sing
     found_grads = jax.device_get(state.opt_state.inner_state.trace)
     for found, expected in zip(jax.tree.leaves(found_grads), jax.tree.leaves(expected_grads), strict=True):
         assert np.abs(found - expected).max() / np.abs(expected).max() <= 2e-5
-    found_metrics, histogram = jax.device_get(metrics), "mismatch/logprob_abs_diff"
-    # A token whose difference lies at the edge of two bins may fall into either.
-    beyond = np.cumsum(found_metrics.pop(histogram) - expected_metrics[histogram])
-    assert beyond[-1] == 0
-    assert np.abs(beyond).max() <= 1
-    for name, value in found_metrics.items():
+    for name, value in jax.device_get(metrics).items():
         if name != "optimizer/grad_noise":
             np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(jax.device_get(logprobs), expected_logprobs, atol=2e-5, rtol=0)

@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        (MeshConfig(4, context=2), {"keep_gathered": True, "remat": True}),
         (MeshConfig(2, 2, replica=2), {"remat": "blocks"}),
         *(
             pytest.param(mesh, options, marks=pytest.mark.harness)
             for mesh, options in [
+                (MeshConfig(4, context=2), {"keep_gathered": True, "remat": True}),
                 (MeshConfig(2, 4), {"remat": "dots"}),
                 (MeshConfig(8), {"keep_gathered": True, "remat": True}),
                 (MeshConfig(8), {}),
@@ -120,6 +120,7 @@ def test_a_state_stays_where_it_lies_in_one_compilation(dtype):
     assert query.addressable_shards[0].data.shape == (2, 8, 2, 8)
 
 
+@pytest.mark.harness
 def test_only_the_sum_of_gradients_crosses_replicas():
     step, _ = make_step(MeshConfig(2, 2, replica=2), tx=make_optimizer(OptimizerConfig()))
     given = ("old_logprobs", "reference_logprobs")

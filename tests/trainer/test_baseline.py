@@ -120,6 +120,7 @@ def scored(given):
         yield logp[np.arange(len(logp)), s.response], np.sum(np.exp(logp) ** 2, axis=1)
 
 
+@pytest.mark.harness  # the tests above have its parts by hand
 @pytest.mark.slow
 def test_the_update_has_the_gradient_of_token_advantages():
     given = sequences(of_group)

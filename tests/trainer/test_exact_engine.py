@@ -126,7 +126,7 @@ def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
 @pytest.mark.parametrize(
     "dtype",
     # integration/test_exact_run.py has whole runs in 16 bits
-    ["float32", *(pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("bfloat16", "float16"))],
+    [pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("float32", "bfloat16", "float16")],
 )
 def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype):
     rows = trained(dtype, 3)
@@ -140,8 +140,8 @@ def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype):
     assert "optimizer/grad_noise" not in rows[1]
 
 
-# test_exact_cut.py has a cut in the suite.
-@pytest.mark.parametrize("asked", [pytest.param(CUT, marks=pytest.mark.harness), {"reported": 3}], ids=["cut", "tops"])
+@pytest.mark.harness  # test_exact_cut.py has a cut
+@pytest.mark.parametrize("asked", [CUT, {"reported": 3}], ids=["cut", "tops"])
 def test_the_mismatch_is_exactly_zero_with_a_cut_and_with_tops(asked):
     rows = trained("bfloat16", 3, asked=asked)
     assert [not_exact(row) for row in rows] == [{}] * 3
@@ -153,6 +153,7 @@ def test_the_mismatch_is_exactly_zero_on_a_mesh():
     assert [not_exact(row) for row in trained("bfloat16", 2, mesh=(2, 2))] == [{}, {}]
 
 
+@pytest.mark.harness
 def test_a_reference_is_scored_by_the_same_executable():
     """The head is in float32, and leaves no mismatch."""
     rows = trained("bfloat16", 2, loss=LossConfig(kl="k3", kl_coefficient=0.1), head="float32")

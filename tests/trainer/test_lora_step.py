@@ -66,7 +66,8 @@ def test_gradient_is_that_of_the_loss_however_it_is_cut(row, rows, reference):
     assert metrics["optimizer/grad_norm"] == pytest.approx(float(optax.tree.norm(reference)), rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.harness), "float16"])
+@pytest.mark.harness
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradient_in_16_bits_is_near_that_of_float32(dtype, reference):
     _, _, state, metrics, _ = run(keep_gradient(), sequences(), dtype=dtype)
     difference = jax.tree.map(lambda a, b: a - b, state.opt_state.inner_state.trace, reference)

@@ -149,7 +149,8 @@ def test_unscaled_gradients_do_not_depend_on_the_scale():
         assert float(gap) / norm < 5e-3
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.harness), "float16"])
+@pytest.mark.harness
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_float32_head_scores_with_the_published_table(dtype):
     """The bits of a master that 16 bits cannot hold change nothing in the step's scores and gradients."""
     tx = keep_gradient()

@@ -96,6 +96,7 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
         assert not given[-1].any()
 
 
+@pytest.mark.harness  # the other tests have the routes and the gates of it
 def test_with_replay_the_mismatch_is_that_of_a_dense_policy():
     # The trainer is in float32 and the engine in bfloat16, so their routers differ in some choices.
     step, state = make(dtype="float32")
@@ -141,6 +142,7 @@ def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
     np.testing.assert_allclose(turned_logits, other_logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.harness
 def test_an_update_measures_free_routing_on_request():
     step, state = make(dtype="float32")
     sequences = sampled(CONFIG)

@@ -39,6 +39,6 @@ def bytes_a_parameter(micro_batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("micro_batches", "most"), [(1, 20.5), (2, 25.0)])
+@pytest.mark.parametrize(("micro_batches", "most"), [pytest.param(1, 20.5, marks=pytest.mark.harness), (2, 25.0)])
 def test_a_step_keeps_no_copies_that_it_does_not_need(micro_batches, most):
     assert 18.0 < bytes_a_parameter(micro_batches) < most

@@ -135,14 +135,14 @@ OBJECTIVES = {
 BY_TOKEN, BY_SEQUENCE = {"level": "token", "threshold": 1.2}, {"level": "sequence", "reject_k3": 0.06}
 
 
+@pytest.mark.harness  # integration/test_staleness_split.py has a run with it
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
         (BY_TOKEN, "numerics"),
-        # integration/test_staleness_split.py has a whole run with this part.
-        pytest.param(BY_SEQUENCE, "drift", marks=pytest.mark.harness),
-        pytest.param(BY_TOKEN, "drift", marks=pytest.mark.harness),
-        pytest.param(BY_SEQUENCE, "numerics", marks=pytest.mark.harness),
+        (BY_SEQUENCE, "drift"),
+        (BY_TOKEN, "drift"),
+        (BY_SEQUENCE, "numerics"),
     ],
 )
 def test_a_correction_of_one_part_uses_its_two_logprobs(fields, part):
@@ -188,6 +188,7 @@ def test_no_cut_changes_the_gradient_of_any_objective(name):
     assert cut["optimizer/grad_noise"] > 0
 
 
+@pytest.mark.harness  # test_step_sharding.py has both in a step
 def test_normalised_weights_leave_the_kl_penalty_as_it_is():
     """The gradient is the sum of the normalised policy loss's gradient and of a penalty's that no weight changes."""
     penalty = LossConfig(kl="k2", kl_coefficient=0.7)
@@ -379,6 +380,7 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
         assert np.abs(g - 0.7 * e).max() / np.abs(e).max() < 1e-4
 
 
+@pytest.mark.harness
 def test_a_single_update_normalises_beside_a_penalty(tmp_path):
     save_params(tmp_path, init_params(CONFIG, 1), CONFIG)
     fused = Config(

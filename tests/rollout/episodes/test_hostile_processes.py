@@ -154,7 +154,7 @@ def test_nothing_names_the_socket_and_no_program_inherits_it():
         assert score(pool, "hidden") == [1.0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["pickle", "wrong form"])  # the frames are those of rewards
 def test_a_tool_that_writes_to_its_socket_harms_itself(kind):
     with closing(ToolPool(EpisodeConfig(tool_timeout_s=20.0), 1)) as pool:
         words = ("say 0.1", kind, "say 0.2", "say 0.3")
@@ -167,14 +167,7 @@ def test_a_tool_that_writes_to_its_socket_harms_itself(kind):
         assert (counts["turns/tool_calls"], counts["turns/tool_deaths"]) == (4, 1)
 
 
-def test_a_tool_that_replies_twice_shifts_no_other_reply():
-    with closing(ToolPool(EpisodeConfig(), 1)) as pool:
-        calls = [pool.submit("persons_attack:tool", [word]) for word in ("twice", "say 0.1", "say 0.2")]
-        assert [call.result(60).text for call in calls] == ["forged", "0.1", "0.2"]
-        assert pool.pop_metrics()["turns/tool_deaths"] == 1
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "twice"])
+@pytest.mark.parametrize("kind", ["framed pickle", "wrong form", "twice"])
 def test_an_environment_that_writes_to_its_socket_is_lost(kind):
     with EnvironmentHosts("persons_attack:Env", EpisodeConfig(), tool_workers=1) as hosts:
         hosts.reset("a", PROBLEM).result(60)
