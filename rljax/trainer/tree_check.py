@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from rljax.sharding import fetch
-from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
+from rljax.trainer.packing import PackedBatch, TrainSequence, shared_fraction, unpack
 from rljax.trainer.state import TrainState
 from rljax.trainer.trees import common_prefixes, in_tree_order
 from rljax.trainer.update import Forward, Pack, Update, Updated, UpdateOptions
@@ -54,7 +55,8 @@ def distance(a: np.ndarray, b: np.ndarray) -> Distance:
 class CheckedTrees:
     """An ``Update`` on rows of trees, which compares a tree with separate rows at its first call.
 
-    If they differ too much, it says so and trains on separate rows from then on.
+    If they differ too much, it says so and trains on separate rows from then on. Each row has the metric
+    "perf/shared_token_fraction", which is then 0.
     """
 
     def __init__(self, update: Update, forward: Forward, checks: TreeChecks, apart: Callable[[], Update]):
@@ -81,14 +83,16 @@ class CheckedTrees:
             found, own = self._distances(state, chosen)
             if found.is_more_than(own, self._checks.floor):
                 print(
-                    f"packing.share_prefixes: off. Trees differ by {found.mean:.3g} nats a token (at most "
+                    f"\nwarning: packing.share_prefixes: off. Trees differ by {found.mean:.3g} nats a token (at most "
                     f"{found.largest:.3g}) from separate rows, which differ by {own.mean:.3g} (at most "
                     f"{own.largest:.3g}) from themselves at another shape",
+                    file=sys.stderr,
                     flush=True,
                 )
                 self._update = self._apart()
                 batch = self._update.pack(sequences)
-        return self._update(state, batch, sequences, options)
+        updated = self._update(state, batch, sequences, options)
+        return updated._replace(row=updated.row | {"perf/shared_token_fraction": shared_fraction(sequences, batch)})
 
     def _distances(self, state: TrainState, chosen: Sequence[TrainSequence]) -> tuple[Distance, Distance]:
         """Returns the distance of trees to separate rows, and of separate rows to others."""
