@@ -35,7 +35,7 @@ from rljax.policy.model import Params, abstract_params, gathered_axes, logical_a
 from rljax.rollout.build import version_bytes
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
-from rljax.run.packing import batch_shape, micro_batch_shape, settle_prefixes, shares_prefixes
+from rljax.run.packing import batch_shape, flat_rows, micro_batch_shape, settle_prefixes
 from rljax.run.refill import REFILL_LIMIT
 from rljax.run.training import has_separate_forward
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
@@ -257,7 +257,9 @@ def _batch(config: Config) -> dict[str, str]:
         "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "
         f"{config.rollout.max_response_tokens:,} each",
         "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens",
-        "prefixes": "shared by the sequences of a row" if shares_prefixes(config) else "not shared",
+        "prefixes": f"shared by the sequences of a row, whose responses are in rows of {flat:,} tokens for the head"
+        if (flat := flat_rows(config, tokens))
+        else "not shared",
     }
 
 

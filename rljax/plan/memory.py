@@ -29,13 +29,15 @@ from rljax.policy.kernels import Kernels, exchanges_heads, is_one_cpu
 from rljax.policy.lora import TrainedParams
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.config import Config
-from rljax.run.packing import batch_shape, responses_per_update
+from rljax.run.packing import batch_shape, responses_per_update, shares_prefixes
 from rljax.sharding import named_sharding
 from rljax.trainer.micro_batches import BATCH_AXES
 
 # The bytes of a batch for each token: seven arrays of four bytes for policy and loss, two masks of one byte, and two
 # arrays of log-probabilities.
 _BATCH_BYTES = 38
+# The four further arrays of a batch of trees. Its other arrays are planned as if responses filled rows of that length.
+_TREE_BYTES = 16
 # The bytes of a likeliest token: its id and its log-probability.
 TOP_BYTES = 8
 _FLOAT32 = 4
@@ -71,7 +73,7 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     if is_one_cpu(mesh) and are_few_logits(places, policy.vocab_size):
         head += places * policy.vocab_size * _FLOAT32
     return {
-        "batch": micro * places * _BATCH_BYTES,
+        "batch": micro * places * (_BATCH_BYTES + _TREE_BYTES * shares_prefixes(config)),
         "kept for the backward pass": kept * policy.num_layers,
         "at work in a micro-batch": max(block, head),
     }

@@ -234,3 +234,10 @@ def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> f
     computed = batch.tokens if batch.trees is None else batch.trees.tokens
     count = sum(len(s.ids) for s in sequences) if batch.trees is None else np.count_nonzero(batch.trees.ends)
     return float(count / (int(batch.used) * math.prod(computed.shape[1:])))
+
+
+def shared_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:
+    """Returns the share of the tokens of the sequences, without their last ones, that trees spare; 0 without trees."""
+    if batch.trees is None:
+        return 0.0
+    return 1.0 - np.count_nonzero(batch.trees.ends) / max(1, sum(len(s.ids) - 1 for s in sequences))

@@ -17,6 +17,7 @@ from rljax.plan.memory import (
 from rljax.policy.attention import packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.run.config import Config
+from rljax.run.packing import with_separate_rows
 from rljax.sharding import MeshConfig, make_mesh
 
 POLICY = PolicyConfig(32, 16, 48, 3, 4, 2, 8)
@@ -125,7 +126,8 @@ def test_work_by_hand():
     wanted, mesh = config(remat=True), shape_mesh(MeshConfig(4, 2))
     found = working_bytes(wanted, POLICY, mesh)
     # 16 sequences of up to 64 tokens are 16 rows, in 2 micro-batches of 8.
-    assert found["batch"] == 2 * 128 * 38
+    assert found["batch"] == 2 * 128 * (38 + 16)
+    assert working_bytes(with_separate_rows(wanted), POLICY, mesh)["batch"] == 2 * 128 * 38
     # A device has half of the tokens of blocks' inputs. A block also keeps some bytes of each row.
     assert 0 <= found["kept for the backward pass"] - 3 * 128 * 16 * 2 // 2 <= 3 * 2 * 150
     part = local_policy(POLICY, mesh)

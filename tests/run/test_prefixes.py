@@ -13,6 +13,7 @@ from rljax.commands.check_step import TINY, step_config
 from rljax.plan.dry_run import dry_run
 from rljax.plan.machines import TPUS
 from rljax.policy.config import PolicyConfig
+from rljax.record.rows import read_rows
 from rljax.run.config import Config
 from rljax.run.packing import flat_rows, settle_prefixes, shares_prefixes, tree_rows, why_apart
 
@@ -36,6 +37,7 @@ def test_its_rows_are_those_of_separate_rows(options, tmp_path):
         said = completed(tiny(TOY_BASE, tmp_path / word, 2, *options, *sharing(word)))
         assert "packing.share_prefixes: off" not in said
         rows.append(comparable(tmp_path / word))
+    assert all(0 < row["perf/shared_token_fraction"] < 1 for row in read_rows(tmp_path / "true" / "metrics.jsonl"))
     for shared, apart in zip(*rows, strict=True):
         assert shared.keys() == apart.keys()
         for name, value in apart.items():
@@ -100,7 +102,9 @@ def test_it_shares_wherever_else_it_can(tmp_path, caplog):
 def test_the_plan_for_another_machine_has_the_rows_of_its_step(tmp_path, caplog):
     sizes = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_response_tokens": 64}}
     config = changed(Config(), run={"dir": str(tmp_path)}, model={"path": str(TOY_BASE)}, **sizes)
-    assert "shared by the sequences of a row" in dry_run(config, TPUS["v5e"])
+    planned = dry_run(config, TPUS["v5e"])
+    assert "rows of 320 tokens\nprefixes" in planned
+    assert "whose responses are in rows of 320 tokens for the head" in planned
     assert caplog.text == ""
 
 

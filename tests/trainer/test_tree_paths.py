@@ -11,10 +11,10 @@ SEEDS, CASES = range(4), 50
 
 
 def with_routes(sequence, changes=()):
-    """Adds routes of two layers, which are other ones from each place in ``changes`` on."""
+    """Adds routes of two layers. From each place in ``changes`` on, one layer has other routes."""
     routes = np.ones((len(sequence.ids), 2, 2), np.uint8)
     for place in changes:
-        routes[place:] += 1
+        routes[place:, place % 2] += 1
     routes[-1] = 0
     return sequence.add({"routes": routes})
 

@@ -16,7 +16,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, abstract_adapters
 from rljax.policy.model import init_params
-from rljax.policy.trees import segment_ends
+from rljax.policy.trees import segment_ends, states_at
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, unpack, unpack_whole, useful_fraction
@@ -41,7 +41,7 @@ def adapters_of(config):
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype), abstract_adapters(config, LORA))
 
 
-def trained(sequences, batch, config=CONFIG, loss=None, correction=None, dtype="float32", lora=OFF):
+def trained(sequences, batch, config=CONFIG, loss=None, correction=None, dtype="float32", lora=OFF, **options):
     """Returns the log-probabilities of each response, the gradients, and the metrics of a step."""
     step = TrainStep(
         config,
@@ -55,10 +55,12 @@ def trained(sequences, batch, config=CONFIG, loss=None, correction=None, dtype="
         diagnosis=DiagnosisConfig(),
         lora=lora,
         merged=MergedPolicy(config, lora, MESH, params_of(config), dtype) if lora.rank else None,
+        **options,
     )
     params = jax.tree.map(jnp.copy, adapters_of(config) if lora.rank else params_of(config))
     state = create_state(params, config, keep_gradient(), MESH, dynamic_scale=dtype == "float16", lora=lora)
     state, row, values = jax.device_get(step(state, batch, 1e-2, True))
+    assert not values.logprobs[batch.segment_ids == 0].any()
     return unpack(values.logprobs, batch, sequences), state.opt_state.inner_state.trace, row
 
 
@@ -76,11 +78,11 @@ def distance(found, expected):
 CENTERING = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
 CASES = {
     "dense": (CONFIG, {}, {}),
-    "qwen2": (QWEN2, {}, {}),
+    "qwen2, cut sampling": (QWEN2, {"tops": 4}, {"cut": True}),
     "several turns": (CONFIG, {"turns": True}, {"loss": LossConfig(aggregation="sequence_mean")}),
     "score centering": (CONFIG, {"tops": 4}, {"correction": CENTERING}),
     "replayed routes": (MIXTURE, {"layers": 2}, {}),
-    "adapters": (CONFIG, {}, {"lora": LORA}),
+    "adapters, another temperature": (CONFIG, {}, {"lora": LORA, "temperature": 0.7}),
 }
 
 
@@ -112,6 +114,8 @@ def test_in_16_bits_trees_differ_by_few_roundings(dtype, rounding):
     logprobs, gradients = distance(found, expected)
     assert logprobs < 16 * rounding
     assert gradients < 4 * rounding
+    exact = trained(sequences, separate(sequences))
+    assert distance(found, exact)[1] < 1.1 * distance(expected, exact)[1]
     assert found[2]["precision/overflows"] == 0
 
 
@@ -197,6 +201,12 @@ def test_a_shared_token_enters_the_loss_once_for_each_sequence():
     assert tree_tokens(in_trees(twice)) == 4
 
 
+def test_gradients_of_a_shared_state_are_summed_in_float32():
+    hidden, places = jnp.zeros((1, 2, 1), jnp.bfloat16), jnp.zeros((1, 1000), jnp.int32)
+    found = jax.grad(lambda x: jnp.sum(states_at(x, places), dtype=jnp.float32))(hidden)
+    assert found[0, :, 0].tolist() == [1000.0, 0.0]  # A sum of ones in bfloat16 stays at 256.
+
+
 def test_routes_must_agree_to_be_shared():
     sequences = groups(layers=2)
     last = sequences[-4:]
@@ -233,6 +243,7 @@ def test_every_batch_that_fits_alone_fits_in_trees(seed):
     shape = {"row_tokens": row, "rows_per_micro_batch": rows, "micro_batches": micro, "flat_tokens": flat}
     batch = pack_trees(made, **shape)
     assert sorted(np.unique(batch.sequence_ids[batch.segment_ids > 0])) == list(range(len(made)))
+    assert batch.loss_mask[: int(batch.with_loss)].any(axis=(1, 2)).all()
     with_loss = {i for i, s in enumerate(made) if s.in_loss}
     assert not with_loss & set(np.unique(batch.sequence_ids[int(batch.with_loss) :]).tolist()) - {0}
     for row_of, ends in itertools.product([*np.ndindex(batch.trees.ends.shape[:2])], [batch.trees.ends]):
