@@ -42,7 +42,12 @@ def environment(directory: Path, workers: int = 1) -> dict[str, str]:
     machine = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_NAME": "none", "TPU_WORKER_ID": "0"}
     devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={workers}"}
     quick = {"SKIP_JAX_PRECOMPILE": "1", "VLLM_DISABLE_COMPILE_CACHE": "1", "OMP_NUM_THREADS": "1"}
-    other = {"CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0", "JAX_NUMPY_RANK_PROMOTION": "allow"}
+    other = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONDONTWRITEBYTECODE": "",
+        "JAX_NUMPY_RANK_PROMOTION": "allow",
+    }
     return {"PYTHONPATH": paths, **machine, **devices, **quick, **other, **files}
 
 

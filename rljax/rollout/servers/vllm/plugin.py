@@ -79,7 +79,7 @@ def tpu_refusals(config: Any) -> list[str]:
     from tpu_inference.models.common.model_loader import resolve_model_impl_type
 
     model, parallel, text = config.model_config, config.parallel_config, config.model_config.hf_text_config
-    workers, head_dim = parallel.tensor_parallel_size, model.get_head_size()
+    workers, head_dim, vocab = parallel.tensor_parallel_size, model.get_head_size(), model.get_vocab_size()
     heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
     architecture, dtype = model.architecture, str(model.dtype).removeprefix("torch.")
     in_torch = architecture in TPU_MODELS and resolve_model_impl_type(config) != "flax_nnx"
@@ -95,6 +95,8 @@ def tpu_refusals(config: Any) -> list[str]:
         "several hosts (leave out TPU_MULTIHOST_BACKEND)": bool(envs.TPU_MULTIHOST_BACKEND),
         "--worker-extension-cls (leave it out: the plugin brings its own worker)": bool(parallel.worker_extension_cls),
         f"{heads} key-value heads on {workers} devices (give a divisor as --tensor-parallel-size)": heads % workers > 0,
+        # tpu-inference pads the vocabulary, and samples the padding, too.
+        f"{vocab} tokens on {workers} devices (give a divisor as --tensor-parallel-size)": vocab % workers > 0,
         f"heads of {head_dim} (it takes 64 and multiples of 128)": head_dim != 64 and head_dim % 128 > 0,
     }
     return [reason for reason, is_there in found.items() if is_there]

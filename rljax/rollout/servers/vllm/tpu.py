@@ -27,15 +27,12 @@ from rljax.weights.worker import WorkerWeights
 
 SEEN_IN = "0.32.0"
 """The version of tpu-inference whose names this module uses."""
-WORKER_NAMES = (
-    *("_weight_update_active", "_kv_cache_freed", "start_weight_update", "finish_weight_update", "model_runner"),
-)
+WORKER_NAMES = ("_weight_update_active", "_kv_cache_freed", "start_weight_update", "finish_weight_update")
 RUNNER_NAMES = ("model", "mesh", "state", "state_leaves", "refresh_state_leaves")
 MODEL_NAMES = ("load_weights", "named_parameters")
-LOADER_KEYWORDS = {"permute_dims", "reshape_dims"}
-"""The names of tpu-inference that the worker uses besides vLLM's own: of the worker, its runner, a model, and the
-arguments of the function ``weight_loader`` that each parameter has in its metadata."""
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # the tensors with a line for each token, perhaps padded
+ORDER = "permute_dims"
+"""The names that the worker uses: of tpu-inference's worker, of its runner, of a model, and an argument of the function
+``weight_loader`` that each parameter has in its metadata."""
 
 
 class TpuWorker(TPUWorker):
@@ -102,8 +99,7 @@ class TpuWorker(TPUWorker):
         """Returns tag, checksums and seconds of the last update as plain JSON. Before the first, the tag is empty."""
         if not self.rljax_tag:
             return {"tag": "", "tensors": {}, "seconds": 0.0}
-        began, vocab_size = time.monotonic(), self.vllm_config.model_config.get_vocab_size()
-        held = published_tensors(self.model_runner, vocab_size)
+        began, held = time.monotonic(), published_tensors(self.model_runner)
         tensors = {name: dataclasses.astuple(array_checksum(array)) for name, array in held}
         return {"tag": self.rljax_tag, "tensors": tensors, "seconds": time.monotonic() - began}
 
@@ -124,9 +120,9 @@ def check_names(worker: Any, runner: Any, model: Any) -> None:
     ]
     if not missing:
         missing = [
-            f"the weight_loader of {name}, with {' and '.join(sorted(LOADER_KEYWORDS))},"
+            f"{ORDER} of the weight_loader of {name}"
             for name, parameter in model.named_parameters()
-            if not getattr(parameter.get_metadata().get("weight_loader"), "keywords", {}).keys() >= LOADER_KEYWORDS
+            if ORDER not in getattr(parameter.get_metadata().get("weight_loader"), "keywords", {})
         ]
     if missing:
         said = f"tpu-inference has changed: rljax needs {missing[0]} as version {SEEN_IN} has it"
@@ -179,17 +175,16 @@ def bind(runner: Any, state: Any) -> None:
     jax.block_until_ready(runner.state_leaves)
 
 
-def published_tensors(runner: Any, vocab_size: int) -> Iterator[tuple[str, np.ndarray]]:
+def published_tensors(runner: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the Hugging Face name and the elements of each tensor, in the order that Hugging Face's files have.
 
-    The arrays are the ones that the compiled programs get. Lines of padding behind ``vocab_size`` are left out.
+    The arrays are the ones that the compiled programs get.
     """
     state = jax.tree.unflatten(jax.tree.structure(runner.state), runner.state_leaves)
     own = dict(runner.model.named_parameters())
     for name, parameter in nnx.merge(nnx.graphdef(runner.model), state).named_parameters():
         array = np.asarray(jax.device_get(parameter.get_value()))
-        order = own[name].get_metadata()["weight_loader"].keywords["permute_dims"]
+        order = own[name].get_metadata()["weight_loader"].keywords[ORDER]
         if order is None:  # the loader's own choice for these
             order = range(array.ndim)[::-1]
-        array = array.transpose(np.argsort(order))
-        yield name, array[:vocab_size] if name in _VOCABULARY else array
+        yield name, array.transpose(np.argsort(order))
