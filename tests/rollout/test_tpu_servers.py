@@ -23,7 +23,7 @@ def test_no_seed_is_sent_and_one_likeliest_token_is_asked_for(tpu, another, rout
     other = another()
     tpu.routes = other.routes = {route, GENERATE, "/weight_info"}
     with published(tpu.url, other.url, tmp_path=tmp_path) as engine:
-        assert len(list(engine.generate(PROMPTS, 8, SamplingParams(4), seed=3))) == 16
+        assert len(list(engine.generate(PROMPTS * 4, 2, SamplingParams(4), seed=3))) == 16
     assert {(each["seed"], each["logprobs"] > 0) for each in tpu.sampling} == {(None, True)}
     assert {each["seed"] is None for each in other.sampling if each["max_tokens"] == 4} == {False}
     assert {each["logprobs"] for each in other.sampling if each["max_tokens"] == 4} == {0}
