@@ -47,7 +47,7 @@ def register() -> None:
     dies of SIGILL. If torch lacks the private functions that ask, nothing is asked.
     """
     if current_platform.is_tpu():
-        take_tpu_worker(type(current_platform))
+        take_tpu_worker(current_platform.__class__)
         return
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
