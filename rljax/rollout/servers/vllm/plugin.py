@@ -68,6 +68,11 @@ def take_tpu_worker(platform: Any) -> None:
             return
         if reasons := tpu_refusals(config):
             raise ValueError(f"rljax does not serve this on a TPU: {'; '.join(reasons)}")
+        if getattr(config.model_config, "word_embeddings_untied_by_checkpoint", False):
+            # vLLM ties the head again if the files hold the embedding twice. tpu-inference does not, and trainers
+            # publish the embedding alone.
+            for settings in (config.model_config.hf_config, config.model_config.hf_text_config):
+                settings.tie_word_embeddings = True
         config.parallel_config.worker_cls = "rljax.rollout.servers.vllm.tpu.TpuWorker"
 
     platform.check_and_update_config = staticmethod(check_and_update_config)
