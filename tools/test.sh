@@ -17,7 +17,7 @@ if [ "${1:-}" = --fast ]; then
   shift
 fi
 
-elsewhere="compilers and not harness and not processes and not launch_files and not slurm and not store and not sglang and not real_models" # what has a script of its own
+elsewhere="compilers and not harness and not processes and not launch_files and not slurm and not store and not sglang and not real_models and not vllm_tpu" # what has a script of its own
 prepare_environment test
 selection="not mesh and not $elsewhere"
 if $fast; then

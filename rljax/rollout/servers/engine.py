@@ -275,6 +275,8 @@ class ServedEngine(Admission, RolloutEngine):
         if published is None:
             try:
                 info = await server.greet(self._expected, self.files)
+                if info.is_broken:
+                    raise HandshakeError(f"{server.url}: its last update broke off and left mixed weights; restart it")
                 await check_logprobs(server, info, hint)
                 return Proof((), info)
             except ReplyError as error:  # no server of this kind: waiting would not make it one

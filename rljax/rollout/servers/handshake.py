@@ -13,6 +13,7 @@ import numpy as np
 from rljax.errors import HandshakeError, ServerRefusedError
 from rljax.policy.rope import read_rope
 from rljax.rollout.form import ServerForm
+from rljax.rollout.kinds import can, platform_differences
 from rljax.rollout.servers.requests import Remote, ServerInfo
 from rljax.rollout.servers.verify import probe_lengths, sharpening
 from rljax.rollout.types import RolloutConfig
@@ -74,6 +75,7 @@ def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo
         block_size=described.get("block_size"),
         head_dtype=str(described.get("head_dtype", "")),
         form=described_form(described),
+        is_broken=bool(described.get("is_broken")),
     )
 
 
@@ -106,16 +108,19 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
 
     ``described`` is the answer of rljax's plugin. ``head_option`` names the server's own option for a float32 LM head.
     """
-    lines, dtype, config = [], described["dtype"], expected.config
+    dtype, config, platform = described["dtype"], expected.config, described.get("platform", "")
+    lines = platform_differences(config, platform)
     if dtype != config.dtype:
         lines.append(f"the dtype is {dtype}, expected {config.dtype} (rollout.dtype)")
     head = described.get("head_dtype", dtype)
     both_plain = (head, expected.head_dtype) == (dtype, config.dtype)  # the line above says it
     if expected.head_dtype not in (None, head) and not both_plain:
         option = "with" if expected.head_dtype == "float32" else "without"
+        remedy = f"start {option} --head-dtype float32, which is {head_option}"
+        if not can(config.engine, "widens_head", platform):
+            remedy = f"a {platform.upper()} has no other head; set precision.lm_head_dtype = compute"
         lines.append(
-            f"the LM head computes in {head}, expected {expected.head_dtype} (precision.lm_head_dtype): start {option} "
-            f"--head-dtype float32, which is {head_option}"
+            f"the LM head computes in {head}, expected {expected.head_dtype} (precision.lm_head_dtype): {remedy}"
         )
     lines += form_differences(described, expected)
     for key, theirs in described["shape"].items():

@@ -65,8 +65,11 @@ class Backend(ABC):
     without_version: str  # the meaning of a refusal at ``version_route``
 
     @abstractmethod
-    def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
-        """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
+    def body(self, route: str, request: Request, model: str, platform: str = "") -> dict[str, Any]:
+        """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``.
+
+        ``platform`` is the server's ``Remote.platform``.
+        """
 
     @abstractmethod
     def read(self, route: str, reply: bytes, request: Request) -> Completion:
@@ -84,7 +87,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def describe(self, server: Remote) -> ServerInfo:
-        """Returns the server's description of itself, and sets the server's ``model`` and ``route``.
+        """Returns the server's description of itself, and sets the server's ``model``, ``route`` and ``platform``.
 
         It raises ValueError if the server is of another kind, does not serve exactly one model, or is paused.
         """
@@ -183,6 +186,7 @@ class Backend(ABC):
                     f"the plugin speaks protocol {theirs}, the trainer {PROTOCOL}: install the same rljax beside both"
                 )
                 raise HandshakeError(f"{server.url}: {said}")
+            server.platform = described.get("platform", "")
             differing = self.differences(described, expected)
         except (LookupError, TypeError, AttributeError) as error:
             raise ReplyError(f"{server.url}: the plugin answered without {error}: {str(answers)[:300]}") from error

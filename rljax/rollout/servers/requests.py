@@ -61,6 +61,7 @@ class ServerInfo:
     block_size: int | None = None  # the size of a block of the prefix cache (tokens)
     head_dtype: str = ""  # the dtype in which the LM head computes
     form: ServerForm = field(default_factory=ServerForm)  # the form in which the server holds weights and cache
+    is_broken: bool = False  # whether its last update broke off, so that it cannot sample before a whole one
     has_first_weights: bool = False  # whether the server still has the weights of ``root`` that it was started with
 
 
@@ -83,6 +84,7 @@ class Remote(Protocol):
     url: str  # the address
     route: str  # the path at which the server samples
     model: str  # the name that the server gives its model
+    platform: str  # the platform that rljax's plugin describes, or ""
 
     async def call(self, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
         """Sends one request of the control plane, without a retry, and returns the reply's JSON object.

