@@ -34,7 +34,7 @@ PROMPT, GROUP = 64, 4  # the tokens of a prompt, and the responses to each
 PUBLISHES = 3
 
 
-# JAX's devices of a CPU have no places, by which the server would sort them, and no known memory.
+# Devices of a CPU have no coordinates, by which the server sorts them, and no known memory.
 TINY_SERVER = (
     *("--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "256"),
     *("--additional-config", '{"sharding": {"sharding_strategy": {"device_indexes": [0]}}}'),
@@ -61,11 +61,11 @@ def write_plugin(folder: Path) -> None:
 
 
 def versions(size: Size, model: Path | None) -> Found:
-    """Says what the machine is: devices and their places in the slice, hosts, packages on both sides."""
+    """Says what the machine is: devices and their coordinates in the slice, hosts, packages on both sides."""
     import jax
 
     here = first_gpu.versions(size, model) | {"hosts": hosts_of_slice()}
-    here["places"] = [getattr(device, "coords", None) for device in jax.local_devices()]
+    here["coordinates"] = [getattr(device, "coords", None) for device in jax.local_devices()]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         here["packages"]["libtpu"] = importlib.metadata.version("libtpu")
     return here | {"server": server_packages()}
