@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Trains on a TPU slice of any number of hosts, with the same commands on each host, through gcloud; or through XPK on GKE.
+# Trains on TPU slices of any number of hosts and serves on TPUs, by the same commands on each host through gcloud, or
+# through XPK on GKE.
 #
 #   bash launch/tpu.sh install trainer|server --tpu NAME --zone ZONE [--nfs HOST:/SHARE] [--api-key-file FILE]
 #   bash launch/tpu.sh train CONFIG --tpu NAME --zone ZONE [-- options of rljax.train]
 #   bash launch/tpu.sh serve MODEL  --tpu NAME --zone ZONE [-- options of rljax serve vllm]
 #   bash launch/tpu.sh logs|stop    --tpu NAME --zone ZONE
-#   bash launch/tpu.sh xpk CONFIG   --cluster NAME --tpu-type TYPE --image IMAGE [-- options of rljax.train]
+#   bash launch/tpu.sh xpk CONFIG      --cluster NAME --tpu-type TYPE --image IMAGE [-- options of rljax.train]
+#   bash launch/tpu.sh xpk-serve MODEL --cluster NAME --tpu-type TYPE --image IMAGE [-- options of rljax serve vllm]
 #
 #   --project NAME     gcloud's project, where it is not the default one
 #   --nfs HOST:/SHARE  what all hosts mount at /shared: run directory and weights
@@ -17,8 +19,8 @@
 # rule), and is sent SIGTERM when the host goes down, for maintenance or because a Spot VM is taken, upon which the run
 # saves. `stop` asks the same. JAX finds the slice's hosts by itself.
 #
-# A server is vllm-tpu on a TPU VM of one host: with several, log-probabilities end it (vllm-project/tpu-inference#3573).
-# docs/tpu.md says what else does not work yet. `install` takes the last commit of this checkout. Not run on TPUs yet.
+# A server is vllm-tpu on a TPU VM of one host (vllm-project/tpu-inference#3573), in an environment with Python 3.12. The
+# trainer's has Python 3.11. `install` takes the last commit of this checkout. docs/tpu.md says what was tried.
 set -euo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -74,12 +76,12 @@ done
 case "$action" in
   install) [[ "$what" == trainer || "$what" == server ]] || die "install: expected trainer or server, got '$what'" ;;
   train | xpk) [[ -n "$what" ]] || die "$action: name a configuration" ;;
-  serve) [[ -n "$what" ]] || die "serve: name a model" ;;
+  serve | xpk-serve) [[ -n "$what" ]] || die "$action: name a model" ;;
   logs | stop) [[ -z "$what" ]] || die "unexpected argument $what" ;;
-  *) die "expected install, train, serve, logs, stop or xpk, got '$action' (see --help)" ;;
+  *) die "expected install, train, serve, logs, stop, xpk or xpk-serve, got '$action' (see --help)" ;;
 esac
-if [[ "$action" == xpk ]]; then
-  [[ -n "$cluster" && -n "$tpu_type" && -n "$image" ]] || die "xpk: give --cluster, --tpu-type and --image"
+if [[ "$action" == xpk* ]]; then
+  [[ -n "$cluster" && -n "$tpu_type" && -n "$image" ]] || die "$action: give --cluster, --tpu-type and --image"
 else
   [[ -n "$tpu" && -n "$zone" ]] || die "$action: give --tpu and --zone"
 fi
@@ -113,17 +115,18 @@ unit() {
 }
 
 install_here() {
-  local archive environment=.venv pip="install -q -e '.[train]' 'jax[tpu]>=0.10,<0.13'"
-  if [[ "$what" == server ]]; then
-    environment=.venv-vllm pip="install -q 'vllm-tpu>=0.28,<0.34' && .venv-vllm/bin/pip install -q --no-deps -e . && .venv-vllm/bin/python launch/plugin_needs.py | xargs -d '\\n' .venv-vllm/bin/pip install -q"
-  fi
+  local archive
   if $dry_run; then archive=rljax.tar.gz; else archive="$(mktemp --suffix=.tar.gz)"; fi
   run git -C "$repo" archive --format=tar.gz --output="$archive" HEAD
   copied "$archive" rljax.tar.gz
   $dry_run || rm -f "$archive"
   everywhere "mkdir -p rljax && tar -xzf rljax.tar.gz -C rljax"
-  everywhere "sudo apt-get update -q && sudo apt-get install -qy python3.11-venv nfs-common && python3.11 -m venv rljax/$environment"
-  everywhere "cd rljax && $environment/bin/pip $pip"
+  everywhere "sudo apt-get update -q && sudo apt-get install -qy python3-venv python3.11-venv nfs-common"
+  if [[ "$what" == server ]]; then
+    everywhere "cd rljax && bash launch/install_vllm.sh --tpu"
+  else
+    everywhere "cd rljax && python3.11 -m venv .venv && .venv/bin/pip install -q -e '.[train]' 'jax[tpu]>=0.10,<0.13'"
+  fi
   if [[ -n "$nfs" ]]; then
     everywhere "sudo mkdir -p /shared && (grep -q ' /shared ' /etc/fstab || echo $nfs /shared nfs defaults,_netdev 0 0 | sudo tee -a /etc/fstab) && sudo mount -a"
   fi
@@ -131,6 +134,14 @@ install_here() {
     everywhere "install -m 600 /dev/null .rljax.key"
     copied "$key" .rljax.key
   fi
+}
+
+serving=".venv-vllm/bin/python -m rljax.cli serve vllm $what --port=8000 --timeout=3600"
+
+# workload NAME COMMAND: a JobSet of XPK
+workload() {
+  run xpk workload create --workload="$1" --cluster="$cluster" "${place[@]}" --tpu-type="$tpu_type" --docker-image="$image" \
+    --max-restarts=20 --restart-on-exit-codes=1,75 --termination-grace-period-seconds=120 --command="$2"
 }
 
 case "$action" in
@@ -141,14 +152,11 @@ case "$action" in
       hosts="$(gcloud compute tpus tpu-vm describe "$tpu" "${place[@]}" --format='value(networkEndpoints.len())')"
       [[ "$hosts" == 1 ]] || die "$tpu has $hosts hosts; a server has one, see vllm-project/tpu-inference#3573"
     fi
-    unit rljax-server ".venv-vllm/bin/python -m rljax.cli serve vllm $what --host=\$(hostname -I | cut -d' ' -f1) --port=8000 --timeout=3600 $*"
+    unit rljax-server "$serving --host=\$(hostname -I | cut -d' ' -f1) $*"
     ;;
   logs) everywhere "journalctl --no-pager --lines=50 --unit=rljax-train --unit=rljax-server" ;;
   # Disabled, or it would start again with the host; no unit of one of the names is no mistake.
   stop) everywhere "for unit in rljax-train rljax-server; do sudo systemctl disable --now \$unit 2>/dev/null || true; done" ;;
-  xpk)
-    run xpk workload create --workload=rljax --cluster="$cluster" "${place[@]}" --tpu-type="$tpu_type" --docker-image="$image" \
-      --max-restarts=20 --restart-on-exit-codes=1,75 --termination-grace-period-seconds=120 \
-      --command="python3 -m rljax.train $what${*:+ $*}"
-    ;;
+  xpk) workload rljax "python3 -m rljax.train $what${*:+ $*}" ;;
+  xpk-serve) workload rljax-server "$serving --host=\$(hostname -i) $*" ;;
 esac

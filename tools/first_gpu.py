@@ -11,7 +11,6 @@ cannot run says why; that is not an error. ``--model DIR`` compares engines on r
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib.metadata
@@ -19,7 +18,6 @@ import importlib.util
 import json
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -29,12 +27,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
+from sections import ROOT, Found, Section, run_sections, seconds_of, section_options, yield_to
 
-from rljax.distributed.files import memory_directory, write_whole
-from rljax.errors import ConfigError, run_cli
+from rljax.distributed.files import memory_directory
+from rljax.errors import run_cli
 
-ROOT = Path(__file__).parents[1]
 TOY = ROOT / "configs/toy-base"
 MODEL = "Qwen/Qwen3-0.6B"
 DTYPES = ("bfloat16", "float16")
@@ -50,8 +47,6 @@ PRESENT = frozenset(  # packages that such a machine has, although one of NEEDED
     ]
 )
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-
-Found = dict[str, Any]
 
 
 class Size(NamedTuple):
@@ -72,29 +67,12 @@ FULL = Size(False, 18 * GIB, 9216, 5, 4, 8, 256, 256, (8, 64, 256))
 TINY = Size(True, 2**20, 1152, 2, 1, 2, 24, 8, (2, 4))
 
 
-class Section(NamedTuple):
-    """One part of the measurement."""
-
-    run: Callable[[Size, Path | None], Found]
-    deadline_s: float
-    environment: tuple[tuple[str, str], ...] = ()  # further variables of the process
-
-
 def policy_of(size: Size) -> Any:
     """Returns the shape of Qwen3-0.6B, or a tiny one."""
     from rljax.commands import check
     from rljax.policy.hub import KNOWN_SHAPES
 
     return check.TINY if size.tiny else KNOWN_SHAPES[MODEL]
-
-
-def seconds_of(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Returns the seconds of a call, with the work that it left on the devices, and its result."""
-    import jax
-
-    began = time.perf_counter()
-    result = jax.block_until_ready(run())
-    return time.perf_counter() - began, result
 
 
 def versions(size: Size, model: Path | None) -> Found:
@@ -164,15 +142,6 @@ def kernels(size: Size, model: Path | None) -> Found:
         rows, chunk = (64, 128) if size.tiny else (2048, MAX_CHUNK)
         yield_to(found, f"head {dtype}", check.check_head, rows, dtype, policy, size.repeats, chunk)
     return found
-
-
-def yield_to(found: Found, name: str, run: Callable[..., Found], *words: Any) -> None:
-    """Stores the result of ``run``, or its error, under ``name``, and prints all findings so far for the parent."""
-    try:
-        found[name] = run(*words)
-    except Exception as error:  # of any kind: the other measurements go on
-        found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-    print(json.dumps(found), flush=True)
 
 
 def step(size: Size, model: Path | None, *, dtype: str, remat: str) -> Found:
@@ -366,32 +335,6 @@ SECTIONS: dict[str, Section] = {
 }
 
 
-def run_section(name: str, limit_s: float, options: argparse.Namespace, cache: str) -> Found:
-    """Runs a section in a process of its own, and returns what it found or why it found nothing."""
-    section, began = SECTIONS[name], time.perf_counter()
-    words = [sys.executable, __file__, "--section", name]
-    words += ["--tiny"] if options.tiny else []
-    words += ["--model", str(options.model)] if options.model else []
-    defaults = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_CLIENT_MEM_FRACTION": "0.9", "TF_CPP_MIN_LOG_LEVEL": "1"}
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    environment = defaults | dict(os.environ) | dict(section.environment) | {"PYTHONPATH": path}
-    try:
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=limit_s)
-        out, err, status = done.stdout, done.stderr, "ok" if done.returncode == 0 else "failed"
-    except subprocess.TimeoutExpired as error:
-        out, err = ((text or b"").decode(errors="replace") for text in (error.stdout, error.stderr))
-        status = f"not done within {limit_s:.0f} s"
-    numbers: Found = {}
-    for line in reversed(out.splitlines()):
-        with contextlib.suppress(ValueError):
-            numbers = json.loads(line)
-            break
-    if "skipped" in numbers:
-        status = "skipped"
-    found = {"status": status, "seconds": round(time.perf_counter() - began, 1), "numbers": numbers}
-    return found if status in ("ok", "skipped") else found | {"error": err[-1500:]}
-
-
 def fetch(directory: Path) -> int:
     """Downloads the wheels that the GPU machine lacks, for Python 3.12 on x86-64, and builds rljax's own."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -411,40 +354,12 @@ def fetch(directory: Path) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the sections, or one of them, or fetches the wheels; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("first_gpu.json"), help="file for the result")
-    parser.add_argument("--limit-s", type=float, default=480.0, help="longest time of all sections (default: 480)")
-    parser.add_argument("--only", nargs="+", default=[], choices=list(SECTIONS), help="sections to run", metavar="NAME")
-    parser.add_argument("--model", type=Path, help="Hugging Face directory with real weights for the section engines")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the program on a CPU")
+    parser = section_options(__doc__, SECTIONS, "first_gpu.json")
     parser.add_argument("--fetch", type=Path, metavar="DIR", help="only fetch the wheels for the GPU machine into DIR")
-    parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.fetch:
         return fetch(options.fetch)
-    if options.model and not (options.model / "config.json").is_file():
-        raise ConfigError(f"--model: {options.model} has no config.json")
-    if options.section:
-        numbers = SECTIONS[options.section].run(TINY if options.tiny else FULL, options.model)
-        print(json.dumps(numbers), flush=True)
-        return 0
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    document: Found = {"command": shlex.join(["python", "tools/first_gpu.py", *argv]), "commit": commit.strip()}
-    document["sections"], end = {}, time.monotonic() + options.limit_s
-    wanted = options.only or list(SECTIONS)
-    with tempfile.TemporaryDirectory() as cache, tqdm(wanted, unit="section", file=sys.stderr) as bar:
-        for name in bar:
-            bar.set_postfix_str(name)
-            limit_s = min(SECTIONS[name].deadline_s, end - time.monotonic())
-            late = {"status": "skipped", "seconds": 0.0, "numbers": {"skipped": "no time is left"}}
-            document["sections"][name] = run_section(name, limit_s, options, cache) if limit_s > 5 else late
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(options.json, json.dumps(document, indent=1) + "\n")
-    width = max(map(len, wanted))
-    for name, found in document["sections"].items():
-        print(f"{name:<{width}}  {found['status']}, {found['seconds']:.0f} s {found['numbers'].get('skipped', '')}")
-    print(f"written to {options.json}")
-    return int(any(found["status"] == "failed" for found in document["sections"].values()))
+    return run_sections(__file__, SECTIONS, TINY if options.tiny else FULL, options, argv)
 
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ def test_what_the_plugin_needs_is_listed_once():
     )
     assert printed.stdout.splitlines() == EXTRAS["plugin"]
     assert "rljax-llm[plugin]" in EXTRAS["train"]
-    for name in ("launch/installing.sh", "launch/kubernetes/server.Dockerfile", "launch/tpu.sh"):
+    for name in ("launch/installing.sh", "launch/kubernetes/server.Dockerfile"):
         assert "launch/plugin_needs.py" in (ROOT / name).read_text(), name
     written = [path for path in Path(ROOT / "launch").rglob("*") if path.is_file() and "zstandard>" in path.read_text()]
     assert written == []

@@ -12,6 +12,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "launch/tpu.sh"
 PLACE = ["--tpu", "slice", "--zone", "us-central2-b"]
+CLUSTER = ["--cluster", "c", "--tpu-type", "v6e-32", "--image", "registry/rljax:1"]
 CASES = {
     "install trainer": ["install", "trainer", *PLACE, "--nfs", "10.0.0.2:/share", "--api-key-file", "rljax.key"],
     "install server": ["install", "server", *PLACE, "--project", "mine"],
@@ -19,7 +20,8 @@ CASES = {
     "serve": ["serve", "/shared/model", *PLACE, "--", "--dtype=bfloat16"],
     "logs": ["logs", *PLACE],
     "stop": ["stop", *PLACE],
-    "xpk": ["xpk", "/shared/config.yaml", "--cluster", "c", "--tpu-type", "v6e-32", "--image", "registry/rljax:1"],
+    "xpk": ["xpk", "/shared/config.yaml", *CLUSTER],
+    "xpk-serve": ["xpk-serve", "/shared/model", *CLUSTER, "--", "--dtype=bfloat16"],
 }
 
 
@@ -49,7 +51,7 @@ def test_the_script_is_bash():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "xpk"])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("xpk")])
 def test_every_host_is_given_every_command(case):
     for words in dry_run(case):
         if words[0] == "git":
@@ -58,9 +60,15 @@ def test_every_host_is_given_every_command(case):
         assert words[4] in ("ssh", "scp")
         assert {"--worker=all", "--zone=us-central2-b"} < set(words)
         assert ("--project=mine" in words) == (case == "install server")
-    for command in remote(case) if case != "xpk" else []:
+    for command in remote(case):
         done = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_server_has_an_environment_of_its_own():
+    """vllm-tpu has wheels for Python 3.12 alone, and the trainer keeps the one of the image."""
+    assert "python3.11 -m venv .venv && " in remote("install trainer")[2]
+    assert remote("install server")[2] == "cd rljax && bash launch/install_vllm.sh --tpu"
 
 
 def test_xpk_starts_again_what_may_be_started_again():
@@ -70,13 +78,24 @@ def test_xpk_starts_again_what_may_be_started_again():
     assert "--restart-on-exit-codes=1,75" in words  # and 127 to 255, which are xpk's own; never 2 and 3
 
 
-def test_xpk_takes_the_line():
+@pytest.mark.parametrize(
+    ("case", "command"),
+    [
+        ("xpk", "python3 -m rljax.train /shared/config.yaml"),
+        (
+            "xpk-serve",
+            ".venv-vllm/bin/python -m rljax.cli serve vllm /shared/model --port=8000 --timeout=3600 "
+            "--host=$(hostname -i) --dtype=bfloat16",
+        ),
+    ],
+)
+def test_xpk_takes_the_line(case, command):
     core = pytest.importorskip("xpk.parser.core", reason="xpk is installed by nothing here: pip install xpk")
-    (words,) = dry_run("xpk")
+    (words,) = dry_run(case)
     parser = argparse.ArgumentParser()
     core.set_parser(parser)
     values = vars(parser.parse_args(words[1:]))
-    assert values["command"] == "python3 -m rljax.train /shared/config.yaml"
+    assert values["command"] == command
     assert (values["tpu_type"], values["max_restarts"], values["restart_on_exit_codes"]) == ("v6e-32", "20", "1,75")
 
 
@@ -141,7 +160,8 @@ def test_a_server_binds_to_its_own_address_and_has_the_key(host):
     _, values = written(host, "serve")
     address = re.search(r"--host=(\S+)", values["ExecStart"])[1]
     assert re.fullmatch(r"[\d.]+|[\da-f:]+", address)
-    assert values["ExecStart"].endswith("--port=8000 --timeout=3600 --dtype=bfloat16")
+    assert " --port=8000 --timeout=3600 --host=" in values["ExecStart"]
+    assert values["ExecStart"].endswith(f"--host={address} --dtype=bfloat16")
     assert values["Environment"].endswith(f" RLJAX_API_KEY_FILE={host}/.rljax.key")
 
 

@@ -16,12 +16,12 @@ from programs import program
 ROOT = Path(__file__).parents[2]
 
 # Each command of a page needs a rule: it runs unchanged, or a stand-in takes its place and records its arguments.
-AS_IT_STANDS = {"cd", "cp", "sed", "df", "export", "python3", "gcc"}
+AS_IT_STANDS = {"cd", "cp", "sed", "df", "export", "python3", "gcc", "install", "openssl"}
 STAND_INS = {
     "git": 'if [ "$1" = clone ]; then cp -r "$CHECKOUT" "$3"; else exec "$REAL_GIT" "$@"; fi',
     "nvidia-smi": 'case "$*" in -L*) echo "GPU 0: H100" ;; *) echo 580.65.06 ;; esac',
     "gcc": "true",
-    "gcloud": "true",
+    "gcloud": 'case "$*" in *describe*) echo 1 ;; esac',  # a slice has one host
     "kubectl": """for word; do case "$word" in *.yaml) [ -f "$word" ] ;; esac || exit 1; done
         case "$*" in *"--filename -") cat >> "$RECORD.manifests"; echo --- >> "$RECORD.manifests" ;; esac""",
     "docker": """[ "$1" != build ] || {
