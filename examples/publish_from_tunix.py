@@ -4,8 +4,8 @@
     python examples/publish_from_tunix.py MODEL URL           for a server elsewhere also --host ADDRESS
 
 MODEL is the Hugging Face directory of a dense Qwen3. The program loads it into tunix, and twice changes all weights and
-publishes them. A trainer needs only ``rljax.weights``: ``pip install --no-deps rljax-llm``, and httpx, msgspec, numpy,
-starlette, uvicorn, xxhash and zstandard. For another trainer replace ``NAMES`` and ``tunix_arrays``.
+publishes them. A trainer needs only ``rljax.weights``: in a checkout ``pip install --no-deps .``, and httpx, msgspec,
+numba, numpy, starlette, uvicorn, xxhash and zstandard. For another trainer replace ``NAMES`` and ``tunix_arrays``.
 
 The server's machine pulls the weights at --host, a private address of this machine. Between two machines both sides
 need the key in the file that RLJAX_API_KEY_FILE names.

@@ -5,7 +5,7 @@
 
 It runs in the server's own environment, beside vLLM or SGLang. There it needs only the standard library and rljax,
 installed with ``pip install --no-deps . zstandard xxhash numba`` in a checkout. Elsewhere it starts the server with
-that environment's interpreter, which launch/install_vllm.sh puts into .venv-vllm of the checkout.
+that environment's interpreter, in ``$RLJAX_VLLM_VENV`` or else in ``.venv-vllm`` of the checkout.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from rljax.trainer.update import Forward, Pack, Update, Updated, UpdateOptions
 FACTOR = 4.0
 """The number of times that trees may differ as much from separate rows as these do from themselves at another shape."""
 FLOORS = {"float32": 1e-5, "float16": 2.5e-3, "bfloat16": 2e-2}
-"""The mean difference of log-probabilities (nats) that is never too much, by compute dtype. Real models reached 0.010 in
-bfloat16, where separate rows of two shapes had nearly the same bits, and were 0.026 from their values in float32."""
+"""The mean difference of log-probabilities (nats) that is never too much, by compute dtype. A real model reached 0.010
+in bfloat16, where separate rows of two shapes had nearly the same bits, and was 0.026 from its values in float32."""
 PEAK = 50.0
 """The number of times that the difference of a single token may be as large as the mean that is never too much. So a
 mistake in a few tokens of long responses is seen, and a token that a router sends elsewhere is not one."""

@@ -54,7 +54,7 @@ def test_an_outdated_entry_point_is_installed_again(name, entry, installs, tmp_p
         ("vllm>=0.32,<0.33", "/venv holds vllm>=0.32,<0.33: remove it, or name another directory"),
     ],
 )
-def test_the_build_for_tpus_needs_its_python_and_an_environment_of_its_own(held, said, tmp_path):
+def test_the_build_for_tpus_needs_its_python_and_environment(held, said, tmp_path):
     if held:
         (tmp_path / "venv").mkdir()
         (tmp_path / "venv" / ".rljax-vllm").write_text(held + "\n")

@@ -186,7 +186,7 @@ def test_greedy_and_cut_sampling(tpu, engine):
     assert len({tuple(r.response) for r in cut}) > 5
 
 
-def test_requests_after_an_update_compile_nothing_and_use_no_old_cache(servers, tpu, engine):
+def test_requests_after_an_update_use_no_old_cache_nor_compile(servers, tpu, engine):
     """The loader of tpu-inference drops compiled programs, and a long prompt was cached under the old weights."""
     for version in (1, 2, 3):
         params = tpu.model.moved(version)
@@ -230,7 +230,7 @@ def status(url: str, method: str, path: str, **content) -> tuple[int, str]:
     return reply.status_code, reply.text
 
 
-def test_an_update_that_breaks_off_leaves_the_server_paused_until_a_whole_one(servers, tpu, engine):
+def test_after_a_broken_update_the_server_waits_for_a_whole_one(servers, tpu, engine):
     with servers.fault(f"break {PROJECTION}"), pytest.raises(RuntimeError, match="planted"):
         engine.publish(tpu.model.moved(1), 1)
     assert status(tpu.url, "GET", "/is_paused") == (200, '{"is_paused":true}')
@@ -262,7 +262,7 @@ def test_a_setting_that_vllm_ignores_on_a_tpu_is_refused_by_name(tpu, settings, 
     assert said in text
 
 
-def test_a_token_outside_the_vocabulary_is_refused_and_no_likeliest_token_is_needed(tpu):
+def test_a_token_outside_the_vocabulary_is_refused(tpu):
     sampling = {"max_tokens": 4, "logprobs": 0, "ignore_eos": True}
     asked = [{"token_ids": ids, "sampling_params": sampling} for ids in ([3, 16], [3, 4])]
     _, text = status(tpu.url, "POST", ROLLOUTS, json=asked)

@@ -124,7 +124,7 @@ class VllmBackend(Backend):
     without_route = "rljax needs vLLM 0.32 or newer"
     logprobs_hint = "start with --logprobs-mode processed_logprobs"
     without_plugin = (
-        "rljax's plugin is not in this server: install rljax beside vLLM (launch/install_vllm.sh, on a TPU with --tpu) "
+        "rljax's plugin is not in this server: install rljax beside vLLM (rljax docs vllm, on a TPU: rljax docs tpu) "
         "and start it with rljax serve vllm MODEL"
     )
     paused_route = "/is_paused"
