@@ -255,7 +255,7 @@ def test_after_a_broken_update_the_server_waits_for_a_whole_one(servers, tpu, en
         ({"min_tokens": 2}, "min_tokens must be 0"),
     ],
 )
-def test_a_setting_that_vllm_ignores_on_a_tpu_is_refused_by_name(tpu, settings, said):
+def test_a_setting_that_vllm_ignores_on_a_tpu_is_named(tpu, settings, said):
     sampling = {"max_tokens": 4, "logprobs": 1, "ignore_eos": True, **settings}
     _, text = status(tpu.url, "POST", ROLLOUTS, json=[{"token_ids": [3, 4], "sampling_params": sampling}])
     assert text.startswith("0 400 ")

@@ -219,7 +219,7 @@ def test_command_line():
         VllmConfig("m", head_dtype="float16")
 
 
-def test_the_build_for_tpus_is_found_and_gets_options_of_its_own(tmp_path):
+def test_the_build_for_tpus_is_found_and_gets_its_own_options(tmp_path):
     """Without a GPU another build is told to compile nothing, and a TPU would then compile in requests."""
     (tmp_path / "lib/python3.12/site-packages/vllm_tpu-0.32.0.dist-info").mkdir(parents=True)
     python = str(tmp_path / "bin/python")
