@@ -43,14 +43,14 @@ TINY_SERVER = (
 
 def add_device_memory() -> None:
     """Gives the server's worker a method for ``/collective_rpc``. vLLM calls this plugin in each of its processes."""
-    from tpu_inference.worker.tpu_worker import TPUWorker
+    from vllm.v1.worker.worker_base import WorkerBase
 
     def device_memory(worker: Any) -> list[Found]:
         import jax
 
         return [device.memory_stats() or {} for device in jax.local_devices()]
 
-    TPUWorker.device_memory = device_memory
+    WorkerBase.device_memory = device_memory
 
 
 def write_plugin(folder: Path) -> None:
