@@ -43,14 +43,14 @@ TINY_SERVER = (
 
 def add_device_memory() -> None:
     """Gives the server's worker a method for ``/collective_rpc``. vLLM calls this plugin in each of its processes."""
-    from tpu_inference.worker.tpu_worker import TPUWorker
+    from vllm.v1.worker.worker_base import WorkerBase
 
     def device_memory(worker: Any) -> list[Found]:
         import jax
 
         return [device.memory_stats() or {} for device in jax.local_devices()]
 
-    TPUWorker.device_memory = device_memory
+    WorkerBase.device_memory = device_memory
 
 
 def write_plugin(folder: Path) -> None:
@@ -165,8 +165,8 @@ def server(size: Size, model: Path | None, *, dtype: str) -> Found:
         write_plugin(plugin := Path(folder, "plugin"))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin), os.environ["PYTHONPATH"]])
         if model is None:
-            shape = policy_of(size)  # the server takes no heads below 64
-            make_model(model := Path(folder, "model"), dataclasses.replace(shape, head_dim=max(64, shape.head_dim)))
+            shape = policy_of(size)  # heads of 128, as of the large shape, also where shapes are tiny
+            make_model(model := Path(folder, "model"), dataclasses.replace(shape, head_dim=128))
         policy = read_config(model)
         params = load_params(model, policy)
         rng, last = np.random.default_rng(0), Path(folder, "last")
