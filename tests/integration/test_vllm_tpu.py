@@ -153,9 +153,7 @@ def gaps_of(served, responses, params) -> np.ndarray:
     """Returns |server - trainer| of each sampled token (nats)."""
     scored = served.score(params, [response.ids for response in responses])
     pairs = zip(responses, scored, strict=True)
-    return np.concatenate(
-        [np.abs(np.asarray(s)[r.prompt_length :] - r["rollout_logprobs"][r.prompt_length :]) for r, s in pairs]
-    )
+    return np.concatenate([np.abs(np.asarray(s)[r.prompt_length :] - r["rollout_logprobs"]) for r, s in pairs])
 
 
 @pytest.mark.parametrize("name", [*MODELS][::-1])

@@ -124,8 +124,8 @@ class VllmBackend(Backend):
     without_route = "rljax needs vLLM 0.32 or newer"
     logprobs_hint = "start with --logprobs-mode processed_logprobs"
     without_plugin = (
-        "rljax's plugin is not in this server: install rljax beside vLLM (rljax docs vllm, on a TPU: rljax docs tpu) "
-        "and start it with rljax serve vllm MODEL"
+        "rljax's plugin is not in this server: install rljax beside vLLM (install_vllm in a checkout, on a TPU with "
+        "--tpu) and start it with rljax serve vllm MODEL"
     )
     paused_route = "/is_paused"
     version_route = "/weight_info"

@@ -126,7 +126,7 @@ def check_names(worker: Any, runner: Any, model: Any) -> None:
         ]
     if missing:
         said = f"tpu-inference has changed: rljax needs {missing[0]} as version {SEEN_IN} has it"
-        raise RuntimeError(f"{said}; install vllm-tpu=={SEEN_IN}")
+        raise RuntimeError(f"{said}; install vllm-tpu=={SEEN_IN} (install_vllm --tpu in a checkout)")
 
 
 def layout_of(state: Any) -> tuple[Any, list[tuple[Any, ...]]]:
