@@ -114,7 +114,7 @@ def gpu_packages(what: str, pip: str, work: Path, venv: Path) -> dict[str, str]:
 def resolve_vllm(text: str, work: Path, venv: Path) -> None:
     """Resolves the requirement of launch/install_vllm.sh --gpu. Raises Failed unless it is the base image's version."""
     installer = (ROOT / "launch/install_vllm.sh").read_text(encoding="utf-8")
-    (wanted,) = re.findall(r"RLJAX_VLLM_SPEC:-(vllm[^-}]*)}", installer)
+    (wanted,) = re.findall(r'spec="(vllm>[^"]*)"', installer)
     packages = gpu_packages(wanted, f"python3 -m pip install {shlex.quote(wanted)}", work, venv)
     base = dict(instructions(text))["FROM"]
     if not base.endswith(f":v{packages['vllm']}"):
