@@ -34,8 +34,8 @@ MODELS = {
     "bfloat16": ("Qwen2", 1, {"vocab_size": 250, "hidden_size": 512, "tie_word_embeddings": True}),
     "two devices": ("Qwen3", 2, {"vocab_size": 258, "head_dim": 128, "tie_word_embeddings": False}),
 }
-# Three times what was measured: 1.9e-6 in float32 and 1.6e-2 in bfloat16.
-MEAN_GAP = {"float32": 6e-6, "bfloat16": 5e-2}
+# At most three times what was measured: 1.9e-6 in float32 and 4.7e-2 in bfloat16.
+MEAN_GAP = {"float32": 6e-6, "bfloat16": 0.14}
 
 
 def write_model(path: Path, family: str, **sizes) -> None:
