@@ -116,9 +116,10 @@ class Served:
         max_tokens: int = MAX_LEN,
         head_dtype: str | None = None,
         publish: PublishConfig | None = None,
+        stop: StopWhen | None = None,
         **config,
     ) -> ServedEngine:
-        """Returns an engine for this server. ``config`` has fields of RolloutConfig."""
+        """Returns an engine for this server, which stops if the server ends. ``config`` is as RolloutConfig has it."""
         return ServedEngine(
             RolloutConfig(engine="vllm", urls=(self.url,), **{"dtype": self.dtype, **config}),
             VllmBackend(),
@@ -127,7 +128,7 @@ class Served:
             max_tokens=max_tokens,
             publish=publish,
             head_dtype=head_dtype,
-            stop=StopWhen(lambda: not self.server.alive()),
+            stop=stop or StopWhen(lambda: not self.server.alive()),
         )
 
 
