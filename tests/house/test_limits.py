@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
 LINES = 49_555
-TEST_LINES = 62_720
+TEST_LINES = 62_725
 EXPERIMENT_LINES = 6_665
 KEYS = 181
 WORDS = 76_750
