@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.errors import name_changes
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import SIZES, PolicyConfig
 from rljax.sharding import fetch, on_devices
 from rljax.weights.sums import mixed
 
@@ -71,8 +71,12 @@ def policy_record(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> None:
-    """Raises ValueError if a checkpoint's ``policy_record`` differs from the record of ``policy``, read at ``path``."""
-    if changes := name_changes(recorded, policy_record(policy)):
+    """Raises ValueError if a checkpoint's ``policy_record`` differs from the record of ``policy``, read at ``path``.
+
+    An older checkpoint lacks fields that came later. They count with their defaults.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(policy) if field.name not in SIZES}
+    if changes := name_changes(defaults | recorded, policy_record(policy)):
         raise ValueError(f"the checkpoint is of another model than {path}: {changes}")
 
 
