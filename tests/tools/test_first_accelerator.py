@@ -11,7 +11,8 @@ from toy_runs import ROOT
 
 def measure(path, *words, program="first_gpu", limit_s=300):
     command = [sys.executable, f"tools/{program}.py", "--tiny", "--json", str(path), *words]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "RLJAX_VLLM_VENV": str(path.parent)}
+    given = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    environment = given | {"JAX_PLATFORMS": "cpu", "RLJAX_VLLM_VENV": str(path.parent)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
     )
