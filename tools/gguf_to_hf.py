@@ -80,7 +80,9 @@ def read_policy(reader: GGUFReader) -> PolicyConfig:
     family = value("general.architecture")
     if family not in ("llama", "qwen2"):
         raise ValueError(f"the architecture must be llama or qwen2, got {family!r:.60}")
-    (table,) = (tensor for tensor in reader.tensors if tensor.name == TABLE)
+    table = next((tensor for tensor in reader.tensors if tensor.name == TABLE), None)
+    if table is None:
+        raise ValueError(f"there is no tensor {TABLE!r}")
     width, heads = int(value(f"{family}.embedding_length")), int(value(f"{family}.attention.head_count"))
     return PolicyConfig(
         family=family,

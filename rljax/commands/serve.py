@@ -15,6 +15,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ def serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         config = make(**_with_own_key(options))
-        if "python" not in options and importlib.util.find_spec(kind.lower()) is None:
+        if not (options.get("python") or importlib.util.find_spec(kind.lower()) or shutil.which(kind.lower())):
             config = dataclasses.replace(config, python=str(environment_python(kind)))
     except (RuntimeError, ValueError) as error:
         log.error("%s", error)

@@ -155,7 +155,8 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
         **{name: raw[key] for name, key in keys.items() if raw.get(key) is not None},
     }
     values.setdefault("num_kv_heads", values.get("num_heads"))
-    values |= _rope(raw, values.get("max_position_embeddings", PolicyConfig.max_position_embeddings))
+    longest = values.get("max_position_embeddings", PolicyConfig.max_position_embeddings)
+    values["rope_theta"], scaling = _rope(raw, longest)
     for name in (*SIZES, *family.fields):
         if name not in values and name != "head_dim":
             raise ValueError(f"config.json has no {keys[name]!r}")
@@ -166,7 +167,7 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     values.setdefault("head_dim", values["hidden_size"] // max(1, values["num_heads"]))
     if isinstance(values.get("eos_token_id"), list):
         values["eos_token_id"] = tuple(values["eos_token_id"])
-    config = PolicyConfig(**values, family=family.model_type)
+    config = PolicyConfig(**values, rope_scaling=scaling, family=family.model_type)
     family.periods(config)
     if not family.free_head_dim and config.head_dim * config.num_heads != config.hidden_size:
         raise ValueError(f"head_dim of a {config.family} must be hidden_size / num_heads, got {config.head_dim}")
@@ -197,8 +198,8 @@ def _covers_no_layer(raw: Mapping[str, Any], family: Family) -> bool:
     return bool(raw.get("layer_types")) or (type(first) is type(layers) is int and first >= layers)
 
 
-def _rope(raw: Mapping[str, Any], longest: Any) -> dict[str, Any]:
-    """Returns the fields of the rotary embedding. ``longest`` is the value of ``max_position_embeddings``.
+def _rope(raw: Mapping[str, Any], longest: Any) -> tuple[Any, RopeScaling | None]:
+    """Returns base and scaling of the rotary embedding. ``longest`` is the value of ``max_position_embeddings``.
 
     Raises ValueError for rotary settings that no policy here computes. The message names the key of the file.
     """
@@ -213,22 +214,20 @@ def _rope(raw: Mapping[str, Any], longest: Any) -> dict[str, Any]:
     # transformers reads rope_parameters only in a file without rope_scaling.
     scaling = next(iter(found.values()), None)
     if found.get("rope_parameters") not in (None, scaling):
-        raise ValueError("rope_parameters: rope_type is not that of rope_scaling, which transformers reads: delete one")
+        raise ValueError("rope_parameters and rope_scaling differ, and transformers reads the latter: delete one")
     length = raw.get("original_max_position_embeddings")
     if scaling is not None and scaling.kind != "linear" and length not in (None, scaling.original_length):
         said = f"{scaling.original_length} in the rotary settings"
         raise ValueError(f"original_max_position_embeddings is {length!r:.60} in the file and {said}, delete one")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     thetas = rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0
-    return {"rope_theta": next(theta for theta in thetas if theta is not None), "rope_scaling": scaling}
+    return next(theta for theta in thetas if theta is not None), scaling
 
 
 def _is_of_type(name: str, value: Any) -> bool:
     """Returns whether a value of a ``config.json`` has the type of our field and a sensible size."""
     if name == "eos_token_id" and isinstance(value, (list, tuple)):
         return all(_is_of_type(name, one) for one in value)
-    if name == "rope_scaling":
-        return True  # it is read in a way of its own
     if _TYPES[name] == "bool":
         return isinstance(value, bool)
     if _TYPES[name] == "float":

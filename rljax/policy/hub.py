@@ -57,36 +57,16 @@ KNOWN_SHAPES |= {
     for size, theta in (("4B", 5e6), ("30B-A3B", 1e7))
     for kind in ("Instruct", "Thinking")
 }
+_QWEN2: dict[str, Any] = {"family": "qwen2", "bos_token_id": 151_643}
 KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"] = PolicyConfig(
-    151_936,
-    *(1536, 8960, 28, 12, 2),
-    head_dim=128,
-    family="qwen2",
-    max_position_embeddings=131_072,
-    bos_token_id=151_643,
-    eos_token_id=151_643,
+    151_936, *(1536, 8960, 28, 12, 2, 128), max_position_embeddings=131_072, eos_token_id=151_643, **_QWEN2
 )
 KNOWN_SHAPES["Qwen/Qwen2.5-Coder-0.5B-Instruct"] = PolicyConfig(
-    151_936,
-    *(896, 4864, 24, 14, 2),
-    head_dim=64,
-    family="qwen2",
-    rope_theta=1e6,
-    tie_word_embeddings=True,
-    bos_token_id=151_643,
-    eos_token_id=151_645,
+    151_936, *(896, 4864, 24, 14, 2, 64), rope_theta=1e6, tie_word_embeddings=True, eos_token_id=151_645, **_QWEN2
 )
+_SMOL: dict[str, Any] = {"family": "llama", "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 8192}
 KNOWN_SHAPES["HuggingFaceTB/SmolLM2-135M-Instruct"] = PolicyConfig(
-    49_152,
-    *(576, 1536, 30, 9, 3),
-    head_dim=64,
-    family="llama",
-    rope_theta=1e5,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-    max_position_embeddings=8192,
-    bos_token_id=1,
-    eos_token_id=2,
+    49_152, *(576, 1536, 30, 9, 3, 64), rope_theta=1e5, rms_norm_eps=1e-5, tie_word_embeddings=True, **_SMOL
 )
 
 

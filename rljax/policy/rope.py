@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +29,8 @@ _OPTIONAL = {
     "llama3": (_LENGTH,),
     "yarn": (_LENGTH, "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
 }
+_TYPES = {"truncate": (bool,), _LENGTH: (int,)}
+"""The types of the values that are not any number."""
 _IDLE = {"partial_rotary_factor": 1.0}
 """The values of other keys that change nothing."""
 
@@ -77,30 +79,30 @@ def read_rope(rope: Mapping[str, Any], longest: int) -> RopeScaling | None:
     for name, value in given.items():
         if name not in known and value != (_IDLE | {"type": kind}).get(name):
             raise ValueError(f"{name} = {value!r:.60} is not supported with rope_type = {kind!r}")
-        if name in known and (
-            type(value) is not bool if name == "truncate" else type(value) not in (int, *[float] * (name != _LENGTH))
-        ):
+        if name in known and (type(value) not in _TYPES.get(name, (int, float)) or value < 0):
             raise ValueError(f"{name} cannot be {value!r:.60}")
     if missing := [name for name in _NEEDED[kind] if name not in given]:
         raise ValueError(f"rope_type = {kind!r} has no {missing[0]}")
     if kind == "default":
         return None
-    length = {"original_length": given.get(_LENGTH, longest)} if _LENGTH in known else {}
-    if not all(type(value) is int for value in length.values()):
-        raise ValueError(f"{_LENGTH} cannot be {length['original_length']!r:.60}")
-    fields: dict[str, Any] = {
-        name: given[name] for name in known if name in given and name in RopeScaling.__dataclass_fields__
-    }
-    if kind == "yarn":
-        fields.setdefault("attention_factor", _attention_factor(given))
-    return RopeScaling(kind=kind, **length, **fields)
+    if _LENGTH in known and type(length := given.get(_LENGTH, longest)) is not int:
+        raise ValueError(f"{_LENGTH} cannot be {length!r:.60}")
+    fields: dict[str, Any] = {"original_length": length} if _LENGTH in known else {}
+    fields |= {name: given[name] for name in known if name in given and name in RopeScaling.__dataclass_fields__}
+    scaling = RopeScaling(kind=kind, **fields)
+    if kind == "yarn" and "attention_factor" not in given:
+        scaling = replace(scaling, attention_factor=_attention_factor(given))
+    return scaling
 
 
 def _attention_factor(given: Mapping[str, Any]) -> float:
     """Returns the factor of cosines and sines that a ``yarn`` has if it names none."""
-    scales = given.get("mscale"), given.get("mscale_all_dim")
-    of_scale = [0.1 * (scale or 0) * math.log(given["factor"]) + 1.0 for scale in scales]
-    return of_scale[0] / of_scale[1] if all(scales) else 0.1 * math.log(given["factor"]) + 1.0
+
+    def of_scale(scale: float) -> float:
+        return 0.1 * scale * math.log(given["factor"]) + 1.0
+
+    first, second = given.get("mscale"), given.get("mscale_all_dim")
+    return of_scale(first) / of_scale(second) if first and second else of_scale(1.0)
 
 
 def described_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:

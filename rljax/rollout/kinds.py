@@ -96,7 +96,7 @@ def can(engine: str, ability: Ability, platform: str = "") -> bool:
     """Returns whether an engine has an ability, on servers of a ``platform``. Raises ValueError for another engine."""
     if engine not in ENGINES:
         raise ValueError(f"the engine must be {_either(ENGINES)}, got {engine!r}")
-    return ability in ENGINES[engine] - LACKING.get(platform, frozenset())
+    return ability in ENGINES[engine] and ability not in LACKING.get(platform, ())
 
 
 def engines_that(ability: Ability) -> tuple[str, ...]:

@@ -111,6 +111,9 @@ def test_a_second_length_is_refused():
         ({"rope_type": "llama3", "factor": 8.0}, "'llama3' has no low_freq_factor"),
         ({**YARN, "factor": 0.5}, "factor must be at least 1, got 0.5"),
         ({**YARN, "factor": "4"}, "factor cannot be '4'"),
+        ({**YARN, "factor": 0}, "factor must be at least 1, got 0"),
+        ({**YARN, "factor": -1.0}, "factor cannot be -1.0"),
+        ({**YARN, "mscale": 1.0, "mscale_all_dim": -20.0}, "mscale_all_dim cannot be -20.0"),
         ({**YARN, "factor": True}, "factor cannot be True"),
         ({**YARN, "truncate": 1}, "truncate cannot be 1"),
         ({**YARN, "beta_slow": 0}, "beta_slow must be positive and at most beta_fast, got 0"),
@@ -124,6 +127,14 @@ def test_a_second_length_is_refused():
 def test_what_is_not_computed_is_named(rope, said):
     with pytest.raises(ValueError, match=f"^rope_scaling: .*{said}"):
         config_from_hf(RAW | {"rope_scaling": rope})
+
+
+def test_two_different_embeddings_are_refused():
+    raw = RAW | {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}}
+    with pytest.raises(ValueError, match="rope_parameters and rope_scaling differ"):
+        config_from_hf(raw)
+    same = config_from_hf(raw | {"rope_parameters": YARN})
+    assert same.rope_scaling == read_rope(YARN, same.max_position_embeddings)
 
 
 def test_a_plain_embedding_has_no_scaling():

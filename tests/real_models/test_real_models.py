@@ -27,7 +27,7 @@ pytestmark = pytest.mark.real_models
 MODELS = Path(os.environ.get("RLJAX_REAL_MODELS", "models")).absolute()
 NAMES = ["smollm2-135m", "qwen2.5-coder-0.5b"]
 # The largest and the mean difference of a token's log-probability from transformers in float32 (nats), by dtype.
-BOUNDS = {"float32": (1e-4, 1e-5), "float16": (0.1, 0.01), "bfloat16": (1.0, 0.05)}
+BOUNDS = {"float32": (1e-4, 1e-5), "float16": (0.1, 0.009), "bfloat16": (0.7, 0.05)}
 
 
 def real_tokens(name, count):
@@ -94,5 +94,5 @@ def test_three_steps_of_the_packaged_configuration(name, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     print(name, *(f"step {row['step']}: {row['time/step_s']:.1f} s" for row in rows))
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(0 < row["mismatch/logprob_abs_diff_mean"] < 0.1 for row in rows)
+    assert all(0 < row["mismatch/logprob_abs_diff_mean"] < 0.09 for row in rows)
     assert max(row["reward/mean"] for row in rows) > 0

@@ -127,18 +127,20 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
         wanted = expected.hf_config.get(key)
         if None not in (wanted, theirs) and not _equal(key, theirs, wanted, expected.hf_config):
             lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
-    # A server that rounds scores each response as a part of a prompt, and generates one more token then.
-    rounded = config.server_form.is_rounded
-    probe = probe_lengths(described["block_size"], rounded=rounded)[1] + config.verify.tokens + rounded
-    longest, length = max(expected.max_tokens, probe), described["max_model_len"]
+    longest, length = longest_asked(described, expected), described["max_model_len"]
     if length < longest:
         why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"
         lines.append(f"max_model_len is {length}, expected at least {longest} for {why}")
-    scaling = read_rope(expected.hf_config.get("rope_parameters", {}), longest)
-    if scaling is not None and scaling.kind == "yarn" and scaling.original_length * scaling.factor < longest:
-        reach = int(scaling.original_length * scaling.factor)
-        lines.append(f"the model's yarn reaches {reach} tokens, where vLLM's table ends, expected at least {longest}")
     return lines
+
+
+def longest_asked(described: Mapping[str, Any], expected: Expectation) -> int:
+    """Returns the length of the longest sequence that the run or the verification's probes ask for (tokens)."""
+    config = expected.config
+    # A server that rounds scores each response as a part of a prompt, and generates one more token then.
+    rounded = config.server_form.is_rounded
+    probe = probe_lengths(described["block_size"], rounded=rounded)[1] + config.verify.tokens + rounded
+    return max(expected.max_tokens, probe)
 
 
 def _equal(key: str, theirs: Any, wanted: Any, hf_config: Mapping[str, Any]) -> bool:

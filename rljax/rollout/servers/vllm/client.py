@@ -18,11 +18,13 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError, ServerRefusedError
+from rljax.policy.rope import read_rope
 from rljax.rollout.kinds import can
 from rljax.rollout.servers.handshake import (
     Expectation,
     ask_if_there,
     common_differences,
+    longest_asked,
     refusals,
     server_info,
 )
@@ -272,6 +274,11 @@ class VllmBackend(Backend):
                 f"max_logprobs is {most}, expected at least {needed}, for the likeliest tokens "
                 f"and the sampled one (rollout.top_logprobs or rollout.top_k): start it with --max-logprobs {needed}"
             )
+        longest, rope = longest_asked(described, expected), expected.hf_config.get("rope_parameters", {})
+        scaling = read_rope(rope, longest)
+        if scaling and scaling.kind == "yarn" and (reach := int(scaling.original_length * scaling.factor)) < longest:
+            said = f"{reach} tokens, where vLLM's table ends, expected at least {longest}"
+            lines.append(f"the model's yarn reaches {said}")
         if described["default_sampling"]:
             said = described["default_sampling"]
             lines.append(f"default sampling is not plain: {said}; start with --generation-config vllm")
