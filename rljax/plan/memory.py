@@ -29,7 +29,7 @@ from rljax.policy.kernels import Kernels, exchanges_heads, is_one_cpu
 from rljax.policy.lora import TrainedParams
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.config import Config
-from rljax.run.packing import batch_shape, responses_per_update, shares_prefixes
+from rljax.run.packing import batch_shape, flat_rows, responses_per_update, shares_prefixes
 from rljax.sharding import named_sharding
 from rljax.trainer.micro_batches import BATCH_AXES
 
@@ -69,9 +69,10 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
         block += gathered * (2 * itemsize + _FLOAT32)
     if policy.num_experts:
         block += experts_bytes(part, places, mesh.shape["expert"], itemsize)
-    head = head_bytes(policy, mesh, places, itemsize)
-    if is_one_cpu(mesh) and are_few_logits(places, policy.vocab_size):
-        head += places * policy.vocab_size * _FLOAT32
+    scored = local_rows * (flat_rows(config, tokens) or tokens)  # the head sees only responses where prompts are shared
+    head = head_bytes(policy, mesh, scored, itemsize)
+    if is_one_cpu(mesh) and are_few_logits(scored, policy.vocab_size):
+        head += scored * policy.vocab_size * _FLOAT32
     return {
         "batch": micro * places * (_BATCH_BYTES + _TREE_BYTES * shares_prefixes(config)),
         "kept for the backward pass": kept * policy.num_layers,

@@ -70,6 +70,26 @@ def test_a_cpu_keeps_up_to_2_to_the_27_logits(vocab_size, is_stored):
     assert cpu == (head_bytes(policy, meshes[0], 64, 2) + 4 * 64 * vocab_size if is_stored else card)
 
 
+def test_the_head_sees_only_responses_where_prompts_are_shared():
+    """A prompt of up to 128 tokens has two responses of up to 60: rows of 256 tokens hold up to 192 of responses.
+
+    A CPU keeps the logits of 192 tokens of this vocabulary, and not of 256.
+    """
+    mesh, policy = make_mesh(MeshConfig(1, 1)), dataclasses.replace(POLICY, vocab_size=600_000)
+    shared = changed(
+        config(),
+        data={"max_prompt_tokens": 128},
+        rollout={"group_size": 2},
+        mesh={"fsdp": 1, "tp": 1},
+        packing={"row_tokens": 256, "rows_per_micro_batch": 1},
+    )
+    trees, apart = (
+        working_bytes(each, policy, mesh)["at work in a micro-batch"] for each in (shared, with_separate_rows(shared))
+    )
+    assert trees == head_bytes(policy, mesh, 192, 2) + 4 * 192 * 600_000
+    assert apart < 4 * 192 * 600_000
+
+
 def test_other_remats_keep_more_or_none():
     policies = ("offload", "blocks", "dots", "none")
     kept = [kept_by_a_block(POLICY, 2, 64, config(remat=remat)) for remat in policies]
