@@ -213,6 +213,7 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
         with stop, after_save:
             rows = recorded_rows(run_dir)
             parts.watch.read(rows)
+            parts.word.read(rows)
             try:
                 train(parts, state, progress, recorder, rows[-1] if rows else None)
                 parts.check_owner()

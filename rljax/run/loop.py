@@ -31,6 +31,7 @@ def _begin_step(parts: RunParts, newest: NewestStep) -> None:
 def _record_step(parts: RunParts, newest: NewestStep, record: Recorder) -> list[str]:
     """Records the newest finished step, and returns the warnings of the guard about its row."""
     parts.check_owner()
+    newest.row |= parts.word(newest.row)
     record.write(newest.row, newest.histograms)
     newest.is_recorded = True
     _begin_step(parts, newest)

@@ -29,6 +29,7 @@ from rljax.run.sampling import ResponseSource, rollout_row, step_seed, training_
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 from rljax.run.watch import Watch
+from rljax.run.word import Word, declared_by
 from rljax.trainer.measure import without_empty_buckets
 from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
@@ -63,6 +64,10 @@ class RunParts:
     weights: Callable[[Params], Params] = lambda params: params
     check_owner: Callable[[], None] = lambda: None
     watch: Watch = field(default_factory=Watch)
+    word: Word = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.word = Word(declared_by(self.config))
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
         """Returns the JSON part of a checkpoint. It is a copy, which later steps do not change."""

@@ -20,7 +20,7 @@ ELSEWHERE = re.compile(
     r"|mismatch_self/mesh/<name>|turns/.*|router/.*|policy/router_balance|mismatch_free_routing/.*"
     r"|response_length/missed_stop_fraction|rollout/refill(ed_groups|_rounds|ed_tokens)"
     r"|rollout/(waiting_groups|dropped_stale_rows|failed_trajectories|mixed_prompts|constant_logprobs|after_stop)"
-    r"|time/((server_)?checksums|sleep|wake|reload|offload)_s|perf/<act>_slowest_(process|s)"
+    r"|diagnosis/(cause|confidence)|time/((server_)?checksums|sleep|wake|reload|offload)_s|perf/<act>_slowest_(process|s)"
 )
 SMALL = [
     *("--data.batch-size", "6", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),
