@@ -84,6 +84,18 @@ def test_the_layers_differ_by_rounding_and_a_fault_is_named(name, dtype, tmp_pat
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_activations_fit_float16_whose_largest_number_is_65504(name):
+    with open_tracer("jax:float32", MODELS / name) as tracer:
+        values = tracer.run(real_tokens(name, 400), {})
+    largest = {}
+    for operation, value in values.items():
+        layer = operation.rpartition("/")[0] or operation
+        largest[layer] = max(largest.get(layer, 0.0), float(np.abs(value).max()))
+    print(name, *(f"{layer}: {value:.3g}" for layer, value in largest.items()))
+    assert max(largest.values()) < 65504 / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_three_steps_of_the_packaged_configuration(name, tmp_path):
     words = ["--model.path", str(MODELS / name), "--run.dir", str(tmp_path / "run"), "--run.steps", "3"]
     words += ["--data.batch-size", "2", "--eval.every", "0"]
