@@ -107,7 +107,7 @@ def test_toys_count_only_where_the_size_is_compared():
     assert not any(p.get("toy") for p in normal_range("logprob_abs_diff_mean", 0.01).points)
 
 
-def test_a_missing_dtype_is_bfloat16_and_a_missing_number_does_not_fit():
+def test_what_is_not_said_is_bfloat16_or_does_not_fit():
     assert normal_range("k3_kl", 1e-3) == normal_range("k3_kl", 1e-3, dtype="bfloat16 / bfloat16")
     assert all(p["tokens"] for p in normal_range("logprob_abs_diff_mean", 0.02, tokens=4000).points)
     assert "entropy left out" in normal_range("k3_kl", 1e-3, entropy=0.0).sentence
