@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from programs import program
+from programs import bash, of_script, program
 from toy_runs import ROOT
 
 from rljax.distributed.processes import PINNED_LIMIT, start_processes, unused_gpus
@@ -53,17 +53,13 @@ def finished_vllm(tmp_path):
 
 
 def install(venv, *options, **more):
-    words = ["bash", str(ROOT / "launch/install_vllm.sh"), *options, str(venv)]
-    done = subprocess.run(words, env=os.environ | more, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stderr
+    status, _, said = bash(ROOT / "launch/install_vllm.sh", *options, venv, **more)
+    return status, said
 
 
 def function(name, *words, **more):
-    script = f'source {ROOT}/launch/machine.sh; {name} "$@"'
-    done = subprocess.run(
-        ["bash", "-c", script, "-", *words], env=os.environ | more, capture_output=True, text=True, timeout=60
-    )
-    return done.returncode, done.stderr
+    status, _, said = of_script(ROOT / "launch/machine.sh", name, *words, **more)
+    return status, said
 
 
 @pytest.mark.parametrize(("driver", "status"), [("535.183.01", 1), ("579.99", 1), ("580.65.06", 0), ("[N/A]", 0)])
