@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from scipy import stats
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -79,45 +81,14 @@ def paired_test(differences: Sequence[float], count: int) -> dict[str, Any]:
 
 
 def fisher_p(well: int, runs: int, other_well: int, other_runs: int) -> float:
-    """Returns the two-sided p value of two shares: tables that are no more probable than the observed one.
-
-    Args:
-      well: The number of runs of one arm that end well.
-      runs: The number of runs of this arm.
-      other_well: The number of runs of the other arm that end well.
-      other_runs: The number of runs of the other arm.
-    """
-    both, total = well + other_well, runs + other_runs
-
-    def ways(first: int) -> int:
-        return math.comb(runs, first) * math.comb(other_runs, both - first)
-
-    tables = [ways(first) for first in range(max(0, both - other_runs), min(runs, both) + 1)]
-    return sum(count for count in tables if count <= ways(well)) / math.comb(total, both)
+    """Returns Fisher's two-sided p value of two shares: ``well`` of ``runs``, and the same of the other arm."""
+    return float(stats.fisher_exact([[well, runs - well], [other_well, other_runs - other_well]]).pvalue)
 
 
 def share_interval(count: int, runs: int, coverage: float) -> tuple[float, float]:
     """Returns the interval of Clopper and Pearson for the probability behind ``count`` of ``runs``.
 
-    Args:
-      count: The number of runs that end well.
-      runs: The number of all runs.
-      coverage: The least probability with which the interval has the true value, for example 0.95.
+    ``coverage`` is the least probability with which the interval has the true value, for example 0.95.
     """
-    tail = (1 - coverage) / 2
-
-    def at_least(least: int, share: float) -> float:
-        return math.fsum(math.comb(runs, k) * share**k * (1 - share) ** (runs - k) for k in range(least, runs + 1))
-
-    low = 0.0 if count == 0 else _crossing(count, at_least, tail)
-    high = 1.0 if count == runs else _crossing(count + 1, at_least, 1 - tail)
-    return low, high
-
-
-def _crossing(least: int, at_least: Callable[[int, float], float], probability: float) -> float:
-    """Returns the share at which ``at_least`` of a count reaches a probability, by halving."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if at_least(least, middle) < probability else (low, middle)
-    return (low + high) / 2
+    low, high = stats.binomtest(count, runs).proportion_ci(coverage, "exact")
+    return float(low), float(high)

@@ -19,7 +19,7 @@ checkpoint before that step (``run.fork``).
 runs give it ``schedule.decay_period``. Each seed takes the period of the next seed in the list that called a surge; the
 runs of the other arm must be complete.
 
-The report (OUT/report.md, outcomes.json, rows.parquet, a figure for each group of arms and seed) needs only the run
+The report (OUT/outcomes.json, rows.parquet, a figure for each group of arms and seed) needs only the run
 directories; --report-only makes it again.
 """
 
@@ -36,10 +36,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from study_forks import check_forks, drawn_period, fork_checkpoint, recorded_fork
-from study_outcome import LEARNED, Outcome, outcome_of
+from study_outcome import Outcome, outcome_of
 from study_rows import Runs, read_table, write_table
 from tqdm import tqdm
 
@@ -260,66 +259,8 @@ def read_runs(out: Path, runs: Sequence[tuple[str, int]], kept: Runs) -> dict[tu
     return rows_of
 
 
-def report(outcomes: dict[str, dict[int, Outcome]], figures: Sequence[str], command: str) -> str:
-    """Formats the report in Markdown."""
-    seconds = sum(outcome.wall_seconds for by_seed in outcomes.values() for outcome in by_seed.values())
-    lines = [
-        f"Command: `{command}`. {sum(map(len, outcomes.values()))} runs, {seconds / 3600:.1f} hours of training time.",
-        "",
-        "All numbers are medians over the seeds. Accuracy is the mean reward of the rollouts over ten steps. A run "
-        "falls when its accuracy gets under half of its peak and stays there to the end; the end is the fall, if there "
-        "was one. It has collapsed if that peak was at least 0.3, and never learned if its peak is lower. Mismatch is "
-        "log_ppl_abs_diff, lead the number of steps from surge to fall, and C the threshold of the importance ratio. "
-        "The two sides of an arrow are separate medians.",
-        "",
-        "| arm | seeds | peak | final | final of each | held-out final | never learned | collapsed | fell | at step | "
-        "surge | lead | "
-        "mismatch at peak -> end | gradient norm at peak -> end | tokens above C | of the worst step | final rate |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [_line(arm, list(by_seed.values())) for arm, by_seed in outcomes.items()]
-    for name in figures:
-        lines += ["", f"![{name}]({name}.png)"]
-    return "\n".join(lines) + "\n"
-
-
-def _line(arm: str, outcomes: list[Outcome]) -> str:
-    fallen = [outcome for outcome in outcomes if outcome.fall_step is not None]
-    leads = [outcome.lead for outcome in fallen if outcome.lead is not None]
-    held_out = [outcome.evaluation_final for outcome in outcomes if outcome.evaluation_final is not None]
-
-    def median(values: Sequence[float | None], form: str) -> str:
-        known = [value for value in values if value is not None]
-        return format(float(np.median(known)), form) if known else "-"
-
-    def pair(name: str) -> str:
-        before, after = [o.at_peak[name] for o in outcomes], [o.at_end[name] for o in outcomes]
-        return f"{median(before, '.1e')} -> {median(after, '.1e')}"
-
-    cells = [
-        arm,
-        str(len(outcomes)),
-        median([outcome.peak for outcome in outcomes], ".3f"),
-        median([outcome.final for outcome in outcomes], ".3f"),
-        " ".join(f"{outcome.final:.2f}" for outcome in outcomes),
-        median(held_out, ".3f"),
-        str(sum(outcome.peak < LEARNED for outcome in outcomes)),
-        str(sum(outcome.collapse_step is not None for outcome in outcomes)),
-        str(len(fallen)),
-        median([outcome.fall_step for outcome in fallen], ".0f"),
-        median([outcome.surge_step for outcome in outcomes], ".0f"),
-        median(leads, ".0f"),
-        pair("log_ppl_abs_diff"),
-        pair("grad_norm"),
-        median([outcome.above_share for outcome in outcomes], ".2%"),
-        median([outcome.above_share_largest for outcome in outcomes], ".1%"),
-        median([outcome.final_rate for outcome in outcomes], ".1e"),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def write_report(study: Study, out: Path, rows: Runs, command: str) -> Path:
-    """Writes report.md, outcomes.json, rows.parquet and the figures; returns the report's path.
+def write_report(study: Study, out: Path, rows: Runs, command: str) -> str:
+    """Writes outcomes.json, rows.parquet and the figures; returns a line about the runs.
 
     Only runs with a directory are in the figures.
 
@@ -332,19 +273,16 @@ def write_report(study: Study, out: Path, rows: Runs, command: str) -> Path:
     outcomes: dict[str, dict[int, Outcome]] = {}
     for arm, seed in sorted(rows, key=lambda run: list(study.arms).index(run[0])):
         outcomes.setdefault(arm, {})[seed] = outcome_of(rows[arm, seed])
-    drawn = []
     for name, members in study.figures.items():
         for seed in dict.fromkeys(seed for _, seed in rows):
             there = [arm for arm in members if (out / f"{arm}-{seed}" / "metrics.jsonl").exists()]
             if there:
-                drawn.append(f"{name}-{seed}")
-                plot_report([out / f"{arm}-{seed}" for arm in there], out / f"{drawn[-1]}.png")
+                plot_report([out / f"{arm}-{seed}" for arm in there], out / f"{name}-{seed}.png")
     tables = {arm: {str(seed): dataclasses.asdict(o) for seed, o in runs.items()} for arm, runs in outcomes.items()}
     (out / "outcomes.json").write_text(json.dumps({"command": command, "arms": tables}, indent=1) + "\n")
     write_table(out / "rows.parquet", rows)
-    path = out / "report.md"
-    path.write_text(report(outcomes, drawn, command), encoding="utf-8")
-    return path
+    seconds = sum(outcome.wall_seconds for by_seed in outcomes.values() for outcome in by_seed.values())
+    return f"{len(rows)} runs, {seconds / 3600:.1f} hours of training time: {out / 'outcomes.json'}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -364,9 +302,7 @@ def main(argv: Sequence[str]) -> int:
         failed = run_arms(study, out, missing, arguments.jobs, drawn_periods(study, out, missing, kept))
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
-    path = write_report(study, out, read_runs(out, runs, kept), f"python experiments/study.py {arguments.study}")
-    print(path.read_text(encoding="utf-8"))
-    print(f"written to {path}")
+    print(write_report(study, out, read_runs(out, runs, kept), f"python experiments/study.py {arguments.study}"))
     return 1 if failed else 0
 
 

@@ -8,7 +8,6 @@ line in it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
@@ -151,37 +150,3 @@ def common_columns(sequences: Sequence[TokenRecord]) -> list[str]:
         if (count := sum(name in sequence.columns for sequence in sequences)) < len(sequences):
             raise ValueError(f"{name} must be given for all sequences or for none, got {count} of {len(sequences)}")
     return names
-
-
-def to_arrays(sequences: Sequence[TokenRecord]) -> dict[str, np.ndarray]:
-    """Returns sequences of one class as a few arrays, which ``from_arrays`` turns back without loss of a bit.
-
-    The fields that the class adds must be numbers or truth values.
-    """
-    arrays = {
-        f"columns/{name}": np.concatenate([s.columns[name] for s in sequences]) for name in common_columns(sequences)
-    }
-    for name in _facts(type(sequences[0])) if sequences else ():
-        arrays[f"facts/{name}"] = np.asarray([getattr(s, name) for s in sequences])
-    return arrays | {
-        "ids": np.concatenate([np.zeros(0, np.int32), *(s.ids for s in sequences)]),
-        "lengths": np.asarray([[len(s.ids), s.prompt_length] for s in sequences], np.int64).reshape(-1, 2),
-    }
-
-
-def from_arrays(kind: type[T], arrays: Mapping[str, np.ndarray]) -> list[T]:
-    """Returns the sequences of class ``kind`` that ``to_arrays`` packed."""
-    lengths, prompts = arrays["lengths"].T.tolist()
-    columns = {name.removeprefix("columns/"): array for name, array in arrays.items() if name.startswith("columns/")}
-    facts = [arrays[f"facts/{name}"].tolist() for name in _facts(kind)] if prompts else []
-    return [
-        kind(arrays["ids"][start:end], prompt, {name: array[start:end] for name, array in columns.items()}, *own)
-        for (start, end), prompt, *own in zip(
-            itertools.pairwise(np.cumsum([0, *lengths]).tolist()), prompts, *facts, strict=True
-        )
-    ]
-
-
-def _facts(kind: type[TokenRecord]) -> list[str]:
-    """Returns the names of the fields that a class adds."""
-    return [each.name for each in dataclasses.fields(kind)][len(dataclasses.fields(TokenRecord)) :]

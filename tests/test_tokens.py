@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.tokens import COLUMNS, TokenRecord, common_columns, from_arrays, join, to_arrays
+from rljax.tokens import COLUMNS, TokenRecord, common_columns, join
 
 
 def tokens(prompt, response, **arrays):
@@ -54,6 +54,5 @@ def test_pieces_without_an_array_are_filled():
 def test_sequences_of_a_batch_have_the_same_arrays():
     both = [tokens([7], [1], turn=[1]), tokens([7], [2])]
     with pytest.raises(ValueError, match="turn must be given for all sequences or for none, got 1 of 2"):
-        to_arrays(both)
+        common_columns(both)
     assert common_columns(both[:1]) == ["turn"]
-    assert from_arrays(TokenRecord, to_arrays([])) == []

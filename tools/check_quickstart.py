@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import ConfigError, run_cli
-from rljax.record.rows import read_rows, trailing_mean
+from rljax.record.rows import read_rows
 from rljax.run.options import Positional, parse_arguments
 from rljax.schedule import decay_period_from_surge
 
@@ -54,7 +54,7 @@ def first_step(condition: np.ndarray) -> int | None:
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the numbers that the check uses; steps are 1-based."""
     lengths = np.array([row["response_length/mean"] for row in rows])
-    means = trailing_mean(lengths, 5)
+    means = np.array([lengths[max(end - 5, 0) : end].mean() for end in range(1, len(lengths) + 1)])
     start = lengths[:10].mean()
     rewards = np.array([row["reward/mean"] for row in rows])
     windows = [k for k in range(1, len(means) - 4) if (means[4 + k :] >= RATIO * means[4 : len(means) - k]).any()]

@@ -112,17 +112,6 @@ def count_program(module: Module, devices: int) -> Program:
     return Program(first, forward, step, len(counter.open_loops), counter.inner_open_loops)
 
 
-def instruction_work(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Work:
-    """Counts the work of one execution of an instruction: a kernel, a collective, or the start of either."""
-    return _Counter(module, devices).executed(computation, instruction, 1)
-
-
-def counted_computation(module: Module, instruction: Instruction, devices: int) -> Computation:
-    """Returns the computation that a call or a conditional runs. Of several branches it is the one that counts."""
-    called = [module.computations[name] for name in instruction.called.values()]
-    return max(called, key=lambda one: _rank(_Counter(module, devices).scheduled(one, 1))) if called[1:] else called[0]
-
-
 class _Counter:
     def __init__(self, module: Module, devices: int):
         self._module, self._devices = module, devices

@@ -8,7 +8,6 @@ from typing import Any
 from compile.count import Work, by_dtype, count_program
 from compile.hlo import parse_module
 from compile.kernels import KernelUse, full_row, kernel_uses
-from compile.overlap import Overlap, Timeline, read_overlap
 from compile.roofline import crosses_nodes, times
 from rljax.plan.compile import CompiledStep
 from rljax.plan.dry_run import in_units
@@ -33,8 +32,7 @@ def work_report(compiled: CompiledStep) -> Report:
     config, machine, mesh = compiled.config, compiled.machine, compiled.mesh
     policy = policy_shape(config.model.path)
     tokens = batch_shape(config, responses_per_update(config))[2]
-    module = parse_module(compiled.text)
-    program = count_program(module, mesh.size)
+    program = count_program(parse_module(compiled.text), mesh.size)
     nodes = [device.process_index if machine.card.network_rate else 0 for device in mesh.devices.flat]
     segments = full_row(tokens, config.max_sequence_tokens)
     works = {part: getattr(program, part) for part in PARTS}
@@ -57,7 +55,6 @@ def work_report(compiled: CompiledStep) -> Report:
             for one in work.merged_collectives()
         ],
         "roofline": _roofline(policy, compiled, works, kernels, nodes),
-        "overlap": overlap_report(read_overlap(module, machine.card, nodes, segments)),
     }
 
 
@@ -85,19 +82,6 @@ def _roofline(
     }
 
 
-def overlap_report(overlap: Overlap) -> Report:
-    """Returns the modelled times of each part with its exchanges behind work, and the exchanges that take long."""
-
-    def plain(line: Timeline) -> Report:
-        seconds = {"seconds": line.seconds, "work_s": line.work_s, "link_s": line.link_s, "exposed_s": line.exposed_s}
-        shown = [one for one in line.exchanges if one.count * one.link_s > 1e-3 * line.seconds]
-        rounded = [{k: round(v, 7) if isinstance(v, float) else v for k, v in vars(one).items()} for one in shown]
-        share = {"exposed_share": round(line.exposed_share, 4)}
-        return {**{name: round(value, 6) for name, value in seconds.items()}, **share, "exchanges": rounded}
-
-    return {part: plain(getattr(overlap, part)) for part in PARTS}
-
-
 def describe_work(facts: Report) -> str:
     """Formats a work report as lines of text."""
     line = facts["roofline"]
@@ -116,12 +100,6 @@ def describe_work(facts: Report) -> str:
         ms = {name: f"{1000 * seconds:.1f} ms" for name, seconds in line[f"{part}_s"].items()}
         parts = ", ".join(f"{name} {ms[name]}" for name in ("products", "memory", "links"))
         lines.append(f"  {part:<12} {parts}: {ms['total']}")
-    behind = facts["overlap"]["micro_batch"]
-    lines.append(
-        f"  overlapped   micro-batch {1000 * behind['seconds']:.1f} ms with exchanges behind the work scheduled beside "
-        f"them; {1000 * behind['exposed_s']:.1f} ms of {1000 * behind['link_s']:.1f} ms over links are exposed, "
-        f"{behind['exposed_share']:.1%}"
-    )
     lines.append(
         f"  modelled     {line['tokens_per_second_and_device']:,.0f} tokens/s a device, "
         f"model-FLOPs utilisation {line['model_flops_utilisation']:.1%}"

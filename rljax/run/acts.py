@@ -33,7 +33,7 @@ from rljax.run.directory import send_output_to_log
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_trainer, starting_state
-from rljax.tokens import TOPS, from_arrays, to_arrays
+from rljax.tokens import TOPS
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import TrainerValues, Update, Updated, UpdateOptions
@@ -121,8 +121,7 @@ class SharedUpdate(Shared):
 
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         """Sends the sequences of the step to all processes. Each of them packs the whole batch for itself."""
-        sent = sequences if self._with_tops else [each.without(*TOPS) for each in sequences]
-        self._pack(to_arrays(sent))
+        self._pack(sequences if self._with_tops else [each.without(*TOPS) for each in sequences])
         return self._batch
 
     def __call__(
@@ -132,10 +131,9 @@ class SharedUpdate(Shared):
         return self._update(state, options)._replace(trainer=self._values)
 
     @together
-    def _pack(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def _pack(self, sequences: Sequence[TrainSequence]) -> None:
         with self.processes.timed(PACK):
-            self._sequences: Sequence[TrainSequence] = from_arrays(TrainSequence, arrays)
-            self._batch = self._local.pack(self._sequences)
+            self._sequences, self._batch = sequences, self._local.pack(sequences)
 
     @together
     def _update(self, state: Any, options: UpdateOptions) -> Updated:

@@ -4,7 +4,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from rljax.distributed.processes import Processes, is_of_devices, start_processe
 from rljax.errors import ConfigError
 from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import SamplingParams
-from rljax.tokens import from_arrays, to_arrays
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import UpdateOptions
 from rljax.weights.writer import Kind
@@ -43,13 +42,11 @@ def test_sequences_come_out_as_they_went_in(optional):
         )
         for p, r in lengths
     ]
-    sent = Announcement("step", "_pack", pack([to_arrays(sequences)]))
+    sent = Announcement("step", "_pack", pack([sequences]))
     announced = unpack(pack(sent), Announcement)
     assert announced == sent
     assert (announced.place, Announcement("stop").place) == ("pack", "stop")
-    (arrays,) = unpack(announced.arguments, tuple[Mapping[str, np.ndarray]])
-    found = from_arrays(TrainSequence, arrays)
-    assert len(found) == len(sequences)
+    (found,) = unpack(announced.arguments, tuple[Sequence[TrainSequence]])
     for one, other in zip(found, sequences, strict=True):
         facts = [(each.advantage, each.in_loss, each.trajectory, each.prompt_length) for each in (one, other)]
         assert facts[0] == facts[1]

@@ -90,16 +90,14 @@ def test_the_report_is_made_from_run_directories_alone(study_file, tmp_path, cap
     write_run(out / "constant-1", [0.5] * 50, surge=6)
     write_run(out / "triggered-0", [0.25] * 50, surge=7)
     assert main([str(study_file), "--out", str(out), "--report-only"]) == 0
-    text = (out / "report.md").read_text()
-    assert text in capsys.readouterr().out
-    assert "3 runs, 1.5 hours of training time" in text
+    assert capsys.readouterr().out.startswith("3 runs, 1.5 hours of training time: ")
     # One of two runs collapsed. Its mean is under half of 0.75 from the sixth step without reward on, which is 21 steps
     # after the surge at 5.
-    expected = "| constant | 2 | 0.625 | 0.250 | 0.00 0.50 | - | 0 | 1 | 1 | 26 | 6 | 21 |"
-    assert expected in text
-    assert "| triggered | 1 | 0.250 | 0.250 | 0.25 | - | 1 | 0 | 0 | - | 7 | - |" in text
+    arms = json.loads((out / "outcomes.json").read_text())["arms"]
+    first = arms["constant"]["0"]
+    assert [first[key] for key in ("peak", "final", "collapse_step", "surge_step", "lead")] == [0.75, 0.0, 26, 5, 21]
+    assert (arms["constant"]["1"]["collapse_step"], arms["triggered"]["0"]["peak"]) == (None, 0.25)
     assert all(coloured_share(out / f"both-{seed}.png") > 1e-3 for seed in (0, 1))
-    assert json.loads((out / "outcomes.json").read_text())["arms"]["constant"]["0"]["collapse_step"] == 26
 
 
 def test_runs_of_another_machine_are_reported_and_not_run_again(study_file, tmp_path, capsys):

@@ -1,24 +1,19 @@
 """Kills a small training run at random moments, resumes it, and compares its rows with those of an undisturbed run.
 
     python tests/harness/kill_run.py --kills 50 --seeds 0 1 2 3 --json benchmarks/kill_run.json
-    python tests/harness/kill_run.py --engine vllm --kills 4 --seeds 0
     python tests/harness/kill_run.py --max-staleness 2 --kills 30
+    python tests/harness/kill_run.py --max-staleness 2 --kills 4 --seeds 0 --engine vllm
 
 Each kill is a SIGKILL that aims at one phase, in turn: start, rollout, step, publish, row of the log, checkpoint,
 evaluation. It comes a random time after the phase began, and counts for the phase in which it struck. The run's own
 process marks its phases in memory that it shares with this process.
 
-All runs are of configs/toy-base. With the embedded engine, no row may be lost or doubled. The rows must be equal bit
-for bit except time/* and perf/*, and so must the tokens of the dumps.
+All runs are of configs/toy-base. No row may be lost or doubled. The rows must be equal bit for bit except time/* and
+perf/*, and so must the tokens of the dumps. The exit status is 1 if anything differs.
 
-With --engine vllm the runs sample in float32 from one server, which this program starts and does not kill. Two runs are
-then undisturbed. A number may differ from the first one's by 10 times the largest difference between the two at any
-step. A dump must have the first one's tokens unless the two differ there. publish/seconds and publish/stall_s are
-clocks and are not compared. publish/verify_abs_diff_mean is not compared either, because the seeds of its probes begin
-anew in each process. The exit status is 1 if anything else differs.
-
-With --max-staleness batches are sampled ahead, and the version that samples a batch depends on the kills. The program
-then checks the rows and a dump of every step:
+With --max-staleness batches are sampled ahead, and the version that samples a batch depends on the kills. With --engine
+vllm they are sampled in float32 by one server, which this program starts and does not kill. The program then checks the
+rows and a dump of every step:
 
 - Each step has one row and one dump, with the prompts that the undisturbed run has, each equally often.
 - No token is older than this number of versions, by the row's oldest version.
@@ -30,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -50,7 +44,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from rljax.errors import run_cli
+from rljax.errors import ConfigError, run_cli
 from rljax.record.rows import read_rows
 from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 from rljax.rollout.types import InFlight
@@ -60,9 +54,7 @@ PHASES = ("start", "rollout", "step", "publish", "log", "checkpoint", "evaluatio
 OTHER = len(PHASES)  # the phase between two phases
 LONGEST_S = 300.0  # the limit for a phase, in seconds
 PASSED_BY = 2  # the kill lets a phase pass at most this many times
-REPEATS_WITHIN = 10.0  # times the difference of two undisturbed runs
 NUMERICS = 1e-4  # the limit (nats) for two engines in float32 with the same weights
-NOT_COMPARED = ("time/", "perf/", "publish/seconds", "publish/stall_s", "publish/verify_abs_diff_mean")
 
 SETTINGS = (
     *("--data.batch-size", "2", "--rollout.group-size", "4", "--rollout.max-response-tokens", "12"),
@@ -80,13 +72,11 @@ class Arguments:
     kills: int = 50
     """The number of kills in total."""
     seeds: tuple[int, ...] = (0, 1, 2, 3)
-    """The seeds of the runs and of the moments. Each seed has an undisturbed run (two with a server).
-    """
+    """The seeds of the runs and of the moments. Each seed has an undisturbed run."""
     steps: int = 20
     """The number of steps of a run."""
     max_staleness: int = 0
-    """The setting ``rollout.max_staleness``. Above 0, batches are sampled ahead and rows may differ.
-    """
+    """The setting ``rollout.max_staleness``. Above 0, batches are sampled ahead and rows may differ."""
     update: InFlight = "wait"
     """The setting ``rollout.update``, for ``--max-staleness`` with a server."""
     directory: Path | None = None
@@ -102,18 +92,6 @@ class Killed:
     run_dir: Path
     phases: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Seed:
-    """The runs of one seed.
-
-    ``again`` is a second undisturbed run; it exists only if runs repeat within limits instead of exactly.
-    """
-
-    whole: Path
-    again: Path | None
-    killed: list[Killed] = field(default_factory=list)
 
 
 def words(run_dir: Path, seed: int, steps: int) -> list[str]:
@@ -278,27 +256,19 @@ def durations(rows: Sequence[dict[str, Any]], start_s: float) -> tuple[float, ..
     return start_s, rollout, step, publish, 0.003, 0.1, evaluation
 
 
-def differences(killed: Path, whole: Path, again: Path | None = None) -> list[str]:
-    """Returns the differences between the records of a killed run and an undisturbed one; [] if there are none.
-
-    ``again`` is a second undisturbed run. ``killed`` may differ where ``again`` differs, as the module says.
-    """
+def differences(killed: Path, whole: Path) -> list[str]:
+    """Returns the differences between the records of a killed run and an undisturbed one; [] if there are none."""
     rows, expected = (comparable(each) for each in (killed, whole))
-    spreads = largest_differences(again, whole) if again else {}
     found = []
     if [row["step"] for row in rows] != [row["step"] for row in expected]:
         found.append(f"{killed}: steps {[row['step'] for row in rows]}")
     for row, other in zip(rows, expected, strict=False):
-        apart = distances(row, other)
-        keys = [key for key, distance in apart.items() if not distance <= REPEATS_WITHIN * spreads.get(key, 0.0)]
-        if keys:
+        if keys := [key for key in {**row, **other} if row.get(key) != other.get(key)]:
             found.append(f"{killed}: step {row['step']} differs in {', '.join(sorted(keys)[:5])}")
     dumps, wanted = (sorted(path.name for path in each.glob("rollouts/*")) for each in (killed, whole))
     if dumps != wanted:
         found.append(f"{killed}: dumps {dumps}")
-    vary = changed_dumps(again, whole) if again else []
-    found += [f"{killed}: other tokens in {name}" for name in changed_dumps(killed, whole) if name not in vary]
-    return found
+    return found + [f"{killed}: other tokens in {name}" for name in changed_dumps(killed, whole)]
 
 
 def broken_accounts(killed: Path, whole: Path, max_staleness: int) -> list[str]:
@@ -341,59 +311,20 @@ def changed_dumps(run_dir: Path, whole: Path) -> list[str]:
     return found
 
 
-def distances(row: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """Returns |a - b| by key; it is infinite if the values differ and one is missing or no number."""
-    found = {}
-    for key in {**row, **other}:
-        a, b = row.get(key), other.get(key)
-        are_numbers = all(type(value) in (int, float) for value in (a, b))
-        found[key] = 0.0 if a == b else abs(a - b) if are_numbers else math.inf
-    return found
-
-
-def largest_differences(run_dir: Path, whole: Path) -> dict[str, float]:
-    """Returns the largest distance at any step, by key."""
-    found: dict[str, float] = {}
-    for row, other in zip(comparable(run_dir), comparable(whole), strict=False):
-        for key, distance in distances(row, other).items():
-            found[key] = max(found.get(key, 0.0), distance)
-    return found
-
-
-def repeatability(killed: Sequence[Path], whole: Path, again: Path) -> dict[str, Any]:
-    """Returns the difference of the two undisturbed runs, and of the killed runs from the first of them."""
-    spreads = largest_differences(again, whole)
-    apart = [largest_differences(each, whole) for each in killed]
-    varying = {key: spread for key, spread in spreads.items() if 0.0 < spread < math.inf}
-    ratios = (each.get(key, 0.0) / spread for each in apart for key, spread in varying.items())
-    return {
-        "keys": len(spreads),
-        "keys_that_vary_between_runs_left_alone": len(varying),
-        "keys_that_vary_after_kills": len({key for each in apart for key, distance in each.items() if distance}),
-        "largest_ratio": max(ratios, default=0.0),
-        "dumps": len(list(whole.glob("rollouts/*"))),
-        "dumps_that_vary_between_runs_left_alone": changed_dumps(again, whole),
-    }
-
-
 def comparable(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the rows without the metrics that depend on the clock or on the process."""
+    """Returns the rows without the metrics that depend on the clock."""
     rows = read_rows(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
-def harass(runs: Runs, arguments: Arguments, directory: Path) -> list[Seed]:
+def harass(runs: Runs, arguments: Arguments, directory: Path) -> list[Killed]:
     """Kills as often as asked, seed by seed, and compares the rows at the end of each run."""
-    results, aims = [], itertools.cycle(range(len(PHASES)))
+    results, aims = list[Killed](), itertools.cycle(range(len(PHASES)))
     shares = [len(range(i, arguments.kills, len(arguments.seeds))) for i in range(len(arguments.seeds))]
     with tqdm(total=arguments.kills, unit="kill", file=sys.stderr) as bar:
         for seed, share in zip(arguments.seeds, shares, strict=True):
             whole, chance = directory / f"whole{seed}", random.Random(seed)
-            repeats = arguments.engine == "jax" or arguments.max_staleness > 0
-            again = None if repeats else directory / f"again{seed}"
-            for run_dir in filter(None, (whole, again)):
-                runs.complete(run_dir, seed, arguments.steps)
-            results.append(Seed(whole, again))
+            runs.complete(whole, seed, arguments.steps)
             began = time.monotonic()
             runs.complete(whole, seed, arguments.steps)  # nothing is left to train: this times a start
             times = durations(read_rows(whole / "metrics.jsonl"), time.monotonic() - began)
@@ -417,23 +348,23 @@ def harass(runs: Runs, arguments: Arguments, directory: Path) -> list[Seed]:
                 if arguments.max_staleness:
                     result.differences = broken_accounts(run_dir, whole, arguments.max_staleness)
                 else:
-                    result.differences = differences(run_dir, whole, again)
-                results[-1].killed.append(result)
+                    result.differences = differences(run_dir, whole)
+                results.append(result)
     return results
 
 
 def main(argv: Sequence[str]) -> int:
     """Kills, resumes and compares; returns the exit status."""
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    if arguments.engine == "vllm" and not arguments.max_staleness:
+        raise ConfigError("--engine vllm: rows of a server do not repeat bit for bit; give --max-staleness")
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         directory = arguments.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shutil.rmtree(directory / "runs", ignore_errors=True)
         (directory / "runs").mkdir(parents=True)
         more = stack.enter_context(engine_words(arguments.engine, directory / "runs"))
-        seeds = harass(Runs((*more, *ahead_words(arguments))), arguments, directory / "runs")
-        repeats = [repeatability([one.run_dir for one in s.killed], s.whole, s.again) for s in seeds if s.again]
-    results = [result for seed in seeds for result in seed.killed]
+        results = harass(Runs((*more, *ahead_words(arguments))), arguments, directory / "runs")
     phases = sum((result.phases for result in results), Counter())
     found = [line for result in results for line in result.differences]
     record = {
@@ -446,27 +377,13 @@ def main(argv: Sequence[str]) -> int:
     }
     print(f"{record['kills']} kills in {record['runs']} runs of {arguments.steps} steps, {record['seconds']} s")
     print(", ".join(f"{name} {count}" for name, count in record["by_phase"].items()))
-    if repeats:
-        record["repeatability"] = dict(zip(map(str, arguments.seeds), repeats, strict=True))
-        print("\n".join(f"seed {seed}: {said(one)}" for seed, one in record["repeatability"].items()))
-    equal = "within what the runs left alone differ by" if repeats else "that of the run left alone, bit for bit"
-    sound = f"every row and every dump is {equal}; none lost or doubled"
+    sound = "every row and every dump is that of the run left alone, bit for bit; none lost or doubled"
     if arguments.max_staleness:
         sound = f"every step has its prompts once, and no token is more than {arguments.max_staleness} versions old"
     print("\n".join(found) or sound)
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     return int(bool(found))
-
-
-def said(repeats: dict[str, Any]) -> str:
-    """Returns a line about the result of :func:`repeatability`."""
-    varying, after = repeats["keys_that_vary_between_runs_left_alone"], repeats["keys_that_vary_after_kills"]
-    dumps = f"{len(repeats['dumps_that_vary_between_runs_left_alone'])} of {repeats['dumps']} dumps"
-    return (
-        f"of {repeats['keys']} keys {varying} vary between the two runs left alone and {after} after kills, at most "
-        f"{repeats['largest_ratio']:.2g} times as much; {dumps} have other tokens in the second"
-    )
 
 
 if __name__ == "__main__":

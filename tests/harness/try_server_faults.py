@@ -3,17 +3,16 @@
     python tests/harness/try_server_faults.py --out benchmarks/server_faults.md
     python tests/harness/try_server_faults.py --scripted --stall 3 --out /tmp/faults.md
 
-A proxy stands before a vLLM server, which this program starts on MODEL. With --url it uses a running server, and with
---scripted the stand-in of the tests, for a quick look. Each fault is planted twice. In the first PLANT replies of a
-rollout, the rollout should survive it. In every reply, the rollout should end with one line, unless the fault only
-costs time. The program checks every response: each place occurs at most once (exactly once if the rollout survives),
-the log-probabilities are sound, and the version is the published one. FILE.md gets the table, and FILE.json the numbers
-behind it. The exit status is 1 if a rollout hung, lost or doubled a response, or ended otherwise.
+A proxy stands before a vLLM server, which this program starts on configs/toy-base; with --scripted it is the stand-in
+of the tests, for a quick look. Each fault is planted twice. In the first three replies of a rollout, the rollout should
+survive it. In every reply, the rollout should end with one line, unless the fault only costs time. The program checks
+every response: each place occurs at most once (exactly once if the rollout survives), the log-probabilities are sound,
+and the version is the published one. FILE.md gets the table, and FILE.json the numbers behind it. The exit status is 1
+if a rollout hung, lost or doubled a response, or ended otherwise.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
 import contextlib
@@ -25,14 +24,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 import jax
 import numpy as np
+import tyro
 
-from rljax.errors import ServerError
+from rljax.errors import ServerError, run_cli
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
@@ -46,11 +47,31 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.sums import array_checksum
 
 ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "configs/toy-base"
+PLANTED = 3  # the replies that get a fault which a rollout should survive
 VERSION = 3
 TOKENS = 12
 DOWN_S = 1.5  # the seconds for which the proxy refuses connections
 SCRIPTED_VOCAB = 64
 Choice = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of the command."""
+
+    out: Path | None = None
+    """The Markdown file for the table. The JSON file is beside it."""
+    scripted: bool = False
+    """Whether the stand-in of the tests takes the place of vLLM."""
+    prompts: int = 4
+    """The number of prompts of a rollout."""
+    responses: int = 8
+    """The number of responses to each prompt."""
+    stall: float = 60.0
+    """The seconds that a stall lasts."""
+    fault: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A fault to plant. May be repeated. Without any: all faults."""
 
 
 def first_logprob(value: Any) -> Callable[[Choice], None]:
@@ -206,14 +227,6 @@ def message(status: int, content: bytes) -> bytes:
 # --- rollouts ---------------------------------------------------------------------------------------------------------
 
 
-def limits_of(stall_s: float) -> ClientLimits:
-    """Returns limits with half a stall as the time of a response.
-
-    A stalled response is then given up and sampled again.
-    """
-    return ClientLimits(request_timeout_s=stall_s / 2)
-
-
 MakeEngine = Callable[[str], ServedEngine]
 
 
@@ -227,7 +240,7 @@ def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
 
     def make(url: str) -> ServedEngine:
         engine = ServedEngine(
-            config_of(url, "float32", stall_s),
+            config_of(url, stall_s),
             VllmBackend(),
             PolicyFunctions(
                 dict.items,
@@ -245,29 +258,27 @@ def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
 
 
 @contextlib.contextmanager
-def real_server(url: str | None, model: Path, dtype: Any, stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
-    """Does the same as :func:`scripted_server` for vLLM, with the server at ``url`` or a new one on ``model``."""
-    policy = read_config(model)
-    params = load_params(model, policy)
+def real_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
+    """Does the same as :func:`scripted_server` for a vLLM server, which runs inside the block."""
+    policy = read_config(MODEL)
+    params = load_params(MODEL, policy)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
     def make(proxied: str) -> ServedEngine:
-        config = config_of(proxied, dtype, stall_s)
-        engine = make_engine(config, policy, mesh, max_prompt_tokens=16, max_tokens=64)
+        engine = make_engine(config_of(proxied, stall_s), policy, mesh, max_prompt_tokens=16, max_tokens=64)
         assert isinstance(engine, ServedEngine)
         engine.publish(params, VERSION)
         return engine
 
-    with contextlib.ExitStack() as stack:
-        if url is None:
-            log_path = Path(tempfile.mkdtemp(prefix="rljax-faults-")) / "server.log"
-            server = VllmConfig(str(model), str(vllm_python()), dtype, max_model_len=512, log_path=log_path)
-            url = stack.enter_context(start(server)).url
-        yield url, make, policy.vocab_size
+    log_path = Path(tempfile.mkdtemp(prefix="rljax-faults-")) / "server.log"
+    with start(VllmConfig(str(MODEL), str(vllm_python()), "float32", max_model_len=512, log_path=log_path)) as server:
+        yield server.url, make, policy.vocab_size
 
 
-def config_of(url: str, dtype: Any, stall_s: float) -> RolloutConfig:
-    return RolloutConfig(engine="vllm", urls=(url,), dtype=dtype, server_wait_s=4 * DOWN_S, limits=limits_of(stall_s))
+def config_of(url: str, stall_s: float) -> RolloutConfig:
+    """Returns the settings of a rollout. A stalled response is given up after half a stall and sampled again."""
+    limits = ClientLimits(request_timeout_s=stall_s / 2)
+    return RolloutConfig(engine="vllm", urls=(url,), dtype="float32", server_wait_s=4 * DOWN_S, limits=limits)
 
 
 def rollout(make: MakeEngine, proxy: Proxy, fault: str, times: int, prompts: int, n: int, vocab: int) -> dict[str, Any]:
@@ -339,42 +350,17 @@ def table(rows: Sequence[dict[str, Any]], asked: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python tests/harness/try_server_faults.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", metavar="FILE.md", type=Path, help="write the table there, and FILE.json beside it")
-    parser.add_argument("--scripted", action="store_true", help="the tests' stand-in server, not vLLM")
-    parser.add_argument("--url", help="a vLLM server of MODEL that runs; it is given MODEL's weights again")
-    parser.add_argument("--model", type=Path, default=ROOT / "configs" / "toy-base", help="Hugging Face directory")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--prompts", type=int, default=4, help="of a rollout (default: 4)")
-    parser.add_argument("--responses", type=int, default=8, help="to each prompt (default: 8)")
-    parser.add_argument("--plant", type=int, default=3, help="replies that get the fault (default: 3)")
-    parser.add_argument(
-        "--stall", type=float, default=60.0, metavar="S", help="seconds that a stall lasts (default: 60)"
-    )
-    parser.add_argument("--fault", action="append", choices=FAULTS, help="this fault alone; may be repeated")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str]) -> int:
+    options = tyro.cli(Arguments, args=argv, description=__doc__)
     logging.basicConfig(level=logging.ERROR)
     VllmBackend.retries = Retries(attempts=4, first_s=0.05, longest_s=0.5)
     asked = options.prompts * options.responses
     rows = []
-    opened = (
-        scripted_server(options.stall)
-        if options.scripted
-        else real_server(options.url, options.model, options.dtype, options.stall)
-    )
+    opened = scripted_server(options.stall) if options.scripted else real_server(options.stall)
     with opened as (url, make, vocab):
         for fault in options.fault or FAULTS:
             row: dict[str, Any] = {"fault": fault}
-            for name, times in (("some", options.plant), ("every", sys.maxsize)):
+            for name, times in (("some", PLANTED), ("every", sys.maxsize)):
                 proxy = Proxy(url, options.stall)
                 work = functools.partial(rollout, make, proxy, fault, times, options.prompts, options.responses, vocab)
                 row[name] = within(120.0 + 6 * options.stall, work)
@@ -395,4 +381,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cli(main))

@@ -1,26 +1,22 @@
 """launch/copy_run.sh calls ``aws`` in the right order, and only where it has something to do."""
 
 import os
-import subprocess
 
 import pytest
+from programs import bash, program
 from toy_runs import ROOT
 
 
 @pytest.fixture
 def copy_run(tmp_path):
     """Returns a function from words to (exit status, standard error, calls of a planted ``aws``)."""
-    program, log = tmp_path / "bin/aws", tmp_path / "calls"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
-    program.chmod(0o755)
+    log = tmp_path / "calls"
+    aws = program(tmp_path / "bin/aws", f'echo "$@" >> {log}')
 
     def run(*words):
         log.write_text("")
-        path = f"{program.parent}:{os.environ['PATH']}"
-        command = ["bash", str(ROOT / "launch/copy_run.sh"), *map(str, words)]
-        done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=60)
-        return done.returncode, done.stderr, [line.split()[:5] for line in log.read_text().splitlines()]
+        status, _, said = bash(ROOT / "launch/copy_run.sh", *words, PATH=f"{aws.parent}:{os.environ['PATH']}")
+        return status, said, [line.split()[:5] for line in log.read_text().splitlines()]
 
     return run
 

@@ -1,12 +1,10 @@
 """The scripts that make environments search for the interpreter in one way; the quickstart starts its server."""
 
-import os
 import shutil
-import subprocess
 import sys
 
 import pytest
-from programs import program
+from programs import bash, of_script, program
 from toy_runs import ROOT
 
 
@@ -22,12 +20,8 @@ def machine(tmp_path):
 
 
 def search(path, *words):
-    script = f'source {ROOT}/launch/python.sh; find_python "$@"'
-    environment = {"PATH": f"{path}/bin:/usr/bin:/bin"}
-    done = subprocess.run(
-        ["bash", "-c", script, "-", *words], env=environment, capture_output=True, text=True, timeout=60
-    )
-    return done.returncode, done.stdout.strip()
+    status, said, _ = of_script(ROOT / "launch/python.sh", "find_python", *words, PATH=f"{path}/bin:/usr/bin:/bin")
+    return status, said.strip()
 
 
 def test_a_version_that_pyenv_has_but_has_not_chosen_is_found(machine):
@@ -50,9 +44,8 @@ def test_a_version_that_is_too_old_is_not_taken(machine):
 
 
 def make_environment(python, venv):
-    script = f'source {ROOT}/launch/python.sh; make_environment "$@"'
-    done = subprocess.run(["bash", "-c", script, "-", python, venv], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stderr
+    status, _, said = of_script(ROOT / "launch/python.sh", "make_environment", python, venv)
+    return status, said
 
 
 def test_half_an_environment_is_removed(tmp_path):
@@ -98,13 +91,7 @@ def test_the_quickstart_reads_its_settings_with_the_engine(tmp_path):
     program(tmp_path / "launch/install_vllm.sh", "exit 0")
     program(tmp_path / "launch/single_node.sh", 'echo "$@"')
     words = ["--vllm", "--", "--publish.store", "http", "--rollout.dtype", "float16"]
-    done = subprocess.run(
-        ["bash", str(tmp_path / "launch/quickstart.sh"), *words],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    status, out, err = bash(tmp_path / "launch/quickstart.sh", *words, PYTHONPATH=str(ROOT))
+    assert (status, err) == (0, "")
     options = "--run.dir runs/quickstart-vllm-float16 --publish.store http --rollout.dtype float16"
-    assert done.stdout.strip() == f"configs/quickstart.yaml --engine vllm -- {options}"
+    assert out.strip() == f"configs/quickstart.yaml --engine vllm -- {options}"

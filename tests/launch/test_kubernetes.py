@@ -44,42 +44,24 @@ def at(value, path):
 
 POD = "spec.replicatedJobs.0.template.spec.template.spec"
 JOB = "spec.replicatedJobs.0.template.spec"
-LEADER = "spec.leaderWorkerTemplate.leaderTemplate.spec"
 DEPLOYED = "spec.template.spec"
 
-# Faults as (overlay, kind, path, value). The value is put into the first object of the kind, and must be found.
+# Faults as (overlay, kind, path, value), one or two for each check. The value is put into the first object of the kind,
+# and must be found.
 SCHEMA_FAULTS = [
     ("qwen3-8b", "JobSet", f"{POD}.restartPolicy", "never"),
-    ("qwen3-8b", "JobSet", f"{POD}.restartPolicy", "OnFailure"),
     ("qwen3-8b", "JobSet", f"{POD}.terminationGracePeriodSecond", 60),
     ("qwen3-8b", "JobSet", f"{POD}.containers.0.resources.limits.memory", "512Gb"),
     ("qwen3-8b", "JobSet", f"{JOB}.completionMode", "indexed"),
     ("qwen3-8b", "JobSet", f"{JOB}.parallelism", "2"),
-    ("qwen3-8b", "JobSet", f"{JOB}.podFailurePolicy.rules.0.action", "Fail"),
-    ("qwen3-8b", "JobSet", f"{JOB}.podFailurePolicy.rules.0.onExitCodes.operator", "Is"),
     ("qwen3-8b", "JobSet", f"{JOB}.podFailurePolicy.rules.0.onExitCodes.containerName", "main"),
     ("qwen3-8b", "JobSet", f"{JOB}.podFailurePolicy.rules.0.onExitCodes.values", [3, 2]),
-    ("qwen3-8b", "JobSet", f"{JOB}.podFailurePolicy.rules.2.onPodConditions.0.type", "Disrupted"),
-    ("qwen3-8b", "JobSet", "spec.failurePolicy.rules.0.action", "FailJob"),
     ("qwen3-8b", "JobSet", "spec.failurePolicy.rules.0.onJobFailureReasons", ["PodFailure"]),
     ("qwen3-8b", "JobSet", "spec.failurePolicy.maxRestart", 3),
-    ("qwen3-8b", "JobSet", "spec.failurePolicy.restartStrategy", "Blocking"),
     ("qwen3-8b", "JobSet", "apiVersion", "jobset.x-k8s.io/v1"),
-    ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.livenessProbes", {}),
-    ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.startupProbe.periodSeconds", "10"),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.restartPolicy", "Never"),
-    ("qwen3-8b", "Deployment", f"{DEPLOYED}.tolerations.0.effect", "NoScheduling"),
-    ("qwen3-8b", "Deployment", f"{DEPLOYED}.volumes.1.emptyDir.medium", "RAM"),
-    ("qwen3-8b", "Deployment", "spec.strategy.type", "Replace"),
-    ("qwen3-8b", "Deployment", "apiVersion", "apps/v1beta1"),
-    ("qwen3-8b", "PersistentVolumeClaim", "spec.accessModes", ["ReadWriteAll"]),
-    ("qwen3-8b", "Role", "rules.0.verbs", ["find"]),
-    ("qwen3-8b", "NetworkPolicy", "spec.policyTypes", ["ingress"]),
-    ("qwen3-32b", "LeaderWorkerSet", "spec.leaderWorkerTemplate.restartPolicy", "Always"),
     ("qwen3-32b", "LeaderWorkerSet", "spec.leaderWorkerTemplate.sizes", 2),
     ("qwen3-32b", "LeaderWorkerSet", "spec.startupPolicy", "LeaderFirst"),
-    ("qwen3-32b", "LeaderWorkerSet", f"{LEADER}.containers.0.command", "python3"),
-    ("qwen3-32b", "LeaderWorkerSet", f"{LEADER}.enableServiceLink", False),
 ]
 REFERENCE_FAULTS = [
     ("qwen3-8b", "JobSet", f"{POD}.serviceAccountName", "rljax"),
@@ -91,12 +73,9 @@ REFERENCE_FAULTS = [
     ("qwen3-8b", "JobSet", f"{POD}.terminationGracePeriodSeconds", 60),
     ("qwen3-8b", "JobSet", f"{JOB}.completions", 4),
     ("qwen3-8b", "JobSet", f"{JOB}.podFailurePolicy.rules.0.onExitCodes.values", [2]),
-    ("qwen3-8b", "JobSet", f"{JOB}.podFailurePolicy.rules.1.onExitCodes.values", [75, 143]),
     ("qwen3-8b", "JobSet", "spec.failurePolicy.rules.0.onJobFailureMessagePatterns", ["exit code (2|3)$"]),
-    ("qwen3-8b", "JobSet", "spec.failurePolicy.rules.0.onJobFailureMessagePatterns", ["exit code"]),
     ("qwen3-8b", "JobSet", "spec.network.subdomain", "trainers"),
     ("qwen3-8b", "Deployment", "spec.selector.matchLabels", {"app.kubernetes.io/component": "servers"}),
-    ("qwen3-8b", "Deployment", "spec.selector.matchLabels", {"app.kubernetes.io/name": "rljax"}),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.readinessProbe.httpGet.port", "web"),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.ports.0.containerPort", 8080),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.envFrom.0.configMapRef.name", "rljax-servers"),
@@ -104,21 +83,16 @@ REFERENCE_FAULTS = [
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.terminationGracePeriodSeconds", 30),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.resources.limits", {"nvidia.com/gpu": "4"}),
     ("qwen3-32b", "Service", "spec.selector", {"app.kubernetes.io/component": "server"}),
-    ("qwen3-32b", "Service", "metadata.name", "server"),
     ("qwen3-8b", "Service", "spec.publishNotReadyAddresses", True),
-    ("qwen3-8b", "Service", "spec.selector", {"app.kubernetes.io/component": "vllm"}),
     ("qwen3-8b", "Service", "spec.clusterIP", "10.0.0.1"),
-    ("qwen3-8b", "Service", "spec.ports.0.targetPort", "web"),
     ("qwen3-8b", "Service", "spec.ports.0.port", 80),
     ("qwen3-8b", "Service", "metadata.name", "server"),
     ("qwen3-8b", "RoleBinding", "roleRef.name", "trainer"),
-    ("qwen3-8b", "RoleBinding", "subjects.0.namespace", "default"),
     ("qwen3-8b", "NetworkPolicy", "spec.podSelector.matchLabels", {"app.kubernetes.io/component": "vllm"}),
     ("qwen3-8b", "PersistentVolumeClaim", "spec.accessModes", ["ReadWriteOnce"]),
     ("qwen3-8b", "PersistentVolumeClaim", "metadata.namespace", "default"),
     ("paper-4b", "LeaderWorkerSet", "metadata.name", "servers"),
     ("qwen3-32b", "LeaderWorkerSet", "spec.leaderWorkerTemplate.size", 4),
-    ("qwen3-32b", "LeaderWorkerSet", f"{LEADER}.containers.0.args.9", "--nnodes=$(GROUP_SIZE)"),
 ]
 
 

@@ -3,14 +3,12 @@
 These tests need no further packages.
 """
 
-import os
-import shutil
-import subprocess
 import sys
 
 import pytest
 import yaml
 from kubernetes_manifests import OVERLAYS, ROOT, renderer
+from programs import bash
 
 from rljax.commands.serve import parse
 from rljax.rollout.servers.discovery import make_lookup
@@ -23,14 +21,9 @@ RUN = FOLDER / "run.sh"
 IN_IMAGE = "/opt/rljax"  # where the images have the checkout
 
 
-def bash(*words, path=None):
-    env = os.environ if path is None else {"PATH": path}
-    return subprocess.run([shutil.which("bash"), *map(str, words)], capture_output=True, text=True, timeout=60, env=env)
-
-
 @pytest.mark.parametrize("script", ["launch/kubernetes/run.sh", "tools/test_kubernetes.sh"])
 def test_a_script_is_bash(script):
-    assert bash("-n", ROOT / script).stderr == ""
+    assert bash("-n", ROOT / script) == (0, "", "")
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.rglob("*.yaml")), ids=lambda file: str(file.relative_to(FOLDER)))
@@ -43,11 +36,11 @@ def test_a_file_is_yaml(file):
 @pytest.mark.skipif(renderer() is None, reason="neither kubectl nor kustomize is here")
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
 def test_a_dry_run_prints_commands_and_manifests(overlay):
-    done = bash(RUN, overlay, "--dry-run")
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    status, out, err = bash(RUN, overlay, "--dry-run")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
     assert [line.split()[1] for line in lines[:3]] == ["kubectl", "openssl", "kubectl"]
-    kinds = [one["kind"] for one in yaml.safe_load_all(done.stdout)]
+    kinds = [one["kind"] for one in yaml.safe_load_all(out)]
     assert {"JobSet", "PersistentVolumeClaim", "Role"} < set(kinds)
     assert "Secret" not in kinds  # it is made once, and is in no file
 
@@ -62,15 +55,14 @@ def test_a_dry_run_prints_commands_and_manifests(overlay):
     ],
 )
 def test_what_is_wrong_is_said(words, says):
-    done = bash(RUN, *words)
-    assert done.returncode == 2
-    assert says in done.stderr
+    status, _, said = bash(RUN, *words)
+    assert status == 2
+    assert says in said
 
 
 def test_nothing_is_done_without_kubectl(tmp_path):
-    done = bash(RUN, OVERLAYS[0], path=str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr == "run: neither kubectl nor kustomize is on the PATH\n"
+    said = "run: neither kubectl nor kustomize is on the PATH\n"
+    assert bash(RUN, OVERLAYS[0], PATH=str(tmp_path)) == (2, "", said)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)

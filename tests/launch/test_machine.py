@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from programs import program
+from programs import bash, of_script, program
 from toy_runs import ROOT
 
 from rljax.distributed.processes import PINNED_LIMIT, start_processes, unused_gpus
@@ -53,17 +53,13 @@ def finished_vllm(tmp_path):
 
 
 def install(venv, *options, **more):
-    words = ["bash", str(ROOT / "launch/install_vllm.sh"), *options, str(venv)]
-    done = subprocess.run(words, env=os.environ | more, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stderr
+    status, _, said = bash(ROOT / "launch/install_vllm.sh", *options, venv, **more)
+    return status, said
 
 
 def function(name, *words, **more):
-    script = f'source {ROOT}/launch/machine.sh; {name} "$@"'
-    done = subprocess.run(
-        ["bash", "-c", script, "-", *words], env=os.environ | more, capture_output=True, text=True, timeout=60
-    )
-    return done.returncode, done.stderr
+    status, _, said = of_script(ROOT / "launch/machine.sh", name, *words, **more)
+    return status, said
 
 
 @pytest.mark.parametrize(("driver", "status"), [("535.183.01", 1), ("579.99", 1), ("580.65.06", 0), ("[N/A]", 0)])
@@ -143,8 +139,11 @@ def plan(script, *words, **more):
 
 
 def test_one_machine_trains_with_one_process():
-    server, trainer = plan("launch/single_node.sh", "--server-wait", "90", **SLURM_STEP)[-2:]
+    """vLLM returns the sampled token with the likeliest ones, and allows 20 unless it is told otherwise."""
+    words = ["--server-wait", "90", "--", "--rollout.top-logprobs", "19"]
+    server, trainer = plan("launch/single_node.sh", *words, **SLURM_STEP)[-2:]
     assert "--timeout 90 " in server
+    assert "--max-logprobs" not in server
     assert "--run.processes 1 " in trainer
 
 
@@ -160,23 +159,6 @@ def test_a_slurm_job_serves_and_writes_what_changed(engine):
     assert servers.startswith("servers:  srun --nodes=1 --ntasks=8 ")
     assert f"/launch/slurm_server.sh {engine} " in servers
     assert "quickstart.yaml --publish.store directory --rollout" in trainers
-
-
-@pytest.mark.parametrize(
-    ("reported", "allowed"),
-    [
-        (["--rollout.top-logprobs", "19"], ""),
-        pytest.param(["--rollout.top-k", "20"], "21", marks=pytest.mark.harness),  # the next test covers it, too
-    ],
-)
-@pytest.mark.parametrize(
-    "script", ["launch/single_node.sh", pytest.param("launch/slurm.sbatch", marks=pytest.mark.harness)]
-)
-def test_servers_allow_what_the_configuration_reports(script, reported, allowed):
-    """vLLM returns the sampled token with the likeliest ones, and allows 20 unless it is told otherwise."""
-    served = ["--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"] if "slurm" in script else []
-    server = plan(script, "--", *served, *reported)[-2]
-    assert server.partition("--max-logprobs ")[2].partition(" ")[0].strip() == allowed
 
 
 @pytest.mark.parametrize("script", ["launch/single_node.sh", "launch/slurm.sbatch"])

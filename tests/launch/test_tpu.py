@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from programs import bash, program
 
 SCRIPT = Path(__file__).parents[2] / "launch/tpu.sh"
 PLACE = ["--tpu", "slice", "--zone", "us-central2-b"]
@@ -25,15 +26,10 @@ CASES = {
 }
 
 
-def script(*words):
-    done = subprocess.run(["bash", SCRIPT, *words], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout, done.stderr
-
-
 def dry_run(case):
     """Returns the words of each command of a dry run."""
     status, out, err = (
-        script(*CASES[case], "--dry-run") if "--" not in CASES[case] else script("--dry-run", *CASES[case])
+        bash(SCRIPT, *CASES[case], "--dry-run") if "--" not in CASES[case] else bash(SCRIPT, "--dry-run", *CASES[case])
     )
     assert (status, err) == (0, "")
     return [shlex.split(line) for line in out.splitlines()]
@@ -47,8 +43,7 @@ def remote(case):
 
 
 def test_the_script_is_bash():
-    done = subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert bash("-n", SCRIPT) == (0, "", "")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("xpk")])
@@ -115,7 +110,7 @@ def test_xpk_takes_the_line(case, command):
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_run(words, says):
-    status, out, err = script(*words)
+    status, out, err = bash(SCRIPT, *words)
     assert (status, out) == (2, "")
     assert says in err
 
@@ -126,11 +121,8 @@ def host(tmp_path):
 
     ``sudo`` runs its arguments, and ``systemctl`` writes its arguments down.
     """
-    commands = tmp_path / "bin"
-    commands.mkdir()
     for name, text in {"sudo": 'exec "$@"', "systemctl": f'echo "$*" >> {tmp_path}/systemctl'}.items():
-        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
-        (commands / name).chmod(0o755)
+        program(tmp_path / "bin" / name, text)
     return tmp_path
 
 
@@ -170,9 +162,7 @@ def test_a_server_binds_to_its_own_address_and_has_the_key(host):
 def test_systemd_takes_the_unit(host, case):
     unit, values = written(host, case)
     python = Path(values["ExecStart"].split()[0])
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\n")
-    python.chmod(0o755)
+    program(python, "")
     done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
     ours = [line for line in done.stderr.splitlines() if unit.name in line]
     assert ours == []

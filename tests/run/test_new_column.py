@@ -1,6 +1,7 @@
 """A further number of each token comes from a server's reply to the token dump without any code between them."""
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
+from rljax.distributed import messages
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
@@ -15,7 +17,7 @@ from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config, RunConfig
 from rljax.run.rollout_files import write_tokens
 from rljax.run.sampling import Rollouts, training_sequences
-from rljax.tokens import COLUMNS, Column, from_arrays, to_arrays
+from rljax.tokens import COLUMNS, Column
 from rljax.trainer.packing import TrainSequence, pack
 from rljax.trainer.update import TrainerValues
 
@@ -58,7 +60,8 @@ def test_a_new_number_takes_three_lines(server, monkeypatch, tmp_path):
 
     config = Config(run=RunConfig(dir=str(tmp_path)))
     rollouts = Rollouts([responses[:2], responses[2:]], np.float32([[0, 1], [1, 0]]))
-    sequences = from_arrays(TrainSequence, to_arrays(training_sequences(rollouts, config, 0)))
+    sequences = training_sequences(rollouts, config, 0)
+    (sequences,) = messages.unpack(messages.pack([sequences]), tuple[Sequence[TrainSequence]])  # to other processes
     pack(sequences, row_tokens=8, rows_per_micro_batch=4, micro_batches=1)  # it leaves out what no batch has
     assert [s["certainty"].mean() for s in sequences] == pytest.approx([s.response.mean() / 64 for s in sequences])
     write_tokens(config, 1, 0, sequences, TrainerValues([s["rollout_logprobs"] for s in sequences]))

@@ -1,66 +1,44 @@
 """Runs with everything in the host's memory between updates have the same bits, and leave nothing on the devices."""
 
-import contextlib
 import gc
 import types
 
 import jax
 import numpy as np
 import pytest
+import scripted_runs
 from row_list import RowList
 from scripted_engine import ScriptedEngine
-from toy_problems import load_once
+from scripted_runs import MESH, POLICY, TOKENIZER, opened_parts
 from toy_runs import TOY_BASE, without_clock
 
-from rljax.algorithms.losses import LossConfig
-from rljax.data.prompts import DataConfig
-from rljax.data.toy import build_tokenizer
 from rljax.plan.dry_run import dry_run
-from rljax.policy.config import toy_config
 from rljax.policy.families import read_config
-from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, init_adapters
+from rljax.policy.lora import LoraConfig, MergedPolicy, init_adapters
 from rljax.policy.model import abstract_params
 from rljax.policy.peft import save_adapters
 from rljax.rollout.build import policy_functions
-from rljax.rollout.types import RolloutConfig
-from rljax.run.build import build, starting_point
-from rljax.run.checkpoint import CheckpointConfig, Checkpointer
-from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
+from rljax.run.build import starting_point
 from rljax.run.loop import train
 from rljax.run.training import check_offload
-from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh
-from rljax.trainer.packing import PackingConfig
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig
+from rljax.sharding import HOST_MEMORY
 from rljax.trainer.step import TrainStep
 
-TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
 COUNT = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(POLICY)))
 STEPS = 3
 PROBES = [np.arange(1, 9, dtype=np.int32), np.arange(3, 8, dtype=np.int32)]
 
 
-def settings(directory, *, offload, steps=STEPS, kl="none", lora=OFF):
-    return Config(
-        run=RunConfig(dir=str(directory), steps=steps),
-        model=ModelConfig(path=str(TOY_BASE)),
-        data=DataConfig(batch_size=2, max_prompt_tokens=8),
-        rollout=RolloutConfig(
-            engine="vllm",
-            urls=("http://127.0.0.1:1",),
-            colocated=offload,
-            group_size=2,
-            max_response_tokens=8,
-            dtype="bfloat16",
-        ),
-        precision=PrecisionConfig(compute_dtype="float32"),
-        packing=PackingConfig(row_tokens=16, rows_per_micro_batch=2),
-        mesh=MeshConfig(1, 1),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-        loss=LossConfig(kl=kl, kl_coefficient=0.0 if kl == "none" else 0.1),
+def settings(directory, *, offload, steps=STEPS, kl="none", **lora):
+    served = {"engine": "vllm", "urls": ("http://127.0.0.1:1",), "colocated": offload, "dtype": "bfloat16"}
+    return scripted_runs.settings(
+        directory,
+        run={"steps": steps},
+        rollout=served,
+        loss={"kl": kl, "kl_coefficient": 0.0 if kl == "none" else 0.1},
         lora=lora,
-        eval=EvalConfig(every=0),
-        checkpoint=CheckpointConfig(every=1),
+        eval={"every": 0},
+        checkpoint={"every": 1},
     )
 
 
@@ -97,14 +75,10 @@ class Watching(ScriptedEngine):
 
 
 def go_in(directory, **options):
-    config, engine, rows = settings(directory, **options), Watching(), RowList()
-    with contextlib.ExitStack() as stack:
-        checkpointer = stack.enter_context(contextlib.closing(Checkpointer(directory / "checkpoints", keep=9)))
-        problems = load_once(config, TOKENIZER)
-        components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems)
-        stack.callback(components.source.close)
-        state, progress = starting_point(components, MESH)
-        state = train(components, state, progress, rows)
+    engine, rows = Watching(), RowList()
+    with opened_parts(settings(directory, **options), engine) as (parts, _):
+        state, progress = starting_point(parts, MESH)
+        state = train(parts, state, progress, rows)
     return types.SimpleNamespace(engine=engine, rows=rows, state=state)
 
 
@@ -179,7 +153,7 @@ def adapters(tmp_path_factory):
     ],
 )
 def test_steps_are_bit_for_bit_those_of_what_stays(go, adapters, kl, rank, from_adapters):
-    options = {"kl": kl, "lora": LoraConfig(rank=rank, adapter=adapters if from_adapters else None)}
+    options = {"kl": kl, "rank": rank, "adapter": adapters if from_adapters else None}
     stays, moves = go("stays", offload=False, **options), go("moves", offload=True, **options)
     assert_equal_states(stays.state, moves.state)
     assert stays.engine.results == moves.engine.results
@@ -234,12 +208,7 @@ def test_devices_without_such_memory_are_refused_in_one_line(tmp_path):
 
 
 def test_the_dry_run_says_what_servers_find_beside_them(tmp_path):
-    def said(**options):
-        (line,) = [line for line in dry_run(settings(tmp_path, **options)).splitlines() if "while servers" in line]
-        return line.removeprefix("while servers sample").strip()
-
-    state = f"{12 * COUNT / 1024**2:.2f} MiB"
-    assert said(offload=True) == f"0 B of the trainer on each device; {state} of state wait in the host's memory"
-    reference = f"{4 * COUNT / 1024:.2f} KiB of weights"
-    assert said(offload=True, kl="k3").endswith(f"; {state} of state and {reference} wait in the host's memory")
-    assert "while servers sample" not in dry_run(settings(tmp_path, offload=False))
+    lines = dry_run(settings(tmp_path, offload=True, kl="k3")).splitlines()
+    (line,) = [line.removeprefix("while servers sample") for line in lines if line.startswith("while servers sample")]
+    waiting = f"{12 * COUNT / 1024**2:.2f} MiB of state and {4 * COUNT / 1024:.2f} KiB of weights"
+    assert line.strip() == f"0 B of the trainer on each device; {waiting} wait in the host's memory"

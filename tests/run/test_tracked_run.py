@@ -3,9 +3,8 @@
 import json
 
 from planted_trackers import read
-from toy_runs import TOY_BASE, comparable, complete, outcome, tiny
+from toy_runs import TOY_BASE, comparable, complete, tiny
 
-from rljax import train
 from rljax.record.rows import read_rows
 from rljax.run.config import Config, RunConfig
 from rljax.train import settings_of
@@ -31,30 +30,6 @@ def test_a_run_ends_the_same_whatever_its_trackers_do(tmp_path):
     assert [entry["row"] for entry in rows] == [{k: v for k, v in row.items() if v is not None} for row in recorded]
     assert end["summary"] == json.loads((tmp_path / "tracked/summary.json").read_text())
     assert (end["figures"], end["failed"]) == (["report"], False)
-
-
-def test_a_longer_run_goes_on_in_its_tracker_and_a_fork_not(tmp_path):
-    kept = ("--record.trackers", "planted_trackers:Kept")
-    for steps in ("2", "4"):
-        assert complete(words(tmp_path / "a", *kept, "--run.steps", steps))[0] == 0
-    fork = ("--run.fork", str(tmp_path / "a/checkpoints/4"), "--run.steps", "5")
-    assert complete(words(tmp_path / "b", *kept, *fork))[0] == 0
-    first, second = read(tmp_path / "a"), read(tmp_path / "b")
-    ids = [entry["begun"]["id"] for entry in [*first, *second] if "begun" in entry]
-    assert ids[0] == ids[1] != ids[2]
-    assert [entry["row"]["step"] for entry in first if "row" in entry] == [1, 2, 3, 4]
-    assert [entry["row"]["step"] for entry in second if "row" in entry] == [5]
-
-
-def test_an_unknown_tracker_ends_a_start_in_one_line(tmp_path):
-    for name, said in (
-        ("wandbb", "record.trackers must name wandb, trackio, mlflow or package.module:Class, got 'wandbb'"),
-        ("planted_trackers:Refuses", "record.trackers: planted_trackers:Refuses: not logged in"),
-    ):
-        status, _, err = outcome(train.main, words(tmp_path / "run", "--record.trackers", name))
-        assert (status, err.count("\n")) == (2, 1)
-        assert said in err
-    assert not (tmp_path / "run").exists()
 
 
 def test_settings_are_given_nested_and_by_dotted_key():

@@ -2,16 +2,15 @@
 
 import os
 import signal
-from pathlib import Path
+
+import psutil
 
 
 def server_at(url):
     """Returns the id of the process that serves the weights at a URL on this machine, besides those that started it."""
     port = int(url.rpartition(":")[2])
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (inode,) = (words[9] for words in lines if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port)
-    holders = {pid for pid in _pids() if _holds(pid, f"socket:[{inode}]")}
-    (server,) = holders - {_parent(pid) for pid in holders}
+    holders = [one for one in psutil.process_iter() if _listens(one, port)]
+    (server,) = {one.pid for one in holders} - {one.ppid() for one in holders}
     return server
 
 
@@ -22,16 +21,8 @@ def kill_server(url):
     return server
 
 
-def _pids():
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-
-
-def _holds(pid, name):
+def _listens(process, port):
     try:
-        return any(os.readlink(link) == name for link in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
+        return (port, psutil.CONN_LISTEN) in [(one.laddr.port, one.status) for one in process.net_connections("tcp4")]
+    except psutil.Error:  # it has ended, or belongs to another user
         return False
-
-
-def _parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -11,6 +11,7 @@ import time
 
 from ports import free_port
 from toy_runs import ROOT, TIMEOUT, comparable, environment
+from waiting import has_rows, until
 
 DEVICES = 4
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
@@ -77,12 +78,11 @@ class Run:
 
     def wait_for_rows(self, run_dir, count):
         """Returns when the run has recorded ``count`` steps."""
-        deadline, path = time.monotonic() + TIMEOUT, run_dir / "metrics.jsonl"
-        while not path.exists() or len(path.read_text().splitlines()) < count:
-            ended = [process.poll() for process in self.processes]
-            assert ended == [None] * self.count, f"statuses {ended}: {self.printed()}"
-            assert time.monotonic() < deadline, f"no {count} rows within {TIMEOUT} s: {self.printed()}"
-            time.sleep(0.05)
+
+        def are_running():
+            return all(process.poll() is None for process in self.processes)
+
+        until(lambda: has_rows(run_dir, count), TIMEOUT, said=self.printed, may_come=are_running)
 
     def send(self, index, number=signal.SIGKILL):
         """Sends a signal to one process."""

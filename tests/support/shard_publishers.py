@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from ports import free_port
 from process_runs import DEVICES
 from safetensors.numpy import load_file
 from toy_runs import ROOT, environment
+from waiting import until
 
 from rljax.weights.pull import pull
 from rljax.weights.source import open_source
@@ -75,11 +75,8 @@ class Publishers:
 
     def answer(self):
         """Returns the answer of process 0 to the oldest request without one."""
-        path, deadline = self.root / f"answers/{self.answered}.json", time.monotonic() + ANSWER_S
-        while not path.exists():
-            assert self.processes[0].poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.01)
+        path = self.root / f"answers/{self.answered}.json"
+        until(path.exists, ANSWER_S, said=self.said, may_come=lambda: self.processes[0].poll() is None)
         self.answered += 1
         return json.loads(path.read_text())
 

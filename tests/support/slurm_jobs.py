@@ -5,10 +5,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
+import psutil
 from toy_runs import ROOT, environment
+from waiting import has_rows, until
 
 DEVICES_A_NODE = 2
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
@@ -91,11 +91,11 @@ class Job:
 
     def wait_until(self, done, timeout=300):
         """Returns when ``done()`` holds; the test fails after ``timeout`` seconds, or once the job has ended."""
-        deadline = time.monotonic() + timeout
-        while not done():
-            assert self.state not in _ENDED or done(), f"{self.state}: {self.printed()}"
-            assert time.monotonic() < deadline, f"{self.state} after {timeout} s: {self.printed()}"
-            time.sleep(0.2)
+
+        def said():
+            return f"{self.state}: {self.printed()}"
+
+        until(done, timeout, said=said, may_come=lambda: self.state not in _ENDED, every_s=0.2)
 
     def wait(self, timeout=300):
         """Waits for the end of the job and returns its last state."""
@@ -104,21 +104,16 @@ class Job:
 
     def wait_for_rows(self, run_dir, count, timeout=300):
         """Returns when the run has recorded ``count`` steps."""
-        path = run_dir / "metrics.jsonl"
-        self.wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= count, timeout)
+        self.wait_until(lambda: has_rows(run_dir, count), timeout)
 
     def processes(self, program):
         """Returns the process id by SLURM_PROCID for each Python process of this job that runs ``program``."""
         found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (path / "cmdline").read_text().split("\0")
-                settings = dict(word.partition("=")[::2] for word in (path / "environ").read_text().split("\0"))
-            except OSError:
-                continue
-            of_job = settings.get("SLURM_JOB_ID") == self.number and "SLURM_PROCID" in settings
+        for one in of_jobs():
+            command, settings = one.info["cmdline"] or [""], one.info["environ"]
+            of_job = settings["SLURM_JOB_ID"] == self.number and "SLURM_PROCID" in settings
             if of_job and program in command and "python" in command[0]:
-                found[int(settings["SLURM_PROCID"])] = int(path.name)
+                found[int(settings["SLURM_PROCID"])] = one.pid
         return found
 
     def kill(self, process):
@@ -127,12 +122,6 @@ class Job:
 
 
 def of_jobs():
-    """Returns the ids of all processes that run in a job's step or script."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"SLURM_JOB_ID=" in (path / "environ").read_bytes():
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return found
+    """Returns all processes that run in a job's step or script."""
+    processes = psutil.process_iter(["cmdline", "environ"])
+    return [one for one in processes if "SLURM_JOB_ID" in (one.info["environ"] or ())]

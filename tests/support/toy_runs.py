@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from toy_problems import load_for_path
+from waiting import has_rows, until
 
 from rljax import train
 from rljax.errors import run_cli
@@ -120,14 +120,9 @@ def _complete_until(is_over, words, *, every_s, again_s):
         watcher.join()
 
 
-def _has_rows(run_dir, count):
-    path = run_dir / "metrics.jsonl"
-    return path.exists() and len(path.read_text().splitlines()) >= count
-
-
 def complete_signalled(words, run_dir, count):
     """Runs the command like ``complete``, and sends SIGTERM as soon as the run has written ``count`` rows."""
-    return _complete_until(lambda: _has_rows(run_dir, count), words, every_s=0.01, again_s=TIMEOUT)
+    return _complete_until(lambda: has_rows(run_dir, count), words, every_s=0.01, again_s=TIMEOUT)
 
 
 def complete_beside(server, words):
@@ -142,14 +137,12 @@ def complete_beside(server, words):
 
 
 def wait_for_rows(process, run_dir, count):
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        if _has_rows(run_dir, count):
-            return
-        if process.poll() is not None:
-            pytest.fail(f"the run ended by itself with {process.returncode}: {process.stdout.read()}")
-        time.sleep(0.02)
-    pytest.fail(f"no {count} rows within {TIMEOUT} s")
+    """Waits until the run of a process has written ``count`` rows."""
+
+    def said():
+        return "" if process.poll() is None else f"the run ended with {process.returncode}: {process.stdout.read()}"
+
+    until(lambda: has_rows(run_dir, count), TIMEOUT, said=said, may_come=lambda: process.poll() is None)
 
 
 def without_clock(rows):

@@ -1,15 +1,17 @@
 """The processes of a real vLLM server, found by their group or port, or started by launch/vllm_server.sh."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 from toy_runs import ROOT
+from waiting import until
 
 # This program starts its words as a process. It lives until it is killed or the tests end.
 CALLER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL); sys.stdin.read()"
@@ -37,29 +39,17 @@ def members(group: int) -> dict[int, str]:
     The environment does not identify them, because vLLM overwrites the one that its workers show.
     """
     found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((path / "stat").read_text().rpartition(") ")[2].split()[2]) == group:
-                found[int(path.name)] = (path / "cmdline").read_text()
-        except OSError:
-            continue
+    for one in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(one.pid) == group:
+                found[one.pid] = " ".join(one.info["cmdline"] or ())
     return found
 
 
 def serving(port: str) -> list[int]:
     """Returns the ids of the processes that serve on ``port`` and of their descendants."""
-    found, parents = set(), {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes().split(b"\0")
-            parents[int(path.name)] = int((path / "stat").read_text().rpartition(") ")[2].split()[1])
-        except OSError:
-            continue
-        if b"--port" in command and port.encode() in command:
-            found.add(int(path.name))
-    for _ in range(6):
-        found |= {pid for pid, parent in parents.items() if parent in found}
-    return sorted(found)
+    roots = [one for one in psutil.process_iter(["cmdline"]) if {"--port", port} <= {*(one.info["cmdline"] or ())}]
+    return sorted({each.pid for one in roots for each in (one, *one.children(recursive=True))})
 
 
 class LaunchedServer:
@@ -71,7 +61,7 @@ class LaunchedServer:
       processes: The ids of the serving processes when the server became healthy.
     """
 
-    def __init__(self, interpreter: str, directory: Path, model: Path, *options: str, timeout_s: float = 480):
+    def __init__(self, interpreter: str, directory: Path, model: Path, *options: str):
         """Returns when the script has written the URL of the healthy server."""
         url_file, self.log_path = directory / "url", directory / "server.log"
         words = ["bash", str(ROOT / "launch/vllm_server.sh"), str(model), *options, "--follow-parent"]
@@ -80,10 +70,7 @@ class LaunchedServer:
         caller = [sys.executable, "-c", CALLER, *words]
         self._caller = subprocess.Popen(caller, stdin=subprocess.PIPE, env=environment)
         try:
-            deadline = time.monotonic() + timeout_s
-            while not url_file.exists():
-                assert time.monotonic() < deadline, self.log_tail()
-                time.sleep(0.25)
+            until(url_file.exists, 480, said=self.log_tail, every_s=0.25)
             self.url = url_file.read_text().strip()
             self.processes = serving(self.url.rpartition(":")[2])
         except BaseException:
@@ -102,7 +89,7 @@ class LaunchedServer:
 
     def running(self) -> list[int]:
         """Returns the ids in ``processes`` that still exist."""
-        return [pid for pid in self.processes if Path(f"/proc/{pid}").exists()]
+        return [*filter(psutil.pid_exists, self.processes)]
 
     def log_tail(self, lines: int = 40) -> str:
         """Returns the last lines of the server's output."""
@@ -113,9 +100,8 @@ class LaunchedServer:
         self._caller.kill()
         self._caller.wait()
 
-    def wait_gone(self, timeout_s: float = 40) -> list[int]:
-        """Waits until the processes are gone; returns those that still exist after ``timeout_s`` seconds."""
-        deadline = time.monotonic() + timeout_s
-        while self.running() and time.monotonic() < deadline:
-            time.sleep(0.25)
+    def wait_gone(self) -> list[int]:
+        """Waits until the processes are gone; returns those that still exist after 40 seconds."""
+        with contextlib.suppress(AssertionError):
+            until(lambda: not self.running(), 40, every_s=0.25)
         return self.running()

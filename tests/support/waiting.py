@@ -1,26 +1,35 @@
 """The wait for a condition, such as the end of a process."""
 
+import contextlib
 import time
-from pathlib import Path
+
+import psutil
 
 
-def until(holds, timeout_s=120.0):
-    """Waits until ``holds()`` is true, and fails after a time limit."""
+def until(holds, timeout_s=120.0, *, said=str, may_come=lambda: True, every_s=0.02):
+    """Waits until ``holds()`` is true.
+
+    It fails after a time limit, or when ``may_come()`` is false. The message has what ``said()`` returns then.
+    """
     deadline = time.monotonic() + timeout_s
     while not holds():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-        time.sleep(0.02)
+        assert may_come() or holds(), f"in vain: {said()}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {said()}"
+        time.sleep(every_s)
+
+
+def has_rows(run_dir, count):
+    """Returns whether a run has recorded ``count`` steps."""
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and len(path.read_text().splitlines()) >= count
 
 
 def is_gone(pid, within_s=10.0):
     """Returns whether a process ends in time. It may stay as a zombie, because some containers wait for no orphan."""
-    stat, deadline = Path("/proc", str(pid), "stat"), time.monotonic() + within_s
-    while True:
-        try:
-            if stat.read_text().rpartition(") ")[2].startswith("Z"):
-                return True
-        except OSError:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
+    deadline = time.monotonic() + within_s
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+    return True

@@ -1,0 +1,75 @@
+"""The tables of docs/studies.md have what the programs of experiments/ print from the rows in benchmarks/."""
+
+import json
+from pathlib import Path
+
+import pytest
+import study_area
+import study_claims
+from study import read_study
+from study_rows import read_table
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
+SECTIONS = {
+    "collapse": "The main study",
+    "remedies": "Other remedies",
+    "late": "A remedy from step 100",
+    "isolation": "The mismatch alone",
+    "slow": "An engine of 8 bits",
+}
+
+
+def tables_of(text):
+    """Returns the tables of a text, each as a list of rows; a row has its cells by the heads of the columns."""
+    tables, above = [], ""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|---"):
+            heads = [cell.strip() for cell in above.strip("|").split("|")]
+            tables.append([])
+        elif line.startswith("|") and above.startswith("|"):
+            tables[-1].append(dict(zip(heads, cells, strict=True)))
+        above = line
+    return tables
+
+
+def printed(name):
+    study, rows = ROOT / f"configs/study/{name}.yaml", ROOT / f"benchmarks/study_{name}.parquet"
+    if name == "slow":
+        return tables_of(study_claims.markdown(study_claims.claims(study, rows, [])))[:2]
+    return tables_of(study_area.markdown(study_area.tables(read_study(study), read_table(rows))))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.harness] * (name == "slow")) for name in SECTIONS]
+)
+def test_the_page_shows_what_the_program_prints(name):
+    """The page leaves out some columns, and arms of few seeds in one study. In another, comparisons are beside arms."""
+    arms, comparisons = printed(name)
+    shown = tables_of(PAGE.partition(f"\n## {SECTIONS[name]}\n")[2].partition("\n## ")[0])
+    if name == "remedies":
+        (shown_arms,) = shown
+        beside = {
+            row["arm"]: dict.fromkeys(("compared with", "difference", "better/same/worse", "p"), "") for row in arms
+        }
+        for row in comparisons:
+            arm, other = row["compared"].split(" - ")
+            beside[arm] = row | {"compared with": other}
+        arms = [beside[row["arm"]] | row for row in arms]
+        assert {row["corrected p"] for row in comparisons} == {"1"}
+    else:
+        shown_arms, shown_comparisons = shown
+        assert shown_comparisons == comparisons
+    found = {row["arm"]: row for row in arms}
+    assert name == "slow" or [row["arm"] for row in shown_arms] == list(found)
+    assert shown_arms == [{head: found[row["arm"]][head] for head in row} for row in shown_arms]
+
+
+def test_the_errors_of_the_logits_in_the_page_of_diagnose():
+    engines = json.loads((ROOT / "benchmarks/engine_mismatch.json").read_text())["engines"]
+    error = {one["engine"]: f"{one['k3_kl'] / one['logprob_abs_diff_mean']:.2g}" for one in engines}
+    named = ["bfloat16", "int8 weights", "fp8 weights", "fp8_e4m3 cache", "fp8_e5m2 cache"]
+    assert [error[name] for name in named] == ["0.012", "0.018", "0.046", "0.065", "0.16"]
+    page = " ".join((ROOT / "docs/diagnose.md").read_text(encoding="utf-8").split())
+    assert "int8 weights 0.018, fp8 weights 0.046, fp8 caches 0.065 (e4m3) and 0.16 (e5m2)" in page
