@@ -33,7 +33,6 @@ from rljax.run.packing import (
     with_separate_rows,
 )
 from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
-from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.behaviour import SplitUpdate, make_copy
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import Cause
@@ -50,15 +49,16 @@ from rljax.trainer.self_check import (
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.tree_check import FLOORS, MOST, CheckedTrees, TreeChecks
-from rljax.trainer.turns import TurnsUpdate
 from rljax.trainer.update import (
     Baseline,
     Forward,
     MultipleUpdates,
     OffloadedUpdate,
     SingleUpdate,
+    TurnsUpdate,
     Update,
     reference_logprobs,
+    subtract_baselines,
 )
 
 SELF_RESPONSES = 64

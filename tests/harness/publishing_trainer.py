@@ -22,8 +22,7 @@ from rljax.errors import run_cli
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
-from rljax.rollout.types import RolloutConfig
-from rljax.rollout.verify_config import VerifyConfig
+from rljax.rollout.types import RolloutConfig, VerifyConfig
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.publish_config import PublishConfig
 
