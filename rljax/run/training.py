@@ -39,16 +39,19 @@ from rljax.trainer.measure import Cause
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch
 from rljax.trainer.self_check import (
+    FLOORS,
+    MOST,
     OTHER_REMAT,
     Check,
+    CheckedTrees,
     SelfCheckedUpdate,
+    TreeChecks,
     at_other_shape,
     in_other_program,
     other_mesh,
 )
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
-from rljax.trainer.tree_check import FLOORS, MOST, CheckedTrees, TreeChecks
 from rljax.trainer.update import (
     Baseline,
     Forward,

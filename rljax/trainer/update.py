@@ -1,4 +1,7 @@
-"""The updates of a rollout batch: one fused step, or several mini-batches and epochs, chosen when a run is built."""
+"""The updates of a rollout batch: one fused step, or several mini-batches and epochs, chosen when a run is built.
+
+``TurnsUpdate`` also measures the mismatch by turn. ``subtract_baselines`` gives each token an advantage of its own.
+"""
 
 from __future__ import annotations
 
