@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from exact_tests import fisher_p, sign_flip_p
-from study_outcome import ENDS_WELL, LEARNED
+from study_outcome import ENDS_WELL, LEARNED, trailing_mean
 from study_rows import Runs, read_table
 
-from rljax.record.rows import trailing_mean
 from rljax.schedule import SurgeConfig
 from rljax.schedule.neighbours import STUDY, RateLaw, Rule, replay_rule
 

@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 from exact_tests import fisher_p, paired_test, share_interval
 from study import read_study
-from study_outcome import ENDS_WELL, LEARNED, Outcome, outcome_of
+from study_outcome import ENDS_WELL, LEARNED, Outcome, outcome_of, trailing_mean
 from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.rows import EDGE_STEPS, Row, trailing_mean
+from rljax.record.rows import EDGE_STEPS, Row
 
 FACTOR, PERSISTENCE, REFERENCE = 1.5, 5, 40
 SIGNALS = {

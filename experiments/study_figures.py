@@ -21,12 +21,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from study import Study, read_study
 from study_claims import claims, filled
-from study_outcome import outcome_of
+from study_outcome import outcome_of, trailing_mean
 from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.panel_style import COLORS, INK, QUIET, log_axis, save_figure, style_axis
-from rljax.record.rows import Row, trailing_mean
+from rljax.record.rows import Row
 from rljax.run.options import Positional, parse_arguments
 
 

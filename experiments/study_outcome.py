@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.record.rows import Row, collapse_step, summarize, trailing_mean
+from rljax.record.rows import Row, summarize
 
 ENDS_WELL = 0.3  # a run ends well if its final accuracy is above this
+SMOOTH_STEPS = 10  # the steps of the trailing means that decide whether a run collapsed
+COLLAPSE_SHARE = 0.5  # a run has collapsed when its accuracy falls under this share of its peak and stays there
 LEARNED = 0.3  # a run has learned if its peak is at least this
 
 OUTCOME_METRICS = {
@@ -62,6 +64,19 @@ class Outcome:
     final_rate: float
     skipped_updates: int
     wall_seconds: float
+
+
+def trailing_mean(values: Sequence[float | None], window: int = SMOOTH_STEPS) -> np.ndarray:
+    """Computes trailing means over ``window`` values, float64 [n]; missing and non-finite values count as 0."""
+    series = np.asarray([value if value is not None and np.isfinite(value) else 0.0 for value in values], np.float64)
+    return np.array([series[max(stop - window, 0) : stop].mean() for stop in range(1, len(series) + 1)])
+
+
+def collapse_step(accuracy: np.ndarray) -> int | None:
+    """Returns the first 1-based step from which every accuracy stays under half of the highest before it, or None."""
+    under = accuracy < COLLAPSE_SHARE * np.maximum.accumulate(accuracy)
+    stays = np.logical_and.accumulate(under[::-1])[::-1]
+    return int(np.argmax(stays)) + 1 if stays.any() else None
 
 
 def late_collapse_step(accuracy: np.ndarray) -> int | None:

@@ -20,11 +20,11 @@ import numpy as np
 from exact_tests import share_interval
 from study import read_study
 from study_claims import filled
-from study_outcome import LEARNED, outcome_of
+from study_outcome import LEARNED, outcome_of, trailing_mean
 from study_rows import read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.rows import Row, trailing_mean
+from rljax.record.rows import Row
 from rljax.run.options import Positional, parse_arguments
 
 WELL = 0.6  # the search looks for a collapse from a peak above this

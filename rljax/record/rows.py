@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rljax.errors import parse_json
 from rljax.record.text_tables import cell
 
@@ -18,8 +16,6 @@ Row = dict[str, Any]
 NONFINITE_KEYS = "nonfinite_keys"
 EDGE_STEPS = 10  # the steps at either end of a run whose means are its first and last values
 LENGTH_STEPS = 5  # the steps of the trailing mean length whose tripling is reported
-SMOOTH_STEPS = 10  # the steps of the trailing means that decide whether a run collapsed
-COLLAPSE_SHARE = 0.5  # a run has collapsed when its accuracy falls under this share of its peak and stays there
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
@@ -122,19 +118,6 @@ def finite_json(plain: Any) -> str:
 def run_dumps(run_dir: Path) -> list[Path]:
     """Returns the token dumps of a run, the oldest first."""
     return sorted((run_dir / "rollouts").glob("step_*.parquet"))
-
-
-def trailing_mean(values: Sequence[float | None], window: int = SMOOTH_STEPS) -> np.ndarray:
-    """Computes trailing means over ``window`` values, float64 [n]; missing and non-finite values count as 0."""
-    series = np.asarray([value if value is not None and np.isfinite(value) else 0.0 for value in values], np.float64)
-    return np.array([series[max(stop - window, 0) : stop].mean() for stop in range(1, len(series) + 1)])
-
-
-def collapse_step(accuracy: np.ndarray) -> int | None:
-    """Returns the first 1-based step from which every accuracy stays under half of the highest before it, or None."""
-    under = accuracy < COLLAPSE_SHARE * np.maximum.accumulate(accuracy)
-    stays = np.logical_and.accumulate(under[::-1])[::-1]
-    return int(np.argmax(stays)) + 1 if stays.any() else None
 
 
 def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:

@@ -1,7 +1,8 @@
 """Tests of the outcomes that a study compares: peak, collapse, surge, and the metrics beside them."""
 
+import numpy as np
 import pytest
-from study_outcome import outcome_of
+from study_outcome import collapse_step, outcome_of, trailing_mean
 
 
 def rows(rewards, surge=None):
@@ -56,3 +57,21 @@ def test_a_run_that_holds_has_no_collapse():
 def test_no_rows_no_outcome():
     with pytest.raises(ValueError, match="no rows to summarize"):
         outcome_of([])
+
+
+def test_trailing_mean_by_hand():
+    assert trailing_mean([1.0, 3.0, None, 5.0, float("inf")], window=2).tolist() == [1.0, 2.0, 1.5, 2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "expected"),
+    [
+        ([0.1, 0.8, 0.7, 0.3, 0.2], 4),
+        ([0.1, 0.8, 0.3, 0.5, 0.2], 5),  # it came back above half the peak in between
+        ([0.1, 0.8, 0.3, 0.3, 0.4], None),  # half itself is not below half
+        ([0.1, 0.2, 0.3], None),
+        ([0.4, 0.0, 0.0], 2),
+    ],
+)
+def test_a_collapse_is_under_half_the_peak_and_stays_there(accuracy, expected):
+    assert collapse_step(np.array(accuracy)) == expected

@@ -1,11 +1,10 @@
-"""Tests of a run's summary, and of the step at which it has collapsed."""
+"""Tests of a run's summary."""
 
 import json
 
-import numpy as np
 import pytest
 
-from rljax.record.rows import collapse_step, format_summary, summarize, trailing_mean, write_summary
+from rljax.record.rows import format_summary, summarize, write_summary
 
 
 def run_rows(total=60):
@@ -79,21 +78,3 @@ def test_the_printed_summary_is_a_table():
         "wall time             30.0 s",
     ):
         assert part in shown.splitlines()
-
-
-def test_trailing_mean_by_hand():
-    assert trailing_mean([1.0, 3.0, None, 5.0, float("inf")], window=2).tolist() == [1.0, 2.0, 1.5, 2.5, 2.5]
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "expected"),
-    [
-        ([0.1, 0.8, 0.7, 0.3, 0.2], 4),
-        ([0.1, 0.8, 0.3, 0.5, 0.2], 5),  # it came back above half the peak in between
-        ([0.1, 0.8, 0.3, 0.3, 0.4], None),  # half itself is not below half
-        ([0.1, 0.2, 0.3], None),
-        ([0.4, 0.0, 0.0], 2),
-    ],
-)
-def test_a_collapse_is_under_half_the_peak_and_stays_there(accuracy, expected):
-    assert collapse_step(np.array(accuracy)) == expected
