@@ -38,14 +38,13 @@ from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import load_jax_engine, policy_functions
 from rljax.rollout.form import ServerForm
+from rljax.rollout.servers.dispatch import LoopThread
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.loop import LoopThread
 from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
 from rljax.rollout.servers.verify import LOOKS, OWN_FLOOR, ROUNDED_BAND, ROUNDS, TAIL_PROMPTS, Look, Verifier, limits
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
-from rljax.rollout.types import InFlight, RolloutConfig
-from rljax.rollout.verify_config import VerifyConfig
+from rljax.rollout.types import InFlight, RolloutConfig, VerifyConfig
 from rljax.weights.store import WeightVersion
 
 BLOCK_SIZE = 128  # the block size of vLLM's prefix cache on a CPU

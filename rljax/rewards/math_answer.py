@@ -22,12 +22,13 @@ from rljax.rewards.math_text import (
     rewrite_numbers,
     split_base,
     split_label,
+    split_unit,
     tidy,
+    units_agree,
     without_money,
     without_words,
 )
 from rljax.rewards.math_value import parsed, same_formula, same_solutions, same_value
-from rljax.rewards.units import split_unit, units_agree
 
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z' \-]*")
 _NUMERIC = re.compile(r"[^A-Za-z]*")

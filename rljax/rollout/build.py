@@ -21,7 +21,7 @@ from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine, Stopping
 from rljax.rollout.exact import ExactEngine, Executable
-from rljax.rollout.external.address import is_address, parse_address
+from rljax.rollout.external.queue import is_address, parse_address
 from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.kinds import can, check_wishes, named_engines
 from rljax.rollout.servers.discovery import make_lookup

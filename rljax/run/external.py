@@ -23,8 +23,7 @@ from rljax.distributed.files import write_whole
 from rljax.errors import StoppedWaitingError, caller_errors, parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
-from rljax.rollout.external.address import is_address
-from rljax.rollout.external.queue import TrajectoryQueue
+from rljax.rollout.external.queue import TrajectoryQueue, is_address
 from rljax.rollout.external.rows import DOUBTS, MIXED, MIXED_REMEDY, RowLimits, Trajectory
 from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config

@@ -33,32 +33,35 @@ from rljax.run.packing import (
     with_separate_rows,
 )
 from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
-from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.behaviour import SplitUpdate, make_copy
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import Cause
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch
 from rljax.trainer.self_check import (
+    FLOORS,
+    MOST,
     OTHER_REMAT,
     Check,
+    CheckedTrees,
     SelfCheckedUpdate,
+    TreeChecks,
     at_other_shape,
     in_other_program,
     other_mesh,
 )
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
-from rljax.trainer.tree_check import FLOORS, MOST, CheckedTrees, TreeChecks
-from rljax.trainer.turns import TurnsUpdate
 from rljax.trainer.update import (
     Baseline,
     Forward,
     MultipleUpdates,
     OffloadedUpdate,
     SingleUpdate,
+    TurnsUpdate,
     Update,
     reference_logprobs,
+    subtract_baselines,
 )
 
 SELF_RESPONSES = 64

@@ -1,4 +1,7 @@
-"""The updates of a rollout batch: one fused step, or several mini-batches and epochs, chosen when a run is built."""
+"""The updates of a rollout batch: one fused step, or several mini-batches and epochs, chosen when a run is built.
+
+``TurnsUpdate`` also measures the mismatch by turn. ``subtract_baselines`` gives each token an advantage of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from rljax.algorithms.advantages import optimal_token_advantages
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.mismatch import importance_weights
+from rljax.mismatch.turns import mismatch_by_turn
 from rljax.policy.model import Params
 from rljax.sharding import fetch, on_devices, on_host
 from rljax.trainer.forward import TokenValues
-from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, unpack, unpack_whole
+from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, trajectories, unpack, unpack_whole
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
 from rljax.trainer.trees import routes_of_paths
@@ -244,3 +251,87 @@ def _combine(rows: Sequence[dict[str, float]]) -> dict[str, float]:
         values = [row[key] for row in rows if key in row]
         combined[key] = values[-1] if key.startswith(LAST_VALUES) else float(np.mean(values))
     return combined
+
+
+class TurnsUpdate:
+    """An ``Update`` that also measures ``turns/<name>``, on the host, from the numbers of the update itself."""
+
+    def __init__(self, update: Update):
+        self._update = update
+        self.pack = update.pack
+
+    def __call__(
+        self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
+    ) -> Updated:
+        """Makes the updates, and measures the turns of all sequences."""
+        updated = self._update(state, batch, sequences, options)
+        every = updated.trainer()
+        return updated._replace(row=updated.row | turn_metrics(sequences, every.logprobs), trainer=lambda: every)
+
+
+def turn_metrics(sequences: Sequence[TrainSequence], trainer: Sequence[np.ndarray]) -> dict[str, float]:
+    """Computes the metrics ``turns/<name>``. Further rows of a trajectory follow its first one.
+
+    ``trainer`` has the trainer's log-probabilities of each sequence's response tokens, float32 [r] each.
+    """
+    turns = [s.turns for s in sequences]
+    first = np.flatnonzero(np.diff(trajectories(sequences), prepend=-1))
+    counts = np.maximum.reduceat([each.max(initial=0) for each in turns], first)
+    tokens, sampled = sum(map(len, turns)), sum(np.count_nonzero(each) for each in turns)
+    row = {
+        "mean": float(np.mean(counts)),
+        "max": float(np.max(counts)),
+        "environment_fraction": (tokens - sampled) / max(tokens, 1),
+    }
+    row |= mismatch_by_turn(trainer, [s["rollout_logprobs"] for s in sequences], turns)
+    return {f"turns/{name}": value for name, value in row.items()}
+
+
+def subtract_baselines(
+    sequences: Sequence[TrainSequence],
+    collisions: Sequence[np.ndarray],
+    *,
+    group_size: int,
+    correction: CorrectionConfig,
+) -> list[TrainSequence]:
+    """Gives each token its advantage by ``optimal_token_advantages``, or without loss the response's advantage.
+
+    The sequences of a batch come group by group, ``group_size`` responses to a prompt, with ``old_logprobs``. The
+    ``advantage`` of each is its return. ``collisions`` has the sum of the squared probabilities at each token of each
+    response, float [r]. The importance weights of ``correction`` also weigh the energies of the baseline.
+    """
+    ratios: list[np.ndarray] | None = None
+    if correction.weighting is not None:
+        ratios = _ratios(sequences, *correction.weighting)
+    elif any("turn" in s.columns for s in sequences):
+        ratios = [s.sampled for s in sequences]  # tokens of an environment have no energy
+    result = [s.add({"advantages": np.full(len(s.response), s.advantage, np.float32)}) for s in sequences]
+    for group in groups_of(sequences, group_size):
+        members = [i for i in group if sequences[i].in_loss]
+        if not members:
+            continue
+        returns = np.array([float(sequences[i].advantage) for i in members])
+        own = [sequences[i]["old_logprobs"] for i in members]
+        weights = None if ratios is None else [ratios[i] for i in members]
+        advantages = optimal_token_advantages(returns, own, [collisions[i] for i in members], weights)
+        for i, advantage in zip(members, advantages, strict=True):
+            result[i] = sequences[i].add({"advantages": advantage})
+    return result
+
+
+def _ratios(sequences: Sequence[TrainSequence], level: Any, mode: Any, threshold: Any) -> list[np.ndarray]:
+    """Computes the importance weights of the tokens of each sequence, without ``normalize``."""
+    lengths = [len(s.response) for s in sequences]
+    trainer = np.concatenate([s["old_logprobs"] for s in sequences])
+    rollout = np.concatenate([s["rollout_logprobs"] for s in sequences])
+    weights, _ = importance_weights(
+        trainer[None],
+        rollout[None],
+        np.concatenate([s.sampled for s in sequences])[None],
+        level=level,
+        mode=mode,
+        threshold=threshold,
+        sequence_ids=np.repeat(np.arange(len(lengths)), lengths)[None],
+        num_sequences=len(lengths),
+    )
+    return np.split(weights[0], np.cumsum(lengths)[:-1])

@@ -125,17 +125,6 @@ def test_the_worst_advantages_stay_under_both_bounds(seed, shape, size):
     assert case.bias(np.repeat(whole[:, None], length, axis=1)) <= 2 * length**2 * case.unit
 
 
-@settings(max_examples=30, deadline=None)
-@cases
-def test_rewards_of_0_and_1_stay_under_theorem_b1(seed, shape, size):
-    """The rewards are random, or 0 and 1 so that they push one parameter as far as they can."""
-    case, rng = random_case(seed, *shape, size, parameters=1)
-    pushed = case.surplus * case.scores.sum(axis=1)[:, 0]
-    for rewards in (rng.integers(0, 2, len(case.tokens)), pushed > 0, pushed < 0):
-        bias = case.bias(np.repeat(np.asarray(rewards, float)[:, None], case.length, axis=1))
-        assert bias <= 2 * case.length**2 * case.unit
-
-
 def slipping_policies(length, slip=1e-4):
     """Returns a case in which mu slips into token 2 and pi (almost) never does.
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from rljax.rewards.final_answer import final_answer
 from rljax.rewards.math_answer import math_reward, same_answer
-from rljax.rewards.math_text import rewrite_numbers, tidy
+from rljax.rewards.math_text import rewrite_numbers, split_unit, tidy
 from rljax.rewards.pool import RewardPool
-from rljax.rewards.units import split_unit
 
 TABLE = Path(__file__).parents[1] / "gold/math_answers.jsonl"
 ROWS = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]

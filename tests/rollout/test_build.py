@@ -15,8 +15,7 @@ from rljax.rollout.build import check_engine, connect, make_engine, policy_funct
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.form import ServerForm
 from rljax.rollout.injected import InjectedEngine
-from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig
-from rljax.rollout.verify_config import VerifyConfig
+from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, VerifyConfig
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh

@@ -10,7 +10,7 @@ from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.requests import ServerInfo
 from rljax.rollout.servers.verify import Verifier, joined_prompts, limits, lower_third, probe_lengths, random_prompts
-from rljax.rollout.verify_config import VerifyConfig
+from rljax.rollout.types import VerifyConfig
 
 
 class Server:

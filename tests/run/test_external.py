@@ -12,8 +12,7 @@ from rljax.data.prompts import DataConfig, PromptStream
 from rljax.errors import ConfigError, StoppedWaitingError
 from rljax.policy.config import toy_config
 from rljax.rollout.build import check_engine
-from rljax.rollout.episodes.config import EpisodeConfig
-from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
+from rljax.rollout.types import EpisodeConfig, InjectConfig, RolloutConfig, SamplingParams
 from rljax.run.config import Config, RunConfig
 from rljax.run.external import make_external_batches
 from rljax.run.sampling import rollout_row, training_sequences

@@ -9,7 +9,8 @@ import pytest
 from sglang_policy import Policy
 
 from rljax.errors import VerificationError
-from rljax.rollout.servers.sglang.server import SglangConfig, sglang_python, start
+from rljax.rollout.servers.process import environment_python
+from rljax.rollout.servers.sglang.server import SglangConfig, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
@@ -34,7 +35,7 @@ def started(request, tmp_path, toy_base, with_faults):
     fault = tmp_path / "fault"
     config = SglangConfig(
         str(toy_base),
-        str(sglang_python()),
+        str(environment_python("sglang")),
         dtype=dtype,
         max_model_len=256,
         log_path=tmp_path / "server.log",

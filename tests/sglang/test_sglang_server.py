@@ -19,9 +19,9 @@ from weight_training import change_after_writing
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.process import ServerProcess
+from rljax.rollout.servers.process import ServerProcess, environment_python
 from rljax.rollout.servers.sglang.client import SglangBackend
-from rljax.rollout.servers.sglang.server import SglangConfig, sglang_python, start
+from rljax.rollout.servers.sglang.server import SglangConfig, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
@@ -54,7 +54,7 @@ def running(tmp_path_factory, toy_base, with_faults):
     fault = folder / "fault"
     config = SglangConfig(
         model=str(toy_base),
-        python=str(sglang_python()),
+        python=str(environment_python("sglang")),
         dtype=DTYPE,
         max_model_len=256,
         log_path=folder / "server.log",

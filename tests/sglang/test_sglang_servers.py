@@ -13,9 +13,9 @@ import pytest
 from sglang_policy import Policy
 
 from rljax.errors import HandshakeError
-from rljax.rollout.servers.process import ServerProcess
+from rljax.rollout.servers.process import ServerProcess, environment_python
 from rljax.rollout.servers.requests import make_requests
-from rljax.rollout.servers.sglang.server import SglangConfig, sglang_python, start
+from rljax.rollout.servers.sglang.server import SglangConfig, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
@@ -55,7 +55,12 @@ def pair(tmp_path_factory, toy_base):
     key.chmod(0o600)
     # Fewer responses run at once than are requested, so some have not begun when the first are complete.
     config = SglangConfig(
-        str(toy_base), str(sglang_python()), dtype=DTYPE, max_model_len=256, max_num_seqs=16, api_key_file=key
+        str(toy_base),
+        str(environment_python("sglang")),
+        dtype=DTYPE,
+        max_model_len=256,
+        max_num_seqs=16,
+        api_key_file=key,
     )
     configs = [dataclasses.replace(config, log_path=folder / f"server{i}.log") for i in range(2)]
     with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:

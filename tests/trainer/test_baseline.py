@@ -25,10 +25,9 @@ from rljax.policy.model import init_params
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.training import has_separate_forward
-from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.state import create_state
-from rljax.trainer.update import MultipleUpdates, UpdateOptions
+from rljax.trainer.update import MultipleUpdates, UpdateOptions, subtract_baselines
 
 GROUP = 3
 

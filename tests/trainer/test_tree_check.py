@@ -13,9 +13,9 @@ from rljax.policy.model import init_params
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.self_check import FLOORS, CheckedTrees, TreeChecks, distance, largest_tree
 from rljax.trainer.state import create_state
 from rljax.trainer.step import TrainStep
-from rljax.trainer.tree_check import FLOORS, CheckedTrees, TreeChecks, distance, largest_tree
 from rljax.trainer.update import SingleUpdate, UpdateOptions
 
 

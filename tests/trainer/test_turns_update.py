@@ -5,8 +5,7 @@ import pytest
 from glossary import glossary
 from records import train_sequence
 
-from rljax.trainer.turns import TurnsUpdate, turn_metrics
-from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
+from rljax.trainer.update import TrainerValues, TurnsUpdate, Updated, UpdateOptions, turn_metrics
 
 OPTIONS = UpdateOptions(1e-3, 0, noise=False)
 

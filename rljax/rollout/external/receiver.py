@@ -28,8 +28,7 @@ from starlette.routing import Route
 
 from rljax.distributed.files import write_durably
 from rljax.errors import naming
-from rljax.rollout.external.address import parse_address
-from rljax.rollout.external.queue import TrajectoryQueue
+from rljax.rollout.external.queue import TrajectoryQueue, parse_address
 from rljax.rollout.external.rows import PostedRow, RowLimits, Trajectory, read_trajectories, row_type, wrong_type
 from rljax.weights.access import KEY_FILE, listen, serving_key
 from rljax.weights.http_limits import WAIT_S, guarded_app, limited_server

@@ -25,8 +25,7 @@ import numpy as np
 
 from rljax.errors import VerificationError
 from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
-from rljax.rollout.types import SamplingParams
-from rljax.rollout.verify_config import VerifyConfig
+from rljax.rollout.types import SamplingParams, VerifyConfig
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 """A function of the policy's pytree and token sequences that returns the log-probability of each token."""

@@ -11,13 +11,11 @@ module again, so that each of them has the stand-in.
 from __future__ import annotations
 
 import importlib.machinery
-import os
 import runpy
 import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from rljax.rollout.servers import process
@@ -63,11 +61,6 @@ class SglangConfig(process.ServerConfig):
 
 CONFIG = SglangConfig
 """The configuration of this kind of server, under the name that all kinds have."""
-
-
-def sglang_python(venv: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the interpreter of ``venv``, ``$RLJAX_SGLANG_VENV`` or ``.venv-sglang``. Raises RuntimeError if none."""
-    return process.environment_python(SglangConfig.kind, venv)
 
 
 class _Kernels(types.ModuleType):
