@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,9 +40,9 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
             | {"measured": one.measured, "first": one.first}
             for one in facts.crossings
         ],
-        "answers": answers(facts, cause, findings),
+        "answers": {} if facts.runs else answers(facts, cause, findings),
         "remedies": None if cause == "healthy" else f"rljax docs diagnose#{cause}",
-        "next": list(to_measure(facts, cause)),
+        "next": [f"one run: --run {shlex.quote(run)}" for run in facts.runs] or list(to_measure(facts, cause)),
     }
     plain: dict[str, Any] = json.loads(finite_json(found))
     return plain
