@@ -65,7 +65,8 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
         return findings[0].cause, findings
     crossed = {one.threshold.signal for one in facts.crossings if one.is_crossed}
     if facts.tokens is None and facts.course is not None:
-        is_sound = bool(facts.course.gap_name) and facts.is_normal and not crossed & _NEVER_CROSSED
+        is_calm = facts.course.decline is None and not crossed & _NEVER_CROSSED
+        is_sound = bool(facts.course.gap_name) and facts.is_normal and is_calm
     else:
         is_sound = facts.tokens is not None and not crossed
     return ("healthy" if is_sound and not findings else "cannot_tell"), findings
@@ -346,18 +347,19 @@ def _failure(facts: Facts) -> Iterator[Finding]:
     growth = course.onsets["gap"]
     small = facts.origin in ("", "float32", "float16", "bfloat16")
     leads = growth.lead is not None and growth.lead > 0
-    if course.decline is not None and small and not leads and not any(_explains(facts)):
+    is_moving = course.largest.get("learning_rate", 1.0) > 0
+    if course.decline is not None and is_moving and small and not leads and not any(_explains(facts)):
         measured = f"the mismatch is of {facts.origin}'s size" if facts.origin else "no mismatch is logged"
         leads_of = (course.onsets[name].lead for name in ("grad_norm", "entropy"))
         rises = course.last.get("entropy", math.nan) > 1.5 * course.first.get("entropy", math.nan)
         is_early = course.decline - course.starts_at < 3
-        steep = rises or is_early or any(lead is not None and lead > -TOGETHER for lead in leads_of)
-        yield Finding(
-            "high_rate",
-            LIKELY if facts.origin and steep else POSSIBLE,
-            f"the reward falls for good from step {course.decline} on (peak {course.peak:.2g}, end "
-            f"{course.last.get('reward', math.nan):.2g}), {measured} and does not grow before",
-        )
+        if rises or is_early or any(lead is not None and lead > -TOGETHER for lead in leads_of):
+            yield Finding(
+                "high_rate",
+                LIKELY if facts.origin else POSSIBLE,
+                f"the reward falls for good from step {course.decline} on (peak {course.peak:.2g}, end "
+                f"{course.last.get('reward', math.nan):.2g}), {measured} and does not grow before",
+            )
     if growth.step is not None and (leads or course.decline is None) and not any(_explains(facts)):
         when = f", {growth.lead} steps before the reward falls" if leads else ""
         yield Finding(

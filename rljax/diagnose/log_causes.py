@@ -104,12 +104,9 @@ def _trainer_side(course: Course) -> Iterator[Finding]:
     first, after = _ends(_known(course, "reward"))
     before = first if at == 0 else _reward_around(course, at)[0]
     if before > 0 and after > _STAYS * before:
-        yield Finding(
-            "trainer_side",
-            LIKELY,
-            f"{name} is {course.last[name]:.3g} at the end: from step {course.log.steps[at]} on the trainer finds the "
-            f"responses less likely than random tokens, while they earn as before ({before:.2g}, then {after:.2g})",
-        )
+        said = f"from step {course.log.steps[at]} on the trainer finds the responses less likely than random tokens"
+        numbers = f"{name} {course.last[name]:.3g} at the end, reward {before:.2g} before and {after:.2g} after"
+        yield Finding("trainer_side", LIKELY, f"{said}, and they earn as before ({numbers})")
 
 
 def _sync_fault(course: Course) -> Iterator[Finding]:
@@ -118,28 +115,23 @@ def _sync_fault(course: Course) -> Iterator[Finding]:
         return
     first, last = _median(gap[:2]), _median(gap[-2:])
     if last > 3 * first:
-        yield Finding(
-            "sync_fault",
-            LIKELY,
-            f"the learning rate is 0 throughout, and {course.gap_name} goes from {first:.2g} to {last:.2g}: no update "
-            "explains it, so the engine's weights change on their way",
-        )
+        said = f"{course.gap_name} goes from {first:.2g} to {last:.2g} at a learning rate of 0"
+        yield Finding("sync_fault", LIKELY, f"{said}: no update explains it, so weights change on their way")
 
 
 def _jump(course: Course) -> Iterator[Finding]:
-    """Yields a finding if the mismatch jumps in one step and stays, or after the first steps of a short log."""
+    """Yields a finding if the mismatch jumps from one step to the next and stays, or at the end of a short log."""
     gap, steps = np.abs(course.log.get(course.gap_name)), course.log.steps
     known = np.flatnonzero(np.isfinite(gap))
-    if 1 < len(known) < FEWEST_STEPS and gap[known[-1]] > 1.5 * _JUMP * gap[known[:-1]].max() > 0:
-        said = f"{course.gap_name} goes to {gap[known[-1]]:.2g} in step {steps[known[-1]]}"
-        yield Finding("other_weights", LIKELY, f"{said}, from at most {gap[known[:-1]].max():.2g} before")
-        return
-    for place in range(2, len(known) - 2):
+    is_short = 1 < len(known) < FEWEST_STEPS
+    for place in range(1 if is_short else 2, len(known) if is_short else len(known) - 2):
         before, at, after = gap[known[:place]], known[place], gap[known[place:]]
         usual = float(np.median(before))
         if usual <= 0 or gap[at] < max(_JUMP * before[-5:].max(), 2 * before.max()):
             continue
-        if np.mean(after > max(_JUMP / 2 * usual, before.max())) < _MOST_STEPS or course.is_stale:
+        is_near = steps[at] - steps[known[place - 1]] <= 2
+        stays = np.mean(after > max(_JUMP / 2 * usual, before.max())) >= _MOST_STEPS
+        if not is_near or not stays or course.is_stale or (is_short and gap[at] < 1.5 * _JUMP * before.max()):
             return
         earned, earns = _reward_around(course, int(at))
         said = f"{course.gap_name} goes from {usual:.2g} to {gap[at]:.2g} in step {steps[at]} and stays"
@@ -148,6 +140,14 @@ def _jump(course: Course) -> Iterator[Finding]:
         else:
             yield Finding("other_weights", LIKELY, f"{said}: one update does not move a policy so far")
         return
+
+
+def _short_growth(course: Course) -> Iterator[Finding]:
+    """Yields growth in a table of a few steps, which is too short for an onset."""
+    gap = np.abs(_known(course, course.gap_name))
+    if 4 <= len(gap) < FEWEST_STEPS and (gap[1:] > 0.9 * gap[:-1]).all() and gap[-1] > 4 * gap[0] > 0:
+        listed = ", ".join(f"{value:.2g}" for value in gap)
+        yield Finding("mismatch_growth", LIKELY, f"{course.gap_name} grows from step to step of the table: {listed}")
 
 
 def _stale_cache(course: Course) -> Iterator[Finding]:
@@ -161,13 +161,8 @@ def _stale_cache(course: Course) -> Iterator[Finding]:
     rises = [rank_correlation(np.arange(len(tooth), dtype=float), tooth) for tooth in teeth if len(tooth) >= 8]
     if len(rises) >= 2 and len(rises) == len(teeth) and np.median(rises) > 0.7:
         lengths = ", ".join(str(len(tooth)) for tooth in teeth[:4])
-        yield Finding(
-            "stale_cache",
-            LIKELY,
-            f"{course.gap_name} rises step by step and falls back to {_median(gap[np.array(drops) + 1]):.2g}, "
-            f"{len(drops)} times (after {lengths} steps), as it does where an engine keeps keys and values of older "
-            "weights until it restarts",
-        )
+        back = f"falls back to {_median(gap[np.array(drops) + 1]):.2g}, {len(drops)} times (after {lengths} steps)"
+        yield Finding("stale_cache", LIKELY, f"{course.gap_name} rises step by step and {back}, as at restarts")
 
 
 def _cut(course: Course) -> Iterator[Finding]:
@@ -191,12 +186,9 @@ def _cut(course: Course) -> Iterator[Finding]:
         is_cut = largest < 1.5 if math.isfinite(largest) else float(np.std(lack[known])) < 0.3 * mass < 0.1
         sign = f"the largest ratio is {largest:.3g}" if math.isfinite(largest) else "it hardly changes"
     if is_cut:
-        yield Finding(
-            "truncated_sampling",
-            LIKELY,
-            f"the mean ratio of trainer to engine is {1 - mass:.3f} at nearly every step, and {sign}: the tokens that "
-            f"top_p, top_k or min_p removed have a mass of {mass:.3f}",
-        )
+        said = f"the mean ratio of trainer to engine is {1 - mass:.3f} at nearly every step, and {sign}"
+        removed = f"the tokens that top_p, top_k or min_p removed have a mass of {mass:.3f}"
+        yield Finding("truncated_sampling", LIKELY, f"{said}: {removed}")
 
 
 def _sharpened(course: Course) -> Iterator[Finding]:
@@ -208,12 +200,8 @@ def _sharpened(course: Course) -> Iterator[Finding]:
     first, last = _ends(gap)
     up, down = _median(high), -_median(low)
     if up > 1.5 * down and abs(lack) < 0.05 and 0.5 < last / first < 2:
-        yield Finding(
-            "temperature",
-            LIKELY,
-            f"from the first step on, ratios reach from {math.exp(-down):.2g} to {math.exp(up):.2g} around a mean of "
-            f"{1 - lack:.3f}: likely tokens differ by little and unlikely ones by much, as where the engine is sharper",
-        )
+        said = f"ratios reach from {math.exp(-down):.2g} to {math.exp(up):.2g} around a mean of {1 - lack:.3f}"
+        yield Finding("temperature", LIKELY, f"from the first step on {said}, as where the engine is sharper")
 
 
 def _spikes(course: Course) -> Iterator[Finding]:
@@ -228,12 +216,8 @@ def _spikes(course: Course) -> Iterator[Finding]:
         starts = int(np.sum(far[1:] & ~far[:-1])) + int(far[0])
         halves = [float(np.mean(half)) for half in np.array_split(far, 2)]
         if starts >= 3 and min(halves) > 0 and far.mean() < 0.5 and far.sum() < 3 * starts:
-            yield Finding(
-                "extreme_tokens",
-                LIKELY,
-                f"{name} is {usual:.2g} in most steps and up to {values.max():.3g} in {far.sum()} of {len(values)}, "
-                "which come and go: single tokens make them",
-            )
+            said = f"{name} is {usual:.2g} in most steps and up to {values.max():.3g} in {far.sum()} of {len(values)}"
+            yield Finding("extreme_tokens", LIKELY, f"{said}, which come and go: single tokens make them")
             return
 
 
@@ -245,28 +229,20 @@ def _bad_start(course: Course) -> Iterator[Finding]:
     usual = float(np.median(rest))
     count = int(np.argmin(gap > 4 * usual))  # the steps before the first that is not large
     if usual > 0 and 0 < count <= len(gap) // 4 and (gap[count + 1 :] < 2.5 * usual).all():
-        yield Finding(
-            "bad_start",
-            LIKELY,
-            f"{course.gap_name} is {float(np.median(gap[:count])):.2g} in the first {count} steps and {usual:.2g} "
-            "after them",
-        )
+        said = f"{course.gap_name} is {_median(gap[:count]):.2g} in the first {count} steps"
+        yield Finding("bad_start", LIKELY, f"{said} and {usual:.2g} after them")
 
 
 def _truncation(course: Course) -> Iterator[Finding]:
     share = _known(course, "truncated")
-    first, last = _ends(share) if len(share) else (math.nan, math.nan)
+    first, last = _ends(share)
     if _is_constant(_known(course, "reward")) and share.min(initial=1.0) >= _MOST_STEPS and len(share):
         reward = course.last["reward"]
         said = f"{first:.0%} of the responses are cut at the limit from the first step on, and each earns {reward:.3g}"
         yield Finding("truncation", LIKELY, said)
         return
-    gap, length, entropy = (
-        course.onsets["gap"],
-        _known(course, "length"),
-        _ends(_known(course, "entropy")) if course.log.has("entropy") else (1.0, 1.0),
-    )
-    leads = gap.lead is not None and gap.lead > 0
+    length, entropy = _known(course, "length"), _ends(_known(course, "entropy"))
+    leads = (course.onsets["gap"].lead or 0) > 0
     tail = length[-max(3, len(length) // 10) :]
     if last >= 0.5 and first <= 0.5 * last:
         said = f"the share of responses that the limit cuts rises from {first:.1%} to {last:.0%}"
@@ -274,30 +250,20 @@ def _truncation(course: Course) -> Iterator[Finding]:
         said = f"the mean length rises from {_ends(length)[0]:.4g} to {tail.mean():.4g} tokens and stands still there"
     else:
         return
-    if course.decline is not None and not leads and entropy[1] < 2 * entropy[0]:
+    if course.decline is not None and not leads and not entropy[1] > 2 * entropy[0]:
         fall = f"from step {course.decline} on (peak {course.peak:.2g}, end {course.last['reward']:.2g})"
         yield Finding("truncation", LIKELY, f"{said}, and the reward falls {fall}")
 
 
 def _entropy_collapse(course: Course) -> Iterator[Finding]:
-    first, last = course.first, course.last
-    falls = {name: last.get(name, math.nan) / max(first.get(name, math.nan), 1e-12) for name in _LEARNING}
-    is_unknown = not set(_LEARNING) & set(last) and course.decline is not None
-    is_gone = is_unknown or any(share < _DEAD for share in falls.values())
-    fall = course.onsets["entropy"]
-    is_in_time = course.decline is None or (fall.lead is not None and fall.lead > -TOGETHER)
-    is_dead = last.get("entropy", math.nan) < _DEAD * first.get("entropy", math.nan)
-    if is_dead and is_gone and is_in_time and not last.get("reward", math.nan) > 0.8:
-        yield Finding(
-            "entropy_collapse",
-            LIKELY,
-            f"entropy falls from {first['entropy']:.2g} to {last['entropy']:.2g} nats while the reward ends at "
-            f"{last.get('reward', math.nan):.2g}, and there is hardly a gradient left",
-        )
-
-
-_LEARNING = ("signal", "grad_norm")
-"""The signals that are near 0 where nothing is left to learn."""
+    first, last, fall = course.first, course.last, course.onsets["entropy"].lead
+    dead = {name: last[name] < _DEAD * first[name] for name in ("entropy", "signal", "grad_norm") if name in last}
+    is_gone = dead.get("signal") or dead.get("grad_norm") or (len(dead) == 1 and course.decline is not None)
+    is_in_time = course.decline is None or (fall is not None and fall > -TOGETHER)
+    reward = last.get("reward", math.nan)
+    if dead.get("entropy") and is_gone and is_in_time and not reward > 0.8:
+        said = f"entropy falls from {first['entropy']:.2g} to {last['entropy']:.2g} nats while the reward ends at"
+        yield Finding("entropy_collapse", LIKELY, f"{said} {reward:.2g}, and there is hardly a gradient left")
 
 
 def _constant_reward(course: Course) -> Iterator[Finding]:
@@ -307,20 +273,15 @@ def _constant_reward(course: Course) -> Iterator[Finding]:
     if len(reward) < 8 or _is_constant(reward):
         return
     at = int(np.flatnonzero(reward != reward[-1])[-1]) + 1
-    before, noise = reward[max(0, at - 5) : at], float(np.median(np.abs(np.diff(reward[:at])))) if at > 2 else math.nan
-    change = abs(float(np.median(before)) - reward[-1])
+    usual, noise = _median(reward[max(0, at - 5) : at]), _median(np.abs(np.diff(reward[:at])))
+    change = abs(usual - reward[-1])
     index = int(np.flatnonzero(np.isfinite(log.get("reward")))[at])
-    is_alone = all(_is_unchanged(log.get(name), index) for name in (course.gap_name, "entropy", "length"))
+    size = "" if course.gap_name == "kl" else course.gap_name  # noise alone doubles and halves a mean of both signs
+    is_alone = all(_is_unchanged(log.get(name), index) for name in (size, "entropy", "length"))
     is_long = len(reward) - at >= max(3, len(reward) // 20)
-    if is_alone and is_long and abs(before[-1] - reward[-1]) > 0.5 * change > 2 * noise:
-        step = log.steps[index]
-        dead = " and the gradient norm 0" if course.last.get("grad_norm", 1.0) == 0.0 else ""
-        yield Finding(
-            "reward_broken",
-            LIKELY,
-            f"the reward goes from {float(np.median(before)):.2g} to exactly {reward[-1]:.3g} in step {step} and is "
-            f"{reward[-1]:.3g} at all {len(reward) - at} steps since{dead}",
-        )
+    if is_alone and is_long and abs(reward[at - 1] - reward[-1]) > 0.5 * change > 2 * noise:
+        said = f"the reward goes from {usual:.2g} to exactly {reward[-1]:.3g} in step {log.steps[index]}"
+        yield Finding("reward_broken", LIKELY, f"{said} and is the same at all {len(reward) - at} steps since")
 
 
 def _is_unchanged(values: np.ndarray, at: int) -> bool:
@@ -367,5 +328,5 @@ def _policy_drift(course: Course) -> Iterator[Finding]:
 
 _RULES = (
     *(_nonfinite, _trainer_side, _sync_fault, _stale_cache, _cut, _sharpened, _spikes, _bad_start, _jump),
-    *(_truncation, _entropy_collapse, _constant_reward, _no_signal, _policy_drift),
+    *(_short_growth, _truncation, _entropy_collapse, _constant_reward, _no_signal, _policy_drift),
 )

@@ -127,7 +127,7 @@ def read_signals(rows: Rows) -> Log:
     if project == "rljax":
         groups = (*BUCKETED, *PARTS)
         wanted |= {name: name for name in columns if name.startswith(tuple(f"{group}/" for group in groups))}
-    dated = next((found[name] for name in ("length", *MISMATCH, "reward", "grad_norm") if name in found), "")
+    dated = next((found[name] for name in ("length", *MISMATCH, *found) if name in found), "")
     by_step = cells_by_step(rows, wanted, choose_step_column(rows, dated))
     if not by_step:
         raise ConfigError("the log has no row with a step and a signal of a known name")

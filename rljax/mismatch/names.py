@@ -148,10 +148,12 @@ rljax: reward reward/mean; entropy policy/entropy; grad_norm optimizer/grad_norm
 verl: reward critic/score/mean critic/rewards/mean; entropy actor/entropy actor/entropy_loss;
     grad_norm actor/grad_norm; learning_rate actor/lr; staleness training/off_policy/trajectory_staleness/mean;
     reference_kl actor/kl_loss; policy_kl actor/ppo_kl; loss actor/pg_loss; largest_advantage critic/advantages/max;
-    kl mismatch/mismatch_kl; k3_kl mismatch/mismatch_k3_kl; log_ppl_abs_diff mismatch/mismatch_log_ppl_abs_diff
+    kl mismatch/mismatch_kl; k3_kl mismatch/mismatch_k3_kl; log_ppl_abs_diff mismatch/mismatch_log_ppl_abs_diff;
+    prob_abs_diff_mean rollout_probs_diff_mean
 trl: reward reward; entropy entropy; grad_norm grad_norm; learning_rate learning_rate; reference_kl kl; loss loss;
-    zero_std frac_reward_zero_std; reward_std reward_std; ratio_mean sampling/importance_sampling_ratio/mean;
-    ratio_max sampling/importance_sampling_ratio/max; ratio_min sampling/importance_sampling_ratio/min
+    zero_std frac_reward_zero_std; reward_std reward_std; ratio_mean importance_sampling_ratio/mean;
+    ratio_max importance_sampling_ratio/max; ratio_min importance_sampling_ratio/min;
+    logprob_abs_diff_mean sampling_logp_difference/mean
 prime_rl: reward reward/all/mean reward/mean; entropy entropy/all/mean entropy/mean; grad_norm optim/grad_norm;
     learning_rate optim/lr; staleness off_policy/mean off_policy_level/all/mean off_policy_level/mean;
     k3_kl mismatch_kl/mean mismatch_kl/all/mean; loss loss/mean
@@ -159,7 +161,7 @@ nemo_rl: reward reward; entropy approx_entropy; grad_norm grad_norm; learning_ra
     reference_kl kl_penalty; token_mult_prob_error token_mult_prob_error; ratio_mean sampling_importance_ratio
 slime: reward rollout/raw_reward raw_reward rollout/rewards; entropy train/entropy_loss; grad_norm train/grad_norm;
     learning_rate train/lr-pg_0; reference_kl train/kl_loss; policy_kl train/ppo_kl; loss train/pg_loss;
-    logprob_abs_diff_mean train/train_rollout_logprob_abs_diff; k3_kl train/train_rollout_kl; ratio_mean train/tis
+    logprob_abs_diff_mean train_rollout_logprob_abs_diff; k3_kl train_rollout_kl; ratio_mean train/tis
 skyrl: reward reward/avg_raw_reward; entropy policy_entropy; grad_norm raw_grad_norm grad_norm;
     learning_rate policy_lr; staleness async/staleness_mean; reference_kl policy_kl loss/avg_kl;
     logprob_abs_diff_mean minibatch_rollout_logprobs_abs_diff_mean rollout_train_logprobs_abs_diff_mean;
@@ -175,9 +177,9 @@ openrlhf: reward reward; entropy entropy_loss; grad_norm actor_grad_norm; learni
     policy_kl ppo_kl; loss policy_loss; kl vllm_kl
 open_instruct: reward objective/verifiable_correct_rate objective/scores scores; entropy policy/entropy_avg;
     grad_norm optim/grad_norm; learning_rate lr; reference_kl objective/kl_avg; loss loss/policy_avg;
-    logprob_abs_diff_mean debug/vllm_vs_local_logprob_diff_mean;
-    logprob_abs_diff_max debug/vllm_vs_local_logprob_diff_max;
-    logprob_abs_diff_std debug/vllm_vs_local_logprob_diff_std
+    logprob_abs_diff_mean vllm_vs_local_logprob_diff_mean;
+    logprob_abs_diff_max vllm_vs_local_logprob_diff_max;
+    logprob_abs_diff_std vllm_vs_local_logprob_diff_std
 rllm: reward reward/mean; entropy actor/entropy; grad_norm actor/grad_norm; learning_rate actor/lr; kl offpolicy/kl;
     k3_kl offpolicy/k3_kl; logprob_abs_diff_mean offpolicy/logprob_abs_diff/mean;
     logprob_abs_diff_max offpolicy/logprob_abs_diff/max; prob_abs_diff_mean offpolicy/prob_abs_diff/mean;
@@ -187,7 +189,7 @@ torchtitan: reward rollout_reward/_mean reward/mean; entropy trainer/entropy/mea
     staleness train_batch/policy_age/mean; zero_std rollout_reward/group_zero_std_frac/mean;
     kl -bit_wise/logprob_diff/mean; logprob_abs_diff_mean bit_wise/logprob_diff/abs_mean
 tinker: reward env/all/reward/total; entropy optim/entropy; learning_rate optim/lr;
-    signal by_group/frac_mixed; kl optim/kl_sample_train_v1; k3_kl optim/kl_sample_train_v2
+    signal by_group/frac_mixed; kl kl_sample_train_v1; k3_kl kl_sample_train_v2
 roll: reward critic/score/mean; entropy critic/entropy/mean; grad_norm actor/grad_norm; learning_rate actor/lr;
     ratio_mean actor/train_infer_ratio_mean; prob_abs_diff_mean actor/train_infer_diff_mean
 ms_swift: reward reward; entropy entropy/mean; grad_norm grad_norm; learning_rate learning_rate; loss loss;

@@ -226,6 +226,7 @@ def test_a_column_that_is_not_there_is_named():
 def test_every_cause_has_remedies_and_a_kind():
     lists = re.findall(r"^### (\w+)\n\n1\. ", REMEDIES, re.MULTILINE)
     assert sorted(lists) == sorted(set(CAUSES) - {"healthy"})
+    assert "| verl | `algorithm.rollout_correction" in REMEDIES.partition("### in_your_framework\n")[2]
     kinds = {kind for kind, _ in CAUSES.values()}
     assert kinds == {"none", "numerics", "staleness", "settings", "weights", "optimisation", "rewards", "cannot tell"}
 
@@ -236,7 +237,8 @@ def test_the_tokens_after_an_environment_are_masked():
 
 def test_each_remedy_has_settings_and_a_source():
     listed = re.findall(r"^\d+\. (.+?): (`.+)$", REMEDIES, re.MULTILINE)
-    table = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", REMEDIES.partition("|---|---|---|\n")[2], re.MULTILINE)
+    costs = REMEDIES.partition("### What each remedy costs")[2].partition("|---|---|---|\n")[2]
+    table = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", costs, re.MULTILINE)
     assert {name for name, _ in listed} == {name for name, _, _ in table}
     for _, settings in listed:
         for section, name in re.findall(r"--([a-z]+)\.([a-z0-9-]+)", settings):

@@ -90,7 +90,14 @@ LOGS = {
     "no_update": [{"grad_norm": 0.0}],
     "policy_drift": [{"logprob_abs_diff_mean": None, "reference_kl": np.where(LATE, 12.0, 0.01)}],
     "high_rate": [{"reward": np.where(LATE, 0.05 * WAVE, REWARD), "grad_norm": np.where(LATE, 2.0, 0.2)}],
-    "mismatch_growth": [{"logprob_abs_diff_mean": 0.012 * WAVE * np.exp(0.2 * np.maximum(STEPS - 20, 0))}],
+    "mismatch_growth": [
+        {  # a retyped table
+            "steps": np.array([1, 117, 530, 649]),
+            "logprob_abs_diff_mean": [0.01, 0.05, 0.5, 8.8],
+            "reward": [0.4, 0.39, 0.2, 0.07],
+        },
+        {"logprob_abs_diff_mean": 0.012 * WAVE * np.exp(0.2 * np.maximum(STEPS - 20, 0))},
+    ],
     "cannot_tell": [
         {"logprob_abs_diff_mean": 0.1 * WAVE},  # 8 bits, a temperature, a cut or other weights
         {"reward": np.where(LATE, 0.05 * WAVE, REWARD)},  # the reward falls, and nothing else changes
