@@ -258,12 +258,12 @@ def _truncation(course: Course) -> Iterator[Finding]:
 def _entropy_collapse(course: Course) -> Iterator[Finding]:
     first, last, fall = course.first, course.last, course.onsets["entropy"].lead
     dead = {name: last[name] < _DEAD * first[name] for name in ("entropy", "signal", "grad_norm") if name in last}
-    is_gone = dead.get("signal") or dead.get("grad_norm") or (len(dead) == 1 and course.decline is not None)
+    is_gone = dead.get("signal") or dead.get("grad_norm") or course.decline is not None
     is_in_time = course.decline is None or (fall is not None and fall > -TOGETHER)
     reward = last.get("reward", math.nan)
     if dead.get("entropy") and is_gone and is_in_time and not reward > 0.8:
-        said = f"entropy falls from {first['entropy']:.2g} to {last['entropy']:.2g} nats while the reward ends at"
-        yield Finding("entropy_collapse", LIKELY, f"{said} {reward:.2g}, and there is hardly a gradient left")
+        said = f"entropy falls from {first['entropy']:.2g} to {last['entropy']:.2g} nats"
+        yield Finding("entropy_collapse", LIKELY, f"{said}, and the reward ends at {reward:.2g}")
 
 
 def _constant_reward(course: Course) -> Iterator[Finding]:

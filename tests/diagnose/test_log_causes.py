@@ -75,7 +75,8 @@ LOGS = {
             "entropy": np.where(LATE, 0.02, 0.9),
             "grad_norm": np.where(LATE, 1e-3, 0.2),
             "reward": np.where(LATE, 0.1, 0.5),
-        }
+        },
+        {"entropy": np.where(LATE, 0.02, 0.9), "reward": np.where(LATE, 0.1, REWARD)},
     ],
     "reward_broken": [
         {"reward": np.where(LATE, 0.0, REWARD), "grad_norm": np.where(LATE, 0.0, 0.2)},

@@ -8,9 +8,9 @@ LOGS = [name for name in CASES if not name.startswith("d_") and name != "p_qwen3
 
 @pytest.mark.slow
 def test_logs_of_other_projects(tmp_path):
+    """The numbers are those of the table in docs/diagnose.md. The other cases are acceptable."""
     counts, others, lines = score(LOGS, tmp_path)
     text = "\n".join(lines)
-    print(text)
-    assert sum(counts.values()) - counts["false hints"] == len(LOGS) == 61
-    assert counts["wrong"] <= 10, text
-    assert others["replay right"] >= 8, text
+    assert (counts["wrong"], counts["error"], counts["cannot tell"], counts["false hints"]) == (0, 0, 0, 0), text
+    assert (len(LOGS), counts["right"] >= 56) == (61, True), text
+    assert (others["replay wrong"], others["replay error"], others["replay right"] >= 8) == (0, 0, True), text
