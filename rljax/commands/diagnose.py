@@ -72,7 +72,7 @@ def read_tokens(path: Path) -> TokenDump:
     return dump
 
 
-class Source(NamedTuple):
+class ReadSource(NamedTuple):
     """The contents of the files that the arguments name."""
 
     log: Log | None  # the log, or None
@@ -82,7 +82,7 @@ class Source(NamedTuple):
     is_summary: bool = False  # whether the log is W&B's summary of a run
 
 
-def read_source(source: Path, tokens: Path | None, run: str | None = None) -> Source:
+def read_source(source: Path, tokens: Path | None, run: str | None = None) -> ReadSource:
     """Reads the log, the token dump and the configuration that the arguments name. ``run`` is one of a log's runs.
 
     Raises ConfigError or ValueError if neither a log nor a dump can be read, or the log has no such run.
@@ -98,20 +98,20 @@ def read_source(source: Path, tokens: Path | None, run: str | None = None) -> So
         config = needed("rljax.run.directory", source).recorded_config(source)
     try:
         if source.is_file() and foreign_kind(source) == SUMMARY:
-            return Source(read_signals([flatten(parse_json(source.read_bytes()))]), dump, config, is_summary=True)
+            return ReadSource(read_signals([flatten(parse_json(source.read_bytes()))]), dump, config, is_summary=True)
         rows, _ = read_log(source, lambda columns: tuple(choose_signals(columns)[1].values()))
         runs = split_runs(rows)
         if run is not None and run not in runs:
             known = ", ".join(runs) or "one run without a name"
             raise ConfigError(f"{source}: no run {run!r} in the log, which has {known}")
         if runs and run is None:
-            return Source(None, dump, config, tuple(runs))
-        return Source(read_signals(runs[run] if run is not None else rows), dump, config)
+            return ReadSource(None, dump, config, tuple(runs))
+        return ReadSource(read_signals(runs[run] if run is not None else rows), dump, config)
     except ConfigError as reason:
         if dump is not None or source.is_dir() or run is not None:
             raise
         if source.suffix == ".parquet":
-            return Source(None, read_tokens(source), None)
+            return ReadSource(None, read_tokens(source), None)
         try:
             dump = read_tokens(source)
         except MissingPackageError as missing:
@@ -120,7 +120,7 @@ def read_source(source: Path, tokens: Path | None, run: str | None = None) -> So
             raise reason from None
         if not dump.logprobs:
             raise
-        return Source(None, dump, None)
+        return ReadSource(None, dump, None)
 
 
 def with_roles(dump: TokenDump, given: DiagnoseArguments) -> TokenDump:
@@ -149,7 +149,7 @@ def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFact
     return Declared(sides[0].dtype, sides[1].dtype, sides[1].form or ", ".join(filter(None, kinds)))
 
 
-def facts_of(source: Source) -> Facts:
+def facts_of(source: ReadSource) -> Facts:
     """Gathers the facts for the diagnosis from the log, the dump and the configuration."""
     log, dump, config = source.log, source.dump, source.config
     course: Course | None = read_course(log) if log is not None else None

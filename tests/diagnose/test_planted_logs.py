@@ -86,7 +86,7 @@ def test_the_next_measurement_is_named():
 def test_the_log_of_another_project(planted, project):
     log = read_signals(renamed(rows(planted), project))
     assert log.project == project
-    said = diagnosis("log", diagnose.facts_of(diagnose.Source(log, None, None)), log)["cause"]
+    said = diagnosis("log", diagnose.facts_of(diagnose.ReadSource(log, None, None)), log)["cause"]
     wanted = {OF_LOGS[planted]}
     if planted in UNSPLIT:
         wanted = {"cannot_tell", "healthy"} | ({planted} if log.has("chi2_token") else set())
