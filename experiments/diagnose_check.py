@@ -32,8 +32,8 @@ CHECKS: dict[str, tuple[str, int, Plant, str]] = {
 
 def told(source: Path, tokens: Path | None = None) -> dict[str, str | None]:
     """Returns the cause and the confidence of a diagnosis."""
-    log, dump, config = diagnose.read_source(source, tokens)
-    found = diagnosis(source.name, diagnose.facts_of(log, dump, config), log)
+    read = diagnose.read_source(source, tokens)
+    found = diagnosis(source.name, diagnose.facts_of(read), read.log)
     return {"cause": found["cause"], "confidence": found["confidence"]}
 
 

@@ -6,8 +6,9 @@
 
 SOURCE is a run directory, a training log or a token dump. A log is a JSONL, JSON or CSV file, console output (.log or
 .txt), a TensorBoard event file, or a directory that contains one of them. The names of the metrics of rljax, verl, TRL,
-prime-rl, NeMo-RL, slime, SkyRL and tunix are known. A dump is a file that ``rljax compare`` reads. Of a run directory
-of rljax its configuration and its newest token dump are read, too.
+prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix, AReaL, OpenRLHF, open-instruct, rLLM, torchtitan, tinker, ROLL, ms-swift
+and Marin are known. A dump is a file that ``rljax compare`` reads. Of a run directory of rljax its configuration and
+its newest token dump are read, too.
 
 The exit status is 0 if nothing is wrong. It is 1 if a cause is named, or the numbers do not show the cause. It is 2 if
 SOURCE cannot be read.
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,9 +30,10 @@ from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.page import diagnose, to_text
 from rljax.diagnose.signals import Log, choose_signals, read_signals
 from rljax.diagnose.thresholds import cross
-from rljax.errors import ConfigError, MissingPackageError, caller_errors, import_for
+from rljax.errors import ConfigError, MissingPackageError, caller_errors, import_for, parse_json
+from rljax.record.foreign_files import SUMMARY, foreign_kind
 from rljax.record.rows import finite_json, run_dumps
-from rljax.record.training_logs import read_log
+from rljax.record.training_logs import flatten, read_log, split_runs
 from rljax.rollout.kinds import can
 from rljax.run.options import Positional, parse_arguments
 
@@ -53,6 +55,8 @@ class DiagnoseArguments:
     """The column of the dump that a trainer computed."""
     rollout: str | None = None
     """The column of the dump that a rollout engine computed. --engine is the same."""
+    run: str | None = None
+    """The run to diagnose, of a log that has several."""
     json: Path | None = None
     """The file for the diagnosis as JSON; - prints the JSON instead of the page."""
 
@@ -68,10 +72,20 @@ def read_tokens(path: Path) -> TokenDump:
     return dump
 
 
-def read_source(source: Path, tokens: Path | None) -> tuple[Log | None, TokenDump | None, Config | None]:
-    """Reads the log, the token dump and the configuration that the arguments name. Each is None if there is none.
+class ReadSource(NamedTuple):
+    """The contents of the files that the arguments name."""
 
-    Raises ConfigError or ValueError if neither a log nor a dump can be read.
+    log: Log | None  # the log, or None
+    dump: TokenDump | None  # the token dump, or None
+    config: Config | None  # the configuration of a run directory, or None
+    runs: tuple[str, ...] = ()  # the names of the runs in the log, if there are several and none was chosen
+    is_summary: bool = False  # whether the log is W&B's summary of a run
+
+
+def read_source(source: Path, tokens: Path | None, run: str | None = None) -> ReadSource:
+    """Reads the log, the token dump and the configuration that the arguments name. ``run`` is one of a log's runs.
+
+    Raises ConfigError or ValueError if neither a log nor a dump can be read, or the log has no such run.
     """
     dump, config = None, None
     if not source.exists():
@@ -83,13 +97,21 @@ def read_source(source: Path, tokens: Path | None) -> tuple[Log | None, TokenDum
     if source.is_dir() and (source / "config.yaml").is_file() and (source / "metrics.jsonl").is_file():
         config = needed("rljax.run.directory", source).recorded_config(source)
     try:
+        if source.is_file() and foreign_kind(source) == SUMMARY:
+            return ReadSource(read_signals([flatten(parse_json(source.read_bytes()))]), dump, config, is_summary=True)
         rows, _ = read_log(source, lambda columns: tuple(choose_signals(columns)[1].values()))
-        return read_signals(rows), dump, config
+        runs = split_runs(rows)
+        if run is not None and run not in runs:
+            known = ", ".join(runs) or "one run without a name"
+            raise ConfigError(f"{source}: no run {run!r} in the log, which has {known}")
+        if runs and run is None:
+            return ReadSource(None, dump, config, tuple(runs))
+        return ReadSource(read_signals(runs[run] if run is not None else rows), dump, config)
     except ConfigError as reason:
-        if dump is not None or source.is_dir():
+        if dump is not None or source.is_dir() or run is not None:
             raise
         if source.suffix == ".parquet":
-            return None, read_tokens(source), None
+            return ReadSource(None, read_tokens(source), None)
         try:
             dump = read_tokens(source)
         except MissingPackageError as missing:
@@ -98,7 +120,7 @@ def read_source(source: Path, tokens: Path | None) -> tuple[Log | None, TokenDum
             raise reason from None
         if not dump.logprobs:
             raise
-        return None, dump, None
+        return ReadSource(None, dump, None)
 
 
 def with_roles(dump: TokenDump, given: DiagnoseArguments) -> TokenDump:
@@ -127,8 +149,9 @@ def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFact
     return Declared(sides[0].dtype, sides[1].dtype, sides[1].form or ", ".join(filter(None, kinds)))
 
 
-def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> Facts:
+def facts_of(source: ReadSource) -> Facts:
     """Gathers the facts for the diagnosis from the log, the dump and the configuration."""
+    log, dump, config = source.log, source.dump, source.config
     course: Course | None = read_course(log) if log is not None else None
     temperature = config.rollout.temperature if config is not None else 1.0
     tokens: TokenFacts | None = None
@@ -140,7 +163,7 @@ def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> 
         crossings = cross({name: np.array([value]) for name, value in tokens.metrics.items()}, np.array([0]))
     else:
         crossings = []
-    return Facts(course, tokens, crossings, declared_of(config, dump, tokens))
+    return Facts(course, tokens, crossings, declared_of(config, dump, tokens), source.runs, source.is_summary)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -150,9 +173,10 @@ def main(argv: Sequence[str]) -> int:
     )
     source = given.source
     with caller_errors():
-        log, dump, config = read_source(source, given.tokens)
-        dump = with_roles(dump, given) if dump is not None else None
-        found = diagnose(str(source), facts_of(log, dump, config), log)
+        read = read_source(source, given.tokens, given.run)
+        if read.dump is not None:
+            read = read._replace(dump=with_roles(read.dump, given))
+        found = diagnose(str(source), facts_of(read), read.log)
         text = finite_json(found)
         if given.json == Path("-"):
             print(text, end="")

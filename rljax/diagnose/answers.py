@@ -162,6 +162,8 @@ def to_measure(facts: Facts, cause: str) -> Iterator[str]:
     names = set(course.last) if course is not None else set()
     if course is not None and not course.gap_name:
         yield "the mismatch itself: log the engine's log-probabilities of its own tokens beside the trainer's"
+    if course is not None and cause == "cannot_tell" and "ratio_max" not in names:
+        yield "the mean, smallest and largest exp(lr) of tokens beside k3_kl: they show a cut or another temperature"
     if tokens is None:
         yield "the tokens: --rollout.dump-every 20 (others: rljax docs compare), then rljax diagnose on the file"
     elif len(tokens.by_position) < 2:

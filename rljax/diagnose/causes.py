@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rljax.diagnose.course import Course
 from rljax.diagnose.evidence import BEYOND, CONFIDENCES, DTYPES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
+from rljax.diagnose.log_causes import LOG_CAUSES, TOGETHER, find_log_causes
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
@@ -30,6 +31,7 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "mismatch_growth": ("optimisation", "the mismatch grows with training"),
     "high_rate": ("optimisation", "the learning rate is too high; the mismatch is not the cause"),
     "entropy_collapse": ("optimisation", "the policy lost its entropy; the mismatch is not the cause"),
+    **LOG_CAUSES,
     "cannot_tell": ("cannot tell", "the numbers do not say what it is"),
 }
 """The kind of each cause, and the cause in words."""
@@ -39,26 +41,40 @@ NOT_COMPARABLE = ("constant_fill", "off_by_one", "other_rows", "other_base", "no
 
 _ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
 _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain
-_DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
 _NEAR = ("1", "2_to_4")  # the buckets of the smallest distances from an environment's tokens
 _FEWEST_EXTREMES = 20
+_NEVER_CROSSED = {"extreme_rate", "nonfinite_count"}  # a healthy run crosses none of these limits
 _TEMPERATURE_EFFECT = 0.02  # nobody would set a temperature with a smaller error
 
 
 def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     """Returns the cause, a key of CAUSES, and all findings, the best supported first.
 
-    The cause is "cannot_tell" in three cases: all findings are mere possibilities, a limit is crossed and no finding
-    explains it, or no mismatch was measured.
+    The cause is "cannot_tell" in four cases: all findings are mere possibilities, no mismatch was measured, a log's
+    mismatch is larger than usual, or a limit is crossed that is no mere bar of a project, and no finding explains it.
     """
+    if facts.runs:
+        names = ", ".join(facts.runs)
+        return "several_runs", [Finding("several_runs", SURE, f"the file has {len(facts.runs)} runs: {names}")]
+    if facts.is_summary:
+        said = "a summary has the last value of each metric: when it changed, and what changed first, is in the history"
+        return "one_row", [Finding("one_row", SURE, said)]
     every = [finding for rule in RULES for finding in rule(facts)]
     findings = sorted(every, key=lambda finding: CONFIDENCES.index(finding.confidence))
     if findings and findings[0].confidence != POSSIBLE:
         return findings[0].cause, findings
-    is_measured = facts.tokens is not None or (facts.course is not None and bool(facts.course.gap_name))
-    if findings or not is_measured or any(one.is_crossed for one in facts.crossings):
-        return "cannot_tell", findings
-    return "healthy", findings
+    crossed = {one.threshold.signal for one in facts.crossings if one.is_crossed}
+    if facts.tokens is None and facts.course is not None:
+        is_calm = facts.course.decline is None and not crossed & _NEVER_CROSSED
+        is_sound = bool(facts.course.gap_name) and facts.is_normal and is_calm
+    else:
+        is_sound = facts.tokens is not None and not crossed
+    return ("healthy" if is_sound and not findings else "cannot_tell"), findings
+
+
+def _of_course(facts: Facts) -> Iterator[Finding]:
+    if facts.course is not None:
+        yield from find_log_causes(facts.course)
 
 
 def _comparable(facts: Facts) -> Iterator[Finding]:
@@ -167,6 +183,8 @@ def _is_late(course: Course | None) -> bool:
 
 def _weights(facts: Facts) -> Iterator[Finding]:
     course = facts.course
+    if any(_of_course(facts)):
+        return
     if course is not None and course.starts_at <= 2 and not course.is_stale:
         start, later = course.effect_start, max(course.effect_first, course.effect_last)
         name = "error of the logits"
@@ -175,7 +193,7 @@ def _weights(facts: Facts) -> Iterator[Finding]:
             later = max(course.first[course.gap_name], course.last[course.gap_name])
         early = course.early_growth
         is_noise = later > 0 and start > 0 and math.log(later / start) < 4 * course.noise
-        if start < later / 4 and early > 3 and not is_noise:
+        if start < later / 4 and early > 3 and early * start > later / 20 and not is_noise:
             if "staleness" not in course.last:
                 yield Finding("staleness", POSSIBLE, "the log has no staleness, and the mismatch begins after step 1")
             yield Finding(
@@ -306,15 +324,18 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
     if origin == "8 bits" and not _is_late(facts.course):
         if declared.forms:
             yield Finding("eight_bits", SURE, f"{size} is of 8 bits, and the engine is said to hold {declared.forms}")
-        elif not any(_explains(facts)):
+        elif facts.is_split and not any(_explains(facts)):
             flat = facts.tokens is None or not _rises_with_uncertainty(facts.tokens, _STEEP)
-            known = ", and neither a few tokens, nor length, nor a temperature makes it" if facts.is_split else ""
-            sure = LIKELY if flat and facts.is_clear and facts.is_split else POSSIBLE
-            yield Finding("eight_bits", sure, f"{size} is of 8 bits rather than of 16, from the first step on{known}")
+            said = (
+                f"{size} is of 8 bits rather than of 16, from the first step on, and neither a few tokens, nor length"
+            )
+            yield Finding(
+                "eight_bits", LIKELY if flat and facts.is_clear else POSSIBLE, f"{said}, nor a temperature makes it"
+            )
 
 
 def _explains(facts: Facts) -> Iterator[Finding]:
-    for rule in (_stale, _temperature, _weights, _after_environment, _extreme, _length):
+    for rule in (_of_course, _stale, _temperature, _weights, _after_environment, _extreme, _length):
         yield from (finding for finding in rule(facts) if finding.confidence != POSSIBLE)
 
 
@@ -323,29 +344,22 @@ def _failure(facts: Facts) -> Iterator[Finding]:
     course = facts.course
     if course is None:
         return
-    dead = course.last.get("entropy", math.nan) < _DEAD * course.first.get("entropy", math.nan)
-    gone = any(
-        course.last.get(name, math.nan) < _DEAD * course.first.get(name, 0.0) for name in ("signal", "grad_norm")
-    )
-    high = course.last.get("reward", math.nan) > 0.8
-    fall, growth = course.onsets["entropy"], course.onsets["gap"]
+    growth = course.onsets["gap"]
     small = facts.origin in ("", "float32", "float16", "bfloat16")
     leads = growth.lead is not None and growth.lead > 0
-    if dead and not high and gone and (course.decline is None or (fall.lead or 0) > 0):
-        yield Finding(
-            "entropy_collapse",
-            LIKELY,
-            f"entropy falls from {course.first['entropy']:.2g} to {course.last['entropy']:.2g} nats while the reward "
-            f"ends at {course.last.get('reward', math.nan):.2g}, and there is hardly a gradient left",
-        )
-    elif course.decline is not None and small and not leads and not any(_explains(facts)):
+    is_moving = course.largest.get("learning_rate", 1.0) > 0
+    if course.decline is not None and is_moving and small and not leads and not any(_explains(facts)):
         measured = f"the mismatch is of {facts.origin}'s size" if facts.origin else "no mismatch is logged"
-        yield Finding(
-            "high_rate",
-            LIKELY if facts.origin else POSSIBLE,
-            f"the reward falls for good from step {course.decline} on (peak {course.peak:.2g}, end "
-            f"{course.last.get('reward', math.nan):.2g}), {measured} and does not grow before",
-        )
+        leads_of = (course.onsets[name].lead for name in ("grad_norm", "entropy"))
+        rises = course.last.get("entropy", math.nan) > 1.5 * course.first.get("entropy", math.nan)
+        is_early = course.decline - course.starts_at < 3
+        if rises or is_early or any(lead is not None and lead > -TOGETHER for lead in leads_of):
+            yield Finding(
+                "high_rate",
+                LIKELY if facts.origin else POSSIBLE,
+                f"the reward falls for good from step {course.decline} on (peak {course.peak:.2g}, end "
+                f"{course.last.get('reward', math.nan):.2g}), {measured} and does not grow before",
+            )
     if growth.step is not None and (leads or course.decline is None) and not any(_explains(facts)):
         when = f", {growth.lead} steps before the reward falls" if leads else ""
         yield Finding(
@@ -357,14 +371,15 @@ def _failure(facts: Facts) -> Iterator[Finding]:
 
 def _rounding(facts: Facts) -> Iterator[Finding]:
     """Yields a finding of rounding in 16 bits if a limit is crossed and no other finding explains it."""
-    if facts.origin == "bfloat16" and any(one.is_crossed for one in facts.crossings) and not any(_explains(facts)):
-        sure = LIKELY if facts.is_split else POSSIBLE
-        yield Finding("sixteen_bits", sure, f"{facts.size} is that of bfloat16, and a limit is crossed")
+    is_crossed = facts.is_split and any(one.is_crossed for one in facts.crossings)
+    if is_crossed and facts.origin == "bfloat16" and not any(_explains(facts)):
+        yield Finding("sixteen_bits", LIKELY, f"{facts.size} is that of bfloat16, and a limit is crossed")
 
 
 RULES = (
     _comparable,
     _unscored,
+    _of_course,
     _after_environment,
     _extreme,
     _stale,

@@ -15,6 +15,7 @@ FEWEST_STEPS = 8
 _COLLAPSED = 0.5  # a reward has collapsed if it falls under this share of its peak and stays there
 _NEAR_PEAK = 0.9  # the decline begins at the last step at which the reward is above this share of its peak
 _GROWN = 2.0  # a signal has grown from the first step on after which it stays above this multiple of its reference
+_MOST = 0.75  # the least share of a signal's numbers since its growth that have grown themselves
 _FEWEST_TOKENS = 50  # the fewest tokens of a bucket that counts, over the whole log
 
 
@@ -30,6 +31,7 @@ class Onset:
 class Course:
     """The facts of a log. A number that the log does not give is NaN."""
 
+    log: Log  # the log itself
     steps: int  # the number of steps
     starts_at: int  # the first step
     first: Mapping[str, float]  # the median of each signal over the first steps
@@ -107,12 +109,12 @@ def read_course(log: Log) -> Course:
     """Reads the facts of a log."""
     width = window(len(log.steps))
     gap_name = next((name for name in GAPS if log.has(name)), "")
-    gap, k3 = log.get(gap_name), log.get("k3_kl")
+    gap, k3 = np.abs(log.get(gap_name)), log.get("k3_kl")  # the mean of lr has a sign
     effects = np.array([effect(a, b) for a, b in zip(k3, log.get("logprob_abs_diff_mean"), strict=True)])
     reward = smooth(log.get("reward"), width)
     decline = find_decline(reward)
     onsets = {
-        name: Onset(*_onset(smooth(values, width), log.steps, decline))
+        name: Onset(*_onset(values, width, log.steps, decline))
         for name, values in {
             "gap": gap,
             "grad_norm": log.get("grad_norm"),
@@ -124,6 +126,7 @@ def read_course(log: Log) -> Course:
     names = [name for name in log.signals if log.has(name)]
     buckets = {group: _bucket_means(labels) for group, labels in log.buckets.items()}
     return Course(
+        log=log,
         steps=len(log.steps),
         starts_at=int(log.steps[0]),
         first={name: _end(log.get(name), width) for name in names},
@@ -147,7 +150,7 @@ def read_course(log: Log) -> Course:
     )
 
 
-GAPS = ("logprob_abs_diff_mean", "log_ppl_abs_diff", "k3_kl", "prob_abs_diff_mean")
+GAPS = ("logprob_abs_diff_mean", "log_ppl_abs_diff", "k3_kl", "prob_abs_diff_mean", "kl")
 """The signals that may stand for the size of the mismatch, the best first."""
 
 
@@ -197,23 +200,29 @@ def find_decline(reward: np.ndarray) -> int | None:
     return int(np.flatnonzero(height >= _NEAR_PEAK * peak)[-1])
 
 
-def _onset(values: np.ndarray, steps: np.ndarray, decline: int | None) -> tuple[int | None, int | None]:
+def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) -> tuple[int | None, int | None]:
     """Returns the step from which a smoothed signal stays above twice its reference, and its lead over the decline.
 
     The reference is the median of the first quarter of the steps before the decline. Steps long after the decline do
-    not count, because a policy that has failed gives other numbers.
+    not count, because a policy that has failed gives other numbers. Neither spikes that lift a mean nor noise are
+    growth: three quarters of the single numbers are above twice the reference and nine tenths of the first numbers.
     """
-    known = np.isfinite(values)
-    if known.sum() < FEWEST_STEPS:
+    values = smooth(raw, width)
+    if np.isfinite(values).sum() < FEWEST_STEPS:
         return None, None
     end = len(values) if decline is None else min(len(values), decline + 1 + max(3, (len(values) - decline) // 2))
-    before = values[: max(4, (end if decline is None else decline) // 4)]
+    quarter = max(4, (end if decline is None else decline) // 4)
+    before = values[:quarter]
     reference = float(np.nanmedian(before)) if np.isfinite(before).any() else math.nan
     grown = values[:end] > _GROWN * reference
     if not math.isfinite(reference) or reference <= 0 or not grown.any() or not grown[-1]:
         return None, None
     last_low = np.flatnonzero(~grown)
     at = int(last_low[-1]) + 1 if len(last_low) else 0
+    since = raw[at:end][np.isfinite(raw[at:end])]
+    usual = max(_GROWN * reference, float(np.nanquantile(raw[:quarter], 0.9)))
+    if len(since) < 3 or np.mean(since > usual) < _MOST:
+        return None, None
     return int(steps[at]), None if decline is None else int(steps[decline]) - int(steps[at])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,9 +40,9 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
             | {"measured": one.measured, "first": one.first}
             for one in facts.crossings
         ],
-        "answers": answers(facts, cause, findings),
+        "answers": {} if facts.runs else answers(facts, cause, findings),
         "remedies": None if cause == "healthy" else f"rljax docs diagnose#{cause}",
-        "next": list(to_measure(facts, cause)),
+        "next": [f"one run: --run {shlex.quote(run)}" for run in facts.runs] or list(to_measure(facts, cause)),
     }
     plain: dict[str, Any] = json.loads(finite_json(found))
     return plain
@@ -87,13 +88,21 @@ def to_text(found: Mapping[str, Any]) -> str:
         "What is measured": _measured_lines(found["measured"]),
         "Limits of the field": _limit_lines(found["limits"]),
         "Where it comes from": (f"{question}: {answer}" for question, answer in found["answers"].items()),
-        "Remedies": [f"{found['remedies']} lists them, the best fitting first"] if found["remedies"] else [],
+        "Remedies": _remedy_lines(found),
         "What to measure next": (f"- {line}" for line in found["next"]),
     }
     for title, texts in sections.items():
         body = [line for text in texts for line in _wrapped(text, 2)]
         lines += ["", title, *(body or ["  nothing"])]
     return "\n".join(lines) + "\n"
+
+
+def _remedy_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    project = found["measured"].get("log", {}).get("project", "rljax")
+    if found["remedies"]:
+        yield f"{found['remedies']} lists them, the best fitting first"
+        if project != "rljax":
+            yield f"in the options of {project}: rljax docs diagnose#in_your_framework"
 
 
 def _measured_lines(measured: Mapping[str, Any]) -> Iterator[str]:

@@ -6,6 +6,8 @@ A column matches if its name ends in a known name, whatever prefix a logger adds
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,18 +15,33 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rljax.errors import ConfigError
-from rljax.mismatch.names import LENGTH_COLUMNS, NAME_TABLE, SIGNAL_NAMES
-from rljax.record.training_logs import Rows, cells_by_step, choose_step_column, columns_of, matching, number_of
+from rljax.mismatch.names import NAME_TABLE, SIGNAL_NAMES
+from rljax.record.training_logs import (
+    Rows,
+    cells_by_step,
+    choose_columns,
+    choose_step_column,
+    columns_of,
+    matching,
+    number_of,
+)
 
 MISMATCH = (
     *("logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "kl", "log_ppl_abs_diff", "log_ppl_diff"),
     *("prob_abs_diff_mean", "prob_abs_diff_max", "pearson_corr", "slope_per_1k", "extreme_rate", "nonfinite_count"),
     *("token_mult_prob_error", "training_log_ppl", "chi2_token"),
     *("logprob_abs_diff_p99", "logprob_abs_diff_p999", "logprob_abs_diff_std"),
+    *("ratio_mean", "ratio_max", "ratio_min"),
 )
-"""The mismatch signals. All but ``token_mult_prob_error`` and ``logprob_abs_diff_std``, the standard deviation of
-abs(lr), are the metrics of ``rljax.mismatch`` with these names."""
+"""The mismatch signals: metrics of ``rljax.mismatch`` with these names, and those that only other projects log.
 
+The others are ``token_mult_prob_error``, ``logprob_abs_diff_std`` (the standard deviation of abs(lr)), and the mean,
+the largest and the smallest exp(lr).
+"""
+
+_SIZES = ("logprob_abs_diff_mean", "prob_abs_diff_mean")
+FEWEST_LOST = 3
+"""A signal is lost if at least so many of its numbers, up to the last one, are not finite."""
 PROJECTS = tuple(SIGNAL_NAMES)
 """The projects whose logs are known."""
 BUCKETED = ("mismatch_position", "mismatch_entropy", "mismatch_staleness", "turns")
@@ -43,6 +60,7 @@ class Log:
     columns: Mapping[str, str]  # the column of the log that each signal is read from
     # rljax's buckets, by group and label, in the order of the edges: the metrics of the bucket, float64 [n] each.
     buckets: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]] = field(default_factory=dict)
+    lost: Mapping[str, int] = field(default_factory=dict)  # the first step from which a signal is never finite again
 
     def get(self, name: str) -> np.ndarray:
         """Returns a signal, float64 [n]; NaN everywhere if the log lacks it."""
@@ -84,13 +102,14 @@ def choose_signals(columns: list[str]) -> tuple[str, dict[str, str]]:
 
 def _fitting(project: str, columns: list[str]) -> dict[str, str]:
     others = {name: endings for name, endings in SIGNAL_NAMES[project].items() if name not in MISMATCH}
-    lengths = dict.fromkeys(name for name, _ in LENGTH_COLUMNS)
-    names = mismatch_names(project) | others | {"length": tuple(lengths)}
     found: dict[str, str] = {}
-    for signal, endings in names.items():
-        matches = (column for ending in endings for column in matching(columns, ending))
+    for signal, endings in (mismatch_names(project) | others).items():
+        matches = (column for ending in endings for column in matching(columns, ending.removeprefix("-")))
         if (column := next(matches, None)) is not None:
             found[signal] = column
+    with contextlib.suppress(ConfigError):
+        found["length"], truncated = choose_columns(columns, None, None)
+        found |= {"truncated": truncated} if truncated else {}
     return found
 
 
@@ -101,13 +120,14 @@ def _weight(found: Mapping[str, str]) -> int:
 
 def read_signals(rows: Rows) -> Log:
     """Reads the signals of a log's rows. Raises ConfigError if the log has no known signal, or no step."""
+    rows = [{name: cell for name, cell in row.items() if cell is not None} for row in rows]
     columns = columns_of(rows)
     project, found = choose_signals(columns)
     wanted = dict(found)
     if project == "rljax":
         groups = (*BUCKETED, *PARTS)
         wanted |= {name: name for name in columns if name.startswith(tuple(f"{group}/" for group in groups))}
-    dated = next((found[name] for name in ("length", *MISMATCH, "reward", "grad_norm") if name in found), "")
+    dated = next((found[name] for name in ("length", *MISMATCH, *found) if name in found), "")
     by_step = cells_by_step(rows, wanted, choose_step_column(rows, dated))
     if not by_step:
         raise ConfigError("the log has no row with a step and a signal of a known name")
@@ -123,12 +143,44 @@ def read_signals(rows: Rows) -> Log:
                 group = f"turns/{kind}"
             buckets.setdefault(group, {}).setdefault(label, {})[metric] = values
     plain = {name: values for name, values in table.items() if name.partition("/")[0] not in BUCKETED}
-    if "token_mult_prob_error" in plain and "logprob_abs_diff_mean" not in plain:
-        plain["logprob_abs_diff_mean"] = plain["token_mult_prob_error"] - 1.0  # to first order
+    for signal, endings in mismatch_names(project).items():
+        if any(ending.startswith("-") and found.get(signal, "").endswith(ending[1:]) for ending in endings):
+            plain[signal] = -plain[signal]
     ordered = {
         group: dict(sorted(labels.items(), key=lambda item: _edge(item[0]))) for group, labels in buckets.items()
     }
-    return Log(project, steps, plain, found, ordered)
+    lost = {
+        name: _last_finite([(at, by_step[at][name]) for at in sorted(by_step) if name in by_step[at]]) for name in found
+    }
+    return Log(
+        project,
+        steps,
+        plain | _derived(plain),
+        found,
+        ordered,
+        {name: at for name, at in lost.items() if at is not None},
+    )
+
+
+def _derived(plain: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the signals that follow from those of a log. A mean of differences with their signs is no size: NaN."""
+    new = {name: np.full(len(plain[name]), np.nan) for name in _SIZES if np.min(plain.get(name, 0.0), initial=0.0) < 0}
+    if "token_mult_prob_error" in plain and "logprob_abs_diff_mean" not in plain:
+        # The mean of exp(abs(lr)) is at least exp of the mean.
+        new["logprob_abs_diff_mean"] = np.log(np.maximum(plain["token_mult_prob_error"], 1.0))
+    if "zero_std" in plain and "signal" not in plain:
+        new["signal"] = 1.0 - plain["zero_std"]
+    if "kl" in plain and "k3_kl" in plain and "ratio_mean" not in plain:
+        new["ratio_mean"] = 1.0 + plain["k3_kl"] - plain["kl"]
+    if "kl" in plain and "ratio_mean" in plain and "k3_kl" not in plain:
+        new["k3_kl"] = np.maximum(plain["ratio_mean"] - 1.0 + plain["kl"], 0.0)
+    return new
+
+
+def _last_finite(numbers: list[tuple[int, float]]) -> int | None:
+    """Returns the step after which no number is finite, of at least three; None if the log ends in finite numbers."""
+    lost = list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), reversed(numbers)))
+    return lost[-1][0] if len(lost) >= FEWEST_LOST else None
 
 
 def _edge(label: str) -> float:

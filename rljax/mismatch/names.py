@@ -147,21 +147,57 @@ rljax: reward reward/mean; entropy policy/entropy; grad_norm optimizer/grad_norm
     signal reward/groups_with_signal; error_fraction reward/error_fraction
 verl: reward critic/score/mean critic/rewards/mean; entropy actor/entropy actor/entropy_loss;
     grad_norm actor/grad_norm; learning_rate actor/lr; staleness training/off_policy/trajectory_staleness/mean;
-    reference_kl actor/kl_loss; policy_kl actor/ppo_kl
-trl: reward reward; entropy entropy; grad_norm grad_norm; learning_rate learning_rate; reference_kl kl
+    reference_kl actor/kl_loss; policy_kl actor/ppo_kl; loss actor/pg_loss; largest_advantage critic/advantages/max;
+    kl mismatch/mismatch_kl; k3_kl mismatch/mismatch_k3_kl; log_ppl_abs_diff mismatch/mismatch_log_ppl_abs_diff;
+    prob_abs_diff_mean rollout_probs_diff_mean
+trl: reward reward; entropy entropy; grad_norm grad_norm; learning_rate learning_rate; reference_kl kl; loss loss;
+    zero_std frac_reward_zero_std; reward_std reward_std; ratio_mean importance_sampling_ratio/mean;
+    ratio_max importance_sampling_ratio/max; ratio_min importance_sampling_ratio/min;
+    logprob_abs_diff_mean sampling_logp_difference/mean
 prime_rl: reward reward/all/mean reward/mean; entropy entropy/all/mean entropy/mean; grad_norm optim/grad_norm;
     learning_rate optim/lr; staleness off_policy/mean off_policy_level/all/mean off_policy_level/mean;
-    k3_kl mismatch_kl/mean mismatch_kl/all/mean
+    k3_kl mismatch_kl/mean mismatch_kl/all/mean; loss loss/mean
 nemo_rl: reward reward; entropy approx_entropy; grad_norm grad_norm; learning_rate lr; staleness avg_trajectory_age;
-    reference_kl kl_penalty; token_mult_prob_error token_mult_prob_error
+    reference_kl kl_penalty; token_mult_prob_error token_mult_prob_error; ratio_mean sampling_importance_ratio
 slime: reward rollout/raw_reward raw_reward rollout/rewards; entropy train/entropy_loss; grad_norm train/grad_norm;
-    learning_rate train/lr-pg_0; reference_kl train/kl_loss; policy_kl train/ppo_kl;
-    logprob_abs_diff_mean train/train_rollout_logprob_abs_diff
-skyrl: reward reward/avg_raw_reward; entropy policy/policy_entropy; grad_norm policy/grad_norm policy/raw_grad_norm;
-    learning_rate policy/policy_lr; staleness async/staleness_mean; reference_kl policy/policy_kl loss/avg_kl;
-    logprob_abs_diff_std policy/rollout_train_logprobs_abs_diff_std
+    learning_rate train/lr-pg_0; reference_kl train/kl_loss; policy_kl train/ppo_kl; loss train/pg_loss;
+    logprob_abs_diff_mean train_rollout_logprob_abs_diff; k3_kl train_rollout_kl; ratio_mean train/tis
+skyrl: reward reward/avg_raw_reward; entropy policy_entropy; grad_norm raw_grad_norm grad_norm;
+    learning_rate policy_lr; staleness async/staleness_mean; reference_kl policy_kl loss/avg_kl;
+    logprob_abs_diff_mean minibatch_rollout_logprobs_abs_diff_mean rollout_train_logprobs_abs_diff_mean;
+    logprob_abs_diff_max minibatch_rollout_logprobs_abs_diff_max;
+    logprob_abs_diff_std minibatch_rollout_logprobs_abs_diff_std rollout_train_logprobs_abs_diff_std
 tunix: reward rewards/score/mean rewards/reward/mean; entropy entropy loss/entropy; grad_norm grad_norm;
     learning_rate learning_rate; reference_kl kl; policy_kl ppo_kl
+areal: reward task_reward/avg rollout/reward; entropy update/entropy/avg entropy/avg; grad_norm update/grad_norm;
+    learning_rate update/lr; policy_kl approx_kl/avg; kl -behave_approx_kl/avg;
+    logprob_abs_diff_mean behave_approx_kl_abs/avg; ratio_mean behave_imp_weight/avg;
+    ratio_max behave_imp_weight/max; ratio_min behave_imp_weight/min
+openrlhf: reward reward; entropy entropy_loss; grad_norm actor_grad_norm; learning_rate actor_lr; reference_kl kl;
+    policy_kl ppo_kl; loss policy_loss; kl vllm_kl
+open_instruct: reward objective/verifiable_correct_rate objective/scores scores; entropy policy/entropy_avg;
+    grad_norm optim/grad_norm; learning_rate lr; reference_kl objective/kl_avg; loss loss/policy_avg;
+    logprob_abs_diff_mean vllm_vs_local_logprob_diff_mean;
+    logprob_abs_diff_max vllm_vs_local_logprob_diff_max;
+    logprob_abs_diff_std vllm_vs_local_logprob_diff_std
+rllm: reward reward/mean; entropy actor/entropy; grad_norm actor/grad_norm; learning_rate actor/lr; kl offpolicy/kl;
+    k3_kl offpolicy/k3_kl; logprob_abs_diff_mean offpolicy/logprob_abs_diff/mean;
+    logprob_abs_diff_max offpolicy/logprob_abs_diff/max; prob_abs_diff_mean offpolicy/prob_abs_diff/mean;
+    ratio_mean offpolicy/ratio/mean
+torchtitan: reward rollout_reward/_mean reward/mean; entropy trainer/entropy/mean entropy;
+    grad_norm trainer/grad_norm/mean grad_norm; learning_rate trainer/lr lr; loss loss/mean;
+    staleness train_batch/policy_age/mean; zero_std rollout_reward/group_zero_std_frac/mean;
+    kl -bit_wise/logprob_diff/mean; logprob_abs_diff_mean bit_wise/logprob_diff/abs_mean
+tinker: reward env/all/reward/total; entropy optim/entropy; learning_rate optim/lr;
+    signal by_group/frac_mixed; kl kl_sample_train_v1; k3_kl kl_sample_train_v2
+roll: reward critic/score/mean; entropy critic/entropy/mean; grad_norm actor/grad_norm; learning_rate actor/lr;
+    ratio_mean actor/train_infer_ratio_mean; prob_abs_diff_mean actor/train_infer_diff_mean
+ms_swift: reward reward; entropy entropy/mean; grad_norm grad_norm; learning_rate learning_rate; loss loss;
+    zero_std frac_reward_zero_std; reward_std reward_std; kl rollout_correction/kl; k3_kl rollout_correction/k3_kl;
+    chi2_token rollout_correction/chi2_token
+marin: entropy policy_entropy current_entropy; grad_norm grad/norm/total;
+    learning_rate optim/learning_rate; reference_kl kl_loss; loss reinforce_loss;
+    ratio_mean trainer_inference_importance_sampling_ratio_mean
 """
 SIGNAL_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     project: {words[0]: tuple(words[1:]) for words in map(str.split, signals.split(";"))}
@@ -169,12 +205,16 @@ SIGNAL_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """The names of each project's further signals, the best first, taken from its source.
 
-The length is not among them. A mismatch signal here has the value of ours but for the order of its means or a known
-function of it.
+The length is not among them. A mismatch signal here has the value of ours but for the order of its means, its sign (a
+name that begins with ``-``) or a known function of it. tinker's ``v2``, half of the mean square of lr, is k3 to second
+order. Miles has slime's names.
 """
 
 LENGTH_COLUMNS = (
-    ("response_length/mean", ("response_length/truncated_fraction", "response_length/clip_ratio")),  # rljax, verl
+    (  # rljax, verl, torchtitan
+        "response_length/mean",
+        ("response_length/truncated_fraction", "response_length/clip_ratio", "truncation_rate/mean"),
+    ),
     ("completions/mean_length", ("completions/clipped_ratio",)),  # TRL, tunix
     ("decode_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl
     ("completion_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl, older
@@ -186,15 +226,23 @@ LENGTH_COLUMNS = (
     ("response_lengths", ("truncated", "truncated_ratio")),  # slime, Miles: the trainer's side
     ("generate/avg_num_tokens", ()),  # SkyRL
     ("completion_length", ()),  # TRL, older
-    ("response_length", ()),  # OpenRLHF, torchtitan
+    ("response_length", ("truncated", "response_clip_ratio")),  # OpenRLHF, torchtitan
+    ("val/sequence_lengths", ("val/truncated_completion_fraction",)),  # open-instruct
+    ("seq_len/avg", ("no_eos_ratios/avg",)),  # AReaL
+    ("step_response_length/mean", ()),  # rLLM
+    ("ac_tokens_per_turn", ()),  # tinker
+    ("response_tokens_length", ()),  # Marin
 )
 """The names of the mean response length, and of the share of truncated responses in the same log."""
 
 CALL_COUNT = "_step"
 """The column that counts the calls of ``wandb.log``."""
 _OWN_STEPS = ("training/global_step", "trainer/global_step", "train/global_step", "rollout/step")
-STEP_COLUMNS = (*_OWN_STEPS, "step", "global_step", "Step", "train/step", "trainer/step", "iteration", CALL_COUNT)
+_STEPS = ("step", "global_step", "Step", "train/step", "trainer/step", "iteration", "training_step", "progress/batch")
+STEP_COLUMNS = (*_OWN_STEPS, *_STEPS, CALL_COUNT)
 """The names of the step's column, the best first."""
+RUN_COLUMNS = ("run", "run_name", "run_id", "run/name", "Name", "arm", "experiment")
+"""The names of the column that names the run of each row, in a table of several runs."""
 NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
 """The parts of a name that say that a column or a folder is not of the training."""
 WRAPPERS = {"data", "metrics", "log", "logs", "payload"}

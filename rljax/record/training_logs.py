@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rljax.errors import ConfigError, MissingPackageError, import_for, parse_json
-from rljax.mismatch.names import CALL_COUNT, LENGTH_COLUMNS, NOT_TRAINING, STEP_COLUMNS, WRAPPERS
+from rljax.mismatch.names import CALL_COUNT, LENGTH_COLUMNS, NOT_TRAINING, RUN_COLUMNS, STEP_COLUMNS, WRAPPERS
 from rljax.record.console_logs import console_rows
 from rljax.record.foreign_files import foreign_kind
 
@@ -223,7 +223,7 @@ def matching(columns: list[str], name: str) -> list[str]:
     def fits(column: str) -> bool:
         parts = column.lower().replace("-", "/").replace(".", "/").replace(" ", "").split("/")
         ending = f"/{column.replace('.', '/')}".endswith((f"/{name}", f" - {name}"))
-        return ending and NOT_TRAINING.isdisjoint(parts)
+        return ending and NOT_TRAINING.isdisjoint({*parts} - {*name.split("/")})
 
     return sorted(filter(fits, columns), key=lambda column: ("/agg/" not in column, len(column)))
 
@@ -354,6 +354,27 @@ def runs_beside(columns: list[str], column: str) -> list[str]:
     """Returns the columns of the same name of other runs: W&B's export of a chart names them ``RUN - NAME``."""
     _, dash, name = column.rpartition(" - ")
     return [other for other in columns if dash and other != column and other.rpartition(" - ")[1:] == (dash, name)]
+
+
+def split_runs(rows: Rows) -> dict[str, Rows]:
+    """Returns the rows of each run in one export, by the run's name; empty if the log has one run.
+
+    W&B's export of a chart names the columns ``RUN - NAME``. A table of several runs names them in a column.
+    """
+    columns = columns_of(rows)
+    pairs = [column.split(" - ", 1) for column in columns if " - " in column]
+    names = list(dict.fromkeys(run for run, _ in pairs))
+    if len(names) > 1 and len({name for _, name in pairs}) < len(pairs):
+        ours = {run: [name for name in columns if " - " not in name or name.startswith(f"{run} - ")] for run in names}
+        return {
+            run: [{name.removeprefix(f"{run} - "): row[name] for name in ours[run] if name in row} for row in rows]
+            for run in names
+        }
+    for column in RUN_COLUMNS:
+        runs = dict.fromkeys(row[column] for row in rows if isinstance(row.get(column), str))
+        if len(runs) > 1:
+            return {run: [row for row in rows if row.get(column) == run] for run in runs}
+    return {}
 
 
 def varying_lengths(rows: Rows, column: str) -> list[str]:

@@ -135,7 +135,12 @@ def test_what_is_neither_log_nor_tokens_is_named(tmp_path, monkeypatch, name, co
     else:
         path.write_text(json.dumps(content) + "\n")
     by_columns = name == "x.parquet"  # only what reads tokens opens it
-    commands = [main, view.main, compare.main, *([] if by_columns else [replay.main, plot.main])]
+    is_summary = content is not None and "reward/mean" in content  # of which a diagnosis says so
+    readers = [view.main, compare.main, *([] if by_columns else [replay.main, plot.main])]
+    commands = readers if is_summary else [main, *readers]
+    if is_summary:
+        status, page, _ = outcome(main, [path])
+        assert (status, page.splitlines()[0]) == (1, f"{path}: one_row (sure)")
     for command in commands:
         status, _, err = outcome(command, [path])
         assert (status, err.count("\n")) == (2, 1)
@@ -145,6 +150,23 @@ def test_what_is_neither_log_nor_tokens_is_named(tmp_path, monkeypatch, name, co
             assert said in outcome(command, ["data"])[2]
     assert [each.name for each in tmp_path.iterdir()] == ["data"]
     assert [each.name for each in path.parent.iterdir()] == [name]
+
+
+def test_one_of_several_runs_is_chosen(tmp_path):
+    """A chart of W&B has a column for each run, and a table of runs a column with their names."""
+    chart, table = tmp_path / "chart.csv", tmp_path / "table.jsonl"
+    rows = [(step, run, 0.01 if run == "a" else 0.4) for step in range(1, 13) for run in ("a", "b")]
+    names = [f"{run} - {name}" for run in "ab" for name in ("critic/score/mean", "rollout_corr/k3_kl")]
+    lines = [f"{step},0.{step + 10},0.0005,0.5,{0.002 * step**2}" for step in range(1, 13)]
+    chart.write_text("\n".join([",".join(["Step", *(f'"{name}"' for name in names)]), *lines]))
+    table.write_text("".join(f'{{"step": {step}, "run": "{run}", "vllm_kl": {kl}}}\n' for step, run, kl in rows))
+    for path, bad in ((chart, "mismatch_growth"), (table, "cannot_tell")):
+        status, page, _ = outcome(main, [path])
+        assert (status, page.splitlines()[0]) == (1, f"{path}: several_runs (sure)")
+        assert "one run: --run a" in page
+        assert outcome(main, [path, "--run", "a"])[0] == 0
+        assert json.loads(outcome(main, [path, "--run", "b", "--json", "-"])[1])["cause"] == bad
+        assert "no run 'c' in the log, which has a, b" in outcome(main, [path, "--run", "c"])[2]
 
 
 def test_a_folder_with_texts_beside_its_log_is_read(tmp_path, log):
@@ -204,8 +226,9 @@ def test_a_column_that_is_not_there_is_named():
 def test_every_cause_has_remedies_and_a_kind():
     lists = re.findall(r"^### (\w+)\n\n1\. ", REMEDIES, re.MULTILINE)
     assert sorted(lists) == sorted(set(CAUSES) - {"healthy"})
+    assert "| verl | `algorithm.rollout_correction" in REMEDIES.partition("### in_your_framework\n")[2]
     kinds = {kind for kind, _ in CAUSES.values()}
-    assert kinds == {"none", "numerics", "staleness", "settings", "weights", "optimisation", "cannot tell"}
+    assert kinds == {"none", "numerics", "staleness", "settings", "weights", "optimisation", "rewards", "cannot tell"}
 
 
 def test_the_tokens_after_an_environment_are_masked():
@@ -214,7 +237,8 @@ def test_the_tokens_after_an_environment_are_masked():
 
 def test_each_remedy_has_settings_and_a_source():
     listed = re.findall(r"^\d+\. (.+?): (`.+)$", REMEDIES, re.MULTILINE)
-    table = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", REMEDIES.partition("|---|---|---|\n")[2], re.MULTILINE)
+    costs = REMEDIES.partition("### What each remedy costs")[2].partition("|---|---|---|\n")[2]
+    table = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", costs, re.MULTILINE)
     assert {name for name, _ in listed} == {name for name, _, _ in table}
     for _, settings in listed:
         for section, name in re.findall(r"--([a-z]+)\.([a-z0-9-]+)", settings):

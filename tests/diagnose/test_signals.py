@@ -22,6 +22,20 @@ from rljax.mismatch.names import NAME_TABLE, SIGNAL_NAMES
             ["global/train/rewards/score/mean", "actor/train/grad_norm", "actor/train/sampler_trainer/logp_diff_mean"],
         ),
         ("rljax", ["step", "reward/mean", "policy/entropy", "optimizer/grad_norm", "mismatch/k3_kl"]),
+        ("verl", ["step", "critic/rewards/mean", "actor/entropy_loss", "mismatch/mismatch_k3_kl"]),
+        ("skyrl", ["step", "reward/avg_raw_reward", "policy_lr", "minibatch_rollout_logprobs_abs_diff_mean"]),
+        ("areal", ["step", "ppo_actor/task_reward/avg", "ppo_actor/update/behave_approx_kl/avg"]),
+        ("openrlhf", ["step", "train/reward", "train/actor_grad_norm", "train/vllm_kl", "train/response_length"]),
+        (
+            "open_instruct",
+            ["training_step", "objective/verifiable_correct_rate", "debug/vllm_vs_local_logprob_diff_mean"],
+        ),
+        ("rllm", ["step", "reward/mean", "actor/entropy", "offpolicy/k3_kl", "offpolicy/logprob_abs_diff/mean"]),
+        ("torchtitan", ["step", "rollout_reward/_mean", "trainer/entropy/mean", "bit_wise/logprob_diff/mean"]),
+        ("tinker", ["progress/batch", "env/all/reward/total", "optim/entropy", "optim/kl_sample_train_v1"]),
+        ("roll", ["step", "critic/score/mean", "critic/entropy/mean", "actor/train_infer_ratio_mean"]),
+        ("ms_swift", ["step", "reward", "entropy/mean", "rollout_correction/kl", "rollout_correction/k3_kl"]),
+        ("slime", ["step", "rollout/raw_reward", "train/train_rollout_kl", "train/train_rollout_logprob_abs_diff"]),
     ],
 )
 def test_each_project_is_known_by_its_names(project, columns):
@@ -31,9 +45,10 @@ def test_each_project_is_known_by_its_names(project, columns):
     assert set(chosen) & set(mismatch_names(project))
 
 
-def test_every_project_has_mismatch_reward_and_gradient():
+def test_every_project_has_mismatch_and_entropy():
     for project in PROJECTS:
-        assert {"reward", "entropy", "grad_norm"} <= set(SIGNAL_NAMES[project])
+        assert {"entropy", "learning_rate"} <= set(SIGNAL_NAMES[project])
+        assert {"reward", "grad_norm"} & set(SIGNAL_NAMES[project])
         assert mismatch_names(project)
     known = {(metric.framework, metric.name) for metric in NAME_TABLE}
     assert ("prime_rl", "mismatch_kl/mean") in known
@@ -50,9 +65,27 @@ def test_a_log_by_step():
     assert log.project == "nemo_rl"
     assert log.steps.tolist() == [1, 2]
     np.testing.assert_allclose(log.get("reward"), [0.25, 0.75])
-    np.testing.assert_allclose(log.get("logprob_abs_diff_mean"), [0.02, 0.03])
+    np.testing.assert_allclose(log.get("logprob_abs_diff_mean"), np.log([1.02, 1.03]))
     np.testing.assert_allclose(log.get("k3_kl"), [np.nan, 0.001])
     assert not log.has("entropy")
+
+
+def test_signs_and_ratios_follow():
+    """AReaL logs the mean of lr: its sign is turned, and k3 is the mean ratio - 1 - the mean of lr."""
+    names = ("update/behave_approx_kl/avg", "update/behave_imp_weight/avg")
+    log = read_signals([{"step": 1, "task_reward/avg": 0.5, names[0]: -0.03, names[1]: 0.98}])
+    np.testing.assert_allclose([log.get("kl")[0], log.get("k3_kl")[0]], [0.03, 0.01])
+    log = read_signals([{"step": 1, "critic/score/mean": 0.5, "rollout_corr/kl": 0.3, "rollout_corr/k3_kl": 0.08}])
+    np.testing.assert_allclose(log.get("ratio_mean"), [0.78])
+    signed = [{"step": i, "critic/score/mean": 0.5, "actor/train_infer_diff_mean": (-1) ** i * 1e-4} for i in range(4)]
+    assert not read_signals(signed).has("prob_abs_diff_mean")  # ROLL's mean has a sign, so it is no size
+
+
+def test_numbers_that_are_never_finite_again_are_lost():
+    """A column that is NaN now and then is not lost, nor is one whose cells are missing at the end."""
+    cells = [(0.1, 0.2), (float("nan"), 0.2), (0.1, "nan"), (0.1, "NaN"), (None, float("inf"))]
+    rows = [{"step": i, "reward": 1.0, "grad_norm": a, "entropy": b} for i, (a, b) in enumerate(cells, 1)]
+    assert read_signals(rows).lost == {"entropy": 3}
 
 
 def test_buckets_stand_in_the_order_of_their_edges():

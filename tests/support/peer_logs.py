@@ -19,17 +19,22 @@ OURS = {name: names[0] for name, names in SIGNAL_NAMES["rljax"].items()}
 def renamed(rows, project):
     """Returns the rows of rljax with the metrics that a project has, under its names.
 
-    ``token_mult_prob_error`` is 1 + the mean of abs(log-ratio), to first order.
+    ``token_mult_prob_error`` is 1 + the mean of abs(log-ratio), to first order. A name that begins with ``-`` has the
+    number with the other sign.
     """
     names = mismatch_names(project)
     found = []
     for row in rows:
-        new = {STEPS.get(project, "step"): row["step"], LENGTHS[project]: row["response_length/mean"]}
+        length = LENGTHS.get(project, "response_length/mean")
+        new = {STEPS.get(project, "step"): row["step"], length: row["response_length/mean"]}
         for ours, theirs in names.items():
             if ours == "token_mult_prob_error":
                 new[theirs[0]] = 1 + row["mismatch/logprob_abs_diff_mean"]
+            elif ours == "ratio_mean":
+                new[theirs[0]] = 1 + row["mismatch/k3_kl"] - row["mismatch/kl"]
             elif f"mismatch/{ours}" in row:
-                new[theirs[-1]] = row[f"mismatch/{ours}"]
+                sign = -1 if theirs[-1].startswith("-") else 1
+                new[theirs[-1].removeprefix("-")] = sign * row[f"mismatch/{ours}"]
         pairs = ((theirs[0], row.get(OURS.get(name))) for name, theirs in SIGNAL_NAMES[project].items())
         new |= {theirs: value for theirs, value in pairs if value is not None}
         found.append(new)
