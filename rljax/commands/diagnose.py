@@ -86,7 +86,7 @@ def read_source(source: Path, tokens: Path | None) -> tuple[Log | None, TokenDum
         rows, _ = read_log(source, lambda columns: tuple(choose_signals(columns)[1].values()))
         return read_signals(rows), dump, config
     except ConfigError as reason:
-        if dump is not None or source.is_dir():
+        if dump is not None:
             raise
         if source.suffix == ".parquet":
             return None, read_tokens(source), None

@@ -82,18 +82,14 @@ class Facts(NamedTuple):
     declared: Declared = Declared()
 
     @property
-    def effect(self) -> float:
-        """The error of the logits: from the dump's tokens without outliers, or else from the log's last steps."""
-        if self.tokens is not None:
-            return self.tokens.effect_without
-        return math.nan if self.course is None else self.course.effect_last
-
-    @property
     def size(self) -> Size:
         """The size of the mismatch: the error of the logits, or else the best other signal."""
         course = self.course
-        if not math.isnan(self.effect) or course is None or not course.gap_name:
-            return Size(self.effect, EFFECTS, "an error of the logits")
+        if self.tokens is not None:
+            return self.tokens.size
+        effect = math.nan if course is None else course.effect_last
+        if not math.isnan(effect) or course is None or not course.gap_name:
+            return Size(effect, EFFECTS, "an error of the logits")
         entropy = course.last.get("entropy", math.nan)
         for name, limits in _OVER_ENTROPY.items():
             if entropy > 0 and name in course.last:
