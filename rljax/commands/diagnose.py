@@ -108,7 +108,7 @@ def read_source(source: Path, tokens: Path | None, run: str | None = None) -> Re
             return ReadSource(None, dump, config, tuple(runs))
         return ReadSource(read_signals(runs[run] if run is not None else rows), dump, config)
     except ConfigError as reason:
-        if dump is not None or source.is_dir() or run is not None:
+        if dump is not None or run is not None:
             raise
         if source.suffix == ".parquet":
             return ReadSource(None, read_tokens(source), None)

@@ -1,8 +1,8 @@
 """Reads token files of other frameworks into a ``TokenDump``.
 
-``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export, NeMo-RL's training data, Miles'
-rollouts, replies of an OpenAI-compatible server or of SGLang's ``/generate``, or generic JSONL. The documented
-exporters for TRL and verl write generic JSONL. Pickles are refused.
+``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export, replies of an OpenAI-compatible
+server or of SGLang's ``/generate``, or JSONL of sequences or batches, in our names or those of TRL, verl, NeMo-RL,
+slime, Miles, tunix and Levanter. Pickles are refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rljax.compare.sequences import Line, renamed, sequences_of
 from rljax.data.files import FileRow, json_lines
 from rljax.errors import parse_json
 from rljax.record.foreign_files import TRL_TEXTS, foreign_kind
@@ -38,8 +39,9 @@ _KINDS = {  # the first bytes of files that are named and not read
     b"\x89HDF": "an HDF5 file",
     b"ARROW1": "an Arrow file: write it as Parquet or JSONL",
 }
-_NEMO_RL = {"trainer": "prev_logprobs", "rollout": "generation_logprobs"}
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _NO_IDS = "text does not give the tokens back"
+_ADD = "rljax docs compare has the lines that write token ids and log-probabilities inside its process"
 _RUNS_CODE = "loading it runs whatever code it holds"
 
 
@@ -70,9 +72,6 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
         return _assemble(place, lines, _prime_rl_sequence, _PRIME_RL_SOURCES)
     if not {"choices", "outputs", "meta_info"}.isdisjoint(first) and "token_ids" not in first:
         return _assemble(place, _choices(lines), _reply_sequence, {"rollout": ColumnSource(role="rollout")})
-    if not set(_NEMO_RL.values()).isdisjoint(first):
-        sources = {name: ColumnSource(role=name) for name, key in _NEMO_RL.items() if key in first}
-        return _assemble(place, lines, _nemo_rl_sequence, sources)
     return _read_generic(place, lines)
 
 
@@ -92,10 +91,7 @@ def _unread_kind(place: Path, start: bytes) -> str:
     return next((kind for magic, kind in _KINDS.items() if start.startswith(magic)), "")
 
 
-_Line = tuple[Path, int, FileRow]
-
-
-def _documents(place: Path) -> list[_Line]:
+def _documents(place: Path) -> list[Line]:
     """Returns the objects of a JSONL file, or of a file that is one JSON object or list.
 
     Each comes with its file and its line number, or its number in the list, from 1. Raises ValueError if the file is
@@ -114,12 +110,13 @@ def _documents(place: Path) -> list[_Line]:
         return [(place, number, row) for number, row in enumerate(rows, 1)]
 
 
-def _read_generic(place: Path, lines: list[_Line]) -> TokenDump:
+def _read_generic(place: Path, lines: list[Line]) -> TokenDump:
     """Makes a dump of generic JSONL: one object for each sequence, after an optional header.
 
     A sequence is ``{"sequence_id": ..., "token_ids": [...], "response_mask": [...], "logprobs": {column: [...]}}``. It
     may have ``prompt_ids`` and ``response_ids`` instead of ``token_ids`` and ``response_mask``; then its columns may
-    cover only the response. ``values`` may have further numbers of the tokens by name, in the form of ``logprobs``.
+    cover only the response. ``values`` may have further numbers of the tokens by name, in the form of ``logprobs``. The
+    fields may have the names of other projects, and a line may be a padded batch with a list for each sequence.
     ``sequence_id`` defaults to the sequence's number, from 0. null is an unknown number. The header is
     ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature, role}}, "sampling": {...}}``;
     all its parts but the first are optional.
@@ -132,7 +129,9 @@ def _read_generic(place: Path, lines: list[_Line]) -> TokenDump:
         sources = {name: ColumnSource.read(source) for name, source in columns.items()}
     except ValueError as error:
         raise ValueError(f"{place}: header: {error}") from error
-    return _assemble(place, lines, _jsonl_sequence, sources, header.get("sampling", {}))
+    first = lines[0][2] if lines else {}
+    known = {name: first[name] for name in _SAMPLING if type(first.get(name)) in (int, float)}
+    return _assemble(place, sequences_of(lines), _jsonl_sequence, sources, header.get("sampling", known))
 
 
 def _jsonl_sequence(record: FileRow, number: int) -> TokenDump:
@@ -142,20 +141,37 @@ def _jsonl_sequence(record: FileRow, number: int) -> TokenDump:
     if {"token_ids", "prompt_ids"}.isdisjoint(record):
         if any(isinstance(record.get(key), str) for key in ("output", "completion", "response")):
             why = "this is a log of texts, as verl and TRL write them"
-            raise ValueError(f"{why}, and {_NO_IDS}: write them inside its process")
+            raise ValueError(f"{why}, and {_NO_IDS}: {_ADD}")
+        if "prev_logprobs" in record:
+            raise ValueError(f"this is NeMo-RL's training data of a release that writes no token_ids, and {_NO_IDS}")
         raise ValueError(f"expected token_ids, or prompt_ids and response_ids, got the keys {list(record)!r:.200}")
     if "token_ids" in record:
-        token_ids, mask, front = record["token_ids"], record["response_mask"], 0
+        end = record.get("input_lengths")  # NeMo-RL pads sequences, and leaves samples out by a weight of 0
+        token_ids, front = record["token_ids"][:end], 0
+        if "response_length" in record:  # slime and Miles
+            front = len(token_ids) - record["response_length"]
+            if not 0 <= front <= len(token_ids):
+                got = record["response_length"]
+                raise ValueError(f"response_length must be at most the {len(token_ids)} tokens, got {got}")
+            record = {"response_mask": [True] * (len(token_ids) - front), **record}
+        is_used = bool(record.get("sample_loss_mask", 1))
+        mask = [bool(mark) and is_used for mark in record["response_mask"][:end]]
+        mask = [False] * (len(token_ids) - len(mask)) + mask if len(mask) == len(token_ids) - front else mask
     else:
-        front = len(record["prompt_ids"])
-        token_ids = record["prompt_ids"] + record["response_ids"]
+        end, prompt = None, record["prompt_ids"]
+        if "prompt_mask" in record:
+            prompt = [token for token, mark in zip(prompt, record["prompt_mask"], strict=True) if mark]
+        front = len(prompt)
+        token_ids = prompt + record["response_ids"]
         mask = [False] * front + record.get("response_mask", [True] * len(record["response_ids"]))
 
     def padded(values: list[Any]) -> list[Any]:
+        values = values[:end]
         return [None] * front + values if len(values) == len(token_ids) - front else values
 
     columns = {name: [_pick(padded(values), token_ids)] for name, values in record.get("logprobs", {}).items()}
-    more = {f"values/{name}": [padded(values)] for name, values in record.get("values", {}).items()}
+    found = record.get("values", {}).items()
+    more = {f"values/{name}": [padded(values)] for name, values in found if isinstance(values, list)}
     return make_dump([str(record.get("sequence_id", number))], [token_ids], [mask], columns, columns=more)
 
 
@@ -172,7 +188,7 @@ def _pick(values: Sequence[Any], token_ids: Sequence[int]) -> list[Any]:
     return picked
 
 
-def _choices(lines: Iterable[_Line]) -> Iterator[_Line]:
+def _choices(lines: Iterable[Line]) -> Iterator[Line]:
     """Yields each choice of each reply, with the reply's prompt. A reply of SGLang is one choice."""
     for file, number, reply in lines:
         choices = [reply] if "meta_info" in reply else reply.get("choices", reply.get("outputs"))
@@ -212,19 +228,6 @@ def _reply_sequence(choice: FileRow, number: int) -> TokenDump:
     return _jsonl_sequence({"prompt_ids": prompt, "response_ids": ids, "logprobs": {"rollout": values}}, number)
 
 
-def _nemo_rl_sequence(record: FileRow, number: int) -> TokenDump:
-    """Makes a dump of one line of NeMo-RL's ``train_data_step*.jsonl``; padding after ``input_lengths`` is left out."""
-    if "token_ids" not in record:
-        raise ValueError(f"this is NeMo-RL's training data of a release that writes no token_ids, and {_NO_IDS}")
-    length = record.get("input_lengths", len(record["token_ids"]))
-    is_used = bool(record.get("sample_loss_mask", 1))
-    mask = [bool(mark) and is_used for mark in record["token_loss_mask"][:length]]
-    found = {name: [record[key][:length]] for name, key in _NEMO_RL.items() if key in record}
-    advantages = record.get("advantages")
-    more = {"values/advantage": [advantages[:length]]} if isinstance(advantages, list) else {}
-    return make_dump([str(number)], [record["token_ids"][:length]], [mask], found, columns=more)
-
-
 def _read_parquet(place: Path) -> TokenDump:
     """Reads a token dump, or the rollouts that Miles writes with ``--save-rollout-format parquet``."""
     with parquet_file(place) as file:
@@ -238,20 +241,7 @@ def _read_parquet(place: Path) -> TokenDump:
     lines = ((place, number, row) for number, row in enumerate(rows, 1))
     has_numbers = any(row.get("rollout_log_probs") is not None for row in rows)
     sources = {"rollout": ColumnSource(engine="sglang", role="rollout")} if has_numbers else {}
-    return _assemble(place, lines, _miles_sequence, sources)
-
-
-def _miles_sequence(record: FileRow, number: int) -> TokenDump:
-    """Makes a dump of one sample of Miles; its mask and its log-probabilities cover only the response."""
-    length = record["response_length"]
-    front = len(record["tokens"]) - length
-    if not 0 <= front <= len(record["tokens"]):
-        raise ValueError(f"response_length must be at most the {len(record['tokens'])} tokens, got {length}")
-    mask = record.get("loss_mask")
-    values = record.get("rollout_log_probs")
-    columns = {} if values is None else {"rollout": [[None] * front + values]}
-    mask = [False] * front + ([True] * length if mask is None else mask)
-    return make_dump([str(number)], [record["tokens"]], [mask], columns)
+    return _assemble(place, sequences_of(lines), _jsonl_sequence, sources)
 
 
 def _prime_rl_sequence(record: FileRow, _: int) -> TokenDump:
@@ -265,12 +255,13 @@ def _prime_rl_sequence(record: FileRow, _: int) -> TokenDump:
         keys |= {f"{engine}_logprobs": f"{engine}_logprob" for engine in ("trainer", "inference")}
         record = {many: [token[one] for token in record["tokens"]] for many, one in keys.items()}
     columns = {engine: [record[f"{engine}_logprobs"]] for engine in ("trainer", "inference")}
-    return make_dump([name], [record["token_ids"]], [record["loss_mask"]], columns)
+    more = {f"values/{own}": [values] for own, values in renamed(record)["values"].items()}
+    return make_dump([name], [record["token_ids"]], [record["loss_mask"]], columns, columns=more)
 
 
 def _assemble(
     place: Path,
-    lines: Iterable[_Line],
+    lines: Iterable[Line],
     parse: Callable[[FileRow, int], TokenDump],
     sources: Mapping[str, ColumnSource],
     sampling: Mapping[str, Any] | None = None,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from rljax.compare.distributions import DistributionPair
 from rljax.compare.verdict import Verdict, judge
@@ -40,6 +43,7 @@ class Pair:
     verdict: Verdict
     # Metrics of each bucket of mismatch_by_turn; empty without responses of several turns.
     turns: dict[str, dict[str, float]] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)  # the numbers of ``ratio_bars``; empty without a token
 
     def __str__(self) -> str:
         return f"{self.trainer} / {self.rollout}"
@@ -68,9 +72,7 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     The roles of two columns (``TokenDump.role``) decide their order: a trainer comes first, then a column without a
     role, then a rollout engine. Two columns of one role keep their order, and the pair says that the roles are unknown.
 
-    A pair with the sampler's column is refused if top_p, top_k or min_p cut its distribution and not the other's
-    (``ColumnSource.cut``). ``TokenDump.sampling`` names the sampler's column; else each column of a rollout engine
-    counts. With ``same_weights`` different hashes count as equal weights, such as one model in two kinds of files.
+    With ``same_weights`` different hashes count as equal weights, such as one model in two kinds of files.
 
     Raises ValueError if a named column is missing, there are fewer than two, or a log-probability is above 0.
     """
@@ -85,11 +87,11 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     pairs, turns = [], turns_of(dump)
     for a, b in itertools.combinations(names, 2):
         pair = TokenPair(dump, a, b)
-        verdict = judge(pair, cut=_cut_of(dump, a, b), same_weights=same_weights)
+        verdict = judge(pair, same_weights=same_weights)
         buckets = pair.measured(lambda tokens: mismatch_by_position(tokens, POSITION_EDGES))
         growth = _by_bucket(finalize_buckets(buckets, bucket_labels(POSITION_EDGES)), OF_BUCKETS[:3])
         by_turn = _by_bucket(mismatch_by_turn(dump.logprobs[a], dump.logprobs[b], turns), OF_BUCKETS)
-        pairs.append(Pair(a, b, roles[a] != roles[b], pair.metrics, growth, verdict, by_turn))
+        pairs.append(Pair(a, b, roles[a] != roles[b], pair.metrics, growth, verdict, by_turn, ratio_bars(pair)))
     floors: dict[str, dict[str, dict[str, float]]] = {}
     for name, (cause, suffix) in itertools.product(names, OTHER_RUNS.items()):
         if name + suffix in dump.logprobs:
@@ -99,14 +101,20 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     return Comparison(sources, pairs, shape, {name: found for name, found in floors.items() if found})
 
 
-def _cut_of(dump: TokenDump, a: str, b: str) -> str:
-    """Returns the settings that cut the distribution of one of two columns only; empty if they can be compared."""
-    off = {"top_p": lambda value: value >= 1, "top_k": lambda value: value < 1, "min_p": lambda value: value <= 0}
-    numbers = {name: dump.sampling[name] for name in off if isinstance(dump.sampling.get(name), (int, float))}
-    sampler, are_cut = dump.sampling.get("column"), [dump.sources[name].cut for name in (a, b)]
-    is_sampled = sampler in (a, b) if sampler else "rollout" in (dump.role(a), dump.role(b))
-    cut = ", ".join(f"{name} = {value:g}" for name, value in numbers.items() if is_sampled and not off[name](value))
-    return "" if all(are_cut) else cut or ("top_k, top_p or min_p" if any(are_cut) else "")
+def ratio_bars(pair: TokenPair) -> dict[str, float]:
+    """Returns the bars of other projects for the ratio exp(lr) of single tokens, and how far lr is biased.
+
+    ``within_1%`` and its like are shares of the tokens. ``noise`` is the standard error of the mean of lr, which falls
+    as 1 / sqrt(tokens). ``bias`` is this mean. It does not fall, so it is a bias where it is several times the noise.
+    """
+    lr = pair.lr[pair.valid]
+    if not len(lr):
+        return {}
+    ratio = np.exp(np.clip(lr, -20.0, 20.0))
+    bands = {"in_0.999_1.002": (0.999, 1.002), "within_1%": (0.99, 1.01), "within_5%": (0.95, 1.05)}
+    shares = {name: float(np.mean((low <= ratio) & (ratio <= high))) for name, (low, high) in bands.items()}
+    noise = float(np.std(lr)) / math.sqrt(len(lr))
+    return {"mean": float(np.mean(ratio)), **shares, "bias": float(np.mean(lr)), "noise": noise}
 
 
 def to_json(comparison: Comparison) -> str:
@@ -186,6 +194,11 @@ def _tables(comparison: Comparison) -> Iterator[tuple[str, _Rows]]:
             for each in turns
         )
         yield f"{GAP} (and share of extreme tokens) by {what}", _by_pair(pairs, texts)
+    ratios = ({name: f"{value:.4g}" for name, value in pair.ratios.items()} for pair in pairs)
+    yield (
+        "Ratios of single tokens (bias: the mean of the log-ratio; noise: its standard error)",
+        _by_pair(pairs, ratios),
+    )
     yield "Verdicts", _by_pair(pairs, (_verdict_cells(pair.verdict) for pair in pairs))
     numbers = ("kl", "kl_max", "reverse_kl", "total_variation", "top1_agreement", "rest_mass")
     if comparison.distributions:

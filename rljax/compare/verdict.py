@@ -16,18 +16,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rljax.compare.patterns import find_cut, find_patterns
 from rljax.mismatch import framework_metrics
 from rljax.mismatch.names import PUBLISHED_BARS
 from rljax.mismatch.regions import LARGEST_LOGPROB
 from rljax.mismatch.signs import FILL_SPREAD, FILL_TOKENS
-from rljax.record.dump_facts import TokenPair
+from rljax.record.dump_facts import TokenPair, pad
 from rljax.record.token_dumps import ColumnSource
 
 # The normalised gap is the mean |difference| per token (nats) over the mean of 1 - p. It is normalised because an error
 # of the logits changes the log-probability of a likely token little. Measured between engines with equal weights: bf16
 # 1.2e-2, fp16 1.6e-3, fp32 9e-7. Each range leaves room for other models.
-GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (1e-4, 8e-3), "bfloat16": (1e-3, 8e-2)}
+GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (1e-4, 8e-3), "bfloat16": (1e-3, 0.3)}
 """The expected range of the normalised gap of two engines, by the coarser of their dtypes."""
+USUAL_GAP, USUAL_MEAN = 0.1, 0.03
+"""The normalised gap, and the mean gap (nats), that healthy engines in bfloat16 do not both exceed.
+
+A real model of 0.1B to 8B parameters has a mean gap of 0.003 to 0.03. The normalised gap of a certain one may be larger
+than the usual one, and the mean gap of an uncertain one (0.047 of SmolLM2-135M, where the normalised gap is 0.065).
+"""
 ROUNDED_GAP = 0.5
 """The highest expected normalised gap of an engine that declares that it rounds its weights or its cache to 8 bits."""
 
@@ -38,7 +45,10 @@ _FILL_SHARE = 0.05  # the least share of a pair's tokens that shows a fill
 _CHANCE = 0.05  # the probability that numbers of another row fit by chance
 _GAP_SHARE = 0.5  # the least share of the gap that is in the rows that another row's numbers fit
 _MOST_ROWS, _MOST_TOKENS = 1024, 64  # the most rows of a length, and the first tokens of each, that are compared so
+_FEWEST = 16  # the fewest tokens that show a temperature
 _SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
+_CERTAIN, _UNCERTAIN = 0.1, 0.3  # the largest 1 - p of certain tokens, and the least of uncertain ones
+_ONE_SIGN, _FALL = 0.8, 1.2  # abs(sum) over sum of abs of the certain tokens' differences, their gap over the others'
 
 Bars = dict[str, tuple[float, float]]
 """The value of a metric for a pair and its published limit, by framework and metric."""
@@ -49,7 +59,9 @@ class Verdict:
     """The verdict on a pair of columns.
 
     The cause is "none", "above_bar", "constant_fill", "no_tokens", "truncated_sampling", "temperature", "other_base",
-    "other_weights", "off_by_one", "other_rows", "wrong_dtype" or "left_out". Response tokens without a finite number in
+    "other_weights", "off_by_one", "other_rows", "wrong_dtype", "left_out", or a cause of ``find_patterns``:
+    "trainer_side", "engine_side", "some_responses", "first_token", "last_tokens", "after_environment", "one_token".
+    Response tokens without a finite number in
     both columns are left out. The first token of a sequence may have NaN, because no token is before it. This does not
     count as left out if the sequence has other numbers.
     """
@@ -62,11 +74,12 @@ class Verdict:
     tokens: int = 0  # the number of response tokens
 
 
-def judge(pair: TokenPair, *, cut: str = "", same_weights: bool = False) -> Verdict:
+def judge(pair: TokenPair, *, same_weights: bool = False) -> Verdict:
     """Judges a pair of columns. The cause is inferred from numbers, and the reason says how certain it is.
 
-    ``cut`` has the settings that excluded tokens, such as "top_p = 0.95", if one column is the sampler's; otherwise it
-    is empty. With ``same_weights`` different hashes belong to the same weights in two forms, so hashes are ignored.
+    A pair with the sampler's column is refused if top_p, top_k or min_p cut its distribution and not the other's
+    (``ColumnSource.cut``). ``TokenDump.sampling`` names the sampler's column; else each column of a rollout engine
+    counts. With ``same_weights`` different hashes belong to the same weights in two forms, so hashes are ignored.
     """
     x, y, mask = pair.rows()
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -82,8 +95,10 @@ def judge(pair: TokenPair, *, cut: str = "", same_weights: bool = False) -> Verd
         a, b = (dataclasses.replace(source, weights_hash="") for source in (a, b))
     findings = itertools.chain(
         _fill_findings(x, y, mask),
-        _findings(x, y, valid, a, b, cut),
-        _gap_findings(pair.normalised_gap, a, b),
+        _findings(x, y, valid, a, b, _cut_of(pair)),
+        find_patterns(x, y, mask, valid, pad(pair.dump.token_ids, range(len(x)), -1)),
+        _temperature_findings(x[valid], y[valid]),
+        _gap_findings(pair, a, b),
         _bar_findings(bars),
         _left_out_findings(x, y, mask, left_out),
         [("pass", "none", "within every published limit")],
@@ -123,7 +138,18 @@ def _findings(
                 f"{rows} of {valid.any(1).sum()} rows carry the gap, and there the first column fits another row of"
             )
             yield "refused", "other_rows", f"{reason} the second: the rows of one of them are permuted"
-        yield from _scale_findings(x[valid], y[valid], gap)
+        yield from _base_findings(x[valid], y[valid], gap)
+
+
+def _cut_of(pair: TokenPair) -> str:
+    """Returns the settings that cut the distribution of one of two columns only; empty if they can be compared."""
+    dump, names = pair.dump, (pair.trainer, pair.rollout)
+    off = {"top_p": lambda value: value >= 1, "top_k": lambda value: value < 1, "min_p": lambda value: value <= 0}
+    numbers = {name: dump.sampling[name] for name in off if isinstance(dump.sampling.get(name), (int, float))}
+    sampler, are_cut = dump.sampling.get("column"), [dump.sources[name].cut for name in names]
+    is_sampled = sampler in names if sampler else "rollout" in map(dump.role, names)
+    cut = ", ".join(f"{name} = {value:g}" for name, value in numbers.items() if is_sampled and not off[name](value))
+    return "" if all(are_cut) else cut or ("top_k, top_p or min_p" if any(are_cut) else "")
 
 
 def _bar_findings(bars: Bars) -> Iterator[_Finding]:
@@ -138,6 +164,8 @@ def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_
         known = mask & np.isfinite(values)
         if (value := _fill(values, others, known)) is not None:
             at = known & (values == value)
+            if value == 0.0 and any(find_cut((x - y)[known & np.isfinite(others) & ~at])):
+                continue  # the cut left one token there
             reason = (
                 f"the {name} column holds {value:g} at {at.sum()} of {mask.sum()} response tokens "
                 f"({at.any(1).sum()} of {mask.any(1).sum()} sequences): a constant fill for missing numbers, such as "
@@ -220,36 +248,58 @@ def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int:
     return found if found > 1 and carried >= _GAP_SHARE * gap else 0
 
 
-def _scale_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Finding]:
-    """Yields a finding if one column has logarithms to another base, or is the other at a temperature T < 1.
-
-    Logarithms to base 2 fit when multiplied by ln 2. A temperature adds a term that depends on the context to
-    log p / T, so no single factor fits. But the regression of the sharper column on the other has a slope near 1 / T.
-    Between different weights both regressions have slopes below 1.
-    """
+def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Finding]:
+    """Yields a finding if one column has logarithms to another base."""
     for name, values, others in (("first", x, y), ("second", y, x)):
         for base in (2, 10):
             if np.mean(np.abs(values * math.log(base) - others)) < _FIT_GAIN * gap:
                 remedy = f"multiply it by ln {base} ({math.log(base):.4f})"
                 yield "refused", "other_base", f"the {name} column has logarithms to base {base}: {remedy}"
-    low, high = sorted((float(np.std(x)), float(np.std(y))))
-    if len(x) < 16 or low == 0.0:
+
+
+def _temperature_findings(x: np.ndarray, y: np.ndarray) -> Iterator[_Finding]:
+    """Yields a finding if one column is the other at a temperature T < 1.
+
+    A temperature adds a term that depends on the context to log p / T, so no single factor fits. But the regression of
+    the sharper column on the other has a slope near 1 / T. Relative to 1 - p certain tokens differ most, all in one
+    direction; between different weights uncertain ones do.
+    """
+    lr, uncertainty = x - y, -np.expm1(np.minimum(np.minimum(x, y), 0.0))
+    low, high = sorted((float(np.std(x)), float(np.std(y)))) if len(x) >= _FEWEST else (0.0, 0.0)
+    if low == 0.0 or np.mean(np.abs(lr)) <= _CLEAR_GAP:
         return
     correlation = float(np.corrcoef(x, y)[0, 1])
-    slope = correlation * high / low
-    if correlation > _CORRELATION and slope > _SLOPE:
-        reason = f"one column is a sharpened form of the other, as if their temperatures were {1 / slope:.2g} to 1"
+    slope, is_sharper = correlation * high / low, False
+    sides = uncertainty < _CERTAIN, uncertainty > _UNCERTAIN
+    if min(map(np.sum, sides)) >= _FEWEST:
+        sizes = [float(np.sum(np.abs(lr[side]))) for side in sides]
+        certain, uncertain = (size / float(np.sum(uncertainty[side])) for size, side in zip(sizes, sides, strict=True))
+        if certain < uncertain:
+            return
+        is_sharper = abs(np.sum(lr[sides[0]])) > _ONE_SIGN * sizes[0] and certain > _FALL * uncertain
+    if is_sharper or (correlation > _CORRELATION and slope > _SLOPE):
+        times = f", as if their temperatures were {1 / slope:.2g} to 1" if slope > _SLOPE else ""
+        reason = f"one column is a sharpened form of the other{times}"
         yield "refused", "temperature", f"{reason}: temperature-processed against raw log-probabilities"
 
 
-def _gap_findings(gap: float, a: ColumnSource, b: ColumnSource) -> Iterator[_Finding]:
+def is_beyond(pair: TokenPair) -> bool:
+    """Returns whether the gap is beyond rounding in bfloat16, or that of the 8-bit forms that a column declares."""
+    gap = pair.normalised_gap
+    if any(pair.dump.sources[name].form for name in (pair.trainer, pair.rollout)):
+        return gap > ROUNDED_GAP
+    is_unusual = gap > USUAL_GAP and float(np.mean(np.abs(pair.lr[pair.valid]))) > USUAL_MEAN
+    return is_unusual or gap > GAP_RANGES["bfloat16"][1]
+
+
+def _gap_findings(pair: TokenPair, a: ColumnSource, b: ColumnSource) -> Iterator[_Finding]:
     """Yields the findings from the normalised gap, and the 8-bit forms or else the coarser of the declared dtypes."""
-    forms = [source.form for source in (a, b) if source.form]
-    ceiling = ROUNDED_GAP if forms else GAP_RANGES["bfloat16"][1]
-    if gap > ceiling:
-        whose = f"beyond that of {' and '.join(forms)}" if forms else "beyond any dtype's"
+    gap, forms = pair.normalised_gap, [source.form for source in (a, b) if source.form]
+    if is_beyond(pair):
+        usual = f"{USUAL_GAP:g} where the mean gap is above {USUAL_MEAN:g}"
+        whose = f"beyond that of {' and '.join(forms)} ({ROUNDED_GAP:g})" if forms else f"beyond any dtype's ({usual})"
         reason = (
-            f"a gap of {gap:.2g} nats is {whose} ({ceiling:g}). The numbers do not say which of these it "
+            f"a gap of {gap:.2g} nats over the mean of 1 - p is {whose}. The numbers do not say which of these it "
             "is: other weights, such as a stale server's; a missing adapter; quantised weights or an 8-bit cache; "
             "another temperature, or a penalty or cut of the logits; an output head in another dtype; other "
             "positions, a lost prompt or other tokens; a fault of a kernel"

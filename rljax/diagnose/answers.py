@@ -42,6 +42,8 @@ def _kind(facts: Facts, cause: str, findings: Sequence[Finding]) -> str:
 
 def _concentration(facts: Facts) -> str:
     tokens, course = facts.tokens, facts.course
+    if tokens is not None and math.isnan(tokens.effect_without):
+        return f"see what compare says of the columns: {tokens.verdict.reason}"
     if tokens is not None:
         count = int(tokens.metrics["token_count"])
         share = (
@@ -166,7 +168,7 @@ def to_measure(facts: Facts, cause: str) -> Iterator[str]:
         yield "the mean, smallest and largest exp(lr) of tokens beside k3_kl: they show a cut or another temperature"
     if tokens is None:
         yield "the tokens: --rollout.dump-every 20 (others: rljax docs compare), then rljax diagnose on the file"
-    elif len(tokens.by_position) < 2:
+    elif len(tokens.by_position) < 2 and not math.isnan(tokens.effect_without):
         yield "more tokens, or longer responses: the dump is too small for buckets by position"
     if course is None:
         yield "the log of the run, from step 1: it shows growth, and what fails before what"

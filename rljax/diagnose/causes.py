@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rljax.diagnose.course import Course
 from rljax.diagnose.evidence import BEYOND, CONFIDENCES, DTYPES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
 from rljax.diagnose.log_causes import LOG_CAUSES, TOGETHER, find_log_causes
+from rljax.diagnose.token_causes import TOKEN_CAUSES, find_token_causes
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
@@ -32,12 +33,10 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "high_rate": ("optimisation", "the learning rate is too high; the mismatch is not the cause"),
     "entropy_collapse": ("optimisation", "the policy lost its entropy; the mismatch is not the cause"),
     **LOG_CAUSES,
+    **TOKEN_CAUSES,
     "cannot_tell": ("cannot tell", "the numbers do not say what it is"),
 }
 """The kind of each cause, and the cause in words."""
-
-NOT_COMPARABLE = ("constant_fill", "off_by_one", "other_rows", "other_base", "no_tokens", "truncated_sampling")
-"""The causes of a verdict of ``compare`` that make two columns incomparable."""
 
 _ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
 _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain
@@ -81,13 +80,7 @@ def _comparable(facts: Facts) -> Iterator[Finding]:
     """Yields the findings that make all other numbers meaningless."""
     if facts.tokens is not None:
         verdict = facts.tokens.verdict
-        if count := facts.tokens.repeated:
-            said = "responses have the tokens and, to the bit, the log-probabilities of one to another prompt"
-            yield Finding("not_comparable", SURE, f"{count} {said}")
-        if verdict.cause in NOT_COMPARABLE:
-            yield Finding("not_comparable", SURE, verdict.reason)
-        if verdict.cause == "left_out":
-            yield Finding("missing_numbers", SURE, verdict.reason)
+        yield from find_token_causes(facts.tokens)
         if verdict.cause == "other_weights" and verdict.status == "refused" and not facts.declared.forms:
             yield Finding("other_weights", SURE, verdict.reason)
     for one in facts.crossings:
@@ -170,7 +163,7 @@ def _rises_with_uncertainty(tokens: TokenFacts, times: float = _ALONG) -> bool:
 
 def _are_two_states(tokens: TokenFacts) -> bool:
     """Returns whether the gap is large and looks like two states of one policy, not like rounding."""
-    return tokens.normalised_gap > 0.05 and _rises_with_uncertainty(tokens)
+    return tokens.is_beyond and _rises_with_uncertainty(tokens)
 
 
 def _is_late(course: Course | None) -> bool:
@@ -210,7 +203,7 @@ def _weights(facts: Facts) -> Iterator[Finding]:
         listed = ", ".join(f"{value:.2g} ({label})" for label, value in tokens.by_uncertainty.items())
         yield Finding(
             "other_weights",
-            LIKELY if _rises_with_uncertainty(tokens, _STEEP) else POSSIBLE,
+            LIKELY if _rises_with_uncertainty(tokens, _STEEP) or facts.origin == BEYOND else POSSIBLE,
             f"the gap per uncertainty rises with the uncertainty of the token: {listed}; rounding gives about the same "
             "at each, two states of one policy differ where it is undecided (older weights give the same picture)",
         )
@@ -225,8 +218,7 @@ def _weights(facts: Facts) -> Iterator[Finding]:
 
 def _extreme(facts: Facts) -> Iterator[Finding]:
     tokens, course = facts.tokens, facts.course
-    ordinary = tokens is not None and tokens.effect_without < 1.5 * EFFECTS["bfloat16"]
-    if tokens is not None and tokens.outliers and tokens.outlier_share > (0.5 if ordinary else 0.9):
+    if tokens is not None and tokens.is_of_few:
         count = int(tokens.metrics["token_count"])
         yield Finding(
             "extreme_tokens",
@@ -325,7 +317,7 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
         if declared.forms:
             yield Finding("eight_bits", SURE, f"{size} is of 8 bits, and the engine is said to hold {declared.forms}")
         elif facts.is_split and not any(_explains(facts)):
-            flat = facts.tokens is None or not _rises_with_uncertainty(facts.tokens, _STEEP)
+            flat = facts.tokens is None or not _rises_with_uncertainty(facts.tokens)
             said = (
                 f"{size} is of 8 bits rather than of 16, from the first step on, and neither a few tokens, nor length"
             )

@@ -109,8 +109,7 @@ class Facts(NamedTuple):
     def _sizes(self) -> tuple[Size, ...]:
         course = self.course
         if self.tokens is not None or course is None:
-            effect = math.nan if self.tokens is None else self.tokens.effect_without
-            return (Size(effect, EFFECTS, "an error of the logits"),)
+            return (Size(math.nan, EFFECTS, "an error of the logits") if self.tokens is None else self.tokens.size,)
         ends = ((course.first, course.effect_first), (course.last, course.effect_last))
         return tuple(_largest(course.gap_name, end, effect) for end, effect in ends)
 

@@ -15,12 +15,9 @@ from rljax.diagnose.evidence import LIKELY, POSSIBLE, SURE, Finding
 
 LOG_CAUSES: Mapping[str, tuple[str, str]] = {
     "nonfinite_training": ("optimisation", "numbers of the training are not finite from one step on"),
-    "trainer_side": ("weights", "the trainer's log-probabilities are wrong, and the engine's responses are right"),
-    "engine_side": ("weights", "the engine is wrong: mismatch and reward break at the same step"),
     "sync_fault": ("weights", "the transfer of the weights to the engine is wrong, not the optimisation"),
     "stale_cache": ("weights", "the engine keeps cached keys and values of older weights until it restarts"),
     "bad_start": ("weights", "the mismatch is large only in the first steps after a start"),
-    "truncated_sampling": ("settings", "the engine's numbers are normalised over the tokens that a cut left"),
     "truncation": ("rewards", "responses run into the length limit before their answer"),
     "reward_broken": ("rewards", "the reward function gives one constant"),
     "no_signal": ("rewards", "all responses of a group earn the same, so there is no gradient"),

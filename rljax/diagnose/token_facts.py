@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rljax.compare.verdict import Verdict, judge
-from rljax.diagnose.course import effect
+from rljax.compare.patterns import LEAST_UNCERTAINTY
+from rljax.compare.verdict import Verdict, is_beyond, judge
+from rljax.diagnose.evidence import EFFECTS, Size
+from rljax.diagnose.token_causes import DECISIVE
 from rljax.mismatch.diagnosis import bucket_labels
 from rljax.mismatch.signs import find_repeats, is_no_chance
 from rljax.record.dump_facts import TokenPair, check_logprobs, choose_pair
@@ -28,14 +30,19 @@ GRIDS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 _ON_GRID = 1e-5  # nats; log-probabilities in float32 are exact to about a tenth of it
 _GRID_SHARE, _FEWEST_PAIRS = 0.8, 12  # the least share of pairs on a grid, and the fewest pairs, that show a grid
 _SHARED_TOKENS = 16  # the first response tokens of a sequence, which are searched for shared contexts
+_OF_MEDIAN = 0.93  # k3_kl / logprob_abs_diff_mean of a normal error over the median of abs(lr) / uncertainty
+_LARGEST_ROUNDING = 0.35  # the largest error of the logits of an engine in 8 bits; an fp8_e5m2 cache has 0.16
 _OUTLIER = 8.0  # the least error of an outlier, as a multiple of the 90% quantile of all errors
-_SMALLEST_OUTLIER = 0.5  # the least abs(lr) of an outlier (nats)
+_SMALLEST_OUTLIER = 1.0  # the least abs(lr) of an outlier (nats)
 _VERSION = re.compile(r"version (\d+)$")  # the end of the name of the trainer's weights in a dump of a run
 
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """The facts of a dump with two columns of log-probabilities."""
+    """The facts of a dump with two columns of log-probabilities.
+
+    If the cause of the verdict is one of ``DECISIVE``, there are no facts after ``repeated``.
+    """
 
     trainer: str  # the column in the trainer's place
     rollout: str  # the column in the rollout engine's place
@@ -43,17 +50,32 @@ class TokenFacts:
     metrics: Mapping[str, float]  # the metrics of ``mismatch_metrics``
     verdict: Verdict  # the verdict of ``compare`` on the two columns
     normalised_gap: float  # the mean of abs(lr) over the mean uncertainty, as ``compare`` uses it
-    outliers: int  # the number of tokens whose error is far beyond all others
-    outlier_share: float  # the share of k3_kl that the outliers carry
-    effect_without: float  # the error of the logits of all tokens that are not outliers
-    by_position: Mapping[str, float]  # the gap per uncertainty by position
-    by_uncertainty: Mapping[str, float]  # the gap per uncertainty by uncertainty
-    effects: Mapping[str, float]  # the error of the logits by position
-    grids: Mapping[str, str]  # the 16-bit dtype of the logits by column, for columns that show a grid
+    is_beyond: bool  # whether ``compare`` calls the gap beyond rounding
     floors: Mapping[str, float]  # the mean of abs(lr) between two runs of a scorer, by column
+    repeated: int  # the number of responses that repeat one to another prompt, to the bit and not by chance
+    outliers: int = 0  # the number of tokens whose error is far beyond all others
+    outlier_share: float = 0.0  # the share of k3_kl that the outliers carry
+    effect_without: float = math.nan  # the error of the logits of most tokens: outliers hardly change it
+    tail: float = math.nan  # the 99% quantile of the errors of the tokens over their median
+    bias: float = math.nan  # the sum of the log-ratios over the sum of their sizes
+    by_position: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty by position
+    by_uncertainty: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty by uncertainty
+    effects: Mapping[str, float] = field(default_factory=dict)  # the error of the logits by position
+    grids: Mapping[str, str] = field(default_factory=dict)  # the 16-bit dtype of the logits of columns with a grid
     staleness: float = math.nan  # the mean number of versions between sampling and training; NaN if it is unknown
     by_staleness: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty, fresh and stale tokens
-    repeated: int = 0  # the number of responses that repeat one to another prompt, to the bit and not by chance
+
+    @property
+    def is_of_few(self) -> bool:
+        """Whether a few tokens carry most of k3_kl."""
+        is_usual = self.effect_without < 1.5 * EFFECTS["bfloat16"]
+        return self.outliers > 0 and self.outlier_share > (0.5 if is_usual else 0.9)
+
+    @property
+    def size(self) -> Size:
+        """The size of the mismatch. A gap that ``compare`` calls usual is rounding in 16 bits at most."""
+        limits = EFFECTS | {"8 bits": _LARGEST_ROUNDING} | ({} if self.is_beyond else {"bfloat16": math.inf})
+        return Size(self.effect_without, limits, "an error of the logits")
 
 
 def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
@@ -69,6 +91,13 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     sides = choose_pair(dump)
     check_logprobs(dump, sides)
     pair = TokenPair(dump, *sides)
+    roles_known = {"trainer", "rollout"} <= {dump.role(name) for name in dump.first_runs}
+    again = [TokenPair(dump, name, name + SECOND_RUN) for name in sides if name + SECOND_RUN in dump.logprobs]
+    floors = {both.trainer: both.metrics["logprob_abs_diff_mean"] for both in again}
+    verdict, repeated = judge(pair), _repeated(dump, sides[1])
+    known = (*sides, roles_known, pair.metrics, verdict, pair.normalised_gap, is_beyond(pair), floors, repeated)
+    if verdict.cause in DECISIVE:
+        return TokenFacts(*known)
     lr, k3, position = pair.lr[pair.valid], pair.k3[pair.valid], pair.places(pair.valid)[pair.valid]
     uncertainty = pair.uncertainty
     far, behind, size = outliers(lr, uncertainty), _behind(pair)[pair.valid], np.abs(lr)
@@ -77,24 +106,20 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     sampled = dump.sampling.get("temperature")
     given = float(sampled) if isinstance(sampled, (int, float)) and sampled > 0 else temperature
     grids = {name: logit_grid(dump, name, dump.sources[name].temperature or given) for name in sides}
-    again = [TokenPair(dump, name, name + SECOND_RUN) for name in sides if name + SECOND_RUN in dump.logprobs]
+    median, extreme = _error_of_most(lr, uncertainty)
     return TokenFacts(
-        *sides,
-        roles_known={"trainer", "rollout"} <= {dump.role(name) for name in dump.first_runs},
-        metrics=pair.metrics,
-        verdict=judge(pair),
-        normalised_gap=pair.normalised_gap,
+        *known,
         outliers=int(far.sum()),
         outlier_share=float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,
-        effect_without=effect(float(of["k3"].mean()), float(of["gap"].mean())) if not far.all() else math.nan,
+        effect_without=_OF_MEDIAN * median,
+        tail=extreme / max(median, 1e-9),
+        bias=float(lr.sum() / max(size.sum(), 1e-9)),
         by_position=ratios(of["gap"], of["doubt"], of["at"], POSITION_EDGES),
         by_uncertainty=ratios(of["gap"], of["doubt"], of["doubt"], UNCERTAINTY_EDGES),
         effects=ratios(of["k3"], of["gap"], of["at"], POSITION_EDGES),
         grids={name: grid for name, grid in grids.items() if grid},
-        floors={both.trainer: both.metrics["logprob_abs_diff_mean"] for both in again},
         staleness=float(behind.mean()) if len(behind) else math.nan,
         by_staleness=ratios(of["gap"], of["doubt"], of["stale"], (1,), ("fresh", "stale")),
-        repeated=_repeated(dump, sides[1]),
     )
 
 
@@ -119,6 +144,14 @@ def _repeated(dump: TokenDump, rollout: str) -> int:
     return sum(len(numbers) for numbers in sets if is_no_chance(logprobs[numbers[0]]))
 
 
+def _error_of_most(lr: np.ndarray, uncertainty: np.ndarray) -> tuple[float, float]:
+    """Returns the median and the 99% quantile of abs(lr) over the uncertainty, of uncertain tokens if there are any."""
+    uncertain = uncertainty > UNCERTAINTY_EDGES[1]
+    chosen = uncertain if uncertain.sum() >= FEWEST_TOKENS else np.ones(len(lr), bool)
+    error = np.abs(lr[chosen]) / np.maximum(uncertainty[chosen], LEAST_UNCERTAINTY)
+    return (float(np.median(error)), float(np.quantile(error, 0.99))) if len(error) else (math.nan, math.nan)
+
+
 def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
     """Marks the tokens whose error is far beyond all others, bool [n].
 
@@ -127,7 +160,7 @@ def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
     """
     if not len(lr):
         return np.zeros(0, bool)
-    error = np.abs(lr) / np.maximum(uncertainty, 0.02)
+    error = np.abs(lr) / np.maximum(uncertainty, LEAST_UNCERTAINTY)
     usual = float(np.quantile(error, 0.9))
     return (np.abs(lr) > _SMALLEST_OUTLIER) & (error > _OUTLIER * max(usual, 1e-6))
 

@@ -12,7 +12,7 @@ _MOST_BYTES = 2**20
 _ROW_OF_HISTORY = {"_step", "_runtime", "_timestamp"}
 _TEXTS = (
     "a log of texts and scores without token ids and log-probabilities. Text does not give the tokens back: "
-    "write them inside its process"
+    "rljax docs compare has the lines that write them inside its process"
 )
 SUMMARY = (
     "a summary of W&B: it has only the last value of each metric and is no log. Export the run's history instead, as "

@@ -159,8 +159,8 @@ def _signature(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -> 
 
 def _named(signature: str) -> str:
     """Returns the cause that ``rljax diagnose`` names for a signature, and the signature in words."""
-    from rljax.diagnose.causes import NOT_COMPARABLE  # pyarrow, for few runs
+    from rljax.diagnose.token_causes import OF_VERDICTS  # pyarrow, for few runs
 
     if not signature:
         return f"cannot_tell: {_NO_SIGNATURE}"
-    return f"{'not_comparable' if signature in NOT_COMPARABLE else signature}: {_SIGNATURES[signature]}"
+    return f"{OF_VERDICTS[signature]}: {_SIGNATURES[signature]}"

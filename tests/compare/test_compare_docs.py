@@ -84,7 +84,7 @@ def test_verls_default_trainers_exporter_writes_what_is_read(tmp_path, token_fil
 
     class Base:
         config = SimpleNamespace(
-            actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(temperature=0.7)),
+            actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(temperature=0.7, top_p=0.9, top_k=-1)),
             trainer=SimpleNamespace(default_local_dir=str(tmp_path)),
         )
         global_steps = 4
@@ -103,6 +103,7 @@ def test_verls_default_trainers_exporter_writes_what_is_read(tmp_path, token_fil
     assert trainer._compute_old_log_prob(meta, {}) is meta
     dump = written(tmp_path)
     assert dump.sequence_ids == ("4/a/1", "4/b/2")
+    assert dump.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": -1}
     check(dump, ("trainer", "rollout"))
 
 
@@ -121,7 +122,8 @@ def test_the_trl_exporter_writes_what_is_read(tmp_path, token_file, has_old):
 
     class Base:
         accelerator, state = SimpleNamespace(process_index=1), SimpleNamespace(global_step=2)
-        args, temperature = SimpleNamespace(output_dir=str(tmp_path)), 0.7
+        args = SimpleNamespace(output_dir=str(tmp_path), top_p=1.0, top_k=0, min_p=None)
+        temperature = 0.7
 
         def _generate_and_score_completions(self, inputs):
             return out

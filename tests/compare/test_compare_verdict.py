@@ -110,7 +110,7 @@ def test_a_wrong_first_token_before_equal_ones_is_no_shift():
     """The second column is -1 everywhere, and so is the first one but for its first tokens. A shift would drop them."""
     x, y = np.full((12, 3), -1.0), np.full((12, 3), -1.0)
     x[:, 0] = -10.0
-    assert judge(x, y).cause == "other_weights"
+    assert judge(x, y).cause == "other_weights"  # of 36 tokens 12 are too many to be called the exception
 
 
 @pytest.mark.parametrize(("base", "factor"), [(2, "0.6931"), (10, "2.3026")])
@@ -220,7 +220,7 @@ def test_tokens_of_another_vocabulary_are_refused(world, kind):
 @pytest.mark.parametrize(
     ("gap", "form", "cause"),
     [
-        (0.1, "", "other_weights"),
+        (0.12, "", "other_weights"),
         (0.1, "fp8_e5m2 cache", "above_bar"),
         (1e-4, "fp8_e5m2 cache", "none"),
         (0.6, "fp8_e5m2 cache", "other_weights"),

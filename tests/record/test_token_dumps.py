@@ -224,6 +224,7 @@ def prime_rl_record(number, **changes):
     record = {"schema_version": 1, "step": 7, "export_step": 3, "rank": 0, "export_sequence_idx": number}
     record |= {"run_id": None, "token_ids": [4, 5, 6], "loss_mask": [False, True, True]}
     record |= {"inference_logprobs": [0.0, -0.25, -0.5], "trainer_logprobs": [None, -0.25, -0.75]}
+    record |= {"entropy": [0.0, 1.0, 2.0], "advantages": [0.0, 0.5, 0.5]}
     return record | changes
 
 
@@ -237,6 +238,9 @@ def test_prime_rl_export_as_file_and_as_directory(tmp_path):
         assert (dump.role("trainer"), dump.role("inference")) == ("trainer", "rollout")
         np.testing.assert_array_equal(dump.logprobs["inference"][1], np.float32([0.0, -0.25, -0.5]))
         np.testing.assert_array_equal(dump.response_mask[0], [False, True, True])
+        assert {name: vectors[1].tolist() for name, vectors in dump.values.items()} == {
+            **{"advantage": [0.0, 0.5, 0.5], "entropy": [0.0, 1.0, 2.0]}
+        }
     with pytest.raises(ValueError, match="schema_version 2, expected 1"):
         read_tokens(write_lines(path, prime_rl_record(0, schema_version=2)))
     path.unlink()
@@ -338,6 +342,58 @@ def test_the_rollouts_of_miles_are_read(tmp_path):
         read_tokens(tmp_path / "x.parquet")
 
 
+TRL = {
+    "prompt_ids": [[0, 1, 2], [1, 2, 3]],
+    "prompt_mask": [[0, 1, 1], [1, 1, 1]],
+    "completion_ids": [[7, 8, 9, 0], [7, 8, 9, 7]],
+    "completion_mask": [[1, 1, 1, 0], [1, 1, 1, 1]],
+    "tool_mask": [[1, 0, 1, 0], [1, 1, 1, 1]],
+    "old_per_token_logps": [[-1.0, -2.0, -3.0, 0.0], [-1.0, -2.0, -3.0, -4.0]],
+    "sampling_per_token_logps": [[-1.5, -2.5, -3.5, 0.0], [-1.5, -2.5, -3.5, -4.5]],
+    "advantages": [0.5, -0.5],
+    "num_items_in_batch": 7,
+}
+
+
+def test_a_padded_batch_is_read_row_by_row(tmp_path):
+    """A batch of TRL or tunix has padding before its prompts and after its responses."""
+    dump = read_tokens(write_lines(tmp_path / "x.jsonl", TRL, TRL))
+    assert dump.sequence_ids == ("0", "1", "2", "3")
+    assert [ids.tolist() for ids in dump.token_ids[:2]] == [[1, 2, 7, 8, 9], [1, 2, 3, 7, 8, 9, 7]]
+    assert dump.response_mask[0].tolist() == [False, False, True, False, True]
+    np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([np.nan, np.nan, -1, -2, -3]))
+    np.testing.assert_array_equal(dump.logprobs["rollout"][1][-2:], np.float32([-3.5, -4.5]))
+    assert dump.values == {}
+
+
+PARTS = {"prompt_ids": [1, 2], "response_ids": [7, 8]}
+WHOLE = {"token_ids": [1, 2, 7, 8], "response_mask": [0, 0, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        PARTS | {"rollout_logprobs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
+        PARTS | {"logprobs/rollout": [-0.5, -1.5], "values/entropy": [1.0, 2.0]},
+        PARTS | {"logprobs": {"rollout": [-0.5, -1.5]}, "values": {"entropy": [1.0, 2.0]}, "old_log_probs": None},
+        WHOLE | {"rollout_log_probs": [None, None, -0.5, -1.5], "entropies": [None, None, 1.0, 2.0]},
+        {"prompts": [1, 2], "responses": [7, 8], "sampling_logprobs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
+        {"tokens": [1, 2, 7, 8], "response_length": 2, "rollout_log_probs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
+        {
+            "input_ids": [[1, 2, 7, 8, 0]],
+            "loss_masks": [[0, 0, 1, 1, 0]],
+            "policy_logprobs": [[None, None, -0.5, -1.5, 0.0]],
+            "entropy": [[None, None, 1.0, 2.0, 0.0]],
+        },
+    ],
+)
+def test_the_names_of_other_projects_are_read(tmp_path, record):
+    dump = read_tokens(write_lines(tmp_path / "x.jsonl", record | {"temperature": 0.7, "top_p": 0.9}))
+    check_reply(dump)
+    np.testing.assert_array_equal(dump.values["entropy"][0], np.float32([np.nan, np.nan, 1, 2]))
+    assert dump.sampling == {"temperature": 0.7, "top_p": 0.9}
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
@@ -357,6 +413,7 @@ def test_the_rollouts_of_miles_are_read(tmp_path):
         ({"meta_info": {"output_token_logprobs": [[-0.5]]}}, "not of the form"),
         ({key: NEMO[key] for key in ("content", "prev_logprobs")}, "NeMo-RL's training data .* no token_ids"),
         ({"prompt_ids": [1], "response_ids": [6], "logprobs": {"x": [{"7": -1.0}]}}, "its id 6 is not among"),
+        ({"prompt_ids": [1], "response_ids": [6], "logprobs": [-1.0]}, "logprobs and values must be objects of lists"),
     ],
 )
 def test_what_holds_no_tokens_is_named(tmp_path, record, words):

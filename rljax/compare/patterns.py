@@ -1,0 +1,159 @@
+"""Finds the tokens or responses that carry the gap between two columns, and gaps with one sign.
+
+The error of a token is abs(log-ratio) over the token's uncertainty 1 - p. An error of the logits makes about the same
+error at every token, so the errors of different tokens can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from rljax.mismatch.accurate import exp_minus_one_minus_x
+
+LEAST_UNCERTAINTY = 0.02
+"""The least uncertainty by which a log-ratio is divided: less is rounding of the log-probability itself."""
+
+_TIMES = 8.0  # the least ratio of errors between tokens that carry the gap and the others; 1 to 2 without a fault
+_SHARE = 0.8  # the least share of k3 that such tokens carry; at most 0.12 without a fault
+_MOST = 0.25  # the largest share of the tokens that can be such tokens
+_FEWEST = 8  # the fewest of them
+_LEAST = 1e-2  # nats; the least log-ratio of a fault
+_ROW_TIMES, _ROW_LEAST = 10.0, 0.2  # a wrong response has so many times the usual error, and at least this error
+_ROW_FEWEST = 4  # the fewest responses, and the fewest tokens of a wrong one
+_HALF = 0.5  # the least share of the gap that wrong responses carry
+_WORSE_THAN_UNIFORM = 8.0  # nats; a uniform guess over 3,000 tokens, and vocabularies have 32,000 and more
+_PLAUSIBLE = 5.0  # nats; a sampler's own mean entropy is below
+_ONE_SIGN = 0.5  # the least abs(sum) over sum of abs of log-ratios with one sign; noise has 2 / sqrt(tokens)
+_OF_CLEAR = 0.6  # the least share of the clear log-ratios that have this sign; 0.5 without a fault
+_CLEAR = 1e-3  # nats; smaller log-ratios are rounding of certain tokens
+_LARGEST_RATIO = 1.1  # the 99% quantile of the ratio; a cut has at most 1.03 and noise in 16 bits, others 1.2 and more
+_SIGMAS = 6.0  # the least mean of the log-ratios over its standard error
+
+Pattern = tuple[str, str, str]
+"""The status, the cause and the reason of a finding."""
+
+
+def find_patterns(
+    x: np.ndarray, y: np.ndarray, mask: np.ndarray, valid: np.ndarray, ids: np.ndarray
+) -> Iterator[Pattern]:
+    """Yields what the pattern of a gap shows. Only the first finding counts, because it may cause the later ones.
+
+    Args:
+      x: The first column, float64 [b, t] (nats).
+      y: The second column, float64 [b, t] (nats).
+      mask: The marks of response tokens, bool [b, t].
+      valid: The marks of response tokens with a finite number in both columns, bool [b, t].
+      ids: The token ids, int [b, t], negative where there is no token.
+    """
+    lr = np.subtract(x, y, out=np.zeros(x.shape), where=valid)
+    if valid.sum() < 2 * _FEWEST or np.abs(lr).max() <= _LEAST:
+        return
+    uncertainty = np.where(valid, -np.expm1(np.minimum(np.minimum(x, y), 0.0)), 0.0)
+    yield from _one_side(x[valid], y[valid])
+    yield from _responses(lr, uncertainty, valid)
+    yield from _places(lr, np.abs(lr) / np.maximum(uncertainty, LEAST_UNCERTAINTY), valid, mask, ids)
+    yield from find_cut(lr[valid])
+
+
+def _one_side(x: np.ndarray, y: np.ndarray) -> Iterator[Pattern]:
+    """Yields a finding if one column finds hardly any token likely that the other finds likely."""
+    for cause, name, wrong, right in (("trainer_side", "first", x, y), ("engine_side", "second", y, x)):
+        if np.quantile(-wrong, 0.1) > _WORSE_THAN_UNIFORM and -np.mean(right) < _PLAUSIBLE:
+            reason = (
+                f"the {name} column gives the tokens {-np.mean(wrong):.3g} nats in the mean, and nine in ten more than "
+                f"{_WORSE_THAN_UNIFORM:g}: it finds them less likely than random tokens, while the other column gives "
+                f"them {-np.mean(right):.2g}"
+            )
+            yield "fail", cause, reason
+
+
+def _responses(lr: np.ndarray, uncertainty: np.ndarray, valid: np.ndarray) -> Iterator[Pattern]:
+    """Yields a finding if a few responses are wrong as a whole.
+
+    The largest tenth of the log-ratios of each response is left out, so that a few extreme tokens make no response
+    wrong.
+    """
+    counts, size = valid.sum(1), np.where(valid, np.abs(lr), 0.0)
+    kept = np.sort(size, axis=1)[:, ::-1]
+    kept[np.arange(kept.shape[1]) < np.ceil(counts / 10)[:, None]] = 0.0
+    there = counts >= _ROW_FEWEST
+    if there.sum() < _ROW_FEWEST:
+        return
+    error = kept.sum(1)[there] / np.maximum(uncertainty.sum(1)[there], LEAST_UNCERTAINTY * counts[there])
+    usual = float(np.quantile(error, 0.25))
+    wrong = (error > _ROW_TIMES * usual) & (error > _ROW_LEAST)
+    carried = size.sum(1)[there][wrong].sum() / size.sum()
+    if wrong.any() and carried > _HALF:
+        reason = (
+            f"{wrong.sum()} of {there.sum()} responses are wrong as a whole, with a gap per uncertainty of "
+            f"{np.median(error[wrong]):.2g} where the others have {usual:.2g}, and carry {carried:.0%} of the gap: "
+            "they are paired with other prompts, or their numbers are shifted"
+        )
+        yield "fail", "some_responses", reason
+
+
+def _places(
+    lr: np.ndarray, error: np.ndarray, valid: np.ndarray, mask: np.ndarray, ids: np.ndarray
+) -> Iterator[Pattern]:
+    """Yields a finding if tokens at one kind of place carry the gap."""
+    k3: np.ndarray = exp_minus_one_minus_x(np, np.clip(lr, -20.0, 20.0))
+    for cause, words, at in _kinds(error, valid, mask, ids):
+        inside, others = valid & at, valid & ~at
+        if not _FEWEST <= inside.sum() <= _MOST * valid.sum():
+            continue
+        share, usual = k3[inside].sum() / max(k3[valid].sum(), 1e-30), float(np.median(error[others]))
+        low, size = float(np.quantile(error[inside], 0.25)), float(np.median(np.abs(lr[inside])))
+        if share > _SHARE and low > _TIMES * usual and size > _LEAST:
+            reason = (
+                f"{share:.0%} of k3_kl is at {words}: the median of abs(log-ratio) is {size:.2g} at these "
+                f"{inside.sum()} of {valid.sum()} tokens, and {np.median(np.abs(lr[others])):.2g} at the others"
+            )
+            yield "fail", cause, reason
+            return
+
+
+def _kinds(
+    error: np.ndarray, valid: np.ndarray, mask: np.ndarray, ids: np.ndarray
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yields kinds of places: a cause, words, and the tokens at such places, bool [b, t]."""
+    place = np.cumsum(valid, 1)
+    yield "first_token", "the first token of each response", place == 1
+    for last in (1, 2, 3):
+        words = "the last token" if last == 1 else f"the last {last} tokens"
+        yield "last_tokens", f"{words} of each response", place > valid.sum(1, keepdims=True) - last
+    before = np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+    begins = mask & ~before & (np.cumsum(mask, 1) > 1)
+    yield "after_environment", "the first token after each text of the environment", begins
+    far = valid & (error > _TIMES * max(float(np.median(error[valid])), 1e-9))
+    earlier = np.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    for words, tokens in (("the token", ids), ("the token after id", earlier)):
+        if len(found := tokens[far & (tokens >= 0)]):
+            one = int(np.bincount(found).argmax())
+            yield "one_token", f"{words} {one}", tokens == one
+
+
+def find_cut(lr: np.ndarray) -> Iterator[Pattern]:
+    """Yields a finding if nearly all ratios of one side to the other are below 1. ``lr`` are log-ratios [n] (nats).
+
+    Over two distributions of all tokens the mean ratio to the sampler's is 1. If the sampler's is normalised over fewer
+    tokens, no ratio is above 1 but by noise, and the mean ratio is the mass of these tokens. Another temperature has
+    ratios far above 1.
+    """
+    clear = np.abs(lr) > _CLEAR
+    if clear.sum() < _FEWEST:
+        return
+    for name, signed in (("second", lr), ("first", -lr)):
+        one_sign = -signed.sum() / max(np.abs(signed).sum(), 1e-30)
+        error = float(np.std(signed)) / math.sqrt(len(signed))
+        is_sure = -float(np.mean(signed)) > _SIGMAS * error and one_sign > _ONE_SIGN
+        is_alike = is_sure and np.mean(signed[clear] < 0) > _OF_CLEAR
+        if is_alike and np.quantile(signed, 0.99) < math.log(_LARGEST_RATIO):
+            reason = (
+                f"{np.mean(signed[clear] < 0):.0%} of the log-ratios have one sign: the {name} column is normalised "
+                f"over the tokens that a cut (top_p, top_k, min_p) left, with {np.mean(np.exp(signed)):.1%} of the "
+                "mass, and the other column over the whole vocabulary"
+            )
+            yield "refused", "truncated_sampling", reason

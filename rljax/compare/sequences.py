@@ -1,0 +1,90 @@
+"""Gives the fields of token files of other projects our names, and splits batches into sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rljax.data.files import FileRow
+
+Line = tuple[Path, int, FileRow]
+"""A file, the number of a line, and its object."""
+
+_FIELDS = {
+    "token_ids": "input_ids tokens",
+    "prompt_ids": "prompt_token_ids prompt_tokens prompts",
+    "response_ids": "completion_ids completion_token_ids response_token_ids response_tokens output_tokens output_ids "
+    "responses",
+    "response_mask": "token_loss_mask tool_mask completion_mask loss_mask loss_masks output_masks action_mask",
+    "prompt_mask": "prompt_masks",
+}
+_OF_TOKENS = {
+    "logprobs/trainer": "trainer_logprobs trainer_log_probs old_per_token_logps old_log_probs old_logprobs "
+    "prev_logprobs",
+    "logprobs/rollout": "rollout_logprobs rollout_log_probs sampling_per_token_logps sampler_per_token_logps "
+    "sampling_logprobs sampler_logprobs generation_logprobs inference_logprobs behavior_logprobs policy_logprobs "
+    "response_logprobs",
+    "values/advantage": "advantages advantage",
+    "values/entropy": "entropy entropies",
+}
+"""The names in other projects of the fields of a sequence, and of the numbers of its tokens, by our names."""
+
+
+def renamed(record: FileRow) -> FileRow:
+    """Returns a record in our names, with all numbers of its tokens under ``logprobs`` and ``values``."""
+    known = {name: value for name, value in record.items() if value is not None}
+    lists = {name: value for name, value in known.items() if isinstance(value, list)}
+    flat = {name: value for name, value in lists.items() if name.startswith(("logprobs/", "values/"))}
+    for found, table in ((known, _FIELDS), (flat, _OF_TOKENS)):
+        for own, names in table.items():
+            if own not in lists and (name := next((name for name in names.split() if name in lists), "")):
+                found[own] = lists[name]
+    nested = {kind: dict(known.get(kind, {})) for kind in ("logprobs", "values")}
+    for name, value in flat.items():
+        kind, _, own = name.partition("/")
+        nested[kind].setdefault(own, value)
+    return known | nested
+
+
+def sequences_of(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yields each sequence in our names. Of a batch these are its rows, without their padding.
+
+    Raises ValueError if ``logprobs`` or ``values`` is no object; the message names the line.
+    """
+    for file, number, line in lines:
+        try:
+            record = renamed(line)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}:{number}: logprobs and values must be objects of lists by name") from error
+        ids = record.get("token_ids", record.get("response_ids"))
+        if not ids or not isinstance(ids[0], list):
+            yield file, number, record
+            continue
+        for i in range(len(ids)):
+            yield file, number, _without_padding(_row(record, len(ids), i))
+
+
+def _row(batch: FileRow, count: int, i: int) -> FileRow:
+    """Returns one row of a batch of ``count`` rows."""
+    return {
+        name: value[i]
+        if isinstance(value, list) and len(value) == count
+        else (_row(value, count, i) if isinstance(value, dict) else value)
+        for name, value in batch.items()
+        if name != "sequence_id"
+    }
+
+
+def _without_padding(row: FileRow) -> FileRow:
+    """Returns a row of a batch that ends with its last response token."""
+    mask = row.get("response_mask", [])
+    width, end = len(mask), max((i + 1 for i, mark in enumerate(mask) if mark), default=0)
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: kept(each) for name, each in value.items()}
+        return value[: max(end, 1)] if isinstance(value, list) and len(value) == width else value
+
+    separate = ("prompt_ids", "prompt_mask")
+    return {name: value if name in separate else kept(value) for name, value in row.items()}

@@ -1,0 +1,58 @@
+"""Names the causes that a token dump shows: those of the verdict of ``compare``, and the noise of a router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rljax.diagnose.evidence import LIKELY, SURE, Finding
+
+if TYPE_CHECKING:
+    from rljax.diagnose.token_facts import TokenFacts
+
+TOKEN_CAUSES: Mapping[str, tuple[str, str]] = {
+    "truncated_sampling": ("settings", "one side's numbers are normalised over the tokens that a cut left"),
+    "some_responses": ("settings", "a few responses are wrong as a whole, and the others are clean"),
+    "first_token": ("settings", "the first token of each response carries the mismatch"),
+    "last_tokens": (
+        "settings",
+        "the last tokens of each response carry the mismatch: an end token, its fill, or the cap",
+    ),
+    "one_token": ("settings", "one token, or the tokens after it, carry the mismatch"),
+    "trainer_side": ("weights", "the trainer's log-probabilities are wrong, and the engine's responses are right"),
+    "engine_side": ("weights", "the engine's log-probabilities are wrong"),
+    "router_noise": ("numerics", "a share of the tokens has far more noise than the others, as with another expert"),
+}
+"""The kind of each cause that a dump shows, and the cause in words."""
+
+OF_VERDICTS: Mapping[str, str] = {
+    **dict.fromkeys(("constant_fill", "off_by_one", "other_rows", "other_base", "no_tokens"), "not_comparable"),
+    "left_out": "missing_numbers",
+    "temperature": "temperature",
+    "after_environment": "after_environment",
+    **{cause: cause for cause in TOKEN_CAUSES if cause != "router_noise"},
+}
+"""The cause that each cause of a verdict of ``compare`` shows."""
+DECISIVE = tuple(cause for cause in OF_VERDICTS if cause not in ("left_out", "temperature"))
+"""The causes of a verdict that make the other facts of a dump meaningless."""
+
+_TAIL = 8.0  # the least ratio of the 99% quantile of the errors to their median; rounding has 4, drift up to 7
+_MOST_BIAS = 0.3  # the largest abs(sum) over sum of abs of the log-ratios of noise
+
+
+def find_token_causes(tokens: TokenFacts) -> Iterator[Finding]:
+    """Yields the cause of the verdict of ``compare`` on the dump, or the noise of a router."""
+    verdict = tokens.verdict
+    if count := tokens.repeated:
+        said = "responses have the tokens and, to the bit, the log-probabilities of one to another prompt"
+        yield Finding("not_comparable", SURE, f"{count} {said}")
+    if verdict.cause in DECISIVE or verdict.cause == "left_out":
+        is_likely = verdict.cause in ("trainer_side", "engine_side")
+        yield Finding(OF_VERDICTS[verdict.cause], LIKELY if is_likely else SURE, verdict.reason)
+    elif tokens.tail > _TAIL and not tokens.is_beyond and abs(tokens.bias) < _MOST_BIAS and not tokens.is_of_few:
+        yield Finding(
+            "router_noise",
+            LIKELY,
+            f"the median error of the logits is {tokens.effect_without:.2g}, of rounding in 16 bits, and its 99% "
+            f"quantile {tokens.tail:.0f} times that, where rounding has 4 times; the log-ratios have both signs",
+        )
