@@ -9,6 +9,7 @@ import re
 import sys
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from rljax.trainer.packing import PackingConfig
 BARS = {"bfloat16": 2e-3, "float16": 1e-4, "float32": 1e-6}
 """The largest mean k3 between server and trainer, by dtype (nats). A mixture of experts has 9 times as much."""
 RESPONSES = 16  # the responses whose tokens are scored
+BIAS = 8.0  # the largest mean difference beyond the KL divergence, in standard errors; 1024 tokens have 0.01 to 1
 GROWTH = 8.0  # the largest factor by which a gap may grow with the position
 CHANGE = 0.05  # the size of the change of each weight in the second version that is published
 QUIET_S, _SETTLE_S = 2.0, 15.0  # the time in which nobody may ask the server, and the time for own requests to end (s)
@@ -274,13 +276,23 @@ def round_trip_facts(same: Mapping[str, bool], stored: Sequence[str]) -> CheckFa
 
 
 def pair_facts(dump: TokenDump, pairs: Sequence[tuple[str, str]], *, bar: float = math.inf) -> CheckFacts:
-    """Judges pairs of columns as ``rljax compare`` does, and their mean k3 by ``bar`` (nats)."""
-    found, problems = {}, []
+    """Judges pairs of columns as ``rljax compare`` does, and by their mean k3, at most ``bar`` (nats).
+
+    With a finite ``bar`` the mean difference of tokens that the second column sampled must be explained by chance.
+    """
+    found, reasons = {}, defaultdict[str, list[str]](list)
     for pair in (compare_columns(dump, names).pairs[0] for names in pairs):
-        gap, k3 = pair.metrics[GAP], pair.metrics["k3_kl"]
-        found[str(pair)] = {"gap": gap, "k3": k3, "cause": pair.verdict.cause}
-        problems += [f"{pair}: {pair.verdict.reason}"] if pair.verdict.status != "pass" else []
-        problems += [f"{pair}: the mean k3 is {k3:.3g}, expected at most {bar:.3g}"] if not k3 <= bar else []
+        gap, k3, bias = (pair.metrics[name] for name in (GAP, "k3_kl", "kl"))
+        found[str(pair)] = {"gap": gap, "k3": k3, "kl": bias, "cause": pair.verdict.cause}
+        said = {
+            pair.verdict.reason: pair.verdict.status != "pass",
+            f"the mean k3 is {k3:.3g}, expected at most {bar:.3g}": not k3 <= bar,
+            f"the mean difference is {bias:.2g} nats, more than chance: a cut or a temperature": math.isfinite(bar)
+            and abs(bias) > k3 + BIAS * math.sqrt(2 * k3 / pair.metrics["token_count"]),
+        }
+        for reason in (reason for reason, is_wrong in said.items() if is_wrong):
+            reasons[reason].append(str(pair))
+    problems = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     says = ", ".join(f"{name}: {one['gap']:.2g} nats (k3 {one['k3']:.2g})" for name, one in found.items())
     return {"pairs": found, "says": says, "problems": problems}
 

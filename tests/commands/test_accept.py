@@ -50,24 +50,30 @@ def test_a_round_trip(same, stored, problems):
 
 
 @pytest.mark.parametrize(
-    ("gap", "bar", "words"),
+    ("gap", "rows_of_16", "bar", "words"),
     [
-        # k3 = exp(0.02) - 1 - 0.02 = 2.0134e-4
-        (0.02, 2.02e-4, ()),
-        (0.02, 2.0e-4, ("the mean k3 is 0.000201, expected at most 0.0002",)),
-        (0.02, math.inf, ()),
-        (0.3, math.inf, ("a gap of 0.33 nats is beyond any dtype",)),
+        # k3 = exp(-0.02) - 1 + 0.02 = 1.987e-4, and the standard error of 64 tokens is sqrt(2 k3 / 64) = 2.492e-3:
+        # 0.02 - k3 is 7.9 of them, and with 80 tokens 8.9.
+        (0.02, 4, 1.99e-4, ()),
+        (0.02, 4, 1.98e-4, ("the mean k3 is 0.000199, expected at most 0.000198",)),
+        (0.02, 5, 2.02e-4, ("the mean difference is 0.02 nats, more than chance",)),
+        (-0.02, 5, 2.02e-4, ("the mean difference is -0.02 nats, more than chance",)),
+        (0.02, 5, math.inf, ()),
+        (0.3, 4, math.inf, ("nats is beyond any dtype",)),
     ],
 )
-def test_log_probabilities_that_differ_by_a_constant(gap, bar, words):
-    trainer = np.random.default_rng(0).uniform(-4.0, -1.0, (4, 16)).astype(np.float32)
+def test_log_probabilities_that_differ_by_a_constant(gap, rows_of_16, bar, words):
+    """The second column is higher by the gap."""
+    shape = (rows_of_16, 16)
+    trainer = np.random.default_rng(0).uniform(-4.0, -1.0, shape).astype(np.float32)
     sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
-    columns = {"jax": trainer, "vllm": trainer - np.float32(gap)}
-    ids, masks = np.zeros((4, 16), np.int32), np.ones((4, 16), bool)
-    found = pair_facts(make_dump(list("abcd"), ids, masks, columns, sources), [("jax", "vllm")], bar=bar)
+    columns = {"jax": trainer, "vllm": trainer + np.float32(gap)}
+    names = list("abcdef")[:rows_of_16]
+    dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
+    found = pair_facts(dump, [("jax", "vllm")], bar=bar)
     assert len(found["problems"]) == len(words)
     assert all(word in problem for word, problem in zip(words, found["problems"], strict=True))
-    assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(math.exp(gap) - 1 - gap, rel=1e-3)
+    assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(math.exp(-gap) - 1 + gap, rel=1e-3)
 
 
 @pytest.mark.parametrize(
