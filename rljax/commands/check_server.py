@@ -131,7 +131,7 @@ class ServerChecks:
 
     def same_tokens(self) -> CheckFacts:
         """Compares tokenizer and end-of-sequence tokens of server and trainer, and samples what other checks score."""
-        assert self.tokens
+        self.tokens()
         stops = sorted(self._inputs.policy.stop_token_ids)
         ours = {"tokenizer": self._inputs.tokenizer.digest(), "stop_token_ids": stops}
         return token_facts(ours, self._server.ask("rljax_describe_tokens"))
@@ -158,9 +158,9 @@ class ServerChecks:
         """Compares the server's log-probabilities, of sampling, prefill and decode, with the trainer's."""
         own, forward = (self._score(f"{kind}:{self._dtype}") for kind in ("jax-packed", "jax"))
         columns = [self._score(f"{kind}:{self._server.urls[0]}") for kind in ("vllm", "vllm-decode")]
-        columns.insert(0, str(self.tokens.sampling["column"]))
-        found = pair_facts(self.tokens, [(forward, column) for column in columns], bar=self.bar)
-        server, floor = (compare_columns(self.tokens, [forward, each]).pairs[0].growth for each in (columns[0], own))
+        columns.insert(0, str(self.tokens().sampling["column"]))
+        found = pair_facts(self.tokens(), [(forward, column) for column in columns], bar=self.bar)
+        server, floor = (compare_columns(self.tokens(), [forward, each]).pairs[0].growth for each in (columns[0], own))
         growth = {at: (metrics[GAP], floor[at][GAP]) for at, metrics in server.items()}
         return found | {"growth": growth, "problems": found["problems"] + growth_problems(growth, self._highest)}
 
@@ -184,9 +184,8 @@ class ServerChecks:
         """Publishes the model's own weights, and lets them be proven."""
         return self._publish(self._params(self._dtype))
 
-    @property
     def tokens(self) -> TokenDump:
-        """Responses that the server sampled to prompts of the run, with the columns that were added since."""
+        """Returns responses that the server sampled to prompts of the run, with all columns that they have so far."""
         if not self._path.exists():
             prompts = self._prompts[:RESPONSES]
             masks = [np.zeros(len(ids), bool) for ids in prompts]
@@ -200,11 +199,11 @@ class ServerChecks:
         pairs = [(f"jax:{dtype}", f"{kind}:{dtype}") for dtype in self._dtypes for kind in kinds]
         for name in itertools.chain.from_iterable(pairs):
             self._score(name)
-        return pair_facts(self.tokens, pairs)
+        return pair_facts(self.tokens(), pairs)
 
     def _score(self, spec: str) -> str:
         """Returns the column of a scorer, and scores the tokens unless they have it."""
-        dump, (kind, _, dtype) = self.tokens, spec.partition(":")
+        dump, (kind, _, dtype) = self.tokens(), spec.partition(":")
         name = spec if spec in dump.logprobs or kind == "jax-packed" else name_columns([spec])[spec]
         if name not in dump.logprobs:
             if kind == "jax-packed":
@@ -313,7 +312,7 @@ def training_facts(rows: Sequence[Row], steps: int, bar: float) -> CheckFacts:
     if len(rows) < steps:
         return {"says": "", "problems": [f"{len(rows)} of {steps} steps were made"]}
     k3, lost = np.mean([row["mismatch/k3_kl"] for row in rows]), sum(row["mismatch/nonfinite_count"] for row in rows)
-    trained = len(rows) - int(rows[-1]["optimizer/skipped_updates"])
+    trained = max(0, steps - int(rows[-1]["optimizer/skipped_updates"]))
     problems = [] if k3 <= bar else [f"the mean k3 of the steps is {k3:.3g}, expected at most {bar:.3g}"]
     problems += [f"{lost:.0f} log-probabilities are not finite"] if lost else []
     problems += [] if trained else ["no step changed the weights: give a --config whose rewards differ in a group"]

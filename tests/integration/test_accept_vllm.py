@@ -20,8 +20,7 @@ from rljax.commands import accept, check_server
 from rljax.data.toy import build_tokenizer
 from rljax.policy.hf import load_params, save_params
 from rljax.policy.model import init_params
-from tests.integration.conftest import Model, Served
-from tests.integration.test_vllm_families import SHAPES
+from tests.integration.conftest import SHAPES, Model, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
 QUICK = ("--length", "64", "--steps", "2")
@@ -53,7 +52,7 @@ def failed(checks):
     return [name for name, one in checks.items() if one["status"] == "FAIL"]
 
 
-def test_a_clean_pair_passes_and_only_missing_checks_are_made_again(toy, tmp_path):
+def test_a_clean_pair_passes_and_passed_checks_are_kept(toy, tmp_path):
     status, checks, page = accepted(toy, tmp_path)
     assert (status, failed(checks)) == (0, []), page
     assert list(checks) == [*accept.CHECKS, accept.PUT_BACK]
@@ -124,7 +123,7 @@ def test_other_requests_are_refused(toy, tmp_path):
     assert "answers requests of others" in page
 
 
-def test_an_interrupt_in_the_training_puts_the_first_weights_back(toy, tmp_path):
+def test_an_interrupt_puts_the_first_weights_back(toy, tmp_path):
     """The same command then goes on with the run, and passes."""
     words = [sys.executable, "-m", "rljax", "accept", toy.model.path, "--server", toy.url, "--out", tmp_path / "out"]
     words += ["--length", "64", "--steps", "6"]
