@@ -37,6 +37,7 @@ COMMANDS = {
     "serve": Command("rljax.commands.serve", "Serves a model with vLLM or SGLang, ready for weight updates.", ""),
     "config": Command("rljax.commands.config", "Prints the settings that a run would use.", "Config"),
     "docs": Command("rljax.commands.docs", "Prints a page of the documentation: rljax docs PAGE", ""),
+    "accept": Command("rljax.commands.accept", "Checks a model and its vLLM server before a long run: is it right?"),
     "check": Command("rljax.commands.check", "Checks this machine, from driver and kernels to a training step."),
 }
 FORMER_COMMANDS = {

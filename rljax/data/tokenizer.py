@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -207,6 +208,10 @@ class Tokenizer:
             "tokenizer": [{name: _without_unset(parts.get(name)) for name in names}, ids, splits, self.eos_token_id],
             "chat_template": [template, used],
         }
+
+    def digest(self) -> str:
+        """Returns a hash of the facts that decide ids and texts, hexadecimal."""
+        return hashlib.sha256(json.dumps(self.facts()["tokenizer"], sort_keys=True).encode()).hexdigest()
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files into a Hugging Face directory."""

@@ -18,6 +18,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.published import hf_checksums
+from rljax.policy.rope import RopeScaling
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import ServerProcess
@@ -31,6 +32,22 @@ SUPPORT = str(HERE.parent / "support")
 MAX_LEN = 512
 TIED = {"bfloat16": True, "float16": False, "float32": True}
 REPEATED = {"bfloat16"}  # the dtypes whose tied model has the head in its files, like Qwen3-0.6B as it is published
+# Policies other than dense Qwen3, by family.
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 2}
+SHAPES = {
+    "qwen3_moe": PolicyConfig(
+        **SIZES, num_kv_heads=1, head_dim=32, family="qwen3_moe", max_position_embeddings=1024, initializer_range=0.1,
+        num_experts=8, experts_per_token=2, expert_size=32, normalize_gates=True, tie_word_embeddings=True,
+    ),
+    "qwen2": PolicyConfig(
+        **SIZES, num_kv_heads=2, head_dim=32, family="qwen2", max_position_embeddings=1024, initializer_range=0.1,
+        tie_word_embeddings=True,
+    ),
+    "llama": PolicyConfig(
+        **SIZES, num_kv_heads=1, head_dim=32, family="llama", max_position_embeddings=1024, initializer_range=0.1,
+        attention_bias=True, mlp_bias=True, rope_scaling=RopeScaling("yarn", 32.0, 32, attention_factor=1.1),
+    ),
+}  # fmt: skip
 
 
 def _python() -> str | None:

@@ -15,30 +15,13 @@ from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.tracers import open_tracer
 from rljax.errors import VerificationError
-from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
-from rljax.policy.rope import RopeScaling
 from rljax.rollout.types import SamplingParams
-from tests.integration.conftest import Model, Served
+from tests.integration.conftest import SHAPES, Model, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
-SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 2}
-SHAPES = {
-    "qwen3_moe": PolicyConfig(
-        **SIZES, num_kv_heads=1, head_dim=32, family="qwen3_moe", max_position_embeddings=1024, initializer_range=0.1,
-        num_experts=8, experts_per_token=2, expert_size=32, normalize_gates=True, tie_word_embeddings=True,
-    ),
-    "qwen2": PolicyConfig(
-        **SIZES, num_kv_heads=2, head_dim=32, family="qwen2", max_position_embeddings=1024, initializer_range=0.1,
-        tie_word_embeddings=True,
-    ),
-    "llama": PolicyConfig(
-        **SIZES, num_kv_heads=1, head_dim=32, family="llama", max_position_embeddings=1024, initializer_range=0.1,
-        attention_bias=True, mlp_bias=True, rope_scaling=RopeScaling("yarn", 32.0, 32, attention_factor=1.1),
-    ),
-}  # fmt: skip
 # The bounds are mean absolute differences of log-probabilities, in nats.
 BOUNDS = {"qwen3_moe": {"bfloat16": 0.06, "float32": 1e-5}, "qwen2": {"bfloat16": 0.03, "float32": 1e-5}}
 BOUNDS["llama"] = BOUNDS["qwen2"]

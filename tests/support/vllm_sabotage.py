@@ -131,3 +131,25 @@ class Sabotage(vllm_plugin.WorkerExtension):
 
     def sabotage_default_sampling(self, params: str) -> None:
         self.vllm_config.model_config.override_generation_config = json.loads(params)
+
+    def sabotage_logits(self, fault: str, size: str = "1") -> None:
+        """Changes the logits from now on.
+
+        Args:
+          fault: The change. ``temperature`` divides them by ``size``. ``cut`` keeps the ``size`` likeliest tokens.
+            ``off`` takes it out.
+          size: A number.
+        """
+        model = self.model_runner.model
+        vars(model).pop("compute_logits", None)
+        compute = model.compute_logits
+
+        def changed(*args, **kwargs):
+            logits = compute(*args, **kwargs)
+            if fault == "temperature":
+                return logits / float(size)
+            least = logits.topk(int(size), dim=-1).values[..., -1:]
+            return logits.masked_fill(logits < least, float("-inf"))
+
+        if fault != "off":
+            model.compute_logits = changed

@@ -165,6 +165,10 @@ class Server(Remote):
         reply = await self._http.exchange(self.url, method, path, timeout_s, **content)
         return json_object(self.url + path, reply) if reply and path != "/health" else {}
 
+    async def text(self, path: str) -> str:
+        """Returns the text of a page of the server. Raises the errors of :meth:`Http.exchange`."""
+        return (await self._http.exchange(self.url, "GET", path, 10.0)).decode(errors="replace")
+
     async def answers(self) -> bool:
         """Returns whether ``/health`` answers 200 within 5 seconds."""
         try:

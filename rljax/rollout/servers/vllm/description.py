@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import vllm
 from vllm import envs
 from vllm.platforms import current_platform
+from vllm.transformers_utils.repo_utils import try_get_local_file
 
+from rljax.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from rljax.rollout.servers.loaded import described_shape
 from rljax.weights.format import PROTOCOL
 
@@ -37,6 +41,18 @@ def describe(config: Any, *, tied: bool) -> dict[str, Any]:
         "returns_routes": bool(getattr(outputs, "enable_return_routed_experts", False)),
         "shape": described_shape(model.hf_text_config, model.get_head_size(), tied=tied),
     }
+
+
+def describe_tokens(model: Any) -> dict[str, Any]:
+    """Returns the tokens at which vLLM ends a response, and the hash of the tokenizer ("" if none can be read).
+
+    ``model`` is the worker's ``ModelConfig``.
+    """
+    ends = model.try_get_generation_config().get("eos_token_id")
+    file, digest = try_get_local_file(model.tokenizer, TOKENIZER_FILE, model.tokenizer_revision), ""
+    with contextlib.suppress(ValueError):
+        digest = load_tokenizer(file.parent).digest() if isinstance(file, Path) else ""
+    return {"tokenizer": digest, "stop_token_ids": sorted([ends] if isinstance(ends, int) else ends or [])}
 
 
 def is_batch_invariant() -> bool:

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from rljax.rollout.servers.loaded import ModelTensors, has_tied_head
-from rljax.rollout.servers.vllm.description import describe
+from rljax.rollout.servers.vllm.description import describe, describe_tokens
 from rljax.rollout.servers.vllm.forced import ForcedDecoding
 from rljax.rollout.servers.vllm.server import BACKEND
 from rljax.rollout.servers.vllm.taps import TapMethods
@@ -306,6 +306,10 @@ class WorkerExtension(ForcedDecoding, TapMethods):
         is_ours = isinstance(engine, FileWeightTransferEngine)
         tied = engine.has_tied_head if is_ours else has_tied_head(self.model_runner.get_model(), text)
         return describe(self.vllm_config, tied=tied)
+
+    def rljax_describe_tokens(self) -> dict[str, Any]:
+        """Returns the end-of-sequence tokens and a hash of the tokenizer, as plain JSON."""
+        return describe_tokens(self.vllm_config.model_config)
 
     def rljax_pull(self, name: str) -> None:
         """Begins to pull the version ``name`` into this machine's mirror (``weights.worker.Pulls.begin``)."""

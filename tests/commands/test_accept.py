@@ -1,0 +1,136 @@
+"""The verdicts of ``rljax accept`` on numbers worked by hand. integration/test_accept_vllm.py has real servers."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_runs import TOY_BASE, outcome
+
+from rljax.commands import accept
+from rljax.commands.check_server import (
+    BARS,
+    changed,
+    growth_problems,
+    pair_facts,
+    parity,
+    round_trip_facts,
+    token_facts,
+    training_facts,
+)
+from rljax.record.token_dumps import ColumnSource, make_dump
+
+TOKENS = {"tokenizer": "a", "stop_token_ids": [14]}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "problems"),
+    [
+        (TOKENS, []),
+        (TOKENS | {"stop_token_ids": [13]}, ["the server ends a response at [13], the model at [14]"]),
+        (TOKENS | {"stop_token_ids": [13, 14]}, ["the server ends a response at [13, 14], the model at [14]"]),
+        (TOKENS | {"tokenizer": "b"}, ["the server has another tokenizer"]),
+        (TOKENS | {"tokenizer": ""}, ["the server has no readable tokenizer"]),
+    ],
+)
+def test_tokens_of_both_sides(theirs, problems):
+    assert token_facts(TOKENS, theirs)["problems"] == problems
+
+
+@pytest.mark.parametrize(
+    ("same", "stored", "problems"),
+    [
+        ({"a": True, "b": True}, ["a", "b", "lm_head.weight"], []),
+        ({"a": True, "b": False}, ["a", "b"], ["1 tensors come back with other bits: b"]),
+        ({"a": True}, ["a", "b.bias"], ["1 tensors of the files are not read: b.bias"]),
+    ],
+)
+def test_a_round_trip(same, stored, problems):
+    assert round_trip_facts(same, stored)["problems"] == problems
+
+
+@pytest.mark.parametrize(
+    ("gap", "rows_of_16", "bar", "words"),
+    [
+        # k3 = exp(-0.02) - 1 + 0.02 = 1.987e-4, and the standard error of 64 tokens is sqrt(2 k3 / 64) = 2.492e-3:
+        # 0.02 - k3 is 7.9 of them, and with 80 tokens 8.9.
+        (0.02, 4, 1.99e-4, ()),
+        (0.02, 4, 1.98e-4, ("the mean k3 is 0.000199, expected at most 0.000198",)),
+        (0.02, 5, 2.02e-4, ("the mean difference is 0.02 nats, more than chance",)),
+        (-0.02, 5, 2.02e-4, ("the mean difference is -0.02 nats, more than chance",)),
+        (0.02, 5, math.inf, ()),
+        (0.3, 4, math.inf, ("nats is beyond any dtype",)),
+    ],
+)
+def test_log_probabilities_that_differ_by_a_constant(gap, rows_of_16, bar, words):
+    """The second column is higher by the gap."""
+    shape = (rows_of_16, 16)
+    trainer = np.random.default_rng(0).uniform(-4.0, -1.0, shape).astype(np.float32)
+    sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
+    columns = {"jax": trainer, "vllm": trainer + np.float32(gap)}
+    names = list("abcdef")[:rows_of_16]
+    dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
+    found = pair_facts(dump, [("jax", "vllm")], bar=bar)
+    assert len(found["problems"]) == len(words)
+    assert all(word in problem for word, problem in zip(words, found["problems"], strict=True))
+    assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(math.exp(-gap) - 1 + gap, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "own", "grows"),
+    [
+        (0.01, 0.079, 0.0, False),  # within bfloat16's range, 0.08
+        (0.01, 0.081, 0.0, True),
+        (0.011, 0.081, 0.0, False),  # 8 x 0.011 = 0.088
+        (0.0, 0.3, 0.04, False),  # 8 x 0.04 = 0.32: the trainer's own gap grows there, too
+        (0.0, 0.33, 0.04, True),
+    ],
+)
+def test_a_gap_that_grows_with_the_position(first, last, own, grows):
+    growth = {"1-16": (first, 0.0), "17-64": (1.0, 0.0), "65-256": (last, own)}
+    assert bool(growth_problems(growth, 0.08)) == grows
+    assert not growth_problems({"1-16": (0.5, 0.0)}, 0.08)
+
+
+def rows(*k3, skipped=0, lost=0):
+    return [
+        {"mismatch/k3_kl": each, "mismatch/nonfinite_count": lost, "optimizer/skipped_updates": skipped} for each in k3
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (rows(1e-3, 3e-3), ""),  # their mean is the bar
+        (rows(1e-3, 3.2e-3), "the mean k3 of the steps is 0.0021, expected at most 0.002"),
+        (rows(1e-3, math.nan), "the mean k3 of the steps is nan, expected at most 0.002"),
+        (rows(1e-3), "1 of 2 steps were made"),
+        ([], "0 of 2 steps were made"),
+        (rows(0.0, 0.0, skipped=1), ""),
+        (rows(0.0, 0.0, skipped=2), "no step changed the weights: give a --config whose rewards differ in a group"),
+        (rows(0.0, 0.0, lost=1), "2 log-probabilities are not finite"),
+    ],
+)
+def test_the_rows_of_a_training(found, problem):
+    assert training_facts(found, 2, BARS["bfloat16"])["problems"] == [problem] * bool(problem)
+
+
+def test_the_reward_of_the_task_differs_between_responses():
+    rewards = [parity(None, str(number), False) for number in range(100)]
+    assert set(rewards) == {0.0, 1.0}
+    assert 30 < sum(rewards) < 70
+
+
+def test_the_second_version_differs_in_nearly_every_weight():
+    before = {"a": jnp.full((1000,), 3.0, jnp.bfloat16), "b": jnp.full((1000,), -2.0, jnp.bfloat16)}
+    after = changed(before)
+    moved = {name: np.asarray(after[name] / each, np.float32) for name, each in before.items()}
+    assert all(np.mean(ratio != 1) > 0.9 and np.abs(ratio - 1).max() < 0.3 for ratio in moved.values())
+    assert not np.array_equal(moved["a"], moved["b"])
+
+
+def test_a_server_that_does_not_answer_is_refused(tmp_path):
+    words = [TOY_BASE, "--server", "http://127.0.0.1:9", "--out", tmp_path / "out"]
+    status, out, err = outcome(accept.main, words)
+    assert (status, out, list(tmp_path.iterdir())) == (2, "", [])
+    assert "no answer from http://127.0.0.1:9" in err

@@ -1,0 +1,214 @@
+"""``rljax accept`` beside real vLLM servers: clean pairs pass, and each planted fault fails the check that is for it.
+
+Faults of a server's start are planted together in one server, and those that leave the server as it is one by one.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import jax.numpy as jnp
+import pytest
+from opened_clients import call
+from toy_runs import ROOT, environment, outcome
+from vllm_checks import rpc
+
+from rljax.commands import accept, check_server
+from rljax.data.toy import build_tokenizer
+from rljax.policy.hf import load_params, save_params
+from rljax.policy.model import init_params
+from tests.integration.conftest import SHAPES, Model, Served
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
+QUICK = ("--length", "64", "--steps", "2")
+
+
+@pytest.fixture(autouse=True)
+def _short_watch(monkeypatch):
+    monkeypatch.setattr(check_server, "QUIET_S", 0.5)
+
+
+@pytest.fixture(scope="module")
+def toy(toy_base, start_server):
+    """A server of the practised toy base, whose weights are the first ones before and after each test."""
+    model = Model(toy_base, *[None] * 3)
+    served = Served(start_server(model, "bfloat16"), model, "bfloat16")
+    yield served
+    served.server.stop()
+
+
+def accepted(served, out, *options, model=None):
+    """Returns the exit status of the command, the checks of its JSON, and the page with the errors."""
+    words = [model or served.model.path, "--server", served.url, "--out", out, *QUICK, *options]
+    status, page, err = outcome(accept.main, words)
+    checks = json.loads((out / "accept.json").read_text())["checks"]
+    return status, checks, page + err
+
+
+def failed(checks):
+    return [name for name, one in checks.items() if one["status"] == "FAIL"]
+
+
+def test_a_clean_pair_passes_and_passed_checks_are_kept(toy, tmp_path):
+    status, checks, page = accepted(toy, tmp_path)
+    assert (status, failed(checks)) == (0, []), page
+    assert list(checks) == [*accept.CHECKS, accept.PUT_BACK]
+    document = json.loads((tmp_path / "accept.json").read_text())
+    document["checks"]["tokens"]["status"] = "FAIL"
+    (tmp_path / "accept.json").write_text(json.dumps(document))
+    status, again, _ = accepted(toy, tmp_path)
+    assert status == 0
+    assert {name for name in again if again[name] != checks[name]} == {"tokens"}
+    status, other, _ = accepted(toy, tmp_path, "--bar", "1e-9")  # another subject: all are made, and the bar is crossed
+    assert (status, failed(other)) == (1, ["log-probabilities"])
+    assert other["training"]["status"] == "SKIPPED"
+
+
+# The fault in the worker, how it is taken out, the check that fails, and words of its problem.
+WORKER_FAULTS = {
+    "temperature": (["logits", "temperature", "1.1"], ["logits", "off"], "log-probabilities", "a gap of"),
+    "cut": (["logits", "cut", "3"], ["logits", "off"], "log-probabilities", "gave a log-probability of -inf"),
+    "rope": (["layers", "rope base"], ["layers", "off"], "log-probabilities", "jax:bfloat16 / vllm:bfloat16"),
+    "swapped": (["layers", "swapped"], ["layers", "off"], "log-probabilities", "vllm-decode:bfloat16"),
+    "head": (["head_dtype", "float32"], ["head_dtype", "bfloat16"], "server", "the LM head computes in float32"),
+    "dropped": (
+        ["load", "skip", "model.layers.1.mlp.down_proj.weight"],
+        ["load", "off", ""],
+        "publish",
+        "model.layers.1.mlp.down_proj.weight",
+    ),
+    "stale": (["load", "previous", ""], ["load", "off", ""], "publish", "tensors differ"),
+}
+
+
+@pytest.mark.parametrize("fault", WORKER_FAULTS)
+def test_a_fault_of_the_worker_fails(toy, tmp_path, fault):
+    (planted, *given), (undo, *nothing), check, words = WORKER_FAULTS[fault]
+    rpc(toy, "sabotage_load", "off", "")
+    if fault == "stale":  # the worker keeps the version of this publish
+        assert accepted(toy, tmp_path / "before")[0] == 0
+    rpc(toy, f"sabotage_{planted}", *given)
+    try:
+        status, checks, page = accepted(toy, tmp_path)
+    finally:
+        rpc(toy, f"sabotage_{undo}", *nothing)
+    assert status == 1
+    assert failed(checks)[0] == check, page
+    assert any(words in problem for problem in checks[check]["problems"]), page
+    assert (check == "publish") == (accept.PUT_BACK in checks)
+    status, checks, page = accepted(toy, tmp_path)  # the same command puts the first weights back, and goes on
+    assert (status, failed(checks)) == (0, []), page
+
+
+def test_other_requests_are_refused(toy, tmp_path):
+    """The server has another client, whose requests come while nothing is asked of it by the command."""
+    ended = threading.Event()
+    body = {"model": "policy", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}}
+
+    def ask():
+        while not ended.wait(0.1):
+            call(toy.url, "POST", "/inference/v1/generate", json=body)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        status, checks, page = accepted(toy, tmp_path)
+    finally:
+        ended.set()
+        client.join()
+    assert (status, checks) == (2, {})
+    assert "answers requests of others" in page
+
+
+def test_an_interrupt_puts_the_first_weights_back(toy, tmp_path):
+    """The same command then goes on with the run, and passes."""
+    words = [sys.executable, "-m", "rljax", "accept", toy.model.path, "--server", toy.url, "--out", tmp_path / "out"]
+    words += ["--length", "64", "--steps", "6"]
+    command = subprocess.Popen(
+        [str(word) for word in words], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    rows = tmp_path / "out/run/metrics.jsonl"
+    while command.poll() is None and not (rows.exists() and rows.read_text().count("\n") >= 2):
+        threading.Event().wait(0.05)
+    command.send_signal(signal.SIGINT)
+    page = command.communicate(timeout=120)[0]
+    assert command.returncode == 130, page
+    checks = json.loads((tmp_path / "out/accept.json").read_text())["checks"]
+    assert checks[accept.PUT_BACK]["status"] == "PASS"
+    assert "training" not in checks
+    steps = rows.read_text().count("\n")
+    status, checks, page = accepted(toy, tmp_path / "out", "--steps", "6")
+    assert status == 0, page
+    assert 2 <= steps < 6
+    assert rows.read_text().count("\n") == 6
+
+
+def test_faults_of_a_servers_start_are_each_named(toy_base, start_server, tmp_path):
+    """The files have another angle, end and tokenizer, and options an 8-bit cache and another sampling."""
+    theirs = tmp_path / "theirs"
+    shutil.copytree(toy_base, theirs)
+    config = json.loads((theirs / "config.json").read_text())
+    config["rope_theta"] = 500.0
+    config["rope_parameters"]["rope_theta"] = 500.0
+    (theirs / "config.json").write_text(json.dumps(config))
+    tokenizer = (theirs / "tokenizer.json").read_text()
+    assert '"1": 1' in tokenizer
+    (theirs / "tokenizer.json").write_text(tokenizer.replace('"1": 1,', '"1": 2,').replace('"2": 2,', '"2": 1,'))
+    (tmp_path / "sampling").mkdir()
+    (tmp_path / "sampling/generation_config.json").write_text('{"temperature": 0.6, "top_k": 5, "eos_token_id": 13}')
+    more = ("--generation-config", str(tmp_path / "sampling"), "--kv-cache-dtype", "fp8_e5m2")
+    model = Model(theirs, *[None] * 3)
+    server = start_server(model, "bfloat16", more=more)
+    try:
+        status, checks, page = accepted(Served(server, model, "bfloat16"), tmp_path / "out", model=toy_base)
+    finally:
+        server.stop()
+    assert status == 1
+    assert failed(checks) == ["server", "tokens", "log-probabilities"], page
+    wanted = ["form of the cache is fp8_e5m2", "rope_parameters", "'temperature': 0.6", "'top_k': 5"]
+    said = " ".join(checks["server"]["problems"])
+    assert all(words in said for words in wanted), said
+    wanted = ["the server ends a response at [13], the model at [14]", "the server has another tokenizer"]
+    assert checks["tokens"]["problems"] == wanted
+    assert {checks[name]["status"] for name in ("publish", "training")} == {"SKIPPED"}
+
+
+@pytest.mark.parametrize("fault", ["gate and up are swapped", "a tensor is zero"])
+def test_weights_that_differ_in_the_servers_files_fail(toy_base, start_server, tmp_path, fault):
+    from safetensors.numpy import load_file, save_file
+
+    theirs = tmp_path / "theirs"
+    shutil.copytree(toy_base, theirs)
+    tensors, at = load_file(theirs / "model.safetensors"), "model.layers.1.mlp.{}_proj.weight"
+    gate, up, down = map(at.format, ("gate", "up", "down"))
+    if fault.startswith("gate"):
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
+    else:
+        tensors[down] = tensors[down] * 0
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    model = Model(theirs, *[None] * 3)
+    server = start_server(model, "bfloat16")
+    try:
+        status, checks, page = accepted(Served(server, model, "bfloat16"), tmp_path / "out", model=toy_base)
+    finally:
+        server.stop()
+    assert (status, failed(checks)) == (1, ["log-probabilities"]), page
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_clean_pair_of_each_family_passes(start_server, tmp_path, family, dtype):
+    path, config = tmp_path / "model", SHAPES[family]
+    save_params(path, init_params(config, 7), config, jnp.dtype(dtype))
+    build_tokenizer().save(path)
+    assert load_params(path, config)
+    model = Model(path, *[None] * 3)
+    server = start_server(model, dtype)
+    try:
+        status, checks, page = accepted(Served(server, model, dtype), tmp_path / "out")
+    finally:
+        server.stop()
+    assert (status, failed(checks)) == (0, []), page
