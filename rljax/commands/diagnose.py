@@ -34,7 +34,6 @@ from rljax.errors import ConfigError, MissingPackageError, caller_errors, import
 from rljax.record.foreign_files import SUMMARY, foreign_kind
 from rljax.record.rows import finite_json, run_dumps
 from rljax.record.training_logs import flatten, read_log, split_runs
-from rljax.rollout.kinds import can
 from rljax.run.options import Positional, parse_arguments
 
 if TYPE_CHECKING:
@@ -134,14 +133,8 @@ def with_roles(dump: TokenDump, given: DiagnoseArguments) -> TokenDump:
 def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFacts | None) -> Declared:
     """Returns the declared dtypes and forms of both sides, from the configuration or else the header of the dump."""
     if config is not None:
-        rollout = config.rollout
-        return Declared(
-            config.precision.compute_dtype,
-            rollout.dtype,
-            rollout.engine_form.label,
-            can(rollout.engine, "is_exact"),
-            ", ".join(f"{name} {value}" for name, value in rollout.inject.given.items() if name != "seed"),
-        )
+        declared: Declared = needed("rljax.run.word", Path(config.run.dir)).declared_by(config)
+        return declared
     if dump is None or tokens is None:
         return Declared()
     sides = dump.sources[tokens.trainer], dump.sources[tokens.rollout]

@@ -31,6 +31,7 @@ from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import DTYPES, open_server, score_column
 from rljax.distributed.files import write_whole
 from rljax.errors import parse_json
+from rljax.mismatch.atlas import normal_range
 from rljax.policy.families import read_config
 from rljax.record.dump_facts import TokenPair
 from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump, read_dump, write_dump
@@ -351,10 +352,10 @@ HEAD = (
 def bench_rows(document: Mapping[str, Any]) -> list[list[str]]:
     """Returns the table of a bench as rows of cells, the head first, sorted by length, dtype, engine and path."""
     order = sorted(document["rows"], key=lambda row: (row["length"], row["dtype"], row["engine"], row["path"]))
-    return [list(HEAD), *map(_cells, order)]
+    return [list(HEAD), *(_cells(row, document["model"]["parameters"]) for row in order)]
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any], parameters: int) -> list[str]:
     form = [str(row[name]) for name in ("engine", "path", "dtype", "length")]
     form[2] += f" ({row['form']})" if row.get("form") else ""
     if "reason" in row:
@@ -362,5 +363,14 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     names = ("logprob_abs_diff_mean", "floor_shape", "floor_repeat", *METRICS[1:], "seconds")
     numbers = [f"{row[name]:.3g}" if name in row else "" for name in names]
     lost = f"{row['nonfinite_count']:.0f} tokens are not finite" if row["nonfinite_count"] else ""
-    note = "the reference" if row["reference"] == BenchForm.of(row).column else lost
+    note = "the reference" if row["reference"] == BenchForm.of(row).column else lost or _standing(row, parameters)
     return [*form, f"{row['token_count']:.0f}", *numbers, note]
+
+
+def _standing(row: Mapping[str, Any], parameters: int) -> str:
+    """Returns where another engine's gap lies among the atlas's healthy gaps of models of this size, or ""."""
+    if row["engine"] not in ("vllm", "transformers"):
+        return ""
+    dtype = f"{row['reference'].partition(':')[2]} / {row.get('form') or row['dtype']}"
+    found = normal_range(METRICS[0], row[METRICS[0]], parameters=parameters / 1e9, tokens=row["length"], dtype=dtype)
+    return found.sentence if "B parameters" in found.sentence and found.standing != "unknown" else ""

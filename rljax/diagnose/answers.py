@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from rljax.diagnose.causes import CAUSES
-from rljax.diagnose.course import FEWEST_STEPS, Course
+from rljax.diagnose.course import FEWEST_STEPS, GAPS, Course
 from rljax.diagnose.evidence import Facts, Finding
+from rljax.mismatch.atlas import normal_range
 
 UNKNOWN = "cannot tell"
 
@@ -23,6 +24,7 @@ def answers(facts: Facts, cause: str, findings: Sequence[Finding]) -> dict[str, 
         "with step": _with_step(facts.course),
         "before or after the collapse": _lead(facts.course),
         "floor": _floor(facts),
+        "among healthy runs": _among(facts),
     }
 
 
@@ -152,6 +154,30 @@ def _floor(facts: Facts) -> str:
         listed = ", ".join(f"{column} {value:.2g}" for column, value in facts.tokens.floors.items())
         return f"{listed} nats between two runs of one scorer: no remedy goes below the larger one"
     return f"{UNKNOWN}: the trainer was not compared with itself"
+
+
+def _among(facts: Facts) -> str:
+    """Returns where the mismatch lies among the healthy runs of the atlas that are like this one."""
+    course, declared, metrics = facts.course, facts.declared, facts.tokens.metrics if facts.tokens else {}
+    rollout = declared.forms or declared.rollout_dtype or "bfloat16"
+    dtype = "exact" if declared.is_exact else f"{declared.trainer_dtype or 'bfloat16'} / {rollout}"
+    signals: Mapping[str, float] = metrics
+    if metrics:
+        known = {"tokens": metrics["token_count"] / max(metrics["sequence_count"], 1)}
+    elif course is not None and course.gap_name:
+        signals = course.last
+        names = {"tokens": "length", "entropy": "entropy"}
+        known = {what: signals[name] for what, name in names.items() if signals.get(name, 0.0) > 0}
+    else:
+        return f"{UNKNOWN}: no mismatch was measured"
+    said = ""
+    for name in GAPS:
+        if math.isfinite(signals.get(name, math.nan)):
+            found = normal_range(name, signals[name], dtype=dtype, **known)
+            if found.standing != "unknown":
+                return f"{name} {found.sentence}"
+            said = said or f"{UNKNOWN}: {found.sentence}"
+    return said or f"{UNKNOWN}: no mismatch was measured"
 
 
 _NUMERICS = ("eight_bits", "sixteen_bits", "head_dtype", "length_growth", "mismatch_growth")

@@ -119,6 +119,7 @@ LEVEL_0 = ("errors", "schedule", "mismatch")
 MISMATCH_MODULES = {
     *(
         "accurate",
+        "atlas",
         "metrics",
         "histogram",
         "signs",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rljax.diagnose.atlas import kind_of, normal_range, points, source_count
+from rljax.mismatch.atlas import kind_of, normal_range, points, source_count
 from rljax.mismatch.metrics import mismatch_metrics
 from rljax.mismatch.names import PUBLISHED_BARS
 
