@@ -86,7 +86,7 @@ class Facts(NamedTuple):
         """The size of the mismatch: the error of the logits, or else the best other signal."""
         course = self.course
         if self.tokens is not None:
-            return self.tokens.size
+            return self.tokens.size(bool(self.declared.forms))
         effect = math.nan if course is None else course.effect_last
         if not math.isnan(effect) or course is None or not course.gap_name:
             return Size(effect, EFFECTS, "an error of the logits")
