@@ -39,6 +39,7 @@ ROUNDED_GAP = 0.5
 """The highest expected normalised gap of an engine that declares that it rounds its weights or its cache to 8 bits."""
 
 _FIT_GAIN = 0.25  # a shift by one, or another base of the logarithm, must reduce the mean gap to this share
+_SCALE_GAIN = 0.1  # any other factor must reduce the mean gap to this share
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
 _SENTINEL = -1000.0  # nats; no softmax of a language model gives a sampled token less
 _FILL_SHARE = 0.05  # the least share of a pair's tokens that shows a fill
@@ -257,7 +258,7 @@ def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Findin
                 remedy = f"multiply it by ln {base} ({math.log(base):.4f})"
                 yield "refused", "other_base", f"the {name} column has logarithms to base {base}: {remedy}"
     factor = float(x @ y) / max(float(x @ x), 1e-30)
-    if np.mean(np.abs(factor * x - y)) < _FIT_GAIN * min(gap, float(np.mean(np.abs(y - np.median(y))))):
+    if np.mean(np.abs(factor * x - y)) < _SCALE_GAIN * min(gap, float(np.mean(np.abs(y - np.median(y))))):
         said = f"the first column times {factor:.3g} is the second, as if a temperature divided log-probabilities"
         yield "refused", "temperature", f"{said} instead of logits"
 
