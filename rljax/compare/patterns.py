@@ -1,7 +1,8 @@
 """Finds the tokens or responses that carry the gap between two columns, and gaps with one sign.
 
-The error of a token is abs(log-ratio) over the token's uncertainty 1 - p. An error of the logits makes about the same
-error at every token, so the errors of different tokens can be compared.
+The error of a token is abs(log-ratio) over the token's uncertainty 1 - p. Rounding makes about the same error at every
+token. Between two states of a policy uncertain tokens have far larger errors than certain ones, so what is usual is
+measured at uncertain tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rljax.mismatch.accurate import exp_minus_one_minus_x
 
 LEAST_UNCERTAINTY = 0.02
 """The least uncertainty by which a log-ratio is divided: less is rounding of the log-probability itself."""
-
+_UNCERTAIN = 0.1  # the least uncertainty of a token whose error is compared with that of others
 _TIMES = 8.0  # the least ratio of errors between tokens that carry the gap and the others; 1 to 2 without a fault
 _SHARE = 0.8  # the least share of k3 that such tokens carry; at most 0.12 without a fault
 _MOST = 0.25  # the largest share of the tokens that can be such tokens
@@ -53,8 +54,8 @@ def find_patterns(
         return
     uncertainty = np.where(valid, -np.expm1(np.minimum(np.minimum(x, y), 0.0)), 0.0)
     yield from _one_side(x[valid], y[valid])
-    yield from _responses(lr, uncertainty, valid)
-    yield from _places(lr, np.abs(lr) / np.maximum(uncertainty, LEAST_UNCERTAINTY), valid, mask, ids)
+    yield from _responses(lr, np.where(uncertainty > _UNCERTAIN, uncertainty, 0.0))
+    yield from _places(lr, uncertainty, valid, mask, ids)
     yield from find_cut(lr[valid])
 
 
@@ -70,22 +71,22 @@ def _one_side(x: np.ndarray, y: np.ndarray) -> Iterator[Pattern]:
             yield "fail", cause, reason
 
 
-def _responses(lr: np.ndarray, uncertainty: np.ndarray, valid: np.ndarray) -> Iterator[Pattern]:
-    """Yields a finding if a few responses are wrong as a whole.
+def _responses(lr: np.ndarray, uncertainty: np.ndarray) -> Iterator[Pattern]:
+    """Yields a finding if a few responses are wrong as a whole. Tokens with an uncertainty of 0 are left out.
 
     The largest tenth of the log-ratios of each response is left out, so that a few extreme tokens make no response
     wrong.
     """
-    counts, size = valid.sum(1), np.where(valid, np.abs(lr), 0.0)
+    counts, size = (uncertainty > 0.0).sum(1), np.where(uncertainty > 0.0, np.abs(lr), 0.0)
     kept = np.sort(size, axis=1)[:, ::-1]
     kept[np.arange(kept.shape[1]) < np.ceil(counts / 10)[:, None]] = 0.0
     there = counts >= _ROW_FEWEST
     if there.sum() < _ROW_FEWEST:
         return
-    error = kept.sum(1)[there] / np.maximum(uncertainty.sum(1)[there], LEAST_UNCERTAINTY * counts[there])
+    error = kept.sum(1)[there] / uncertainty.sum(1)[there]
     usual = float(np.quantile(error, 0.25))
     wrong = (error > _ROW_TIMES * usual) & (error > _ROW_LEAST)
-    carried = size.sum(1)[there][wrong].sum() / size.sum()
+    carried = size.sum(1)[there][wrong].sum() / np.abs(lr).sum()
     if wrong.any() and carried > _HALF:
         reason = (
             f"{wrong.sum()} of {there.sum()} responses are wrong as a whole, with a gap per uncertainty of "
@@ -96,20 +97,21 @@ def _responses(lr: np.ndarray, uncertainty: np.ndarray, valid: np.ndarray) -> It
 
 
 def _places(
-    lr: np.ndarray, error: np.ndarray, valid: np.ndarray, mask: np.ndarray, ids: np.ndarray
+    lr: np.ndarray, uncertainty: np.ndarray, valid: np.ndarray, mask: np.ndarray, ids: np.ndarray
 ) -> Iterator[Pattern]:
     """Yields a finding if tokens at one kind of place carry the gap."""
+    error = np.abs(lr) / np.maximum(uncertainty, LEAST_UNCERTAINTY)
     k3: np.ndarray = exp_minus_one_minus_x(np, np.clip(lr, -20.0, 20.0))
     for cause, words, at in _kinds(error, valid, mask, ids):
-        inside, others = valid & at, valid & ~at
-        if not _FEWEST <= inside.sum() <= _MOST * valid.sum():
+        inside, others = valid & at, ~at & (uncertainty > _UNCERTAIN)
+        if not _FEWEST <= inside.sum() <= _MOST * valid.sum() or others.sum() < _FEWEST:
             continue
         share, usual = k3[inside].sum() / max(k3[valid].sum(), 1e-30), float(np.median(error[others]))
         low, size = float(np.quantile(error[inside], 0.25)), float(np.median(np.abs(lr[inside])))
         if share > _SHARE and low > _TIMES * usual and size > _LEAST:
             reason = (
                 f"{share:.0%} of k3_kl is at {words}: the median of abs(log-ratio) is {size:.2g} at these "
-                f"{inside.sum()} of {valid.sum()} tokens, and {np.median(np.abs(lr[others])):.2g} at the others"
+                f"{inside.sum()} of {valid.sum()} tokens, and {np.median(np.abs(lr[others])):.2g} at uncertain others"
             )
             yield "fail", cause, reason
             return

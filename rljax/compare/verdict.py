@@ -39,6 +39,7 @@ ROUNDED_GAP = 0.5
 """The highest expected normalised gap of an engine that declares that it rounds its weights or its cache to 8 bits."""
 
 _FIT_GAIN = 0.25  # a shift by one, or another base of the logarithm, must reduce the mean gap to this share
+_SCALE_GAIN = 0.1  # any other factor must reduce the mean gap to this share
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
 _SENTINEL = -1000.0  # nats; no softmax of a language model gives a sampled token less
 _FILL_SHARE = 0.05  # the least share of a pair's tokens that shows a fill
@@ -47,6 +48,7 @@ _GAP_SHARE = 0.5  # the least share of the gap that is in the rows that another 
 _MOST_ROWS, _MOST_TOKENS = 1024, 64  # the most rows of a length, and the first tokens of each, that are compared so
 _FEWEST = 16  # the fewest tokens that show a temperature
 _SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
+_LEAST_CORRELATION = 0.8  # the least correlation where certain tokens show a temperature, which has 0.9 at 0.5 to 1
 _CERTAIN, _UNCERTAIN = 0.1, 0.3  # the largest 1 - p of certain tokens, and the least of uncertain ones
 _ONE_SIGN, _FALL = 0.8, 1.2  # abs(sum) over sum of abs of the certain tokens' differences, their gap over the others'
 
@@ -249,12 +251,16 @@ def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int:
 
 
 def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Finding]:
-    """Yields a finding if one column has logarithms to another base."""
+    """Yields a finding if one column has logarithms to another base, or is the other times another factor."""
     for name, values, others in (("first", x, y), ("second", y, x)):
         for base in (2, 10):
             if np.mean(np.abs(values * math.log(base) - others)) < _FIT_GAIN * gap:
                 remedy = f"multiply it by ln {base} ({math.log(base):.4f})"
                 yield "refused", "other_base", f"the {name} column has logarithms to base {base}: {remedy}"
+    factor = float(x @ y) / max(float(x @ x), 1e-30)
+    if np.mean(np.abs(factor * x - y)) < _SCALE_GAIN * min(gap, float(np.mean(np.abs(y - np.median(y))))):
+        said = f"the first column times {factor:.3g} is the second, as if a temperature divided log-probabilities"
+        yield "refused", "temperature", f"{said} instead of logits"
 
 
 def _temperature_findings(x: np.ndarray, y: np.ndarray) -> Iterator[_Finding]:
@@ -277,7 +283,7 @@ def _temperature_findings(x: np.ndarray, y: np.ndarray) -> Iterator[_Finding]:
         if certain < uncertain:
             return
         is_sharper = abs(np.sum(lr[sides[0]])) > _ONE_SIGN * sizes[0] and certain > _FALL * uncertain
-    if is_sharper or (correlation > _CORRELATION and slope > _SLOPE):
+    if (is_sharper and correlation > _LEAST_CORRELATION) or (correlation > _CORRELATION and slope > _SLOPE):
         times = f", as if their temperatures were {1 / slope:.2g} to 1" if slope > _SLOPE else ""
         reason = f"one column is a sharpened form of the other{times}"
         yield "refused", "temperature", f"{reason}: temperature-processed against raw log-probabilities"

@@ -135,24 +135,17 @@ def _temperature(facts: Facts) -> Iterator[Finding]:
     if tokens is not None and tokens.verdict.cause == "temperature":
         yield Finding("temperature", SURE, tokens.verdict.reason)
         return
-    groups = {"entropy": course.effects.get("mismatch_entropy", {}) if course else {}}
-    if tokens is not None:
-        # Probabilities differ by less than the uncertainty if one distribution is a sharper form of the other.
-        by = tokens.by_uncertainty
-        groups["uncertainty"] = by if by and next(iter(by.values())) <= 1.0 else {}
-    for name, effects in groups.items():
-        values = list(effects.values())
-        if len(values) < 3 or max(values) < _TEMPERATURE_EFFECT or values[-1] <= 0 or any(_length(facts)):
-            continue
-        fall = values[0] / values[-1]
-        if fall > (_ALONG if name == "entropy" else 1.5) and values[0] >= values[len(values) // 2] >= values[-1]:
-            yield Finding(
-                "temperature",
-                LIKELY,
-                f"from the first step on, the relative error falls with the {name} of the token, {fall:.1f} times "
-                "from the lowest to the highest bucket: certain tokens differ most, as at another temperature",
-            )
-            return
+    values = list(course.effects.get("mismatch_entropy", {}).values()) if course else []
+    if len(values) < 3 or max(values) < _TEMPERATURE_EFFECT or values[-1] <= 0 or any(_length(facts)):
+        return
+    fall = values[0] / values[-1]
+    if fall > _ALONG and values[0] >= values[len(values) // 2] >= values[-1]:
+        yield Finding(
+            "temperature",
+            LIKELY,
+            f"from the first step on, the relative error falls with the entropy of the token, {fall:.1f} times from "
+            "the lowest to the highest bucket: certain tokens differ most, as at another temperature",
+        )
 
 
 def _rises_with_uncertainty(tokens: TokenFacts, times: float = _ALONG) -> bool:

@@ -108,8 +108,10 @@ class Facts(NamedTuple):
     @property
     def _sizes(self) -> tuple[Size, ...]:
         course = self.course
-        if self.tokens is not None or course is None:
-            return (Size(math.nan, EFFECTS, "an error of the logits") if self.tokens is None else self.tokens.size,)
+        if self.tokens is not None:
+            return (self.tokens.size(bool(self.declared.forms)),)
+        if course is None:
+            return (Size(math.nan, EFFECTS, "an error of the logits"),)
         ends = ((course.first, course.effect_first), (course.last, course.effect_last))
         return tuple(_largest(course.gap_name, end, effect) for end, effect in ends)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rljax.diagnose.evidence import LIKELY, SURE, Finding
+from rljax.diagnose.evidence import EFFECTS, LIKELY, SURE, Finding
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
@@ -49,7 +49,8 @@ def find_token_causes(tokens: TokenFacts) -> Iterator[Finding]:
     if verdict.cause in DECISIVE or verdict.cause == "left_out":
         is_likely = verdict.cause in ("trainer_side", "engine_side")
         yield Finding(OF_VERDICTS[verdict.cause], LIKELY if is_likely else SURE, verdict.reason)
-    elif tokens.tail > _TAIL and not tokens.is_beyond and abs(tokens.bias) < _MOST_BIAS and not tokens.is_of_few:
+    is_usual = not tokens.is_beyond and tokens.effect_without < EFFECTS["bfloat16"]
+    if is_usual and tokens.tail > _TAIL and abs(tokens.bias) < _MOST_BIAS and not tokens.is_of_few:
         yield Finding(
             "router_noise",
             LIKELY,

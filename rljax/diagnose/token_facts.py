@@ -71,10 +71,14 @@ class TokenFacts:
         is_usual = self.effect_without < 1.5 * EFFECTS["bfloat16"]
         return self.outliers > 0 and self.outlier_share > (0.5 if is_usual else 0.9)
 
-    @property
-    def size(self) -> Size:
-        """The size of the mismatch. A gap that ``compare`` calls usual is rounding in 16 bits at most."""
-        limits = EFFECTS | {"8 bits": _LARGEST_ROUNDING} | ({} if self.is_beyond else {"bfloat16": math.inf})
+    def size(self, has_forms: bool) -> Size:
+        """Returns the size of the mismatch.
+
+        A gap that ``compare`` calls usual is rounding in 16 bits at most, unless a side is said to compute in 8 bits:
+        it ``has_forms``.
+        """
+        is_usual = not self.is_beyond and not has_forms
+        limits = EFFECTS | {"8 bits": _LARGEST_ROUNDING} | ({"bfloat16": math.inf} if is_usual else {})
         return Size(self.effect_without, limits, "an error of the logits")
 
 

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from rljax.diagnose.causes import judge_cause
+from rljax.diagnose.evidence import Facts
 from rljax.diagnose.token_facts import logit_grid, outliers, read_facts
 from rljax.record.token_dumps import ColumnSource, make_dump
 
@@ -97,3 +99,32 @@ def test_a_dump_needs_two_columns():
     one = make_dump(["a"], [[1, 2]], [[False, True]], {"rollout": [[np.nan, -1.0]]})
     with pytest.raises(ValueError, match="needs two columns of log-probabilities, got \\['rollout'\\]"):
         read_facts(one)
+
+
+def cause_of(found):
+    return judge_cause(Facts(None, read_facts(found), ()))
+
+
+@pytest.mark.parametrize(
+    ("noise", "cause"),
+    [
+        (lambda: 0.02, "healthy"),
+        (lambda: 0.3 if RNG.random() < 0.05 else 0.02, "router_noise"),
+        (lambda: 0.3, "eight_bits"),
+        (lambda: 2.0, "other_weights"),
+    ],
+)
+def test_the_size_of_most_errors_and_their_tail_name_the_noise(noise, cause):
+    """The noise has both signs, and one size at each uncertainty. Of one token in twenty it may be far larger."""
+    said, findings = cause_of(dump(lambda logits, at: logits + RNG.normal(0.0, noise(), logits.shape), dtype=""))
+    assert (said, [finding.cause for finding in findings]) == (cause, [cause] if findings else [])
+
+
+def test_a_dump_that_compare_refuses_has_no_further_facts():
+    """The trainer's numbers are to base 10. Nothing else is said of them, not even as a possibility."""
+    found = dump(noisy(0.02))
+    base = tuple(values / np.float32(np.log(10)) for values in found.logprobs["trainer"])
+    found = found.with_column("trainer", base, ColumnSource())
+    assert np.isnan(read_facts(found).effect_without)
+    said, findings = cause_of(found)
+    assert (said, [finding.cause for finding in findings]) == ("not_comparable", ["not_comparable"])
