@@ -111,7 +111,7 @@ def _sync_fault(course: Course) -> Iterator[Finding]:
     if len(gap) < 4 or not len(rate) or rate.any():
         return
     first, last = _median(gap[:2]), _median(gap[-2:])
-    if last > 3 * first:
+    if last > 3 * first and gap[-2:].min() > 2 * gap[: max(2, len(gap) // 4)].max():
         said = f"{course.gap_name} goes from {first:.2g} to {last:.2g} at a learning rate of 0"
         yield Finding("sync_fault", LIKELY, f"{said}: no update explains it, so weights change on their way")
 
@@ -208,8 +208,7 @@ def _spikes(course: Course) -> Iterator[Finding]:
         usual = _median(values)
         if len(values) < 12 or not usual > 0:
             continue
-        spread = float(np.median(np.abs(np.log(np.maximum(values, 1e-12) / usual))))
-        far = values > usual * max(_SPIKE, math.exp(6 * spread))
+        far = values > max(_SPIKE * usual, usual + 10 * _median(np.abs(values - usual)))
         starts = int(np.sum(far[1:] & ~far[:-1])) + int(far[0])
         halves = [float(np.mean(half)) for half in np.array_split(far, 2)]
         if starts >= 3 and min(halves) > 0 and far.mean() < 0.5 and far.sum() < 3 * starts:
