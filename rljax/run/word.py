@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import read_course
@@ -40,9 +39,9 @@ class Word:
 
     def __init__(self, declared: Declared) -> None:
         """Starts without rows. ``declared`` has the dtypes and forms of both sides."""
-        self._declared, self._rows, self._said = declared, deque[Mapping[str, Any]](maxlen=_ROWS), ""
+        self._declared, self._rows, self._said = declared, deque[Row](maxlen=_ROWS), ""
 
-    def read(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def read(self, rows: Iterable[Row]) -> None:
         """Takes over the rows that the run has recorded before this process."""
         self._rows.extend(rows)
         self._said = next((row[CAUSE] for row in reversed(self._rows) if row.get(CAUSE)), "")
