@@ -12,8 +12,8 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 50_104
-TEST_LINES = 63_099
+LINES = 50_115
+TEST_LINES = 63_108
 EXPERIMENT_LINES = 6_665
 KEYS = 181
 WORDS = 76_914
