@@ -98,8 +98,8 @@ class AcceptArguments:
     length: int = 128
     """The length of the responses whose log-probabilities are compared (tokens)."""
     bar: float | None = None
-    """The largest mean k3 between server and trainer (nats). None: 0.002 in bfloat16, 1e-4 in float16, 1e-6 in float32;
-    for a mixture of experts 9 times as much."""
+    """The largest mean k3 between server and trainer (nats). None: 0.005 in bfloat16, 2.5e-4 in float16, 1e-6 in
+    float32; for a mixture of experts 3 times as much."""
     json: Path | None = None
     """The JSON file, which is written again after each check. None: accept.json in OUT."""
     out: Path = Path("acceptance")
