@@ -85,7 +85,8 @@ DOORS = {
     "tensorboardX": {"record.writers", "record.event_files"},
     "tqdm": {
         *("record.trackers", "record.writers", "run.data_check", "evaluate", "data.gym_problems"),
-        *("compare.bench", "commands.check", "commands.compare", "commands.prepare", "commands.view"),
+        *("compare.bench", "commands.accept", "commands.check", "commands.compare", "commands.prepare"),
+        "commands.view",
     },
     "jinja2": {"data.tokenizer"},
     "pydantic": {"run.config_file"},
