@@ -97,7 +97,8 @@ def read_source(source: Path, tokens: Path | None) -> tuple[Log | None, TokenDum
         except ValueError:
             raise reason from None
         if not dump.logprobs:
-            raise
+            hint = "rljax docs compare lists the names of columns that are known"
+            raise ConfigError(f"{source} has token ids, but no log-probabilities: {hint}") from None
         return None, dump, None
 
 
