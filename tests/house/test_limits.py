@@ -12,11 +12,11 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 49_943
-TEST_LINES = 63_125
+LINES = 49_940
+TEST_LINES = 63_138
 EXPERIMENT_LINES = 6_665
 KEYS = 181
-WORDS = 77_735
+WORDS = 77_721
 PAGE_COUNT = 46
 FILE_LINES = 405
 DOUBLED_NAMES = 0
