@@ -357,7 +357,7 @@ TRL = {
 }
 
 
-def test_tokens_without_log_probabilities_of_a_known_name_are_named(tmp_path):
+def test_tokens_without_columns_of_a_known_name_are_named(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", PARTS | {"my_logps": [-1.0, -2.0]})
     status, _, err = outcome(diagnose.main, [path])
     assert (status, err.count("\n")) == (2, 1)
