@@ -127,7 +127,7 @@ class Acceptance:
         self._path = options.json or options.out / "accept.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         old: Any = {"subject": [None] * len(subject)}
-        old: Any = parse_json(self._path.read_bytes()) if self._path.exists() else old
+        old = parse_json(self._path.read_bytes()) if self._path.exists() else old
         is_same = old["subject"] == subject
         self.found: dict[str, Any] = old["checks"] if is_same else {}
         away = old["subject"][1:4] == subject[1:4] and old["away"]

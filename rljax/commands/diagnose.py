@@ -118,7 +118,8 @@ def read_source(source: Path, tokens: Path | None, run: str | None = None) -> Re
         except ValueError:
             raise reason from None
         if not dump.logprobs:
-            raise
+            hint = "rljax docs compare lists the names of columns that are known"
+            raise ConfigError(f"{source} has token ids, but no log-probabilities: {hint}") from None
         return ReadSource(None, dump, None)
 
 

@@ -80,7 +80,8 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     if missing := [name for name in chosen if name not in dump.logprobs]:
         raise ValueError(f"no column {missing[0]!r} in the dump, which has {sorted(dump.logprobs)}")
     if len(set(chosen)) != len(chosen) or len(chosen) < 2:
-        raise ValueError(f"a comparison needs at least two columns, each once, got {chosen}")
+        hint = "rljax docs compare lists the names of columns that are known, and --scorer computes further ones"
+        raise ValueError(f"a comparison needs at least two columns, each once, got {chosen}: {hint}")
     check_logprobs(dump, chosen)
     roles = {name: dump.role(name) for name in chosen}
     names = sorted(chosen, key=lambda name: PLACES.index(roles[name]))

@@ -166,7 +166,8 @@ def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_
         known = mask & np.isfinite(values)
         if (value := _fill(values, others, known)) is not None:
             at = known & (values == value)
-            if value == 0.0 and any(find_cut((x - y)[known & np.isfinite(others) & ~at])):
+            rest = known & np.isfinite(others) & ~at
+            if value == 0.0 and any(find_cut(x[rest] - y[rest])):
                 continue  # the cut left one token there
             reason = (
                 f"the {name} column holds {value:g} at {at.sum()} of {mask.sum()} response tokens "

@@ -461,7 +461,7 @@ def test_responses_that_begin_alike_are_no_constant_fill():
 
 
 def test_a_gap_beyond_any_dtype_lists_its_causes():
-    (pair,) = compare_columns(spoiled(lambda rollout: np.minimum(rollout + np.sin(1e3 * rollout), 0.0))).pairs
+    (pair,) = compare_columns(spoiled(lambda rollout: rollout * np.exp(np.sin(1e3 * rollout)))).pairs
     assert (pair.verdict.status, pair.verdict.cause) == ("fail", "other_weights")
     for words in ("do not say which", "stale server's", "8-bit cache", "another temperature", "head in another dtype"):
         assert words in pair.verdict.reason
@@ -511,10 +511,10 @@ def test_the_turns_of_a_dump_come_before_those_of_its_mask():
 
 
 def test_the_bars_of_single_ratios_are_shares_of_the_tokens():
-    """The log-ratios are 1, 0.25, 0.5 and -0.75, and then of four tokens 0, 0.0015, 0.009 and -0.04."""
+    """The log-ratios are -1, -0.25, 0.5 and 0.75, and then of four tokens 0, 0.0015, 0.009 and -0.04."""
     far = compare_columns(turned_dump()).pairs[0].ratios
-    assert (far["within_5%"], far["bias"]) == (0.0, 0.25)
-    assert far["noise"] == pytest.approx(np.std([1, 0.25, 0.5, -0.75]) / 2)
+    assert (far["within_5%"], far["bias"]) == (0.0, 0.0)
+    assert far["noise"] == pytest.approx(np.std([-1, -0.25, 0.5, 0.75]) / 2)
     x = np.float64([[-1.0, -1.0, -1.0, -1.0]])
     near = compare_columns(
         make_dump(["a"], [[1] * 4], [[True] * 4], {"trainer": x + np.float64([0, 0.0015, 0.009, -0.04]), "rollout": x})

@@ -112,7 +112,7 @@ def test_a_certain_token_may_be_the_only_one_left():
 
 
 def test_other_gaps_are_no_cut():
-    """Of equal sign are a base of logarithms, a few far tokens, and a temperature's small log-ratios."""
+    """Another base, a few far tokens and a temperature give log-ratios with one sign, too."""
     rng = np.random.default_rng(0)
     noise = 0.01 * rng.standard_normal(2000)
     few = noise - np.where(np.arange(2000) % 100, 0.0, 5.0)

@@ -1,13 +1,17 @@
 """Tests of the facts of a dump by hand: outliers, growth, and the grid of the logits."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from rljax.compare.report import compare_columns
 from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.evidence import Facts
 from rljax.diagnose.token_facts import logit_grid, outliers, read_facts
-from rljax.record.token_dumps import ColumnSource, make_dump
+from rljax.record.token_dumps import ColumnSource, make_dump, read_dump
 
+DATA = Path(__file__).parents[1] / "data"
 RNG = np.random.default_rng(0)
 VOCABULARY = 12
 
@@ -128,3 +132,17 @@ def test_a_dump_that_compare_refuses_has_no_further_facts():
     assert np.isnan(read_facts(found).effect_without)
     said, findings = cause_of(found)
     assert (said, [finding.cause for finding in findings]) == ("not_comparable", ["not_comparable"])
+
+
+@pytest.mark.parametrize("trainer", ["jax:bfloat16", "hf:bfloat16"])
+def test_a_real_model_in_bfloat16_is_healthy(trainer):
+    """SmolLM2-135M continued toy prompts with its decoder in bfloat16; two forwards scored the tokens.
+
+    The files come from ``rljax compare --toy-prompts 12 --model DIR --sample jax-decode:bfloat16 --responses 2
+    --max-response-tokens 96 --scorer jax:bfloat16 --scorer hf:bfloat16 --no-second-run``.
+    """
+    dump = read_dump(DATA / "smollm2_tokens.parquet")
+    roles = {trainer: "trainer", "jax-decode:bfloat16": "rollout"}
+    found = dump.with_roles(roles)
+    assert judge_cause(Facts(None, read_facts(found), ())) == ("healthy", [])
+    assert compare_columns(found, list(roles)).passed

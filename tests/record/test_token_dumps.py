@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from python_calls import count_calls
+from toy_runs import outcome
 
+from rljax.commands import diagnose
 from rljax.compare.importers import read_tokens
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump, write_dump
 
@@ -353,6 +355,13 @@ TRL = {
     "advantages": [0.5, -0.5],
     "num_items_in_batch": 7,
 }
+
+
+def test_tokens_without_columns_of_a_known_name_are_named(tmp_path):
+    path = write_lines(tmp_path / "x.jsonl", PARTS | {"my_logps": [-1.0, -2.0]})
+    status, _, err = outcome(diagnose.main, [path])
+    assert (status, err.count("\n")) == (2, 1)
+    assert "x.jsonl has token ids, but no log-probabilities: rljax docs compare lists" in err
 
 
 def test_a_padded_batch_is_read_row_by_row(tmp_path):
