@@ -92,6 +92,7 @@ def test_the_log_of_another_project(planted, project):
         wanted = {"cannot_tell", "healthy"} | ({planted} if log.has("chi2_token") else set())
     if planted == "staleness":
         wanted = {"cannot_tell", "healthy", "staleness"} if log.has("staleness") else {"other_weights"}
+        wanted |= set() if log.has("logprob_abs_diff_mean") or log.has("k3_kl") else {"healthy"}  # a signed mean alone
     assert said in wanted
 
 
