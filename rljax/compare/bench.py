@@ -55,6 +55,7 @@ REFERENCES = ("jax", "jax-decode", "hf")
 """The kinds of scorers that can be the one that the others are compared with."""
 STARTED = ("vllm", "vllm-decode")
 """The kinds of scorers whose server a bench starts when they name a dtype and no URL."""
+_OTHERS = {ROWS[kind][0] for kind in ("hf", *STARTED)}  # the engines whose gap is compared with published ones
 METRICS = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max", "extreme_rate", "log_ppl_abs_diff")
 COUNTS = ("token_count", "nonfinite_count")
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
@@ -369,7 +370,7 @@ def _cells(row: Mapping[str, Any], parameters: int) -> list[str]:
 
 def _standing(row: Mapping[str, Any], parameters: int) -> str:
     """Returns where another engine's gap lies among the atlas's healthy gaps of models of this size, or ""."""
-    if row["engine"] not in ("vllm", "transformers"):
+    if row["engine"] not in _OTHERS:
         return ""
     dtype = f"{row['reference'].partition(':')[2]} / {row.get('form') or row['dtype']}"
     found = normal_range(METRICS[0], row[METRICS[0]], parameters=parameters / 1e9, tokens=row["length"], dtype=dtype)

@@ -52,28 +52,31 @@ def test_a_round_trip(same, stored, problems):
 @pytest.mark.parametrize(
     ("gap", "rows_of_16", "bar", "words"),
     [
-        # k3 = exp(-0.02) - 1 + 0.02 = 1.987e-4, and the standard error of 64 tokens is sqrt(2 k3 / 64) = 2.492e-3:
-        # 0.02 - k3 is 7.9 of them, and with 80 tokens 8.9.
-        (0.02, 4, 1.99e-4, ()),
-        (0.02, 4, 1.98e-4, ("the mean k3 is 0.000199, expected at most 0.000198",)),
-        (0.02, 5, 2.02e-4, ("the mean difference is 0.02 nats, more than chance",)),
-        (-0.02, 5, 2.02e-4, ("the mean difference is -0.02 nats, more than chance",)),
-        (0.02, 5, math.inf, ()),
+        # k3 = exp(-0.02) cosh(0.03) - 1 + 0.02 = 6.398e-4, and the standard error of 208 tokens is sqrt(2 k3 / 208) =
+        # 2.48e-3: 0.02 - k3 is 7.8 of them, and with 240 tokens 8.4.
+        (0.02, 13, 6.40e-4, ()),
+        (0.02, 13, 6.39e-4, ("the mean k3 is 0.00064, expected at most 0.000639",)),
+        (0.02, 15, 6.42e-4, ("the mean difference is 0.02 nats, more than chance",)),
+        (-0.02, 15, 6.62e-4, ("the mean difference is -0.02 nats, more than chance",)),
+        (0.02, 15, math.inf, ()),
         (0.3, 4, math.inf, ("nats is beyond any dtype",)),
     ],
 )
-def test_log_probabilities_that_differ_by_a_constant(gap, rows_of_16, bar, words):
-    """The second column is higher by the gap."""
+def test_log_probabilities_that_differ_in_the_mean(gap, rows_of_16, bar, words):
+    """The second column is higher by the gap, and 0.03 (0.6) more and less in turn."""
+    more = 0.03 if abs(gap) < 0.1 else 0.6
     shape = (rows_of_16, 16)
     trainer = np.random.default_rng(0).uniform(-4.0, -1.0, shape).astype(np.float32)
     sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
-    columns = {"jax": trainer, "vllm": trainer + np.float32(gap)}
-    names = list("abcdef")[:rows_of_16]
+    apart = np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)
+    columns = {"jax": trainer, "vllm": trainer + apart}
+    names = list("abcdefghijklmno")[:rows_of_16]
     dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
     found = pair_facts(dump, [("jax", "vllm")], bar=bar)
     assert len(found["problems"]) == len(words)
     assert all(word in problem for word, problem in zip(words, found["problems"], strict=True))
-    assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(math.exp(-gap) - 1 + gap, rel=1e-3)
+    k3 = math.exp(-gap) * math.cosh(more) - 1 + gap
+    assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(k3, rel=1e-3)
 
 
 @pytest.mark.parametrize(
