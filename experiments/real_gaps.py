@@ -132,7 +132,7 @@ def measured(model: Path, dump: TokenDump) -> dict[str, Any]:
     """Returns the gaps of all pairs of a trainer's dtype and an engine, the ratios of dtypes, and the buckets."""
     known = {name: of_responses(dump, name) for name in dump.first_runs}
     trainers = {dtype: known[f"jax:{dtype}"] for dtype in DTYPES if f"jax:{dtype}" in known}
-    for dtype in set(trainers) - {"float32"}:
+    for dtype in [name for name in trainers if name != "float32"]:
         trainers[f"{dtype}, {HEAD}"] = with_float32_head(model, dump, dtype)
     engines = {name: numbers for name, numbers in known.items() if not name.startswith("jax:")}
     pairs = {f"{t} | {e}": gaps(trainer, engine) for t, trainer in trainers.items() for e, engine in engines.items()}
@@ -152,17 +152,23 @@ def measured(model: Path, dump: TokenDump) -> dict[str, Any]:
 
 
 def show(length: int, found: dict[str, Any]) -> None:
-    """Prints the tables of one length."""
-    print(f"\n{length} tokens\n\n| trainer | engine | mean gap | k3 | largest | tokens |\n|---|---|---|---|---|---|")
-    for name, row in found["pairs"].items():
-        print(f"| {name} | {row['mean']:.3g} | {row['k3']:.3g} | {row['largest']:.3g} | {row['tokens']} |")
+    """Prints the tables of one length: every pair of dtypes with vLLM, the ratios, and the buckets with vLLM."""
+    pairs = {tuple(name.split(" | ")): f"{row['mean']:.2g} ({row['k3']:.1e})" for name, row in found["pairs"].items()}
+    served = list(dict.fromkeys(engine for _, engine in pairs if engine.startswith("vllm:")))
+    print(f"\n{length} tokens: mean gap (k3)\n\n| trainer | {' | '.join(served)} |\n|---" + "|---" * len(served) + "|")
+    for trainer in dict.fromkeys(name for name, _ in pairs):
+        print(f"| {trainer} | {' | '.join(pairs[trainer, engine] for engine in served)} |")
     print("\n| bfloat16 / float16 | median of the pieces | 95% |\n|---|---|---|")
     for name, (middle, low, high) in found["bfloat16_over_float16"].items():
         print(f"| {name} | {middle:.3g} | {low:.3g} to {high:.3g} |")
-    print("\n| trainer | engine | bucket | mean gap | k3 | tokens |\n|---|---|---|---|---|---|")
-    for name, rows in found["buckets"].items():
-        for bucket, mean, of_k3, count in rows:
-            print(f"| {name} | {bucket} | {mean:.3g} | {of_k3:.3g} | {count} |")
+    split = {
+        name.replace(" | ", ", "): {row[0]: row[1] for row in rows}
+        for name, rows in found["buckets"].items()
+        if "| vllm:" in name
+    }
+    print("\n| mean gap | " + " | ".join(split) + " |\n|---" + "|---" * len(split) + "|")
+    for bucket in next(iter(split.values()), {}):
+        print(f"| {bucket} | " + " | ".join(f"{rows[bucket]:.2g}" for rows in split.values()) + " |")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -181,7 +187,9 @@ def main(argv: Sequence[str]) -> int:
             document[str(length)] = measured(options.model, read_dump(path))
             show(length, document[str(length)])
     if options.json:
-        options.json.write_text(json.dumps({"model": options.model.name, "lengths": document}, indent=1) + "\n")
+        command = f"python experiments/real_gaps.py tables models/{options.model.name} OUT --json {options.json.name}"
+        numbers = {"command": command, "model": options.model.name, "lengths": document}
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
     return 0
 
 

@@ -1,0 +1,51 @@
+"""The numbers of a real model's gaps: their interval, their buckets, and the table of the page."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import real_gaps
+
+from rljax.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_interval_of_a_median_by_hand():
+    """Six pieces are all on one side of the median with probability 2 / 64, below 5%; five with 2 / 32, above."""
+    assert real_gaps.median_interval([3.0, 1.0, 6.0, 2.0, 5.0, 4.0]) == (3.5, 1.0, 6.0)
+    with pytest.raises(ConfigError, match="5 pieces allow no interval"):
+        real_gaps.median_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    # Of nine, at most one is on one side with probability 2 * 10 / 512 = 3.9%, at most two with 18%.
+    assert real_gaps.median_interval([float(i) for i in range(9)]) == (4.0, 1.0, 7.0)
+
+
+def test_gaps_by_hand():
+    found = real_gaps.gaps([np.array([-1.0, -2.0]), np.array([-1.0])], [np.array([-1.5, -2.0]), np.array([-0.5])])
+    assert (found["tokens"], found["largest"], found["mean_of_pieces"]) == (3, 0.5, [0.25, 0.5])
+    assert found["mean"] == pytest.approx(1 / 3)
+    assert found["k3"] == pytest.approx((np.exp(0.5) - 1.5 + np.exp(-0.5) - 0.5) / 3)
+
+
+def test_buckets_by_hand():
+    """Positions 1 and 64 are in the first bucket, 65 in the second; the probabilities are 1, 0.05 and 0.6."""
+    trainer = np.zeros(65)
+    trainer[63:] = np.log([0.05, 0.6])
+    rollout = trainer - np.where(np.arange(65) >= 63, [0.5] * 65, 0.0)
+    found = {name: (mean, count) for name, mean, _, count in real_gaps.buckets([trainer], [rollout])}
+    assert found["position from 1"] == (pytest.approx(0.5 / 64), 64)
+    assert found["position from 65"] == (pytest.approx(0.5), 1)
+    assert found["probability from 0.0"] == (pytest.approx(0.5), 1)
+    assert found["probability from 0.5"] == (pytest.approx(0.5), 1)
+    assert found["probability from 0.9"] == (0.0, 63)
+
+
+def test_the_page_has_the_table_of_the_numbers(capsys):
+    numbers = json.loads((ROOT / "benchmarks/real_gaps_smollm2.json").read_text())["lengths"]["256"]
+    real_gaps.show(256, numbers)
+    page = (ROOT / "docs/mismatch.md").read_text(encoding="utf-8")
+    table = [line for line in capsys.readouterr().out.split("\n\n")[1].splitlines() if line]
+    assert "\n".join(table) in page
+    middle, low, high = numbers["bfloat16_over_float16"]["mean, vllm"]
+    assert f"{middle:.1f} times smaller than with bfloat16 (95%: {low:.1f} to {high:.1f})" in page
