@@ -154,8 +154,7 @@ def _jsonl_sequence(record: FileRow, number: int) -> TokenDump:
                 got = record["response_length"]
                 raise ValueError(f"response_length must be at most the {len(token_ids)} tokens, got {got}")
             record = {"response_mask": [True] * (len(token_ids) - front), **record}
-        is_used = bool(record.get("sample_loss_mask", 1))
-        mask = [bool(mark) and is_used for mark in record["response_mask"][:end]]
+        mask = record["response_mask"][:end] if record.get("sample_loss_mask", 1) else [False] * len(token_ids)
         mask = [False] * (len(token_ids) - len(mask)) + mask if len(mask) == len(token_ids) - front else mask
     else:
         end, prompt = None, record["prompt_ids"]

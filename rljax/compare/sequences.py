@@ -58,7 +58,7 @@ def sequences_of(lines: Iterable[Line]) -> Iterator[Line]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{file}:{number}: logprobs and values must be objects of lists by name") from error
         ids = record.get("token_ids", record.get("response_ids"))
-        if not ids or not isinstance(ids[0], list):
+        if not (isinstance(ids, list) and ids and isinstance(ids[0], list)):
             yield file, number, record
             continue
         for i in range(len(ids)):
