@@ -50,7 +50,7 @@ def renamed(record: FileRow) -> FileRow:
 def sequences_of(lines: Iterable[Line]) -> Iterator[Line]:
     """Yields each sequence in our names. Of a batch these are its rows, without their padding.
 
-    Raises ValueError if ``logprobs`` or ``values`` is no object; the message names the line.
+    Raises ValueError if ``logprobs`` or ``values`` is no object, or the mask of a batch no list; it names the line.
     """
     for file, number, line in lines:
         try:
@@ -61,8 +61,11 @@ def sequences_of(lines: Iterable[Line]) -> Iterator[Line]:
         if not (isinstance(ids, list) and ids and isinstance(ids[0], list)):
             yield file, number, record
             continue
-        for i in range(len(ids)):
-            yield file, number, _without_padding(_row(record, len(ids), i))
+        try:
+            rows = [_without_padding(_row(record, len(ids), i)) for i in range(len(ids))]
+        except TypeError as error:
+            raise ValueError(f"{file}:{number}: the mask of a batch must be a list for each sequence") from error
+        yield from ((file, number, row) for row in rows)
 
 
 def _row(batch: FileRow, count: int, i: int) -> FileRow:

@@ -174,6 +174,7 @@ FAULTS = [
     (sequence(logprobs=WORDS), "column 'trainer' must be numbers"),
     (sequence(logprobs=[1]), "t.jsonl:1: logprobs and values must be objects of lists by name"),
     (sequence(token_ids=3), "t.jsonl:1: a field is not of the form"),
+    (sequence(token_ids=[[1, 2], [3]], response_mask=3), "t.jsonl:1: the mask of a batch must be a list"),
     (tokens(as_parquet(DUMP | {"note": []}), "t.parquet"), "its metadata must be an object with version"),
     (tokens(as_parquet(DUMP | {"note": b'{"version": '}), "t.parquet"), "its metadata is not JSON"),
     (tokens(HOLE, "t.parquet"), "a row has a null in its token ids or its mask"),
