@@ -126,8 +126,7 @@ class Acceptance:
         subject = json.loads(finite_json([*subject, self._checks.bar, dataclasses.asdict(inputs.config)]))
         self._path = options.json or options.out / "accept.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        old: Any = {"subject": [None] * len(subject)}
-        old = parse_json(self._path.read_bytes()) if self._path.exists() else old
+        old = earlier_report(self._path, options.out) or {"subject": [None] * len(subject)}
         is_same = old["subject"] == subject
         self.found: dict[str, Any] = old["checks"] if is_same else {}
         away = old["subject"][1:4] == subject[1:4] and old["away"]
@@ -196,6 +195,22 @@ class Acceptance:
         width = max(map(len, _PARTS))
         lines = [f"{name:<{width}}  {line(self.found[name])}" for name in _PARTS if name in self.found]
         return "\n".join([*lines, f"{'PASS' if self.document['passed'] else 'FAIL'}; written to {self._path}"])
+
+
+def earlier_report(path: Path, out: Path) -> dict[str, Any] | None:
+    """Reads the report of an earlier command; None if there is none.
+
+    Raises ValueError if the file is no such report, or ``out`` has a run or tokens that no report speaks of: they would
+    be removed.
+    """
+    if path.exists():
+        document: Any = parse_json(path.read_bytes())
+        if not isinstance(document, dict) or not {"subject", "checks", "away"} <= set(document):
+            raise ValueError(f"{path} is no report of rljax accept: give another --json")
+        return document
+    if others := [name for name in ("run", "tokens.parquet") if (out / name).exists()]:
+        raise ValueError(f"{out / others[0]} is there, but not {path}: give another --out")
+    return None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ import pytest
 from toy_runs import TOY_BASE, outcome
 
 from rljax.commands import accept
+from rljax.commands.accept import earlier_report
 from rljax.commands.check_server import (
     BARS,
     changed,
@@ -137,3 +138,20 @@ def test_a_server_that_does_not_answer_is_refused(tmp_path):
     status, out, err = outcome(accept.main, words)
     assert (status, out, list(tmp_path.iterdir())) == (2, "", [])
     assert "no answer from http://127.0.0.1:9" in err
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"reward": 1}', "not JSON"])
+def test_another_file_is_not_taken_for_a_report(tmp_path, content):
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"results.json is no report|JSON"):
+        earlier_report(path, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["run", "tokens.parquet"])
+def test_what_no_report_speaks_of_is_not_removed(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} is there, but not .*: give another --out"):
+        earlier_report(tmp_path / "accept.json", tmp_path)
+    (tmp_path / "accept.json").write_text('{"subject": [], "checks": {}, "away": false}')
+    assert earlier_report(tmp_path / "accept.json", tmp_path)["checks"] == {}
