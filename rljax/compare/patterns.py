@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rljax.mismatch.accurate import exp_minus_one_minus_x
+from rljax.mismatch.signs import WORSE_THAN_UNIFORM
 
 LEAST_UNCERTAINTY = 0.02
 """The least uncertainty by which a log-ratio is divided: less is rounding of the log-probability itself."""
@@ -25,7 +26,6 @@ _LEAST = 1e-2  # nats; the least log-ratio of a fault
 _ROW_TIMES, _ROW_LEAST = 10.0, 0.2  # a wrong response has so many times the usual error, and at least this error
 _ROW_FEWEST = 4  # the fewest responses, and the fewest tokens of a wrong one
 _HALF = 0.5  # the least share of the gap that wrong responses carry
-_WORSE_THAN_UNIFORM = 8.0  # nats; a uniform guess over 3,000 tokens, and vocabularies have 32,000 and more
 _PLAUSIBLE = 5.0  # nats; a sampler's own mean entropy is below
 _ONE_SIGN = 0.6  # the least abs(sum) over sum of abs of log-ratios with one sign; noise has 2 / sqrt(tokens)
 _OF_CLEAR = 0.7  # the least share of the clear log-ratios that have this sign; 0.5 without a fault
@@ -62,10 +62,10 @@ def find_patterns(
 def _one_side(x: np.ndarray, y: np.ndarray) -> Iterator[Pattern]:
     """Yields a finding if one column finds hardly any token likely that the other finds likely."""
     for cause, name, wrong, right in (("trainer_side", "first", x, y), ("engine_side", "second", y, x)):
-        if np.quantile(-wrong, 0.1) > _WORSE_THAN_UNIFORM and -np.mean(right) < _PLAUSIBLE:
+        if np.quantile(-wrong, 0.1) > WORSE_THAN_UNIFORM and -np.mean(right) < _PLAUSIBLE:
             reason = (
                 f"the {name} column gives the tokens {-np.mean(wrong):.3g} nats in the mean, and nine in ten more than "
-                f"{_WORSE_THAN_UNIFORM:g}: it finds them less likely than random tokens, while the other column gives "
+                f"{WORSE_THAN_UNIFORM:g}: it finds them less likely than random tokens, while the other column gives "
                 f"them {-np.mean(right):.2g}"
             )
             yield "fail", cause, reason

@@ -12,6 +12,7 @@ import numpy as np
 
 from rljax.diagnose.course import FEWEST_STEPS, Course, rank_correlation
 from rljax.diagnose.evidence import LIKELY, POSSIBLE, SURE, Finding
+from rljax.mismatch.signs import WORSE_THAN_UNIFORM
 
 LOG_CAUSES: Mapping[str, tuple[str, str]] = {
     "nonfinite_training": ("optimisation", "numbers of the training are not finite from one step on"),
@@ -30,7 +31,6 @@ LOG_CAUSES: Mapping[str, tuple[str, str]] = {
 
 TOGETHER = 5
 """The number of steps by which a sign may come after the fall of the reward and still belong to it."""
-_WORSE_THAN_UNIFORM = 8.0  # nats; a uniform guess over 3,000 tokens, and the vocabularies have 32,000 and more
 _STAYS, _BREAKS = 0.7, 0.5  # the shares of its former value above which a reward stays, and below which it breaks
 _JUMP = 5.0  # the least ratio of one step's mismatch to all earlier ones that shows a fault and no growth
 _CUT = 0.005  # the smallest mass that a cut takes, as one minus the mean ratio
@@ -91,9 +91,9 @@ def _nonfinite(course: Course) -> Iterator[Finding]:
 def _trainer_side(course: Course) -> Iterator[Finding]:
     names = ("kl", "logprob_abs_diff_mean", "log_ppl_abs_diff", "k3_kl")
     name = next((name for name in names if course.log.has(name)), "")
-    is_far = np.abs(course.log.get(name)) > _WORSE_THAN_UNIFORM
+    is_far = np.abs(course.log.get(name)) > WORSE_THAN_UNIFORM
     if not name and course.log.has("ratio_mean"):
-        name, is_far = "ratio_mean", course.log.get("ratio_mean") < math.exp(-_WORSE_THAN_UNIFORM)
+        name, is_far = "ratio_mean", course.log.get("ratio_mean") < math.exp(-WORSE_THAN_UNIFORM)
     count = max(1, len(is_far) // 4)
     if is_far[-count:].mean() < _MOST_STEPS:
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,13 +84,13 @@ def mismatch_names(project: str) -> dict[str, tuple[str, ...]]:
     return known
 
 
-def choose_signals(columns: list[str]) -> tuple[str, dict[str, str]]:
-    """Finds the project whose names fit a log best; returns it and the column of each signal.
+def choose_signals(columns: list[str], projects: Sequence[str] = PROJECTS) -> tuple[str, dict[str, str]]:
+    """Finds the one of ``projects`` whose names fit a log best; returns it and the column of each signal.
 
     Raises ConfigError if the log has neither a mismatch nor a reward or gradient norm of a known name.
     """
-    fits = {project: _fitting(project, columns) for project in PROJECTS}
-    project = max(PROJECTS, key=lambda name: (_weight(fits[name]), -PROJECTS.index(name)))
+    fits = {project: _fitting(project, columns) for project in projects}
+    project = max(projects, key=lambda name: _weight(fits[name]))  # the first of equals
     found = fits[project]
     if not {*MISMATCH, "reward", "grad_norm"} & set(found):
         raise ConfigError(
@@ -118,11 +118,14 @@ def _weight(found: Mapping[str, str]) -> int:
     return sum(column.count("/") + column.count("_") + 1 for column in found.values())
 
 
-def read_signals(rows: Rows) -> Log:
-    """Reads the signals of a log's rows. Raises ConfigError if the log has no known signal, or no step."""
+def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
+    """Reads the signals of a log's rows, which one of ``projects`` wrote.
+
+    Raises ConfigError if the log has no known signal, or no step.
+    """
     rows = [{name: cell for name, cell in row.items() if cell is not None} for row in rows]
     columns = columns_of(rows)
-    project, found = choose_signals(columns)
+    project, found = choose_signals(columns, projects)
     wanted = dict(found)
     if project == "rljax":
         groups = (*BUCKETED, *PARTS)

@@ -10,6 +10,9 @@ FILL_TOKENS = 8
 """The fewest equal numbers that show a constant in the place of log-probabilities."""
 FILL_SPREAD = 0.1
 """The least standard deviation of the other side's numbers at the places of such a constant (nats)."""
+WORSE_THAN_UNIFORM = 8.0
+"""The least surprise of a side that finds tokens less likely than random ones (nats). A uniform guess over 3,000 tokens
+has it, and vocabularies have 32,000 tokens and more."""
 _ROUNDING = 1e-3  # nats; smaller log-probabilities of certain tokens may be equal because of their rounding
 _UNCERTAIN = 0.01  # nats; larger log-probabilities depend on every token before them
 _FEWEST = 8  # the fewest different numbers above _UNCERTAIN that are not equal by chance

@@ -221,9 +221,10 @@ def matching(columns: list[str], name: str) -> list[str]:
     """Returns the training columns that end in ``name``: first aggregates over environments, then short names."""
 
     def fits(column: str) -> bool:
+        if not f"/{column.replace('.', '/')}".endswith((f"/{name}", f" - {name}")):
+            return False
         parts = column.lower().replace("-", "/").replace(".", "/").replace(" ", "").split("/")
-        ending = f"/{column.replace('.', '/')}".endswith((f"/{name}", f" - {name}"))
-        return ending and NOT_TRAINING.isdisjoint({*parts} - {*name.split("/")})
+        return NOT_TRAINING.isdisjoint({*parts} - {*name.split("/")})
 
     return sorted(filter(fits, columns), key=lambda column: ("/agg/" not in column, len(column)))
 
