@@ -374,4 +374,4 @@ def _standing(row: Mapping[str, Any], parameters: int) -> str:
         return ""
     dtype = f"{row['reference'].partition(':')[2]} / {row.get('form') or row['dtype']}"
     found = normal_range(METRICS[0], row[METRICS[0]], parameters=parameters / 1e9, tokens=row["length"], dtype=dtype)
-    return found.sentence if "B parameters" in found.sentence and found.standing != "unknown" else ""
+    return found.sentence if "parameters" in found.compared and found.standing != "unknown" else ""

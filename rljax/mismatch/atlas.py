@@ -36,6 +36,7 @@ class NormalRange(NamedTuple):
     """The healthy points that are comparable with a run, and where the run's value lies."""
 
     standing: str  # "below", "among" or "above" the points, or "unknown"
+    compared: tuple[str, ...]  # which of "parameters", "tokens" and "entropy" were compared
     points: tuple[Mapping[str, Any], ...]
     sentence: str  # for a reader, with the range and the number of points
 
@@ -73,7 +74,8 @@ def normal_range(
             break
     found = f"{len(near)} healthy {kind} measurements from {source_count(near)} sources"
     if not is_enough or not math.isfinite(value):
-        return NormalRange("unknown", near, f"{found} do not say whether {metric} {value:.3g} is normal")
+        text = f"{found} do not say whether {metric} {value:.3g} is normal"
+        return NormalRange("unknown", tuple(compared), near, text)
     low, high = min(p["value"] for p in near), max(p["value"] for p in near)
     standing = "below" if value < low else "above" if value > high else "among"
     units = {"parameters": "B parameters", "tokens": "tokens", "entropy": "nats of entropy"}
@@ -81,7 +83,7 @@ def normal_range(
     if left_out := [name for name in known if name not in compared]:
         limits.append(f"{' and '.join(left_out)} left out")
     text = f"{value:.3g} lies {standing} {', '.join([found, *limits])} ({_span([low, high])})"
-    return NormalRange(standing, near, text)
+    return NormalRange(standing, tuple(compared), near, text)
 
 
 def _span(numbers: Sequence[float]) -> str:
