@@ -12,8 +12,8 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 51_135
-TEST_LINES = 62_135
+LINES = 51_160
+TEST_LINES = 62_155
 EXPERIMENT_LINES = 6_630
 KEYS = 181
 WORDS = 80_000
