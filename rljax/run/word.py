@@ -48,8 +48,7 @@ class Word:
 
     def __call__(self, row: Row) -> Row:
         """Takes the row of a step, and returns the keys ``CAUSE`` and ``CONFIDENCE`` for it if a word is due."""
-        if not (self._rows and self._rows[-1] is row):  # a row that could not be written comes again
-            self._rows.append(row)
+        self._rows.append(row)  # one that could not be written comes again, and counts once by its step
         if row["step"] % EVERY:
             return {}
         log = read_signals(list(self._rows), ["rljax"])
