@@ -372,9 +372,9 @@ def split_runs(rows: Rows) -> dict[str, Rows]:
             for run in names
         }
     for column in RUN_COLUMNS:
-        runs = dict.fromkeys(row[column] for row in rows if isinstance(row.get(column), str))
-        if len(runs) > 1:
-            return {run: [row for row in rows if row.get(column) == run] for run in runs}
+        named = [(str(row[column]), row) for row in rows if type(row.get(column)) in (str, int)]
+        if len(runs := dict.fromkeys(run for run, _ in named)) > 1:
+            return {run: [row for name, row in named if name == run] for run in runs}
     return {}
 
 

@@ -169,6 +169,14 @@ def test_one_of_several_runs_is_chosen(tmp_path):
         assert "no run 'c' in the log, which has a, b" in outcome(main, [path, "--run", "c"])[2]
 
 
+def test_runs_may_have_numbers_for_names(tmp_path):
+    table = tmp_path / "table.jsonl"
+    rows = [(step, run) for step in range(1, 13) for run in (17, 18)]
+    table.write_text("".join(f'{{"step": {step}, "run_id": {run}, "vllm_kl": 0.01}}\n' for step, run in rows))
+    assert "one run: --run 17" in outcome(main, [table])[1]
+    assert outcome(main, [table, "--run", "18"])[0] == 0
+
+
 def test_a_folder_with_texts_beside_its_log_is_read(tmp_path, log):
     (tmp_path / "run").mkdir()
     log("healthy").rename(tmp_path / "run" / "history.jsonl")

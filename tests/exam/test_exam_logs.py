@@ -8,7 +8,7 @@ LOGS = [name for name in CASES if not name.startswith("d_") and name != "p_qwen3
 
 @pytest.mark.slow
 def test_logs_of_other_projects(tmp_path):
-    """The numbers are those of the table in docs/diagnose.md. The other cases are acceptable."""
+    """The numbers are those of docs/diagnose.md. The other cases are acceptable."""
     counts, others, lines = score(LOGS, tmp_path)
     text = "\n".join(lines)
     assert (counts["wrong"], counts["error"], counts["cannot tell"], counts["false hints"]) == (0, 0, 0, 0), text

@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
 LINES = 51_160
-TEST_LINES = 62_155
+TEST_LINES = 62_160
 EXPERIMENT_LINES = 6_630
 KEYS = 181
 WORDS = 80_000
