@@ -60,8 +60,8 @@ class AcceptCheck(NamedTuple):
     """One check."""
 
     method: str  # the method of ``ServerChecks`` that makes it
-    remedy: str  # what to do after a failure
-    needs: tuple[str, ...] = ()  # what must have passed before a check that changes the server's weights
+    remedy: str  # the advice after a failure
+    needs: tuple[str, ...] = ()  # the checks that must have passed before one that changes the server's weights
     is_local: bool = False  # whether it asks the server nothing
 
 

@@ -56,12 +56,12 @@ def normal_range(
     then size, while fewer than five points of two sources fit. Toy models count only where the size is compared.
 
     Args:
-        metric: The name of a metric of the atlas.
-        value: The run's number.
-        parameters: The model's size in billions, all experts of a mixture included.
-        tokens: The mean length of the responses.
-        entropy: The mean entropy of the policy in nats.
-        dtype: The dtypes of both sides, such as "bfloat16 / fp8"; None is taken as bfloat16.
+      metric: The name of a metric of the atlas.
+      value: The run's number.
+      parameters: The model's size in billions, all experts of a mixture included.
+      tokens: The mean length of the responses.
+      entropy: The mean entropy of the policy in nats.
+      dtype: The dtypes of both sides, such as "bfloat16 / fp8"; None is taken as bfloat16.
     """
     kind = kind_of(dtype or "bfloat16")
     fitting = [p for p in points() if (p["metric"], p["health"], kind_of(p["dtype"])) == (metric, "healthy", kind)]
