@@ -126,7 +126,7 @@ class Probes:
         info = ServerInfo(server.url, vocab_size=policy.vocab_size, block_size=BLOCK_SIZE, form=form)
         prompts = [prompt_ids(problem, tokenizer) for problem in addition_problems("train", 64)]
         of_run = prompts if kind == "prompts of the run" else ()
-        config, score = VerifyConfig(prompts=options.prompts), make_scorer(policy, options.dtype)
+        config, score = VerifyConfig(options.prompts, options.tokens), make_scorer(policy, options.dtype)
         how = {"dtype": options.dtype, "prompts": of_run}
         self._verifiers = [Verifier(config, score, info, **how, seed=seed) for seed in range(options.verifiers)]
         self._threads = 1 if options.alone else SIDE_BY_SIDE
@@ -273,6 +273,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--alone", action="store_true", help="send one probe at a time")
     parser.add_argument("--verifiers", type=int, default=2, help="verifiers, each with probes of its own (2)")
     parser.add_argument("--prompts", type=int, default=32, help="probes of a measured look (32)")
+    parser.add_argument("--tokens", type=int, default=VerifyConfig().tokens, help="generated tokens of each probe")
     parser.add_argument("--looks", type=int, default=4, help="looks of each verifier (4)")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)

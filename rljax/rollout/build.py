@@ -42,7 +42,7 @@ def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
     Parameters in the host's memory (``sharding.on_host``) are copied to the devices while a function works. The copy
     that computes scores is in ``dtype``: it takes less memory, which servers on the same devices may need.
     """
-    wanted, score = jnp.dtype(dtype), make_scorer(policy, dtype)
+    wanted, score = jnp.dtype(dtype), make_scorer(policy, dtype, multiple=8)
     return PolicyFunctions(
         lambda params: hf_tensors(on_devices(params), policy, wanted),
         lambda params: hf_checksums(on_devices(params), policy, wanted),

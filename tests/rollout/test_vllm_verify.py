@@ -176,7 +176,7 @@ def test_a_look_out_of_band_is_followed_by_another_one(mixture, prompts, probes)
 def test_two_looks_out_of_band_are_refused_with_the_limits(mixture):
     made, server = verifier("bfloat16", mixture), Script(0.01, 0.01, 0.01, 0.3, np.nan)
     check(made, server)
-    tokens = 256 if mixture else 64
+    tokens = 128 if mixture else 32
     with pytest.raises(VerificationError, match=rf"{tokens} probe tokens is 0\.3, then nan nats") as error:
         check(made, server)
     limit = f"(rollout.verify.factor 4 x the first publish, at least 0.02, at most {0.24 if mixture else 0.08})"

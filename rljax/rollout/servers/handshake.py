@@ -15,7 +15,7 @@ from rljax.policy.rope import read_rope
 from rljax.rollout.form import ServerForm
 from rljax.rollout.kinds import can, platform_differences
 from rljax.rollout.servers.requests import Remote, ServerInfo
-from rljax.rollout.servers.verify import probe_lengths, sharpening
+from rljax.rollout.servers.verify import probe_lengths, probe_tokens, sharpening
 from rljax.rollout.types import RolloutConfig
 
 # The names of ``ServerForm.kv_cache``, by the servers' names, if these differ.
@@ -139,8 +139,8 @@ def longest_asked(described: Mapping[str, Any], expected: Expectation) -> int:
     config = expected.config
     # A server that rounds scores each response as a part of a prompt, and generates one more token then.
     rounded = config.server_form.is_rounded
-    probe = probe_lengths(described["block_size"], rounded=rounded)[1] + config.verify.tokens + rounded
-    return max(expected.max_tokens, probe)
+    length = probe_lengths(described["block_size"], rounded=rounded)[1]
+    return max(expected.max_tokens, length + probe_tokens(config.verify, rounded=rounded) + rounded)
 
 
 def _equal(key: str, theirs: Any, wanted: Any, hf_config: Mapping[str, Any]) -> bool:

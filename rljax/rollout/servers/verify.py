@@ -51,6 +51,8 @@ OWN_FLOOR = 1e-3
 TAIL_PROMPTS = 16
 """The fewest probes of a look where a few tokens are far off: with a mixture of experts, with a server that rounds to 8
 bits, and with random tokens."""
+ROUNDED_TOKENS = 16
+"""The fewest tokens that a server with 8 bits generates from a probe. With fewer, more old caches pass."""
 _CACHED = 32  # The fewest tokens of a probe that a server can cache. A cache may have blocks of one token.
 _FRESH = 16  # The tokens of a probe after that. Computed with new weights from old keys, they show these better than 8.
 
@@ -97,6 +99,11 @@ def probe_lengths(block_size: int, *, rounded: bool = False) -> tuple[int, int]:
         return 2 * block_size, max(2 * block_size + max(block_size // 3, 1), _CACHED)
     cached = -(-_CACHED // block_size) * block_size
     return cached, cached + _FRESH
+
+
+def probe_tokens(config: VerifyConfig, *, rounded: bool) -> int:
+    """Returns the number of tokens that a server generates from a probe. ``rounded`` is as in ``probe_lengths``."""
+    return max(config.tokens, ROUNDED_TOKENS) if rounded else config.tokens
 
 
 def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
@@ -168,6 +175,7 @@ class Verifier:
         assert info.block_size is not None
         self._config, self._score, self._info = config, score, info
         self._dtype, self._is_rounded = dtype, info.form.is_rounded
+        self._tokens = probe_tokens(config, rounded=self._is_rounded)
         self._floor, self._ceiling = limits(dtype, mixture=mixture, rounded=self._is_rounded)
         has_tail = mixture or self._is_rounded or not prompts  # whether single tokens may be far off
         self._probes = max(config.prompts, TAIL_PROMPTS) if has_tail else config.prompts  # the probes of one look
@@ -196,7 +204,7 @@ class Verifier:
     async def look(self, server: Remote) -> Look:
         """Makes the server generate from the probes of one round. Consecutive rounds have other prompts."""
         number = self._rounds[server.url] = self._rounds.get(server.url, 0) + 1
-        prompts, sampling = self._prompts[number % LOOKS :: LOOKS], SamplingParams(self._config.tokens)
+        prompts, sampling = self._prompts[number % LOOKS :: LOOKS], SamplingParams(self._tokens)
         requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
         completions, again = await server.sample(requests), list[Completion]()
         if self._is_rounded:
@@ -251,12 +259,12 @@ class Verifier:
 
     def _said(self, url: str, measured: Sequence[ProbeDifference]) -> str:
         """Returns the message of a failure: the mean of each round, the server's dtypes and the limit."""
-        config, info = self._config, self._info
+        info = self._info
         means = ", then ".join(f"{each.mean:.3g}" for each in measured)
         prompts = ", ".join(f"{gap:.3g}" for gap in measured[-1].per_prompt)
         return (
             f"{url} holds the trainer's weights, by their checksums, but does not sample from them: "
-            f"mean |server - trainer| over {self._probes * config.tokens} probe tokens is {means} nats "
+            f"mean |server - trainer| over {self._probes * self._tokens} probe tokens is {means} nats "
             f"(largest {measured[-1].largest:.3g}; by prompt {prompts}); the server has dtype {info.dtype}, LM head "
             f"{info.head_dtype or 'unknown'}, {info.form}; {self._said_limit()}{self._said_own(measured)}"
         )
