@@ -1,10 +1,12 @@
-"""A server's plugin describes its model: the state of the LM head, and the rotary settings."""
+"""A server's plugin describes its model: the LM head, rotary settings and recurrent state."""
 
 import types
 
 import pytest
 
-from rljax.rollout.servers.loaded import described_shape, has_tied_head
+from rljax.rollout.servers.handshake import Expectation, state_differences
+from rljax.rollout.servers.loaded import ModelTensors, described_shape, has_tied_head
+from rljax.rollout.types import RolloutConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -67,3 +69,36 @@ def test_rotary_settings_that_change_an_angle_are_described(settings, described)
     old = "rope_parameters" in settings
     text = types.SimpleNamespace(**TEXT.to_dict() | (settings if old else {"rope_parameters": settings}))
     assert described_shape(text, 128, tied=False)["rope_parameters"] == described
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"state_dtype": None, "platform": "cpu", "dtype": "float32"}, []),  # a model without linear attention
+        ({"state_dtype": "float32", "state_cache": "none", "platform": "cpu", "dtype": "bfloat16"}, []),
+        ({"state_dtype": "float32", "state_cache": "align", "platform": "cuda", "dtype": "float32"}, []),
+        (
+            {"state_dtype": "bfloat16", "state_cache": "none", "platform": "cuda", "dtype": "bfloat16"},
+            ["is bfloat16, expected float32 (mamba_ssm_dtype): start the server with --mamba-ssm-cache-dtype float32"],
+        ),
+        (
+            {"state_dtype": "float32", "state_cache": "align", "platform": "cpu", "dtype": "float32"},
+            ["set rollout.dtype = bfloat16", "start the server with --no-enable-prefix-caching"],
+        ),
+    ],
+)
+def test_the_state_of_linear_attention_is_compared(described, said):
+    expected = Expectation(RolloutConfig(), {"hidden_size": 64}, 32)
+    lines = state_differences(described, expected)
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))
+
+
+def test_a_fused_layer_may_have_more_sizes_than_tensors():
+    """``in_proj_qkvz`` holds q, k and v in its first tensor, and z in its second one."""
+    model = torch.nn.Module()
+    model.in_proj_qkvz = torch.nn.Linear(3, 10, bias=False)
+    model.in_proj_qkvz.output_partition_sizes = [2, 2, 3, 3]
+    fused = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}
+    found = dict(ModelTensors(model, fused).of_model())
+    assert {name: len(tensor) for name, tensor in found.items()} == {"in_proj_qkv.weight": 7, "in_proj_z.weight": 3}

@@ -103,6 +103,24 @@ def form_differences(described: Mapping[str, Any], expected: Expectation) -> lis
     return lines
 
 
+def state_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
+    """Returns one line for each difference in the recurrent state of linear attention. Without it there are none."""
+    theirs, wanted = described.get("state_dtype"), expected.hf_config.get("mamba_ssm_dtype", "float32")
+    if theirs is None:
+        return []
+    lines = []
+    if theirs != wanted:
+        remedy = f"start the server with --mamba-ssm-cache-dtype {wanted}"
+        lines.append(f"the state of linear attention is {theirs}, expected {wanted} (mamba_ssm_dtype): {remedy}")
+    if described.get("platform") == "cpu":
+        if described["dtype"] == "float32":
+            lines.append("on a CPU vLLM's linear attention ends the engine in float32: set rollout.dtype = bfloat16")
+        if described.get("state_cache", "none") != "none":
+            remedy = "start the server with --no-enable-prefix-caching --no-enable-chunked-prefill"
+            lines.append(f"on a CPU a seeded prompt that is computed in parts ends vLLM's engine: {remedy}")
+    return lines
+
+
 def common_differences(described: Mapping[str, Any], expected: Expectation, head_option: str) -> list[str]:
     """Returns one line for each dtype, form, size and length of a server that differs from the expected one.
 
@@ -123,6 +141,7 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
             f"the LM head computes in {head}, expected {expected.head_dtype} (precision.lm_head_dtype): {remedy}"
         )
     lines += form_differences(described, expected)
+    lines += state_differences(described, expected)
     for key, theirs in described["shape"].items():
         wanted = expected.hf_config.get(key)
         if None not in (wanted, theirs) and not _equal(key, theirs, wanted, expected.hf_config):

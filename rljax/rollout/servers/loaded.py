@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+# The sizes of linear attention in config.json, which tell models apart that are otherwise equal.
+_LINEAR = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 # The Hugging Face tensors of each expert in a parameter of vLLM's mixtures, by the name of the parameter.
 _EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 _CHUNKS = "dual_chunk_attention_config"  # vLLM's setting of other angles, which transformers does not read
@@ -52,7 +54,13 @@ class ModelTensors:
             return
         rows = getattr(layer, "shard_indices", None)  # the rows of a vocabulary that this worker has
         whole = parameter if rows is None else parameter[: rows.num_org_elements]
-        yield from zip(names, whole.split(layer.output_partition_sizes) if len(names) > 1 else [whole], strict=True)
+        if len(names) == 1:
+            yield names[0], whole
+            return
+        # The first tensor may have several sizes: in_proj_qkvz has two tensors, and sizes for q, k, v and z.
+        sizes = list(layer.output_partition_sizes)
+        first = len(sizes) - len(names) + 1
+        yield from zip(names, whole.split([sum(sizes[:first]), *sizes[first:]]), strict=True)
 
     def _tensor_names(self, layer: Any, own: str) -> list[str]:
         """Returns the names of the tensors in one parameter: three for qkv_proj, one for most layers."""
@@ -119,6 +127,8 @@ def described_shape(text: Any, head_dim: int, *, tied: bool) -> dict[str, Any]:
         "moe_intermediate_size": getattr(text, "moe_intermediate_size", None),
         "tie_word_embeddings": tied,
         "rope_parameters": _described_rope(text),
+        "layer_types": getattr(text, "layer_types", None) if hasattr(text, "linear_num_key_heads") else None,
+        **{f"linear_{size}": getattr(text, f"linear_{size}", None) for size in _LINEAR},
     }
 
 

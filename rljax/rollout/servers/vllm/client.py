@@ -275,8 +275,8 @@ class VllmBackend(Backend):
                 f"and the sampled one (rollout.top_logprobs or rollout.top_k): start it with --max-logprobs {needed}"
             )
         longest, rope = longest_asked(described, expected), expected.hf_config.get("rope_parameters", {})
-        scaling = read_rope(rope, longest)
-        if scaling and scaling.kind == "yarn" and (reach := int(scaling.original_length * scaling.factor)) < longest:
+        scaling = read_rope(rope, longest) if rope.get("rope_type") == "yarn" else None
+        if scaling and (reach := int(scaling.original_length * scaling.factor)) < longest:
             said = f"{reach} tokens, where vLLM's table ends, expected at least {longest}"
             lines.append(f"the model's yarn reaches {said}")
         if described["default_sampling"]:

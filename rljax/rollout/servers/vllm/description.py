@@ -8,6 +8,7 @@ from typing import Any
 
 import vllm
 from vllm import envs
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 from vllm.transformers_utils.repo_utils import try_get_local_file
 
@@ -21,7 +22,7 @@ def describe(config: Any, *, tied: bool) -> dict[str, Any]:
 
     ``config`` is the worker's ``VllmConfig``. ``tied`` says whether the LM head multiplies with the embedding table.
     """
-    model, transfer = config.model_config, config.weight_transfer_config
+    model, cache, transfer = config.model_config, config.cache_config, config.weight_transfer_config
     outputs = getattr(config, "aux_output_config", None) or model
     return {
         "protocol": PROTOCOL,
@@ -30,17 +31,26 @@ def describe(config: Any, *, tied: bool) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "head_dtype": str(model.head_dtype).removeprefix("torch."),
         "quantization": model.quantization,
-        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "state_dtype": recurrent_state_dtype(config),
+        "state_cache": cache.mamba_cache_mode,
         "batch_invariant": is_batch_invariant(),
         "max_model_len": model.max_model_len,
         "max_logprobs": model.max_logprobs,
         "default_sampling": model.get_diff_sampling_param(),
-        "block_size": config.cache_config.block_size,
+        "block_size": cache.block_size if cache.enable_prefix_caching else 1,
         "backend": transfer.backend if transfer is not None else None,
         "head_sizes": supported_head_sizes(),
         "returns_routes": bool(getattr(outputs, "enable_return_routed_experts", False)),
         "shape": described_shape(model.hf_text_config, model.get_head_size(), tied=tied),
     }
+
+
+def recurrent_state_dtype(config: Any) -> str | None:
+    """Returns the dtype in which linear attention keeps its recurrent state, or None if the model has none."""
+    layers = config.compilation_config.static_forward_context.values()
+    dtypes = {layer.get_state_dtype()[-1] for layer in layers if isinstance(layer, MambaBase)}
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or None
 
 
 def describe_tokens(model: Any) -> dict[str, Any]:

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers.utils import is_torchvision_available
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -49,12 +53,31 @@ def register() -> None:
     if current_platform.is_tpu():
         take_tpu_worker(current_platform.__class__)
         return
+    stand_in_for_torchvision()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     request = getattr(torch.cpu, "_init_amx", None)
     if supported is not None and request is not None and supported():
         request()
+
+
+@functools.cache
+def stand_in_for_torchvision() -> None:
+    """Makes an empty ``torchvision.transforms.v2.functional`` if torchvision is missing, as in the build for CPUs.
+
+    vLLM's file of Qwen3.5 imports it for images, also for a model of text alone. transformers is asked before whether
+    torchvision is there, and keeps its answer.
+    """
+    if is_torchvision_available() or importlib.util.find_spec("torchvision") is not None:
+        return
+    names, above = ("torchvision", "transforms", "v2", "functional"), None
+    for count in range(1, len(names) + 1):
+        name = ".".join(names[:count])
+        module = sys.modules[name] = importlib.util.module_from_spec(ModuleSpec(name, None, is_package=True))
+        if above is not None:
+            setattr(above, names[count - 1], module)
+        above = module
 
 
 @functools.cache

@@ -6,6 +6,7 @@ It needs only the standard library, so that it runs under the trainer's interpre
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -62,6 +63,15 @@ class VllmConfig(process.ServerConfig):
         """Whether the environment has vLLM's build for TPUs, which serves nowhere else."""
         return self._has("vllm_tpu")
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers of the model have linear attention, if the model is a directory."""
+        try:
+            config = json.loads((Path(self.model) / "config.json").read_bytes())
+            return "linear_attention" in config.get("text_config", config).get("layer_types", ())
+        except (OSError, ValueError, AttributeError, TypeError):
+            return False
+
     def _has(self, build: str) -> bool:
         return any(Path(self.python).parent.parent.glob(f"lib/python3*/site-packages/{build}-*.dist-info"))
 
@@ -76,8 +86,10 @@ class VllmConfig(process.ServerConfig):
         args += ["--max-num-seqs", str(self.max_num_seqs), "--seed", "0"]
         args += ["--max-logprobs", str(self.max_logprobs)]
         args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-        args += ["--enable-scale-out", "--skip-tokenizer-init", "--enable-prefix-caching"]
-        args.append("--disable-uvicorn-access-log")
+        args += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
+        # A prefix cache of linear attention needs chunked prefill, which a CPU lacks (below).
+        in_whole = self.is_hybrid and not gpu and not self.on_tpu
+        args.append("--no-enable-prefix-caching" if in_whole else "--enable-prefix-caching")
         if not self.on_tpu:  # there the plugin brings a worker of its own
             args += ["--worker-extension-cls", "rljax.rollout.servers.vllm.plugin.WorkerExtension"]
             args += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
