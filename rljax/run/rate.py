@@ -11,7 +11,17 @@ import optax
 from rljax.errors import ConfigError
 from rljax.record.rows import Row
 from rljax.run.guard import unknown_metric
-from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, decay_period_from_surge, length_decay_schedule
+from rljax.schedule import (
+    LengthTriggeredLR,
+    SurgeConfig,
+    SurgeTracker,
+    decay_period_from_surge,
+    length_decay_schedule,
+    sample_size_factor,
+)
+from rljax.schedule.sample_size import check_base
+
+_SAMPLE_SIZE = "is/sequence_effective_sample_size"
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,10 @@ class ScheduleConfig:
     """Factor by which the rate is multiplied at each multiple of the decay period."""
     floor_ratio: float = 0.1
     """Fraction of the initial rate below which the rate never falls."""
+    ess_base: float = 0.0
+    """The rate is also multiplied by sqrt(min(1, n / ess_base)), where n is the effective sample size of the step
+    before (``is/sequence_effective_sample_size``), a share (VCPO, arXiv 2602.17616: 1; 0.55 with several turns). 0: no
+    such factor."""
     metric: str = "response_length/mean"
     """Recorded metric that the surge tracker watches; its values must be positive. A metric that is known only after
     the update (``mismatch/...``) is watched one step later."""
@@ -43,6 +57,8 @@ class ScheduleConfig:
             raise ValueError(f"decay_period goes with kind = length_decay, got {self.decay_period} and {self.kind}")
         if self.horizon is not None and (self.kind not in ("linear", "cosine") or self.horizon < 1):
             raise ValueError(f"horizon is a step, for kind = linear or cosine, got {self.horizon} and {self.kind}")
+        if self.ess_base:
+            check_base(self.ess_base)
         # The schedule's own checks, so that a bad value is refused before anything is built.
         length_decay_schedule(1.0, self.decay_period, decay_factor=self.decay_factor, floor_ratio=self.floor_ratio)
         LengthTriggeredLR(1.0, multiplier=self.multiplier)
@@ -95,6 +111,13 @@ def schedule_row(controller: RateController) -> Row:
         "schedule/crossing_step": controller.tracker.crossing_step,
         "schedule/decay_period": controller.decay_period,
     }
+
+
+def ess_row(config: ScheduleConfig, last_row: Row) -> Row:
+    """Returns ``schedule/ess_factor``, by which the rate of this step is multiplied; {} without ``ess_base``."""
+    if not config.ess_base:
+        return {}
+    return {"schedule/ess_factor": sample_size_factor(last_row.get(_SAMPLE_SIZE), config.ess_base)}
 
 
 def observed_value(metric: str, row: Row, last_row: Row) -> float:

@@ -23,7 +23,7 @@ from rljax.run.evaluation import Evaluation
 from rljax.run.fingerprint import OF_DATA, check_fingerprints, check_policy, policy_record
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches
-from rljax.run.rate import RateController, load_fork, observed_value, schedule_row
+from rljax.run.rate import RateController, ess_row, load_fork, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import ResponseSource, rollout_row, step_seed, training_sequences
 from rljax.run.stop import StopRequest
@@ -153,7 +153,9 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
 
     # 3
     observed = observed_value(config.schedule.metric, row, newest.row)
+    row |= ess_row(config.schedule, newest.row)
     rate = parts.controller.step(observed, row["response_length/truncated_fraction"])
+    rate *= row.get("schedule/ess_factor", 1.0)
 
     # 4
     sequences = training_sequences(rollouts, config, version)

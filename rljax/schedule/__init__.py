@@ -8,10 +8,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rljax.schedule.length_decay import LengthTriggeredLR, decay_period_from_surge
+from rljax.schedule.sample_size import effective_sample_share, sample_size_factor
 from rljax.schedule.surge import SurgeConfig, SurgeTracker
 
 if TYPE_CHECKING:
-    from rljax.schedule.in_graph import length_decay_schedule, length_triggered_schedule
+    from rljax.schedule.in_graph import length_decay_schedule, length_triggered_schedule, scaled_by_sample_size
     from rljax.schedule.inject import get_learning_rate, inject_learning_rate, set_learning_rate
 
 __all__ = [
@@ -19,10 +20,13 @@ __all__ = [
     "SurgeConfig",
     "SurgeTracker",
     "decay_period_from_surge",
+    "effective_sample_share",
     "get_learning_rate",
     "inject_learning_rate",
     "length_decay_schedule",
     "length_triggered_schedule",
+    "sample_size_factor",
+    "scaled_by_sample_size",
     "set_learning_rate",
 ]
 
@@ -31,6 +35,7 @@ _WITH_OPTAX = {
     "inject_learning_rate": "inject",
     "length_decay_schedule": "in_graph",
     "length_triggered_schedule": "in_graph",
+    "scaled_by_sample_size": "in_graph",
     "set_learning_rate": "inject",
 }
 

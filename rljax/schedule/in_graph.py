@@ -12,6 +12,7 @@ import optax
 
 from rljax.schedule.arguments import as_float, as_share, as_step, check_kind
 from rljax.schedule.length_decay import DENOMINATOR, decay_rates, scaled_multiplier
+from rljax.schedule.sample_size import check_base
 from rljax.schedule.surge import SMALLEST_LENGTH, SurgeConfig
 
 _INT32_MAX = 2**31 - 1
@@ -255,6 +256,61 @@ def length_triggered_schedule(
       ValueError: An argument is out of range.
     """
     return LengthTriggeredSchedule(config, multiplier, decay_rates(init_value, decay_factor, floor_ratio))
+
+
+class SampleSizeState(NamedTuple):
+    """The state of a schedule with the factor of the sample size."""
+
+    schedule: Any  # the state of the schedule that is scaled
+    factor: jax.Array  # shape=(), dtype=jnp.float32, of the last observed batch; it scales the next rate
+
+
+class SampleSizeSchedule(optax.schedules.StatefulSchedule):
+    """The stateful schedule that ``scaled_by_sample_size`` builds."""
+
+    def __init__(self, schedule: optax.schedules.StatefulSchedule, base: float) -> None:
+        check_base(base)
+        self._schedule, self._base = schedule, base
+
+    def init(self) -> SampleSizeState:
+        """Returns the state before the first update, whose rate is whole."""
+        return SampleSizeState(self._schedule.init(), jnp.ones([], jnp.float32))
+
+    def update(self, state: SampleSizeState, **extra_args: Any) -> SampleSizeState:
+        """Observes one batch. Raises ValueError if ``effective_sample_share``, shape (), is missing."""
+        if extra_args.get("effective_sample_share") is None:
+            raise ValueError(
+                "a rate scaled by the sample size needs effective_sample_share=, the effective sample size of this "
+                f"batch in [0, 1], in every update; got the extra arguments {sorted(extra_args)}."
+            )
+        share = jnp.asarray(extra_args["effective_sample_share"], jnp.float32)
+        factor = jnp.where(jnp.isnan(share), 0.0, jnp.sqrt(jnp.clip(share / self._base, 0.0, 1.0)))
+        return SampleSizeState(self._schedule.update(state.schedule, **extra_args), factor)
+
+    def __call__(self, state: SampleSizeState, **extra_args: Any) -> jax.Array:
+        """Returns the rate of the update whose batch is described, with the factor of the batch before."""
+        return jnp.asarray(self._schedule(state.schedule, **extra_args), jnp.float32) * state.factor
+
+
+def scaled_by_sample_size(
+    schedule: float | optax.Schedule | optax.schedules.StatefulSchedule, base: float = 1.0
+) -> SampleSizeSchedule:
+    """Builds the in-graph form of ``sample_size_factor``, beside any schedule.
+
+    The optimizer's ``update`` then takes ``effective_sample_share=`` beside the arguments of the schedule.
+
+    Args:
+      schedule: The rate: a number, a function of the optax count, or a ``StatefulSchedule`` such as
+        ``length_triggered_schedule``.
+      base: The share from which on the rate is whole, in (0, 1].
+
+    Raises:
+      ValueError: ``base`` is out of range.
+    """
+    if isinstance(schedule, optax.schedules.StatefulSchedule):
+        return SampleSizeSchedule(schedule, base)
+    plain: Any = schedule if callable(schedule) else optax.constant_schedule(as_float("schedule", schedule))
+    return SampleSizeSchedule(optax.schedules.WrappedSchedule(plain), base)
 
 
 def _look_up(rates: np.ndarray, decays: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rljax.errors import ConfigError
-from rljax.run.rate import ScheduleConfig, make_rate_controller, observed_value, schedule_row
+from rljax.run.rate import ScheduleConfig, ess_row, make_rate_controller, observed_value, schedule_row
 from rljax.schedule import SurgeConfig
 
 LENGTHS = [10.0] * 12 + [40.0] * 28
@@ -84,6 +84,7 @@ def test_states_of_another_kind_are_refused():
         ({"kind": "constant", "horizon": 5}, "horizon is a step, for kind = linear or cosine, got 5 and constant"),
         ({"kind": "cosine", "horizon": 0}, "horizon is a step, for kind = linear or cosine, got 0 and cosine"),
         ({"multiplier": 0.5}, "multiplier"),
+        ({"ess_base": 1.5}, r"base must be in \(0, 1\], got base = 1.5"),
         ({"decay_factor": 1.5}, "decay_factor"),
         ({"floor_ratio": -0.1}, "floor_ratio"),
     ],
@@ -110,3 +111,11 @@ def test_a_run_without_a_surge_decays_after_its_wait():
     np.testing.assert_allclose(rates, [1e-3 * 0.5 ** (t // 15) for t in range(1, 41)], rtol=1e-6)
     expected = {"schedule/surge_step": 10, "schedule/crossing_step": None, "schedule/decay_period": 15}
     assert schedule_row(built) == expected
+
+
+def test_the_sample_size_of_the_step_before_scales_the_rate():
+    config, key = ScheduleConfig(ess_base=0.5), "is/sequence_effective_sample_size"
+    assert ess_row(ScheduleConfig(), {key: 0.1}) == {}
+    assert ess_row(config, {}) == {"schedule/ess_factor": 1.0}
+    assert ess_row(config, {key: 0.25}) == {"schedule/ess_factor": pytest.approx(0.5**0.5)}
+    assert ess_row(config, {key: 0.75}) == {"schedule/ess_factor": 1.0}
