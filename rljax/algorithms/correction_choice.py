@@ -30,13 +30,14 @@ class CorrectionConfig:
     level: Literal["none", "token", "sequence", "geometric"] = "none"
     """The importance ratio that weights the loss of a token. token: its own ratio. sequence: the product over its
     sequence. geometric: the n-th root of that product, for n tokens. none: no weights."""
-    mode: Literal["truncate", "mask", "band"] = "truncate"
+    mode: Literal["truncate", "mask", "band", "gate"] = "truncate"
     """truncate (TIS): min(ratio, threshold). mask (MIS): 0 above the threshold. band: 0 outside threshold_low ..
-    threshold. A token of weight 0 still counts in the denominator (equation 6)."""
+    threshold. gate: the token's own ratio, or 0 if the ratio of its sequence (level sequence or geometric) is outside.
+    A token of weight 0 still counts in the denominator (equation 6)."""
     threshold: float = 2.0
     """Upper bound of the ratio."""
     threshold_low: float = 0.0
-    """Lower bound of the ratio. Only for mode band."""
+    """Lower bound of the ratio. Only for modes band and gate."""
     part: Literal["whole", "numerics", "drift"] = "whole"
     """The part of the log-ratio that weights and rejections use. whole: trainer against rollout. With stale rollouts it
     has two parts. numerics: the trainer's forward with the policy version that sampled the token, against the rollout.
@@ -91,11 +92,15 @@ class CorrectionConfig:
             raise ValueError(f"{', '.join(idle)} do nothing at level 'none'; choose token, sequence or geometric")
         if not 0.0 < self.threshold < np.inf:
             raise ValueError(f"threshold must be finite and above 0, got {self.threshold}")
-        if not 0.0 <= self.threshold_low <= self.threshold or (self.threshold_low and self.mode != "band"):
+        if not 0.0 <= self.threshold_low <= self.threshold or (
+            self.threshold_low and self.mode not in ("band", "gate")
+        ):
             raise ValueError(
-                "threshold_low must be in 0 .. threshold, and 0 unless mode is band, "
+                "threshold_low must be in 0 .. threshold, and 0 unless mode is band or gate, "
                 f"got {self.threshold_low} with threshold {self.threshold}, mode {self.mode}"
             )
+        if self.mode == "gate" and self.level == "token":
+            raise ValueError("mode gate needs level sequence or geometric, got token")
         if not 0.0 <= self.reject_geometric_low <= self.reject_geometric_high:
             raise ValueError(
                 "reject_geometric_low must be in 0 .. reject_geometric_high, "
@@ -171,7 +176,7 @@ class CorrectionConfig:
         if config.level == "none":
             return None
         bounds = (config.threshold_low, config.threshold)
-        return config.level, config.mode, bounds if config.mode == "band" else config.threshold
+        return config.level, config.mode, bounds if config.mode in ("band", "gate") else config.threshold
 
     @property
     def trust_region(self) -> Region | None:

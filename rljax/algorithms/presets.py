@@ -11,6 +11,7 @@ Preset = Literal[
     "sequence_tis",
     "sequence_mis",
     "geometric_band",
+    "sequence_band",
     "icepop",
     "icepop_wide",
     "icepop_narrow",
@@ -41,6 +42,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sequence_tis": {"level": "sequence", "mode": "truncate", "threshold": 2.0},
     "sequence_mis": {"level": "sequence", "mode": "mask", "threshold": 2.0},
     "geometric_band": {"level": "geometric", "mode": "band", "threshold_low": 0.99, "threshold": 1.01},
+    # ``seq-mask-tis`` of NeMo-RL, with its bounds.
+    "sequence_band": {"level": "geometric", "mode": "gate", "threshold_low": 0.999, "threshold": 1.002},
     # IcePop, arXiv 2510.18855, with the bounds of AReaL. The wide band is prime-rl's, the narrow one vime's.
     "icepop": _BAND | {"threshold_low": 0.5, "threshold": 5.0},
     "icepop_wide": _BAND | {"threshold_low": 0.2, "threshold": 5.0},

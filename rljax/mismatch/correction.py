@@ -3,8 +3,9 @@
 The distribution of the ratios is recorded at every step, with or without a correction.
 
 Sources: equations 4-6 of arXiv 2602.01826 (sequence ratio; truncated, TIS; masked, MIS). The band is IcePop's. The
-geometric sequence ratio is GSPO's (arXiv 2507.18071). Rejection by per-token k3 is VeXact's (arXiv 2605.14220). The
-test of the largest k3 of a token comes from arXiv 2512.23075, and mean exp(abs(lr)) from NeMo-RL and tunix.
+geometric sequence ratio is GSPO's (arXiv 2507.18071), and the gate is ``seq-mask-tis`` of NeMo-RL. Rejection by
+per-token k3 is VeXact's (arXiv 2605.14220). The test of the largest k3 of a token comes from arXiv 2512.23075, and mean
+exp(abs(lr)) from NeMo-RL and tunix.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rljax.mismatch.statistics import Statistics
 from rljax.mismatch.tokens import Tokens, read_tokens
 
 Level = Literal["token", "sequence", "geometric"]
-Mode = Literal["truncate", "mask", "band"]
+Mode = Literal["truncate", "mask", "band", "gate"]
 Rejection = Literal["k3", "max_k3", "abs_ratio", "geometric", "veto"]
 
 
@@ -48,9 +49,10 @@ def importance_weights(
       response_mask: The response mask, [b, t] bool, int or float.
       level: The level of the ratio: "token" (rho_t), "sequence" (product over the sequence) or "geometric" (the n-th
         root of that product).
-      mode: The rule for large ratios: "truncate" (TIS, min(rho, C)), "mask" (MIS, rho where rho <= C, else 0) or "band"
-        (rho where lo <= rho <= hi, else 0). "mask" and "band" keep the caller's denominator (equation 6).
-      threshold: The bound C > 0, or (lo, hi) with 0 <= lo <= hi for "band".
+      mode: The rule for large ratios: "truncate" (TIS, min(rho, C)), "mask" (MIS, rho where rho <= C, else 0), "band"
+        (rho where lo <= rho <= hi, else 0) or "gate" (the token's own ratio where lo <= rho <= hi, else 0; not at level
+        "token"). All but "truncate" keep the caller's denominator (equation 6).
+      threshold: The bound C > 0, or (lo, hi) with 0 <= lo <= hi for "band" and "gate".
       normalize: Whether to divide by the mean weight, over valid tokens (level "token") or over sequences, unless it is
         0.
       sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
@@ -59,9 +61,9 @@ def importance_weights(
     Returns:
       The weights, [b, t] float (float64 on the host, float32 on the device), without gradient. They are 0 outside the
       mask and at tokens that are not finite on at least one side. A sequence's weight is repeated over its tokens.
-      The second value has scalars over tokens (level "token") or sequences: ``weight_mean`` (before normalizing),
-      ``weight_max``, ``changed_fraction`` (the share of ratios truncated or set to 0), ``effective_sample_size`` (of
-      the weights, a share in 0 .. 1) and ``nonfinite_count``.
+      The second value has scalars over tokens (level "token" or mode "gate") or sequences: ``weight_mean`` (before
+      normalizing), ``weight_max``, ``changed_fraction`` (the share of ratios truncated or set to 0),
+      ``effective_sample_size`` (of the weights, a share in 0 .. 1) and ``nonfinite_count``.
 
     Raises:
       ValueError: The threshold is out of range, the level or the mode is unknown, or the arrays do not fit each other.
@@ -142,7 +144,9 @@ def correct_tokens(
     for statistic, threshold in rejections:
         passed = passed & _reject(tokens, statistic, threshold)[1]
     kept = tokens.mask & tokens.mask_sequences.spread(passed) if rejections else tokens.mask
+    weighs = tokens.mask_sequences.sums((weights > 0).astype(weights.dtype)) > 0
     flags = {"weight_count": counted, "changed_count": changed, "nonfinite_count": tokens.nonfinite}
+    flags |= {"dropped_sequence_count": tokens.mask_sequences.present & ~weighs}
     flags |= {"sequence_count": present, "rejected_sequence_count": present & ~passed}
     flags |= {"token_count": tokens.mask, "rejected_token_count": tokens.mask & ~kept}
     statistics = Statistics(
@@ -155,7 +159,7 @@ def correct_tokens(
 
 def ratio_weight(xp: Any, log_ratio: Any, mode: Mode, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
     """Returns the weight of each log-ratio under ``importance_weights``, and whether its ratio is within the bounds."""
-    lowest, highest = _bounds(mode == "band", threshold)
+    lowest, highest = _bounds(mode in ("band", "gate"), threshold)
     ratio = xp.exp(xp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
     inside = (ratio >= lowest) & (ratio <= highest)
     return (xp.minimum(ratio, highest) if mode == "truncate" else xp.where(inside, ratio, 0)), inside
@@ -165,8 +169,9 @@ def finalize_correction(statistics: Statistics) -> dict[str, Any]:
     """Computes the scalars of a batch; all of them are 0 without tokens.
 
     They are ``weight_mean`` (before normalising), ``weight_max``, ``changed_fraction`` and ``effective_sample_size``
-    (<w>^2 / <w^2>), over tokens or, if sequences are weighted, over sequences; ``rejected_sequence_fraction`` and
-    ``rejected_token_fraction``, as shares of the mask; and ``nonfinite_count``.
+    (<w>^2 / <w^2>), over tokens or, if sequences are weighted, over sequences; ``dropped_sequence_fraction``, the share
+    of sequences whose tokens all weigh 0; ``rejected_sequence_fraction`` and ``rejected_token_fraction``, as shares of
+    the mask; and ``nonfinite_count``.
     """
     xp = statistics.xp
     mean, square = statistics.mean("weight", "weight_count"), statistics.mean("weight_squared", "weight_count")
@@ -175,6 +180,7 @@ def finalize_correction(statistics: Statistics) -> dict[str, Any]:
         "weight_max": statistics.extreme("weight_max", "weight_count"),
         "changed_fraction": statistics.mean("changed_count", "weight_count"),
         "effective_sample_size": xp.where(square > 0, mean * mean / xp.where(square > 0, square, 1), 0),
+        "dropped_sequence_fraction": statistics.mean("dropped_sequence_count", "sequence_count"),
         "rejected_sequence_fraction": statistics.mean("rejected_sequence_count", "sequence_count"),
         "rejected_token_fraction": statistics.mean("rejected_token_count"),
         "nonfinite_count": statistics["nonfinite_count"],
@@ -191,12 +197,19 @@ def _weigh(
     """
     _check_choice("level", level, Level)
     _check_choice("mode", mode, Mode)
+    if mode == "gate" and level == "token":
+        raise ValueError("mode 'gate' needs the ratio of a sequence: level must be sequence or geometric, got token")
     xp, sequences = tokens.xp, tokens.sequences
     log_ratio, counted = tokens.log_ratio, tokens.valid
     if level != "token":
         sums, counted = sequences.sums(log_ratio), sequences.present
         log_ratio = sequences.per_token(sums) if level == "geometric" else sums
     weight, inside = ratio_weight(xp, log_ratio, mode, threshold)
+    if mode == "gate":
+        passed = tokens.valid & sequences.spread(counted & inside)
+        own = xp.exp(xp.clip(tokens.log_ratio, -RATIO_BOUND, RATIO_BOUND))
+        weights = xp.where(passed, own, 0)
+        return weights, weights, tokens.valid, tokens.valid & ~passed
     weight = xp.where(counted, weight, 0)
     weights = weight if level == "token" else xp.where(tokens.valid, sequences.spread(weight), 0)
     return weights, weight, counted, counted & ~inside

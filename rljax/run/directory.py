@@ -36,7 +36,14 @@ MAY_DIFFER = (
 # Further settings that a fork may change, because the state of a run keeps its meaning under them.
 FORK_MAY_DIFFER = (
     *("run.fork", "schedule.kind", "schedule.decay_period", "schedule.multiplier", "schedule.decay_factor"),
-    *("schedule.floor_ratio", "schedule.ess_base", "correction.", "loss.", "optimizer.learning_rate", "optimizer.weight_decay"),
+    *(
+        "schedule.floor_ratio",
+        "schedule.ess_base",
+        "correction.",
+        "loss.",
+        "optimizer.learning_rate",
+        "optimizer.weight_decay",
+    ),
     *("rollout.engine", "rollout.weight_quantization", "rollout.kv_cache_dtype", "rollout.refill"),
     "rollout.trajectories",
     *("rollout.server_form.", "rollout.batch_invariant"),

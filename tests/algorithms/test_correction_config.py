@@ -52,6 +52,11 @@ def run(config, logprobs=LOGPROBS, rollout=ROLLOUT, mask=MASK, ids=IDS):
             [[0, 0, 0, 0, 0, 0], [1.1, 1.1, 0, 0, 0, 0]],
             2 / 3,
         ),
+        (
+            CorrectionConfig(level="geometric", mode="gate", threshold_low=0.5, threshold=1.2),
+            [[0, 0, 0, 0, 0, 0], [1, 1.21, 0, 0, 0, 0]],
+            2 / 3,
+        ),
         (CorrectionConfig(preset="none"), MASK, 0.0),
     ],
     ids=str,
@@ -65,6 +70,22 @@ def test_weights_by_hand(config, weights, changed):
     np.testing.assert_array_equal(kept, MASK)
     assert row["changed_fraction"] == pytest.approx(changed, rel=1e-6)
     assert row["rejected_sequence_fraction"] == row["rejected_token_fraction"] == row["nonfinite_count"] == 0.0
+
+
+def test_the_sequence_band_by_hand():
+    """Mean log-ratios of 0.001, 0.0025 and -0.00125 give 1.0010, 1.0025 and 0.99875: only the first is in the band.
+
+    Its tokens keep their own ratios, and the others stay in the denominator of 12 tokens.
+    """
+    ratios = np.float32([[0.010, -0.004, 0.001, -0.003], [0.010, 0.002, -0.001, -0.001], [-0.002, -0.001, -0.002, 0]])
+    config, rollout = CorrectionConfig(preset="sequence_band"), np.full((3, 4), -1.0, np.float32)
+    mask, ids = np.ones((3, 4), bool), np.arange(3)[:, None].repeat(4, 1)
+    weights, kept, row, _ = run(config, rollout + ratios, rollout, mask, ids)
+    np.testing.assert_allclose(weights, [[1.01005, 0.99601, 1.00100, 0.99700], [0] * 4, [0] * 4], atol=1e-5)
+    assert kept.all()
+    assert -weights.sum() / 12 == pytest.approx(-0.33367, abs=1e-5)
+    assert row["dropped_sequence_fraction"] == pytest.approx(2 / 3)
+    assert (row["changed_fraction"], row["rejected_sequence_fraction"]) == (pytest.approx(2 / 3), 0)
 
 
 def test_totals_by_hand():
@@ -203,9 +224,10 @@ def test_presets_fill_the_other_fields():
         ({"level": "token", "threshold": float("inf")}, "finite and above 0, got inf"),
         (
             {"level": "token", "threshold_low": 0.5},
-            r"0 unless mode is band, got 0\.5 with threshold 2\.0, mode truncate",
+            r"0 unless mode is band or gate, got 0\.5 with threshold 2\.0, mode truncate",
         ),
         ({"level": "token", "mode": "band", "threshold_low": 3.0}, r"got 3\.0 with threshold 2\.0, mode band"),
+        ({"level": "token", "mode": "gate"}, "mode gate needs level sequence or geometric, got token"),
         ({"reject_k3": -1.0}, r"reject_k3 must not be negative, got -1\.0"),
         ({"veto": float("nan")}, "veto must not be negative, got nan"),
         ({"reject_geometric_low": 0.9}, r"in 0 .. reject_geometric_high, got 0\.9 and 0\.0"),
