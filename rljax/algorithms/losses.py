@@ -12,10 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.algorithms.aggregation import Aggregation, mean_over_sequence
 from rljax.errors import check_at_least, check_choice, check_choices
 from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x
+from rljax.mismatch.tokens import read_sequences
 
-LossKind = Literal["policy_gradient", "ppo_clip", "gspo", "cispo"]
+LossKind = Literal["policy_gradient", "ppo_clip", "gspo", "cispo", "vespo"]
 Estimate = Literal["k1", "k2", "k3"]
 
+# The exponents (k, lambda) of VESPO's factor, for advantages of at least 0 and below 0.
+_VESPO = (2.0, 3.0), (3.0, 2.0)
 # Bound of a token's log-ratio (nats) in the mean of its sequence. An infinite log-ratio would make the mean NaN.
 _LARGEST_LOG_RATIO = 1e8
 
@@ -26,7 +29,8 @@ class LossConfig:
 
     kind: LossKind = "ppo_clip"
     """policy_gradient: REINFORCE. ppo_clip: PPO. gspo: PPO with the geometric mean ratio of the sequence. cispo:
-    REINFORCE weighted by the clipped ratio."""
+    REINFORCE weighted by the clipped ratio. vespo: REINFORCE weighted by a smooth factor of the sequence's ratio; give
+    ``old_logprobs`` rollout with it."""
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low. The GSPO paper uses 3e-4; CISPO has no lower bound (1.0)."""
     clip_high: float = 0.28
@@ -65,10 +69,8 @@ class LossConfig:
             stale, fresh = getattr(self, f"stale_{name}"), getattr(self, name)
             if stale is not None and not 0.0 <= stale <= fresh:
                 raise ValueError(f"stale_{name} must be in 0 .. {name} = {fresh}, got {stale}")
-        if self.clips_stale and self.kind == "policy_gradient":
-            raise ValueError(
-                "stale_clip_low and stale_clip_high do nothing for kind policy_gradient, which does not clip"
-            )
+        if self.clips_stale and self.kind in ("policy_gradient", "vespo"):
+            raise ValueError(f"stale_clip_low and stale_clip_high do nothing for kind {self.kind}, which does not clip")
         if self.sequence_constant < 0 or (self.sequence_constant and self.aggregation != "sequence_sum"):
             raise ValueError(
                 "sequence_constant must not be negative, and 0 unless aggregation is sequence_sum, "
@@ -131,6 +133,9 @@ def policy_loss(
     if config.kind == "policy_gradient":
         return -advantages * logprobs, jnp.zeros(mask.shape, jnp.float32)
     log_ratio = logprobs - old_logprobs
+    if config.kind == "vespo":
+        factor = vespo_factor(log_ratio, advantages, mask, sequence_ids, num_sequences)
+        return -factor * advantages * logprobs, jnp.zeros(mask.shape, jnp.float32)
     if config.kind == "gspo":
         log_ratio = jnp.clip(log_ratio, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
         log_ratio = mean_over_sequence(log_ratio, mask, sequence_ids, num_sequences)
@@ -173,6 +178,28 @@ def cispo(
     ratio = jax.lax.stop_gradient(ratio)
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -weight * advantages * logprobs, (weight != ratio).astype(jnp.float32)
+
+
+def vespo_factor(
+    log_ratio: Float[Array, "b t"],
+    advantages: Float[Array, "b t"],
+    mask: Bool[Array, "b t"],
+    sequence_ids: Int[Array, "b t"],
+    num_sequences: int,
+) -> Float[Array, "b t"]:
+    """Computes the factor phi of VESPO (arXiv 2602.10693), without gradient.
+
+    With w = exp(sum of ``log_ratio`` over the tokens of a sequence in the mask), log phi = l + k log w - l w. So phi is
+    1 at w = 1. (k, l) is (2, 3) where the advantage is at least 0, and (3, 2) elsewhere. A log-ratio and the sum are
+    clipped at +-20.
+
+    Returns phi, repeated over the tokens of a sequence.
+    """
+    sequences = read_sequences(mask, sequence_ids, num_sequences)
+    log_ratio = jax.lax.stop_gradient(jnp.where(mask, jnp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND), 0))
+    log_weight = sequences.spread(jnp.clip(sequences.sums(log_ratio), -RATIO_BOUND, RATIO_BOUND))
+    power, scale = (jnp.where(advantages >= 0, *pair) for pair in zip(*_VESPO, strict=True))
+    return jnp.exp(scale + power * log_weight - scale * jnp.exp(log_weight))
 
 
 def kl_penalty(

@@ -200,10 +200,10 @@ class Config:
                 "rollout.top_k"
             )
         updates = self.loss.mini_batches * self.loss.epochs
-        if correction.score_centering and self.loss.kind == "gspo":
+        if correction.score_centering and self.loss.kind in ("gspo", "vespo"):
             raise ValueError(
                 "correction.score_centering is for losses of single tokens: loss.kind must be policy_gradient, "
-                "ppo_clip or cispo, got gspo"
+                f"ppo_clip or cispo, got {self.loss.kind}"
             )
         if correction.score_centering and self.loss.old_logprobs == "rollout":
             raise ValueError(

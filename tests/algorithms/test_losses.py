@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rljax.algorithms.aggregation import aggregation_weights
-from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss, ppo_clip
+from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss, ppo_clip, vespo_factor
 
-KINDS = ("policy_gradient", "ppo_clip", "gspo", "cispo")
+KINDS = ("policy_gradient", "ppo_clip", "gspo", "cispo", "vespo")
 IDS = np.array([[3, 3, 3, 3, 0, 0, 0, 0], [2, 2, 2, 1, 1, 1, 1, 1]], np.int32)
 MASK = np.array([[0, 1, 1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 1, 0, 1, 1]], bool)
 
@@ -53,6 +53,8 @@ def test_ppo_clip_by_hand(ratio, advantage, loss, clipped, gradient):
         ("ppo_clip", [-4.5, -0.375], [1, 0], [0.0, -0.375]),
         ("gspo", [-1.5, -1.5], [0, 0], [-1.5, -1.5]),  # each token's loss depends on both tokens: 2 x -3 x 1/2 x 1/2
         ("cispo", [4.5, 2.4], [1, 1], [-4.5, -1.2]),
+        # w is 1/4, so log phi = 3 + 2 log(1/4) - 3/4 and phi is 0.59298.
+        ("vespo", [1.77895, 3.55790], [0, 0], [-1.77895, -1.77895]),
     ],
 )
 def test_kinds_by_hand(kind, losses, clipped, gradient):
@@ -85,6 +87,7 @@ def test_kinds_by_hand(kind, losses, clipped, gradient):
         # The mean ratio of the first sequence is over its two sampled tokens and is 1/2; the second sequence has one
         # token.
         ("gspo", [-1.5, -1.5, 3.0], [-1.5, -1.5, 3.0]),
+        ("vespo", [1.77895, 3.55790, -9.0], [-1.77895, -1.77895, 3.0]),  # w is 1/4, and 1
     ],
 )
 def test_tokens_of_an_environment_have_no_loss(kind, losses, gradient):
@@ -110,6 +113,18 @@ def test_tokens_of_an_environment_have_no_loss(kind, losses, gradient):
     weights, denominator = aggregation_weights("sequence_mean", mask, constant=1, sequence_ids=ids, num_sequences=2)
     assert weights[mask].tolist() == [0.5, 0.5, 1.0]
     assert float(denominator) == 2
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "above", "below"),
+    [([0.2, -0.1, 0.3], 0.5089, 1.2415), ([np.log(0.5)], 1.1204, 0.3398), ([np.log(2.0)], 0.1991, 1.0827)],
+)
+def test_the_factor_of_vespo_by_hand(log_ratios, above, below):
+    """The sums of the log-ratios are 0.4, log 0.5 and log 2; the advantage is at least 0, or below 0."""
+    shape = (2, len(log_ratios))
+    where = (np.ones(shape, bool), np.arange(2)[:, None].repeat(shape[1], 1), 2)
+    factors = vespo_factor(np.broadcast_to(log_ratios, shape), np.array([[0.0], [-1.0]]) + np.zeros(shape), *where)
+    np.testing.assert_allclose(factors, np.broadcast_to([[above], [below]], shape), atol=5e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
