@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.algorithms.aggregation import Aggregation, mean_over_sequence
 from rljax.errors import check_at_least, check_choice, check_choices
+from rljax.mismatch import read_sequences
 from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x
-from rljax.mismatch.tokens import read_sequences
 
 LossKind = Literal["policy_gradient", "ppo_clip", "gspo", "cispo", "vespo"]
 Estimate = Literal["k1", "k2", "k3"]

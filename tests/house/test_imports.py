@@ -81,7 +81,7 @@ DOORS = {
         "schedule.torch",
     },
     "huggingface_hub": {"policy.hub", "commands.prepare"},
-    "transformers": {"data.tokenizer", "compare.scorers", "schedule.torch"},
+    "transformers": {"data.tokenizer", "compare.scorers", "schedule.torch", "rollout.servers.vllm.plugin"},
     "tensorboardX": {"record.writers", "record.event_files"},
     "tqdm": {
         *("record.trackers", "record.writers", "run.data_check", "evaluate", "data.gym_problems"),

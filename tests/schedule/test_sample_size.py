@@ -25,7 +25,7 @@ def test_worked_numbers():
     assert sample_size_factor(0.25, 0.5) == pytest.approx(np.sqrt(0.5))
 
 
-def test_a_batch_of_equal_weights_has_its_whole_rate_at_any_size_of_the_weights():
+def test_equal_weights_of_any_size_leave_the_rate_whole():
     for log_weight in (0.0, 5000.0, -5000.0):
         assert effective_sample_share([log_weight] * 7) == pytest.approx(1.0)
     assert effective_sample_share([5000.0, 0.0]) == pytest.approx(0.5)
