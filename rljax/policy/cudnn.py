@@ -20,8 +20,9 @@ from rljax.policy.flash import Ends, KeyBlocks, Queries, Triple, block_attention
 from rljax.policy.levels import LevelKernel, join_levels, number_runs, two_levels
 from rljax.sharding import on_each_device
 
-TOKENS_PER_SEGMENT = 256
-"""A row may hold one segment for so many tokens. cuDNN keeps a log-sum-exp of the whole row for each segment."""
+TOKENS_PER_SEGMENT, TOKENS_PER_NODE = 256, 64
+"""A row may hold one segment, or one node of a tree, for so many tokens. cuDNN keeps a log-sum-exp of the whole row for
+each segment. Calls of trees keep them for a short time only."""
 FEWEST_SEGMENTS = 16
 """The number of segments that a row of any length may hold."""
 _NO_KEYS = -1e38
@@ -29,9 +30,9 @@ CAPABILITY, CUDNN = "9.0", 91000
 """The lowest compute capability of a GPU, and the cuDNN version (9.10) for ahead-of-time compilation."""
 
 
-def max_segments(t: int) -> int:
-    """Returns the largest number of segments for which cuDNN computes a row of ``t`` tokens. Padding is one of them."""
-    return max(FEWEST_SEGMENTS, t // TOKENS_PER_SEGMENT)
+def max_segments(t: int, *, trees: bool = False) -> int:
+    """Returns the most segments, or nodes, for which cuDNN computes a row of ``t`` tokens. Padding is one of them."""
+    return max(FEWEST_SEGMENTS, t // (TOKENS_PER_NODE if trees else TOKENS_PER_SEGMENT))
 
 
 class Spans(NamedTuple):
@@ -68,7 +69,7 @@ def cudnn_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends, *, trees
 
 
 def _rows(q: Array, k: Array, v: Array, ends: Array, *, trees: bool) -> tuple[Array]:
-    most = max_segments(q.shape[1])
+    most = max_segments(q.shape[1], trees=trees)
     nodes, count = call_of_segments(ends, most)
 
     def by_cudnn(q: Array, k: Array, v: Array) -> Any:
