@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.flash import Ends, KeyBlocks, Queries, Triple, block_attention, head_axes
-from rljax.policy.levels import LevelKernel, join_levels, number_runs, two_levels
+from rljax.policy.levels import join_levels, number_runs, two_levels
 from rljax.sharding import on_each_device
 
 TOKENS_PER_SEGMENT, TOKENS_PER_NODE = 256, 64
@@ -75,8 +75,7 @@ def _rows(q: Array, k: Array, v: Array, ends: Array, *, trees: bool) -> tuple[Ar
     def by_cudnn(q: Array, k: Array, v: Array) -> Any:
         if not trees:
             return _call(q, k, v, nodes)
-        kernel = LevelKernel(functools.partial(calls_of_trees, most=most), _forward, _backward)
-        return join_levels(kernel, q, k, v, ends)
+        return join_levels(functools.partial(calls_of_trees, most=most), _forward, _backward, q, k, v, ends)
 
     in_blocks = jax.checkpoint(lambda q, k, v: block_attention(q, k, v, ends))
     return (lax.cond(jnp.max(count) <= most, by_cudnn, in_blocks, q, k, v),)

@@ -8,7 +8,6 @@ which determine the probabilities of all keys. The kernels' own gradients leave 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Int
 
-from rljax.policy.flash import LSE_NAME, OUT_NAME, Triple
+from rljax.policy.flash import LSE_NAME, OUT_NAME
 
 
 class TwoLevels(NamedTuple):
@@ -43,25 +42,25 @@ def two_levels(ends: Int[Array, "*b t"]) -> TwoLevels:
     return TwoLevels(nodes, trees, is_root, (ends > 0) & ~is_root)
 
 
-class LevelKernel(NamedTuple):
-    """A kernel that computes one call. Queries, keys, values and outputs are arrays in its own order of axes.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def join_levels(calls: Any, forward: Any, backward: Any, q: Array, k: Array, v: Array, ends: Array) -> Array:
+    """Computes the attention of the queries to the keys of all levels.
 
-    Log-sum-exps have the axes of the output but the last one. Where a query has no keys, they are very low.
+    Queries, keys, values and outputs have the order of axes of the kernel. Log-sum-exps have the axes of the output but
+    the last one, and are very low where a query has no keys.
+
+    Args:
+      calls: A function of ``ends`` that returns the call of each level.
+      forward: A function (q, k, v, call) -> (output, log-sum-exp).
+      backward: A function (q, k, v, call, output, log-sum-exp, d output) -> (d q, d k, d v).
     """
-
-    calls: Callable[[Array], Sequence[Any]]  # a function of the ends that returns the call of each level
-    forward: Callable[..., tuple[Array, Array]]  # a function (q, k, v, call) -> (output, log-sum-exp)
-    backward: Callable[..., Triple]  # a function (q, k, v, call, output, log-sum-exp, d output) -> (d q, d k, d v)
+    return _join_fwd(calls, forward, backward, q, k, v, ends)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def join_levels(kernel: LevelKernel, q: Array, k: Array, v: Array, ends: Array) -> Array:
-    """Computes the attention of the queries to the keys of all levels."""
-    return _join_fwd(kernel, q, k, v, ends)[0]
-
-
-def _join_fwd(kernel: LevelKernel, q: Array, k: Array, v: Array, ends: Array) -> tuple[Array, tuple[Array, ...]]:
-    outs, sums = zip(*(kernel.forward(q, k, v, call) for call in kernel.calls(ends)), strict=True)
+def _join_fwd(
+    calls: Any, forward: Any, backward: Any, q: Array, k: Array, v: Array, ends: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    outs, sums = zip(*(forward(q, k, v, call) for call in calls(ends)), strict=True)
     lse = functools.reduce(jnp.logaddexp, sums)
     parts = (out.astype(jnp.float32) * jnp.exp(one - lse)[..., None] for out, one in zip(outs, sums, strict=True))
     out = functools.reduce(jnp.add, parts).astype(q.dtype)
@@ -69,9 +68,11 @@ def _join_fwd(kernel: LevelKernel, q: Array, k: Array, v: Array, ends: Array) ->
     return out, (q, k, v, ends, out, lse)
 
 
-def _join_bwd(kernel: LevelKernel, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+def _join_bwd(
+    calls: Any, forward: Any, backward: Any, saved: tuple[Array, ...], d_out: Array
+) -> tuple[Array, Array, Array, None]:
     q, k, v, ends, out, lse = saved
-    grads = [kernel.backward(q, k, v, call, out, lse, d_out) for call in kernel.calls(ends)]
+    grads = [backward(q, k, v, call, out, lse, d_out) for call in calls(ends)]
     in_float32 = (sum(x.astype(jnp.float32) for x in each) for each in zip(*grads, strict=True))
     d_q, d_k, d_v = (each.astype(x.dtype) for each, x in zip(in_float32, (q, k, v), strict=True))
     return d_q, d_k, d_v, None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.flash import OUT_NAME, Ends, KeyBlocks, Queries, Triple, head_axes, pad_ends, pad_rows, seen_blocks
-from rljax.policy.levels import LevelKernel, join_levels, two_levels
+from rljax.policy.levels import join_levels, two_levels
 from rljax.sharding import on_each_device
 
 LANES, _BLOCK = 128, 512
@@ -79,7 +79,7 @@ def _trees(q: Array, k: Array, v: Array, ends: Array, block: int, interpret: boo
 
     backward = functools.partial(_backward, block=block, interpret=interpret)
     calls = functools.partial(calls_of_trees, block=block)
-    return join_levels(LevelKernel(calls, forward, backward), q, k, v, ends)
+    return join_levels(calls, forward, backward, q, k, v, ends)
 
 
 def calls_of_trees(ends: Int[Array, " t"], block: int) -> list[Call]:

@@ -125,8 +125,8 @@ def test_the_plan_is_near_the_compiler(remat, tmp_path):
     [
         # Two levels in three layers. The blocks' forward is computed twice.
         ("h100:1x1", {"__cudnn$fmhaSoftmax": 2 * 3 * 2, "__cudnn$fmhaSoftmaxBackward": 2 * 3}),
-        # The backward pass of splash has a kernel for queries, and one for keys and values.
-        ("tpu:v5p:2x2x1", {"tpu_custom_call": 2 * 3 * (2 + 2)}),
+        # The backward pass of splash has a kernel for queries, and one for keys and values. A device has two rows.
+        ("tpu:v5p:2x2x1", {"tpu_custom_call": 2 * 3 * (2 + 2) * 2}),
     ],
 )
 def test_rows_of_trees_take_a_call_for_each_level(machine, calls, tmp_path):
