@@ -19,6 +19,7 @@ import platform
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -176,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to run, from 0")
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
+    compiled = tempfile.TemporaryDirectory()  # so that a step whose memory is analysed is not compiled twice
+    jax.config.update("jax_compilation_cache_dir", compiled.name)
     results = []
     of_length = "rows: trees, apart | seconds | apart / trees"
     print(
