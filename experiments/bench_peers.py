@@ -36,8 +36,22 @@ from peer_steps import Case
 
 OWN = "rljax"
 QWEN3 = {"width": 1024, "layers": 28, "vocab": 151_936, "head_dim": 128}  # Qwen3-0.6B
+SHARED = [(64, 4, 64, 4), (512, 16, 64, 1), (2048, 8, 256, 1), (2048, 16, 64, 1), (64, 4, 1024, 1), (2048, 4, 1024, 1)]
+"""Tokens of a prompt, responses to it, tokens of each, and prompts. rljax computes rows of trees."""
+
+
+def shared_case(prompt: int, group: int, tokens: int, groups: int) -> Case:
+    """Returns a case in which the sequences of a group share their prompt."""
+    sizes = {"sequences": groups * group, "tokens": tokens, "prompt": prompt, "group": group}
+    return Case(vocab=16_384, dtype="float32", **sizes)  # type: ignore[arg-type]
+
+
 CASES = {
-    "cpu": {"width 256, 8 x 256 tokens": Case(), "width 256, recorded lengths": Case(tokens=0)},
+    "cpu": {
+        "width 256, 8 x 256 tokens": Case(),
+        "width 256, recorded lengths": Case(tokens=0),
+        **{f"{sizes[0]:,} + {sizes[1]} x {sizes[2]:,}": shared_case(*sizes) for sizes in SHARED},
+    },
     "cuda": {
         "Qwen3-0.6B, 4 x 2,304 tokens": Case(sequences=4, tokens=2304, **QWEN3),
         "Qwen3-0.6B, 8 recorded lengths": Case(tokens=0, scale=56, **QWEN3),

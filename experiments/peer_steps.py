@@ -37,6 +37,8 @@ class Case(NamedTuple):
     scale: int = 4
     dtype: str = "bfloat16"
     remat: str = "blocks"  # which activations rljax computes again; tunix computes each block again
+    prompt: int = 0  # tokens before those of ``tokens``, which each ``group`` sequences share; 0: an eighth of them
+    group: int = 1
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -45,6 +47,8 @@ class Case(NamedTuple):
 
     def lengths(self) -> list[tuple[int, int]]:
         """Returns the tokens of each prompt and response."""
+        if self.prompt:
+            return [(self.prompt, self.tokens)] * self.sequences
         if self.tokens:
             return [(self.tokens // 8, self.tokens - self.tokens // 8)] * self.sequences
         return [(self.scale * PROMPT, self.scale * response) for response in RECORDED]
@@ -63,7 +67,8 @@ def sequences_of(case: Case) -> list[tuple[np.ndarray, np.ndarray]]:
     prompts_and_responses = []
     for lengths in case.lengths():
         prompt, response = (rng.integers(3, case.vocab, n).astype(np.int32) for n in lengths)
-        prompts_and_responses.append((prompt, response))
+        shares = len(prompts_and_responses) % case.group
+        prompts_and_responses.append((prompts_and_responses[-1][0] if shares else prompt, response))
     return prompts_and_responses
 
 
@@ -80,7 +85,10 @@ def padded(case: Case) -> dict[str, np.ndarray]:
 
 
 def packed(case: Case) -> Any:
-    """Returns the sequences packed in rows as long as the longest, [1, rows, tokens]."""
+    """Returns the sequences packed in rows as long as the longest, [1, rows, tokens]; or single rows of trees."""
+    import bench_trees
+
+    from rljax.run.packing import make_pack
     from rljax.trainer.packing import TrainSequence, pack
     from rljax.trainer.rows import first_fit
 
@@ -89,6 +97,9 @@ def packed(case: Case) -> Any:
         for p, r in sequences_of(case)
     ]
     each = [sum(n) for n in case.lengths()]
+    if case.prompt:
+        sizes = bench_trees.Case(case.prompt, case.group, case.tokens, case.sequences // case.group)
+        return make_pack(bench_trees.config_of(sizes), case.sequences)(sequences)
     rows = len(first_fit(each, sorted(range(len(each)), key=lambda i: -each[i]), max(each)))
     return pack(sequences, row_tokens=max(each), rows_per_micro_batch=rows, micro_batches=1)
 
@@ -161,8 +172,9 @@ def rljax(case: Case) -> Built:
         mesh,
         precision=PrecisionConfig(compute_dtype=case.dtype, remat=case.remat),  # type: ignore[arg-type]
         objective=Objective(LossConfig(), CorrectionConfig(), len(lengths), max(n[1] for n in lengths)),
-        batch_shape=batch.tokens.shape,
+        batch_shape=(batch if batch.trees is None else batch.trees).tokens.shape,
         diagnosis=DiagnosisConfig(),
+        flat_tokens=0 if batch.trees is None else batch.tokens.shape[2],
     )
     facts = compiled_facts(step.lower)[1]
     state = None

@@ -31,6 +31,7 @@ from rljax.distributed.processes import Processes, start_processes, unused_gpus
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.plan.dry_run import check_shapes, dry_run, lacks_at_start
 from rljax.policy.attention import find_implementation
+from rljax.policy.attention_errors import why_no_trees
 from rljax.policy.families import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
@@ -161,17 +162,17 @@ def read_inputs(config: Config) -> Inputs:
         if len(tokenizer) > policy.vocab_size:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
-        config = settle_prefixes(config, policy, mesh.devices.flat[0])
+        here = (config.policy.attention, mesh.local_devices[0], config.precision.compute_dtype)
+        config = settle_prefixes(config, lambda: why_no_trees(*here, policy))
         check_shapes(config, policy, mesh)
         check_offload(config, mesh)
         for line in lacks_at_start(config, policy, mesh):
             log.warning(line)
-        device = mesh.devices.flat[0]
-        here = (device, config.precision.compute_dtype, policy.head_dim)
-        if device.platform == "gpu" and find_implementation(config.policy.attention, *here) == "xla":
+        _, device, dtype = here
+        if device.platform == "gpu" and find_implementation(*here, policy.head_dim) == "xla":
             log.warning("attention is XLA's on %s, several times slower than cuDNN's kernel", device.device_kind)
         # This call refuses kernels that the devices lack.
-        choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)
+        choose_kernels(config.policy, policy, dtype, mesh)
     return Inputs(config, policy, tokenizer, mesh)
 
 

@@ -18,16 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax.plan.flops import attention_flops
-from rljax.policy.attention import PackedAttention, attend, choose_attention, find_implementation, path_mask
+from rljax.policy.attention import PackedAttention, choose_attention, find_implementation
+from rljax.policy.attention_errors import MOST_ERROR, RESULTS, gradients, random_heads, reference, relative_error
 from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import token_logprobs
 
 CheckFacts = dict[str, Any]
-RESULTS = ("output", "dq", "dk", "dv")
 _SHARES = (0.35, 0.25, 0.2, 0.12, 0.06)
-_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-MOST_UNITS = 2.0
-"""Largest relative error of a kernel, in units of the last place of its dtype."""
 MOST_LOGPROB_ERROR = 1e-3
 _HEAD_ERRORS = (
     *("largest_logprob_error", "largest_entropy_error"),
@@ -48,13 +45,6 @@ def median_ms(run: Callable[[], Any], repeats: int) -> float:
     return 1000 * statistics.median(seconds)
 
 
-@jax.jit
-def relative_error(x: jax.Array, expected: jax.Array) -> jax.Array:
-    """Returns the root mean square of the error, divided by the root mean square of the expected values."""
-    x, expected = x.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.sqrt(jnp.mean((x - expected) ** 2) / jnp.mean(expected**2))
-
-
 def packed_row(tokens: int, dtype: str, policy: PolicyConfig) -> tuple[list[jax.Array], np.ndarray, list[int]]:
     """Returns one row of five random sequences and padding: its arrays, its ends [1, t], and the lengths.
 
@@ -63,32 +53,7 @@ def packed_row(tokens: int, dtype: str, policy: PolicyConfig) -> tuple[list[jax.
     lengths = [int(share * tokens) for share in _SHARES]
     ends = np.zeros((1, tokens), np.int32)
     ends[0, : sum(lengths)] = np.repeat(np.cumsum(lengths), lengths)
-    rng, h, g = np.random.default_rng(0), policy.num_heads, policy.num_kv_heads
-    arrays = [rng.standard_normal((1, tokens, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
-    arrays[3] *= (ends > 0)[:, :, None, None]
-    return [jnp.asarray(x, dtype) for x in arrays], ends, lengths
-
-
-def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns a function (q, k, v, cotangent, ends) -> (output, dq, dk, dv); the output of padding is 0."""
-
-    def run(q: Any, k: Any, v: Any, d_out: Any, ends: Any) -> tuple[jax.Array, ...]:
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, ends), q, k, v)
-        return jnp.where((ends > 0)[:, :, None, None], out, 0), *pull(d_out)
-
-    return run
-
-
-@jax.jit
-def reference(q: Any, k: Any, v: Any, d_out: Any, ends: Any) -> tuple[jax.Array, ...]:
-    """Computes the results of ``gradients`` in float32 at the highest precision, with all scores of one kv head."""
-    b, t, _, d = q.shape
-    wide = (x.astype(jnp.float32).reshape(b, t, k.shape[2], -1, d) for x in (q, k, v, d_out))
-    by_head = [jnp.moveaxis(x, 2, 0) for x in wide]
-    run = gradients(lambda q, k, v, ends: attend(q, k, v, path_mask(ends)))
-    with jax.default_matmul_precision("highest"):
-        results = jax.lax.map(lambda arrays: run(*arrays, ends), by_head)
-    return tuple(jnp.moveaxis(x, 0, 2).reshape(b, t, -1, d) for x in results)
+    return random_heads(ends, dtype, policy), ends, lengths
 
 
 def on_named(
@@ -112,7 +77,7 @@ def check_attention(
     got, expected = both(*arrays, ends), reference(*arrays, ends)
     errors = {what: float(relative_error(x, y)) for what, x, y in zip(RESULTS, got, expected, strict=True)}
     del got, expected
-    most = MOST_UNITS * _UNIT[dtype]
+    most = MOST_ERROR[dtype]
     q, k, v, _ = arrays
     jax.block_until_ready(alone(q, k, v, ends))
     forward_ms = median_ms(lambda: alone(q, k, v, ends), repeats)
@@ -219,7 +184,7 @@ def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_
     }
     del got, expected
     analysis, ms = memory_analysis(program), median_ms(lambda: program(hidden, table), repeats)
-    limits = {name: MOST_LOGPROB_ERROR if name.startswith("largest") else MOST_UNITS * _UNIT[dtype] for name in errors}
+    limits = {name: MOST_LOGPROB_ERROR if name.startswith("largest") else MOST_ERROR[dtype] for name in errors}
     return errors | {
         "says": f"error {errors['largest_logprob_error']:.1e}, {ms:.1f} ms",
         "forward_and_backward_ms": ms,

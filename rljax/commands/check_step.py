@@ -59,7 +59,7 @@ def step_config(size: StepSize, dtype: ComputeDtype, remat: Remat) -> Config:
         data=DataConfig(batch_size=jax.device_count(), max_prompt_tokens=size.max_prompt_tokens),
         rollout=RolloutConfig(group_size=size.sequences_per_device, max_response_tokens=size.max_response_tokens),
         precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
-        # Random sequences share nothing, and the attention of some devices takes no trees.
+        # Random sequences share nothing.
         packing=PackingConfig(size.row_tokens, tokens_per_device=size.row_tokens, share_prefixes=False),
     )
 

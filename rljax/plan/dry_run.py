@@ -26,7 +26,7 @@ from rljax.plan.budget import (
     route_bytes,
 )
 from rljax.plan.machines import Card
-from rljax.plan.memory import HOPPER, working_bytes, working_top_bytes
+from rljax.plan.memory import working_bytes, working_top_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
@@ -56,9 +56,7 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     """
     policy = policy_shape(config.model.path)
     mesh = shape_mesh(config.mesh)
-    if card is None:  # The step of another machine was compiled with settled rows.
-        device = jax.local_devices()[0] if find_devices(mesh).is_here else HOPPER
-        config = settle_prefixes(config, policy, device, says=False)
+    config = settle_prefixes(config, says=False)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
     lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)

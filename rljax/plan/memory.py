@@ -127,7 +127,7 @@ def planned_attention(config: Config, policy: PolicyConfig, mesh: Any) -> Packed
         return block_attention
     if asked == "splash" or find_implementation(asked, device, dtype, policy.head_dim) != "cudnn":
         return packed_attention
-    return choose_attention(asked, device, dtype, policy.head_dim)
+    return choose_attention(asked, device, dtype, policy.head_dim, trees=shares_prefixes(config))
 
 
 def kept_by_a_block(

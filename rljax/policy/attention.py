@@ -14,6 +14,7 @@ from rljax.policy.config import AttentionName, choose_kernel
 from rljax.policy.context import device_heads, exchange_back, exchange_heads, heads_of_device
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
 from rljax.policy.flash import (
+    BLOCKS,
     Ends,
     KeyBlocks,
     Queries,
@@ -61,9 +62,12 @@ def attend(
     return out.reshape(b, t, h, d).astype(q.dtype)
 
 
-def packed_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends) -> Queries:
-    """Computes ``PackedAttention`` on any backend: up to ``ONE_PIECE`` tokens in one piece, longer rows in blocks."""
-    return _or_one_piece(block_attention)(q, k, v, ends)
+def packed_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends, *, block: int | None = None) -> Queries:
+    """Computes ``PackedAttention`` on any backend: up to ``ONE_PIECE`` tokens in one piece, longer rows in blocks.
+
+    The blocks have ``block`` tokens, or ``flash.block_size`` if it is None.
+    """
+    return _or_one_piece(functools.partial(block_attention, block=block))(q, k, v, ends)
 
 
 def _or_one_piece(kernel: PackedAttention) -> PackedAttention:
@@ -100,6 +104,9 @@ def attention_of_parts(
     return run(q, k, v, ends)[0]
 
 
+_KERNELS: dict[str, Any] = {"cudnn": cudnn_attention, "splash": splash_attention}
+
+
 def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> str:
     """Returns the kernel that ``policy.attention`` means for rows of more than ``ONE_PIECE`` tokens; never "auto".
 
@@ -109,37 +116,27 @@ def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: 
     return choose_kernel("policy.attention", name, refusals)
 
 
-def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1) -> PackedAttention:
+def choose_attention(
+    name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1, *, trees: bool = False
+) -> PackedAttention:
     """Chooses the implementation that ``policy.attention`` means, for rows of sequences that share nothing.
 
     ``device`` is any device of the mesh, which may exist only for compilation ahead of time. ``dtype`` is the dtype of
-    queries, keys and values. ``parts`` is the number of devices that share a row.
+    queries, keys and values. ``parts`` is the number of devices that share a row. With ``trees`` the rows hold trees;
+    cuDNN and splash take trees of two levels.
 
     Raises:
       ValueError: The kernel does not support the device or the heads. The message begins with the key.
     """
-    kernels: dict[str, PackedAttention] = {"cudnn": cudnn_attention, "splash": splash_attention}
     chosen = find_implementation(name, device, dtype, head_dim)
-    kernel = kernels.get(chosen, packed_attention)
-    kernel = _or_one_piece(kernel) if name == "auto" and chosen in kernels else kernel
+    kernel: PackedAttention = packed_attention
+    if chosen not in _KERNELS and trees and device.platform == "cpu":
+        # Branches fill large blocks badly. A CPU loses nothing with small ones.
+        kernel = functools.partial(packed_attention, block=BLOCKS[-1])
+    elif chosen in _KERNELS:
+        kernel = functools.partial(_KERNELS[chosen], trees=True) if trees else _KERNELS[chosen]
+        kernel = _or_one_piece(kernel) if name == "auto" else kernel
     return kernel if parts == 1 else functools.partial(attention_of_parts, kernel, parts)
-
-
-def choose_tree_attention(
-    name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1
-) -> PackedAttention | None:
-    """Chooses the implementation for rows of trees, with the arguments and errors of ``choose_attention``.
-
-    splash takes trees of two levels. The result is None for cuDNN, which sees only whole segments, and for devices
-    that share a row.
-    """
-    chosen = find_implementation(name, device, dtype, head_dim)
-    if chosen == "cudnn" or parts > 1:
-        return None
-    if chosen == "xla":
-        return packed_attention
-    kernel = functools.partial(splash_attention, trees=True)
-    return _or_one_piece(kernel) if name == "auto" else kernel
 
 
 def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:

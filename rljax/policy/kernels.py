@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from rljax.policy.attention import PackedAttention, choose_attention, choose_tree_attention, packed_attention
+from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
 from rljax.policy.config import PolicyConfig, PolicyOptions
 from rljax.policy.context import device_heads, heads_of_device
 from rljax.policy.families import blocks_of
@@ -25,7 +25,7 @@ class Kernels(NamedTuple):
     # Whether the head looks up targets in the logits, and keeps few logits (``head.MAX_STORED``) for the backward pass.
     stored_logits: bool = False
     rotate: Rotate = rotate  # the rotary embedding
-    tree_attention: PackedAttention | None = packed_attention  # the attention of rows of trees; None: there is none
+    tree_attention: PackedAttention = packed_attention  # the attention of rows of trees
 
 
 ON_ANY_BACKEND = Kernels()
@@ -75,8 +75,10 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
             f"policy.attention = {options.attention}: mesh.context = {parts} must divide the key-value heads of a "
             "device, or be at least their number; set policy.attention to auto"
         )
-    attention = choose_attention(options.attention, device, dtype, config.head_dim, parts)
-    of_trees = choose_tree_attention(options.attention, device, dtype, config.head_dim, parts)
+    attention, of_trees = (
+        choose_attention(options.attention, device, dtype, config.head_dim, parts, trees=trees)
+        for trees in (False, True)
+    )
     inner = config.expert_size // mesh.shape["tp"]
     experts = choose_experts(options.experts, device, dtype, (config.hidden_size, inner))
     on_cpu = is_one_cpu(mesh)

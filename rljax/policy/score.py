@@ -78,19 +78,6 @@ def where_inside(scored: TokenScores, inside: Bool[Array, "b t"]) -> TokenScores
     return jax.tree.map(kept, scored)
 
 
-def _of_states(
-    params: Params, states: Array, targets: Array, ids: Array | None, *, cut: bool, collision: bool, **how: Any
-) -> TokenScores:
-    """Computes the scores of the token after each state. Raises ValueError if a cut distribution has no ``ids``."""
-    if cut and ids is None:
-        raise ValueError("top_ids must be given to score a cut distribution, got None")
-    table = lm_head_table(params)
-    scored = token_logprobs(states, table, targets, ids, collision=collision and not cut, **how)
-    if cut and scored.tops is not None and ids is not None:
-        scored = over_support(scored.logprobs, scored.tops, ids, collision=collision)
-    return scored
-
-
 def packed_logprobs(
     params: Params,
     config: PolicyConfig,
@@ -106,6 +93,7 @@ def packed_logprobs(
     top_ids: Int[Array, "b t k"] | None = None,
     cut: bool = False,
     collision: bool = False,
+    trees: PrefixTrees | None = None,
 ) -> Scores:
     """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
@@ -117,69 +105,40 @@ def packed_logprobs(
       cut: Whether the scored distributions are cut to ``top_ids`` and normalised over them. A token without any of them
         has log-probability and entropy 0.
       collision: Whether to compute the sum of squared probabilities of each distribution.
+      trees: The trees that the policy computes. The segments are then responses only, and ``choices`` belong to the
+        tokens of the trees. None: the policy computes the segments, which begin with their prompts.
 
     Returns:
       The scores. ``logprobs[b, t]`` belongs to ``tokens[b, t]``, and ``tops[b, t]`` to ``top_ids[b, t]``.
 
     Raises:
-      ValueError: The distributions are cut, and ``top_ids`` is None.
+      ValueError: The distributions are cut, and ``top_ids`` is None; or several devices share a row of trees.
     """
     parts = kernels.parts
-    rows = (tokens, segment_ids, positions) if parts == 1 else whole_rows(tokens, segment_ids, positions)
-    folded = (fold(rows[0], parts), segment_ends(rows[1]), fold(rows[2], parts))
-    choices = None if choices is None else fold(choices, parts)
-    hidden, stats = hidden_states(params, config, *folded, remat=remat, kernels=kernels, choices=choices)
-    # The state at t-1 predicts token t. The last state of a row predicts nothing.
-    ids = None if top_ids is None else _next(top_ids, parts)
+    if cut and top_ids is None:
+        raise ValueError("top_ids must be given to score a cut distribution, got None")
+    if trees is None:
+        rows = (tokens, segment_ids, positions) if parts == 1 else whole_rows(tokens, segment_ids, positions)
+        computed = (fold(rows[0], parts), segment_ends(rows[1]), fold(rows[2], parts))
+        choices = None if choices is None else fold(choices, parts)
+    elif parts > 1:
+        raise ValueError("devices cannot share rows of trees: give packing.share_prefixes false")
+    else:
+        computed, kernels = trees[:3], kernels._replace(attention=kernels.tree_attention)
+    hidden, stats = hidden_states(params, config, *computed, remat=remat, kernels=kernels, choices=choices)
+    if trees is not None:
+        states, targets, ids = states_at(hidden, trees.sources), tokens, top_ids
+    else:
+        # The state at t-1 predicts token t. The last state of a row predicts nothing.
+        states, targets = hidden[:, :-1] if parts == 1 else hidden, _next(rows[0], parts)
+        ids = None if top_ids is None else _next(top_ids, parts)
     how: dict[str, Any] = {"temperature": temperature, "dtype": lm_head_dtype, "stored": kernels.stored_logits}
-    states = hidden[:, :-1] if parts == 1 else hidden
-    scored = _of_states(params, states, _next(rows[0], parts), ids, cut=cut, collision=collision, **how)
+    scored = token_logprobs(states, lm_head_table(params), targets, ids, collision=collision and not cut, **how)
+    if cut and scored.tops is not None and ids is not None:
+        scored = over_support(scored.logprobs, scored.tops, ids, collision=collision)
     if parts > 1:
         scored, stats = _unfold_scores(scored, parts), _unfold_choices(stats, parts)
-    scored = align(scored, rows[2], rows[1])
-    return Scores(scored.logprobs, scored.entropy, stats, scored.tops, scored.collision)
-
-
-def tree_logprobs(
-    params: Params,
-    config: PolicyConfig,
-    tokens: Int[Array, "b s"],
-    segment_ids: Int[Array, "b s"],
-    trees: PrefixTrees,
-    *,
-    temperature: float = 1.0,
-    lm_head_dtype: Any = None,
-    remat: Remat = "none",
-    kernels: Kernels = ON_ANY_BACKEND,
-    choices: Int[Array, "b t l k"] | None = None,
-    top_ids: Int[Array, "b s k"] | None = None,
-    cut: bool = False,
-    collision: bool = False,
-) -> Scores:
-    """Computes the scores of flat rows of responses. Their tokens follow tokens of the trees in the same row.
-
-    Args:
-      tokens: The token ids of the responses in flat rows.
-      segment_ids: The response of each token in its row, from 1; 0 for padding.
-      trees: The trees of the rows. ``trees.sources`` name the token before each token of the flat rows.
-      choices: The experts that each token of the trees must go to, as in ``packed_logprobs``.
-
-    ``packed_logprobs`` describes the other arguments.
-
-    Returns:
-      The scores of the flat rows, 0 on padding. ``logprobs[b, s]`` belongs to ``tokens[b, s]``.
-
-    Raises:
-      ValueError: The distributions are cut, and ``top_ids`` is None; or the kernels have no attention for trees.
-    """
-    if kernels.tree_attention is None:
-        raise ValueError("the attention of this policy cannot compute rows of trees: give packing.share_prefixes false")
-    kernels = kernels._replace(attention=kernels.tree_attention)
-    rows = (trees.tokens, trees.ends, trees.positions)
-    hidden, stats = hidden_states(params, config, *rows, remat=remat, kernels=kernels, choices=choices)
-    how: dict[str, Any] = {"temperature": temperature, "dtype": lm_head_dtype, "stored": kernels.stored_logits}
-    scored = _of_states(params, states_at(hidden, trees.sources), tokens, top_ids, cut=cut, collision=collision, **how)
-    scored = where_inside(scored, segment_ids > 0)
+    scored = align(scored, rows[2], rows[1]) if trees is None else where_inside(scored, segment_ids > 0)
     return Scores(scored.logprobs, scored.entropy, stats, scored.tops, scored.collision)
 
 

@@ -1,33 +1,19 @@
 """Attention of packed rows on a TPU by splash attention, the Pallas kernel of JAX.
 
-The kernel tells sequences apart by segment ids, and has no mask for trees. A tree of two levels, a root and its
-branches, takes two calls: each node sees itself, and each branch sees its root. Their outputs are joined by their
-log-sum-exps. The backward pass calls the kernel's backward with the joined output and log-sum-exp, which determine the
-probabilities of all keys.
+The kernel tells sequences apart by segment ids, and has no mask for trees, which take a call for each level.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.policy.flash import (
-    LSE_NAME,
-    OUT_NAME,
-    Ends,
-    KeyBlocks,
-    Queries,
-    head_axes,
-    pad_ends,
-    pad_rows,
-    seen_blocks,
-)
+from rljax.policy.flash import OUT_NAME, Ends, KeyBlocks, Queries, Triple, head_axes, pad_ends, pad_rows, seen_blocks
+from rljax.policy.levels import join_levels, two_levels
 from rljax.sharding import on_each_device
 
 LANES, _BLOCK = 128, 512
@@ -65,38 +51,42 @@ def splash_attention(
     block = block or min(_BLOCK, -(-t // LANES) * LANES)
     arrays = (*pad_rows(block, q, k, v), pad_ends(block, ends))
     heads = head_axes(k)
-    of_row: Callable[..., Array] = _tree_row if trees else _row
+
+    def of_row(q: Array, k: Array, v: Array, ends: Array) -> Float[Array, "t h k"]:
+        scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
+        q, k, v = (jnp.swapaxes(x, 0, 1) for x in (scaled, k, v))
+        return jnp.swapaxes((_trees if trees else _sequences)(q, k, v, ends, block, interpret), 0, 1)
 
     def rows(*arrays: Array) -> tuple[Array]:
         # Around a single row vmap leaves no loop, and XLA need not copy the kernel's log-sum-exps to read them.
-        return (jax.vmap(lambda *row: of_row(*row, block, interpret))(*arrays),)
+        return (jax.vmap(of_row)(*arrays),)
 
     run = on_each_device(rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])
     return run(*arrays)[0][:, :t]
 
 
-def _row(q: Array, k: Array, v: Array, ends: Array, block: int, interpret: bool) -> Float[Array, "t h k"]:
+def _sequences(q: Array, k: Array, v: Array, ends: Array, block: int, interpret: bool) -> Float[Array, "h t k"]:
     call = Call(ends, ends, seen_blocks(ends.reshape(-1, block)))
-    out = _kernel(q, block, call, interpret)(*_by_heads(_scaled(q), k, v), segment_ids=_segment_ids(call))
-    return jnp.swapaxes(out, 0, 1)
+    out: Array = _kernel(q, block, call, interpret)(q, k, v, segment_ids=_segment_ids(call))
+    return out
+
+
+def _trees(q: Array, k: Array, v: Array, ends: Array, block: int, interpret: bool) -> Float[Array, "h t k"]:
+    def forward(q: Array, k: Array, v: Array, call: Call) -> tuple[Array, Array]:
+        kernel = _kernel(q, block, call, interpret, residuals=True)
+        out, (lse,) = kernel(q, k, v, segment_ids=_segment_ids(call))
+        return out, lse  # the log-sum-exp of a query without keys is about -1e38
+
+    backward = functools.partial(_backward, block=block, interpret=interpret)
+    calls = functools.partial(calls_of_trees, block=block)
+    return join_levels(calls, forward, backward, q, k, v, ends)
 
 
 def calls_of_trees(ends: Int[Array, " t"], block: int) -> list[Call]:
-    """Returns the two calls for a row of trees of at most two levels, whose blocks have ``block`` tokens.
-
-    Neighbours in a node have equal ends. All tokens of a tree lie before the end of its first token.
-    """
-    before = jnp.pad(ends, (1, 0), constant_values=-1)[:-1]
-    node = jnp.cumsum(ends != before)
-    tree_end = jax.lax.cummax(ends)
-    is_first = (tree_end != jnp.pad(tree_end, (1, 0), constant_values=-1)[:-1]) & (ends > 0)
-    is_root = (node == jax.lax.cummax(jnp.where(is_first, node, 0))) & (ends > 0)
-    inside = (ends > 0) & ~is_root
-    queries, keys = jnp.where(inside, tree_end, 0), jnp.where(is_root, tree_end, -1)
-    return [
-        Call(node, node, _equal_blocks(node, node, block)),
-        Call(queries, keys, _equal_blocks(queries, keys, block)),
-    ]
+    """Returns the two calls for a row of trees of at most two levels, whose blocks have ``block`` tokens."""
+    levels = two_levels(ends)
+    of_trees = jnp.where(levels.is_branch, levels.trees, 0), jnp.where(levels.is_root, levels.trees, -1)
+    return [Call(*ids, _equal_blocks(*ids, block)) for ids in ((levels.nodes, levels.nodes), of_trees)]
 
 
 def _equal_blocks(queries: Array, keys: Array, block: int) -> Bool[Array, "n n"]:
@@ -110,67 +100,18 @@ def _equal_blocks(queries: Array, keys: Array, block: int) -> Bool[Array, "n n"]
     return (first_q[:, None] <= last_k[None, :]) & (first_k[None, :] <= last_q[:, None])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _tree_row(q: Array, k: Array, v: Array, ends: Array, block: int, interpret: bool) -> Float[Array, "t h k"]:
-    return _tree_row_fwd(q, k, v, ends, block, interpret)[0]
-
-
-def _tree_row_fwd(
-    q: Array, k: Array, v: Array, ends: Array, block: int, interpret: bool
-) -> tuple[Array, tuple[Array, ...]]:
-    arrays = _by_heads(_scaled(q), k, v)
-    outs, sums = [], []
-    for call in calls_of_trees(ends, block):
-        out, (lse,) = _kernel(q, block, call, interpret, residuals=True)(*arrays, segment_ids=_segment_ids(call))
-        outs.append(out.astype(jnp.float32))
-        sums.append(lse)
-    # A query without keys in a call has a log-sum-exp there of about -1e38, and so no weight.
-    lse = jnp.logaddexp(*sums)
-    out = sum(each * jnp.exp(part - lse)[..., None] for each, part in zip(outs, sums, strict=True)).astype(q.dtype)
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return jnp.swapaxes(out, 0, 1), (q, k, v, ends, out, lse)
-
-
-def _tree_row_bwd(
-    block: int, interpret: bool, saved: tuple[Array, ...], d_out: Array
-) -> tuple[Array, Array, Array, None]:
+def _backward(
+    q: Array, k: Array, v: Array, call: Call, out: Array, lse: Array, d_out: Array, *, block: int, interpret: bool
+) -> Triple:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     backward: Any = splash._splash_attention_bwd  # its public form refuses a log-sum-exp of several calls
-    q, k, v, ends, out, lse = saved
-    d_heads = jnp.swapaxes(d_out, 0, 1)
-    grads = []
-    for call in calls_of_trees(ends, block):
-        kernel = _kernel(q, block, call, interpret)
-        settings = kernel.kwargs
-        infos = (kernel.dq_mask_info, kernel.dkv_mask_info)
-        saved_there = (*_by_heads(_scaled(q), k, v), _segment_ids(call), None, out, lse, *infos)
-        found = backward(
-            False,
-            settings["mask_value"],
-            False,
-            settings["block_sizes"],
-            None,
-            settings["mask_function"],
-            None,
-            interpret,
-            saved_there,
-            d_heads,
-        )
-        grads.append([x.astype(jnp.float32) for x in found[3:6]])
-    d_q, d_k, d_v = (jnp.swapaxes(a + b, 0, 1) for a, b in zip(*grads, strict=True))
-    return (d_q * q.shape[-1] ** -0.5).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
-
-
-_tree_row.defvjp(_tree_row_fwd, _tree_row_bwd)
-
-
-def _scaled(q: Array) -> Array:
-    return (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
-
-
-def _by_heads(*arrays: Float[Array, "t h k"]) -> tuple[Float[Array, "h t k"], ...]:
-    return tuple(jnp.swapaxes(x, 0, 1) for x in arrays)
+    kernel = _kernel(q, block, call, interpret)
+    value, sizes, function = (kernel.kwargs[name] for name in ("mask_value", "block_sizes", "mask_function"))
+    saved = (q, k, v, _segment_ids(call), None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
+    found = backward(False, value, False, sizes, None, function, None, interpret, saved, d_out)
+    d_q, d_k, d_v = found[3:6]
+    return d_q, d_k, d_v
 
 
 def _segment_ids(call: Call) -> Any:
@@ -179,7 +120,7 @@ def _segment_ids(call: Call) -> Any:
     return SegmentIds(call.queries, call.keys)
 
 
-def _kernel(q: Float[Array, "t h k"], block: int, call: Call, interpret: bool, *, residuals: bool = False) -> Any:
+def _kernel(q: Float[Array, "h t k"], block: int, call: Call, interpret: bool, *, residuals: bool = False) -> Any:
     """Builds the kernel for a row. Pairs of blocks that ``call.seen`` does not mark are empty.
 
     ``residuals``: Whether the kernel returns the log-sum-exps, too; then it has no gradient.
@@ -187,7 +128,7 @@ def _kernel(q: Float[Array, "t h k"], block: int, call: Call, interpret: bool, *
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
 
-    t, num_heads, _ = q.shape
+    num_heads, t, _ = q.shape
     sizes: Any = [block] * 8  # of queries and keys, in the forward and in both backward passes
     kernel = splash.make_splash_mha(
         MultiHeadMask([CausalMask((t, t))] * num_heads),

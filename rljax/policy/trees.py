@@ -38,22 +38,6 @@ def segment_ends(segment_ids: Int[Array, "b t"]) -> Int[Array, "b t"]:
     return jnp.where(segment_ids > 0, jax.lax.cummin(last, axis=1, reverse=True), 0)
 
 
-@jax.custom_vjp
 def states_at(hidden: Float[Array, "b t d"], places: Int[Array, "b s"]) -> Float[Array, "b s d"]:
     """Takes the states at the indices ``places`` of each row. The gradients of a state are summed in float32."""
-    return jnp.take_along_axis(hidden, places[..., None], axis=1)
-
-
-def _states_at_fwd(hidden: Array, places: Array) -> tuple[Array, tuple[Array, Array]]:
-    # The empty slice carries the shape and the dtype of the states to the backward pass.
-    return states_at(hidden, places), (places, hidden[:, :, :0])
-
-
-def _states_at_bwd(saved: tuple[Array, Array], d_states: Array) -> tuple[Array, None]:
-    places, empty = saved
-    zeros = jnp.zeros((*empty.shape[:2], d_states.shape[-1]), jnp.float32)
-    d_hidden = jax.vmap(lambda row, at, values: row.at[at].add(values))(zeros, places, d_states.astype(jnp.float32))
-    return d_hidden.astype(empty.dtype), None
-
-
-states_at.defvjp(_states_at_fwd, _states_at_bwd)
+    return jnp.take_along_axis(hidden.astype(jnp.float32), places[..., None], axis=1).astype(hidden.dtype)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from rljax.policy.attention import choose_tree_attention, find_implementation
-from rljax.policy.config import PolicyConfig
+from rljax.policy.attention import find_implementation
+from rljax.policy.splash import LANES
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, read_document
@@ -23,19 +24,20 @@ from rljax.trainer.update import Pack
 log = logging.getLogger(__name__)
 
 
-def settle_prefixes(config: Config, policy: PolicyConfig, device: Any, *, says: bool = True) -> Config:
+def settle_prefixes(config: Config, fault: Callable[[], str] = str, *, says: bool = True) -> Config:
     """Returns the configuration with ``packing.share_prefixes`` off if this run's sequences cannot share prefixes.
 
-    A line in the log ``says`` why. A run that began with separate rows keeps them, without such a line. ``device`` is
-    any device of the mesh, which may exist only for compilation ahead of time.
+    A line in the log ``says`` why. A run that began with separate rows keeps them, without such a line. ``fault``
+    returns why the devices cannot compute rows of trees; empty if they can.
     """
     if not config.packing.share_prefixes:
         return config
-    began_apart = _began_apart(config)
-    reason = why_apart(config) or _why_not_here(config, policy, device)
-    if reason and says and not began_apart:
+    if _began_apart(config):
+        return with_separate_rows(config)
+    reason = why_apart(config) or fault()
+    if reason and says:
         log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
-    return with_separate_rows(config) if reason or began_apart else config
+    return with_separate_rows(config) if reason else config
 
 
 def with_separate_rows(config: Config) -> Config:
@@ -52,17 +54,6 @@ def why_apart(config: Config) -> str:
     if config.loss.router_balance:
         return "loss.router_balance counts a token as often as it is trained on"
     return ""
-
-
-def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
-    """Returns why the device cannot compute rows of trees; empty if they can."""
-    if config.policy.attention == "splash":
-        return ""  # a plan may be made where there is no TPU
-    here = (config.policy.attention, device, config.precision.compute_dtype, policy.head_dim)
-    if choose_tree_attention(*here) is not None:
-        return ""
-    kernel = find_implementation(*here)
-    return f"attention is {kernel}'s, which sees only whole segments; policy.attention: xla can share"
 
 
 def _began_apart(config: Config) -> bool:
@@ -102,9 +93,10 @@ def flat_rows(config: Config, row_tokens: int) -> int:
     return flat_row_tokens(row_tokens, *_sizes(config))
 
 
-def has_two_levels() -> bool:
-    """Returns whether trees have only a root and branches, because the attention on a TPU allows no deeper ones."""
-    return jax.devices()[0].platform == "tpu"
+def has_two_levels(config: Config) -> bool:
+    """Returns whether trees have only a root and branches. The kernels of cuDNN and splash take no deeper ones."""
+    dtype = config.precision.compute_dtype
+    return find_implementation(config.policy.attention, jax.devices()[0], dtype, LANES) != "xla"
 
 
 def _sizes(config: Config) -> tuple[int, int, int]:
@@ -139,7 +131,7 @@ def make_pack(config: Config, num_sequences: int, micro_batch: tuple[int, int] |
     sizes: dict[str, Any] = {"row_tokens": tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
     tops = config.trained_tops > 0
     if flat := flat_rows(config, tokens):
-        levels = has_two_levels()
+        levels = has_two_levels(config)
         return functools.partial(pack_trees, **sizes, flat_tokens=flat, with_tops=tops, two_levels=levels)
     return functools.partial(pack, **sizes, with_tops=tops)
 

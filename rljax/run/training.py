@@ -45,7 +45,6 @@ from rljax.trainer.self_check import (
     Check,
     CheckedTrees,
     SelfCheckedUpdate,
-    TreeChecks,
     at_other_shape,
     in_other_program,
     other_mesh,
@@ -202,8 +201,8 @@ def make_update(
     apart, count = with_separate_rows(config), min(MOST, config.num_sequences)
     _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
     packs = make_pack(config, count), make_pack(apart, count), make_pack(apart, count, other_rows(apart))
-    checks = TreeChecks(*packs, FLOORS[config.precision.compute_dtype])
-    return CheckedTrees(update, forward, checks, lambda: _make_update(apart, policy, tx, mesh, reference, merged))
+    floor = FLOORS[config.precision.compute_dtype]
+    return CheckedTrees(update, forward, packs, floor, lambda: _make_update(apart, policy, tx, mesh, reference, merged))
 
 
 def _make_update(

@@ -10,7 +10,7 @@ from rljax.mismatch import Statistics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.kernels import Kernels
 from rljax.policy.model import Params
-from rljax.policy.score import Scores, packed_logprobs, tree_logprobs
+from rljax.policy.score import Scores, packed_logprobs
 from rljax.sharding import constrain, narrow_gradient_sums
 from rljax.trainer.micro_batches import batch_axes
 from rljax.trainer.objective import Objective
@@ -75,11 +75,10 @@ def make_score(
         elif cut or tops:
             raise ValueError("the batch must have the sampler's likeliest tokens (top_ids) to be scored, got none")
         with narrow_gradient_sums(precision.reduce_dtype == "compute"):
-            score_rows: Any = packed_logprobs if micro.trees is None else tree_logprobs
-            scores = score_rows(
+            scores = packed_logprobs(
                 compute,
                 config,
-                *(tokens, micro.segment_ids, micro.positions if micro.trees is None else micro.trees),
+                *(tokens, micro.segment_ids, micro.positions),
                 temperature=temperature,
                 lm_head_dtype=precision.head_dtype,
                 remat=precision.remat_policy,
@@ -88,6 +87,7 @@ def make_score(
                 top_ids=top_ids if cut or tops else None,
                 cut=cut,
                 collision=collision,
+                trees=micro.trees,
             )
         of_tokens: dict[str, Any] = {
             name: x for name, x in scores._asdict().items() if name != "stats" and x is not None

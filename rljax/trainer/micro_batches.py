@@ -91,16 +91,14 @@ def abstract_batch(
         none = np.zeros((0, 0, 0, reported))
         empty = empty._replace(top_ids=none.astype(np.int32), top_logprobs=none.astype(np.float32))
 
-    def of_shape(array: np.ndarray, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        whole = (*shape, *array.shape[3:]) if array.ndim else ()
-        return jax.ShapeDtypeStruct(whole, array.dtype, sharding=sharding)
+    rows = (*shape[:2], flat_tokens or shape[2])
 
-    if not flat_tokens:
-        return jax.tree.map(of_shape, empty, batch_shardings(empty, by_rows, everywhere))
+    def of_shape(array: np.ndarray, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*rows, *array.shape[3:]) if array.ndim else (), array.dtype, sharding=sharding)
+
+    batch = jax.tree.map(of_shape, empty, batch_shardings(empty, by_rows, everywhere))
     whole = jax.ShapeDtypeStruct(shape, np.int32, sharding=by_rows)
-    shape = (*shape[:2], flat_tokens)
-    flat = jax.tree.map(of_shape, empty, batch_shardings(empty, by_rows, everywhere))
-    return flat._replace(trees=PrefixTrees(whole, whole, whole, flat.tokens))
+    return batch._replace(trees=PrefixTrees(whole, whole, whole, batch.tokens)) if flat_tokens else batch
 
 
 def over_micro_batches(

@@ -106,9 +106,7 @@ class PackedBatch(NamedTuple):
     routes: Any = None  # uint8 or uint16 [m, b, t, l * k], 1 + the experts that each computed token goes to; 0 for any
     top_ids: Any = None  # int32 [m, b, t, k], the sampler's likeliest tokens; -1 where there are fewer
     top_logprobs: Any = None  # float32 [m, b, t, k], the sampler's log-probabilities of them; -inf where the id is -1
-    trees: Any = (
-        None  # the ``PrefixTrees`` that the policy computes; the arrays above but ``routes`` then have responses only
-    )
+    trees: Any = None  # the ``PrefixTrees`` that the policy computes; arrays but ``routes`` then have responses only
 
 
 _PACKED = frozenset(PackedBatch._fields)

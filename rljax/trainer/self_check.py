@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -171,31 +170,21 @@ MOST = 8
 """The largest number of sequences that are compared."""
 
 
-class TreeChecks(NamedTuple):
-    """The ways to pack the sequences that are compared, and the largest difference that is a rounding."""
+def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns the mean and the largest difference of two arrays of log-probabilities (nats), float64 [2].
 
-    trees: Pack  # rows of trees, as the run packs them
-    apart: Pack  # separate rows of the same length
-    other: Pack  # separate rows of another shape
-    floor: float  # the value of ``FLOORS``
-
-
-class Distance(NamedTuple):
-    """The difference of two log-probabilities of each token, in nats."""
-
-    mean: float  # the mean over the tokens
-    largest: float  # the largest difference of a token
-
-    def is_more_than(self, own: Distance, floor: float) -> bool:
-        """Returns whether the difference is more than rounding, if separate rows differ by ``own`` from themselves."""
-        is_small = self.mean <= max(FACTOR * own.mean, floor)
-        return not (is_small and self.largest <= max(FACTOR * own.largest, PEAK * floor))
-
-
-def distance(a: np.ndarray, b: np.ndarray) -> Distance:
-    """Returns the difference of two arrays of log-probabilities. Two that are NaN, or infinite, do not differ."""
+    Two log-probabilities that are NaN, or infinite, do not differ.
+    """
     each = np.abs(np.nan_to_num(a, nan=1.0) - np.nan_to_num(b, nan=1.0))  # No log-probability is 1.
-    return Distance(float(np.mean(each)), float(np.max(each)))
+    return np.asarray([np.mean(each), np.max(each)], np.float64)
+
+
+def is_rounding(found: np.ndarray, own: np.ndarray, floor: float) -> bool:
+    """Returns whether trees whose ``distance`` to separate rows is ``found`` are right.
+
+    ``own`` is the distance of separate rows to others, and ``floor`` a value of ``FLOORS``.
+    """
+    return bool(np.all(found <= np.maximum(FACTOR * own, floor * np.asarray([1.0, PEAK]))))
 
 
 class CheckedTrees:
@@ -205,15 +194,24 @@ class CheckedTrees:
     "perf/shared_token_fraction", which is then 0.
     """
 
-    def __init__(self, update: Update, forward: Forward, checks: TreeChecks, apart: Callable[[], Update]):
+    def __init__(
+        self,
+        update: Update,
+        forward: Forward,
+        packs: tuple[Pack, Pack, Pack],
+        floor: float,
+        apart: Callable[[], Update],
+    ):
         """Wraps the update that trains.
 
         Args:
           forward: A function that scores a batch under the parameters of a state.
-          checks: The ways to pack the sequences that are compared.
+          packs: The ways to pack what is compared: in trees as the run does, in separate rows of the same length, and
+            in separate rows of another shape.
+          floor: The value of ``FLOORS``.
           apart: A function that builds the update on separate rows.
         """
-        self._update, self._forward, self._checks, self._apart = update, forward, checks, apart
+        self._update, self._forward, self._packs, self._floor, self._apart = update, forward, packs, floor, apart
         self._is_new = True
 
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
@@ -226,12 +224,13 @@ class CheckedTrees:
         """Makes the updates. The first call compares before them."""
         if self._is_new and (chosen := largest_tree(sequences)):
             self._is_new = False
-            found, own = self._distances(state, chosen)
-            if found.is_more_than(own, self._checks.floor):
+            trees, apart, other = (self._logprobs(state, pack(chosen), chosen) for pack in self._packs)
+            found, own = distance(trees, apart), distance(other, apart)
+            if not is_rounding(found, own, self._floor):
                 print(
-                    f"\nwarning: packing.share_prefixes: off. Trees differ by {found.mean:.3g} nats a token (at most "
-                    f"{found.largest:.3g}) from separate rows, which differ by {own.mean:.3g} (at most "
-                    f"{own.largest:.3g}) from themselves at another shape",
+                    f"\nwarning: packing.share_prefixes: off. Trees differ by {found[0]:.3g} nats a token (at most "
+                    f"{found[1]:.3g}) from separate rows, which differ by {own[0]:.3g} (at most {own[1]:.3g}) from "
+                    "themselves at another shape",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -239,12 +238,6 @@ class CheckedTrees:
                 batch = self._update.pack(sequences)
         updated = self._update(state, batch, sequences, options)
         return updated._replace(row=updated.row | {"perf/shared_token_fraction": shared_fraction(sequences, batch)})
-
-    def _distances(self, state: TrainState, chosen: Sequence[TrainSequence]) -> tuple[Distance, Distance]:
-        """Returns the distance of trees to separate rows, and of separate rows to others."""
-        packs = (self._checks.trees, self._checks.apart, self._checks.other)
-        trees, apart, other = (self._logprobs(state, pack(chosen), chosen) for pack in packs)
-        return distance(trees, apart), distance(other, apart)
 
     def _logprobs(self, state: TrainState, batch: PackedBatch, chosen: Sequence[TrainSequence]) -> np.ndarray:
         return np.concatenate(unpack(fetch(self._forward(state.params, batch)[1].logprobs), batch, chosen))

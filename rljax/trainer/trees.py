@@ -13,7 +13,7 @@ import numpy as np
 
 from rljax.policy.trees import PrefixTrees
 from rljax.sharding import zeros_to_put
-from rljax.trainer.packing import PackedBatch, PackingConfig, TrainSequence, fill
+from rljax.trainer.packing import PackedBatch, TrainSequence, fill
 from rljax.trainer.rows import Layout, deal_rows, lay_out_rows
 
 
@@ -58,13 +58,17 @@ def flat_row_tokens(row_tokens: int, prompt_tokens: int, response_tokens: int, g
 def tree_row_tokens(row_tokens: int, prompt_tokens: int, response_tokens: int, group_size: int) -> int:
     """Returns the length of rows of trees, at least ``row_tokens``, which holds one sequence of any length.
 
-    A tree that does not fit a row goes on in another one, where its prompt is repeated. Rows are long enough for a
-    whole group, or for so many of its longest responses that the repeated prompt has at most a quarter of their tokens.
-    ``PackingConfig.resolve_row_tokens`` rounds the length up.
+    It is a multiple of 64, or of 256 above 1,024. A tree that does not fit a row goes on in another one, where its
+    prompt is repeated. The rows of a group whose sequences have the largest lengths have at most an eighth more tokens,
+    with padding, than rows of any other length that ends with a response.
     """
-    responses = min(group_size, -(-4 * prompt_tokens // response_tokens))
-    wanted = max(row_tokens, prompt_tokens + responses * response_tokens)
-    return PackingConfig().resolve_row_tokens(wanted)
+    lengths, tokens = [], []
+    for responses in range(1, group_size + 1):
+        length = max(row_tokens, prompt_tokens + responses * response_tokens)
+        multiple = 64 if length <= 1024 else 256
+        lengths.append(-(-length // multiple) * multiple)
+        tokens.append(lengths[-1] * -(-group_size // responses))
+    return next(length for length, each in zip(lengths, tokens, strict=True) if 8 * each <= 9 * min(tokens))
 
 
 def lay_out_trees(
@@ -72,80 +76,74 @@ def lay_out_trees(
 ) -> Layout:
     """Lays out sequences in rows of trees of ``shape`` (m, b, t), each beside a flat row of ``flat_tokens`` tokens.
 
-    The layout is the cheapest of three. In the first, trees of sequences that share half of a prompt stay whole where
-    they fit a row. In the second, one row after the other is filled, and a tree goes on in the next row. The third
-    places sequences as if they shared nothing, which always fits. ``two_levels`` is as in ``common_prefixes``.
+    The layout is the cheapest of several, and of equal ones the first. In the first, the sequences that share half of a
+    prompt are placed together, up to a whole row of them. In the second, one row after the other is filled, and a tree
+    goes on in the next row. Then a half or a quarter of a row is placed together, which leaves smaller gaps. The last
+    one places each sequence by itself, which always fits. ``two_levels`` is as in ``common_prefixes``.
 
     Raises:
       ValueError: A sequence is longer than a row, or the sequences need more rows than there are.
     """
+    micro_batches, rows_per_micro_batch, row_tokens = shape
     order = sorted(in_tree_order(sequences, range(len(sequences))), key=lambda i: not sequences[i].in_loss)
     common = common_prefixes([sequences[i] for i in order], two_levels=two_levels)
-    limits, alone = (shape[2], flat_tokens), [(len(s.ids), len(s.response)) for s in sequences]
-    trees, sizes = _runs(sequences, order, common, limits, 0.5)
-    rows, _ = _runs(sequences, order, common, limits, 0.0)
-    layouts = [
-        _in_rows(sequences, trees, sizes, shape, flat_tokens, two_levels),
-        deal_rows(rows, [s.in_loss for s in sequences], shape[1]),
-        _in_rows(sequences, [[i] for i in range(len(sequences))], alone, shape, flat_tokens, two_levels),
-    ]
-    layouts = [layout for layout in layouts if layout.used <= shape[0]]
+
+    def cut(limit: int, least_share: float) -> tuple[list[list[int]], list[int]]:
+        return _runs(sequences, order, common, limit, least_share, (row_tokens, flat_tokens))
+
+    def in_rows(runs: list[list[int]], lengths: list[int]) -> Layout:
+        in_loss = [any(sequences[i].in_loss for i in run) for run in runs]
+        layout = lay_out_rows(lengths, in_loss, (len(runs), rows_per_micro_batch, row_tokens))
+        return layout._replace(rows={at: [i for run in row for i in runs[run]] for at, row in layout.rows.items()})
+
+    layouts = [in_rows(*cut(row_tokens // parts, 0.5)) for parts in (1, 2, 4, row_tokens)]
+    layouts.insert(1, deal_rows(cut(row_tokens, 0.0)[0], [s.in_loss for s in sequences], rows_per_micro_batch))
+    layouts = [layout for layout in layouts if layout.used <= micro_batches]
     if not layouts:
-        raise ValueError(f"{len(sequences)} sequences do not fit {shape[0]} micro-batches of {shape[1]} rows")
-    return min(layouts, key=lambda layout: layout.cost)
+        raise ValueError(f"{len(sequences)} sequences do not fit {micro_batches} micro-batches of {shape[1]} rows")
+    best = min(layouts, key=lambda layout: layout.cost)
+
+    def shared(row: Sequence[int]) -> int:
+        return sum(common_prefixes([sequences[i] for i in row], two_levels=two_levels))
+
+    # Another order of a row's sequences may part neighbours whose routes or prompts are equal.
+    rows = {at: max(in_tree_order(sequences, row), row, key=shared) for at, row in best.rows.items()}
+    return best._replace(rows=rows)
 
 
 def _runs(
     sequences: Sequence[TrainSequence],
     order: Sequence[int],
     common: Sequence[int],
-    limits: tuple[int, int],
+    limit: int,
     least_share: float,
-) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Cuts sequences in tree order into runs whose trees and flat rows have at most ``limits`` tokens.
+    row_tokens: tuple[int, int],
+) -> tuple[list[list[int]], list[int]]:
+    """Cuts sequences in tree order into runs, lists of indices, which take at most ``limit`` places of a row.
 
-    ``common`` are the ``common_prefixes`` in this order. A new run begins, too, where two neighbours share less than
-    ``least_share`` of the shorter prompt. Returns the indices of each run, and the tokens of its tree and of its flat
-    row.
+    A run takes as much of a row as its tree, or as its flat row, whichever is more. ``row_tokens`` are the lengths of
+    both rows. ``common`` are the ``common_prefixes`` in this order. A new run begins, too, where two neighbours share
+    less than ``least_share`` of the shorter prompt. Returns the runs, and the places that each takes.
     """
-    runs: list[list[int]] = []
-    sizes: list[tuple[int, int]] = []
+
+    def places(tree: int, flat: int) -> int:
+        return max(tree, -(-flat * row_tokens[0] // row_tokens[1]))
+
+    runs, lengths = list[list[int]](), list[int]()
+    size = 0, 0
     for i, shared in zip(order, common, strict=True):
-        s = sequences[i]
-        own, response = len(s.ids) - 1, len(s.response)
-        if runs and shared >= least_share * min(s.prompt_length, sequences[runs[-1][-1]].prompt_length):
-            grown = sizes[-1][0] + own - shared, sizes[-1][1] + response
-            if grown[0] <= limits[0] and grown[1] <= limits[1]:
-                runs[-1].append(i)
-                sizes[-1] = grown
-                continue
-        runs.append([i])
-        sizes.append((own, response))
-    return runs, sizes
-
-
-def _in_rows(
-    sequences: Sequence[TrainSequence],
-    runs: Sequence[Sequence[int]],
-    sizes: Sequence[tuple[int, int]],
-    shape: tuple[int, int, int],
-    flat_tokens: int,
-    two_levels: bool,
-) -> Layout:
-    """Lays out runs in rows. A run takes as much of a row as its tree, or as its flat row, whichever is more."""
-    _, rows_per_micro_batch, row_tokens = shape
-    lengths = [max(tree, -(-flat * row_tokens // flat_tokens)) for tree, flat in sizes]
-    in_loss = [any(sequences[i].in_loss for i in run) for run in runs]
-    layout = lay_out_rows(lengths, in_loss, (len(runs), rows_per_micro_batch, row_tokens))
-    rows = {}
-    for place, members in layout.rows.items():
-        row = [i for run in members for i in runs[run]]
-        # Another order of a row's sequences may part neighbours whose routes or prompts are equal.
-        orders = in_tree_order(sequences, row), row
-        rows[place] = max(
-            orders, key=lambda each: sum(common_prefixes([sequences[i] for i in each], two_levels=two_levels))
-        )
-    return layout._replace(rows=rows)
+        s, is_near = sequences[i], False
+        if runs:
+            is_near = shared >= least_share * min(s.prompt_length, sequences[runs[-1][-1]].prompt_length)
+        grown = size[0] + len(s.ids) - 1 - shared, size[1] + len(s.response)
+        if is_near and places(*grown) <= limit:
+            runs[-1].append(i)
+            size, lengths[-1] = grown, places(*grown)
+        else:
+            runs.append([i])
+            size = len(s.ids) - 1, len(s.response)
+            lengths.append(places(*size))
+    return runs, lengths
 
 
 def pack_trees(
@@ -170,18 +168,6 @@ def pack_trees(
     shape = (micro_batches, rows_per_micro_batch, row_tokens)
     layout = lay_out_trees(sequences, shape, flat_tokens, two_levels=two_levels)
     batch = fill(sequences, layout.rows, (*shape[:2], flat_tokens), with_tops=with_tops, responses_only=True)
-    trees, routes = _fill_trees(sequences, layout, shape, flat_tokens, two_levels)
-    return batch._replace(routes=routes, trees=trees, with_loss=np.asarray(layout.with_loss, np.int32))
-
-
-def _fill_trees(
-    sequences: Sequence[TrainSequence],
-    layout: Layout,
-    shape: tuple[int, int, int],
-    flat_tokens: int,
-    two_levels: bool,
-) -> tuple[PrefixTrees, np.ndarray | None]:
-    """Returns the trees of a layout, and the routes of their tokens; None if the sequences have none."""
     tokens, ends, positions = (zeros_to_put(shape, np.int32) for _ in range(3))
     sources = zeros_to_put((*shape[:2], flat_tokens), np.int32)
     routes: np.ndarray | None = None
@@ -205,7 +191,8 @@ def _fill_trees(
             sources[row][first : first + count] = path[s.prompt_length - 1 : own]
             place, first, before = end, first + count, own
         ends[row][path[:before]] = place
-    return PrefixTrees(tokens, ends, positions, sources), routes
+    trees = PrefixTrees(tokens, ends, positions, sources)
+    return batch._replace(routes=routes, trees=trees, with_loss=np.asarray(layout.with_loss, np.int32))
 
 
 def routes_of_paths(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:

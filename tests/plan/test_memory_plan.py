@@ -116,16 +116,17 @@ def test_between_products_tokens_are_split():
 
 
 @pytest.mark.parametrize("remat", ["blocks", "dots", "none"])
-def test_cudnn_keeps_queries_again_and_the_sums_of_each_segment(remat):
+@pytest.mark.parametrize("shares", [False, True])
+def test_cudnn_keeps_queries_again_and_the_sums_of_each_segment(shares, remat):
     """Its alternative for rows of very many segments needs the queries.
 
-    There is a log-sum-exp for each of up to 16 segments.
+    There is a log-sum-exp for each of up to 16 segments, but only a joined one of trees.
     """
-    wanted = config(remat=remat)
+    wanted = changed(config(remat=remat), packing={"share_prefixes": shares})
     cudnn = planned_attention(wanted, POLICY, shape_mesh(MeshConfig(1, 1)))
     more = kept_by_a_block(POLICY, 2, 2048, wanted, cudnn) - kept_by_a_block(POLICY, 2, 2048, wanted)
     queries, sums = 2 * 2048 * 4 * 8 * 2, 2 * 2048 * 4 * 4
-    assert more == {"blocks": 0, "dots": queries, "none": queries + 15 * sums}[remat]
+    assert more == {"blocks": 0, "dots": queries + shares * sums, "none": queries + (not shares) * 15 * sums}[remat]
 
 
 def test_attention_is_planned_for_the_devices():

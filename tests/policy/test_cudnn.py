@@ -1,13 +1,20 @@
 """Tests of the description of packed rows for cuDNN. The kernel itself needs a GPU."""
 
+import functools
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_rows import equations
+from jax._src.cudnn import fused_attention_stablehlo as wrapper
+from packed_rows import ends_of, equations, heads, masked_reference, tree_gradients
 
 from rljax.plan.memory import compiled_for_hopper
-from rljax.policy.cudnn import cudnn_attention, max_segments, segment_offsets
+from rljax.policy.attention import path_mask
+from rljax.policy.attention_errors import why_no_trees
+from rljax.policy.config import PolicyConfig
+from rljax.policy.cudnn import call_of_segments, cudnn_attention, max_segments
 from rljax.policy.trees import segment_ends
 
 
@@ -21,8 +28,8 @@ from rljax.policy.trees import segment_ends
     ],
 )
 def test_offsets_and_lengths_of_a_row(segments, most, starts, lengths, count):
-    found = segment_offsets(np.array([segments], np.int32), most)
-    assert [x[0].tolist() for x in found] == [starts, lengths, count]
+    call, number = call_of_segments(np.array([segments], np.int32), most)
+    assert [x[0].tolist() for x in (*call.queries, number)] == [starts, lengths, count]
 
 
 def test_the_program_holds_cudnn_and_one_way_out_of_it():
@@ -42,3 +49,98 @@ def test_the_program_holds_cudnn_and_one_way_out_of_it():
     kept = sorted(aval.size for aval in jaxpr.out_avals[1:])[-5:]
     # The kept arrays are k and v, q and the output, and the log-sum-exp of t places for each possible segment.
     assert kept == sorted([t * g * 128, t * g * 128, t * h * 128, t * h * 128, max_segments(t) * h * t])
+
+
+class Call:
+    """A call of cuDNN on packed rows, in plain JAX. Tokens outside of all sequences are unwritten, here NaN."""
+
+    def __init__(self, q, k, v, spans, settings):
+        (q_lengths, k_lengths), starts = spans[:2], [each[:, :-1, None] for each in spans[2:]]
+        self.at_q, self.at_k = at = [jnp.arange(q.shape[1])[None, None] - each for each in starts]
+        self.of_q, self.of_k = ((x >= 0) & (x < n[..., None]) for x, n in zip(at, (q_lengths, k_lengths), strict=True))
+        seen = self.at_q[..., None] >= self.at_k[:, :, None]
+        seen |= settings["mask_type"] != wrapper.MaskType.PADDING_CAUSAL
+        self.mask = jnp.any(self.of_q[..., None] & self.of_k[:, :, None] & seen, axis=1)[:, None]
+        # The sequences of all rows are numbered one after another.
+        self.sequences = [divmod(int(n), q_lengths.shape[1]) for n in np.flatnonzero(np.asarray(q_lengths) > 0)]
+        self.q, self.kv = q, (k, v)
+        self.k, self.v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        scores = jnp.einsum("bthk,bshk->bhts", q, self.k, preferred_element_type=jnp.float32)
+        self.scores, self.scale = jnp.where(self.mask, scores * settings["scale"], -jnp.inf), settings["scale"]
+
+    def kept(self, inside, *arrays):
+        inside = jnp.any(inside, axis=1)[..., None, None]
+        return [jnp.where(inside, x, jnp.nan).astype(self.q.dtype) for x in arrays]
+
+    def forward(self):
+        sums = jax.nn.logsumexp(self.scores, axis=-1)
+        lse = np.full((self.of_q[..., 0].size, *sums.shape[1:]), np.nan, np.float32)
+        for number, (b, n) in enumerate(self.sequences):
+            lse[number, :, : int(self.of_q[b, n].sum())] = sums[b][:, np.asarray(self.of_q[b, n])]
+        out = jnp.einsum("bhts,bshk->bthk", jnp.exp(self.scores - sums[..., None]), self.v)
+        return *self.kept(self.of_q, out), jnp.asarray(lse)
+
+    def backward(self, of_sequences, out, d_out):
+        lse = np.zeros(self.scores.shape[:3], np.float32)
+        for number, (b, n) in enumerate(self.sequences):
+            lse[b][:, np.asarray(self.of_q[b, n])] = of_sequences[number, :, : int(self.of_q[b, n].sum())]
+        p = jnp.exp(self.scores - lse[..., None])
+        dp = jnp.einsum("bthk,bshk->bhts", d_out, self.v) - jnp.einsum("bthk,bthk->bht", d_out, out)[..., None]
+        ds = p * dp * self.scale
+        d_k, d_v = (jnp.einsum("bhts,bthk->bshk", *pair) for pair in ((ds, self.q), (p, d_out)))
+        d_k, d_v = (x.reshape(*x.shape[:2], -1, 2, x.shape[3]).sum(axis=3) for x in (d_k, d_v))
+        d_q = jnp.einsum("bhts,bshk->bthk", ds, self.k)
+        return *self.kept(self.of_q, d_q), *self.kept(self.of_k, d_k, d_v)
+
+
+def on_host(run, shapes, *arrays):
+    return jax.pure_callback(lambda *each: tuple(np.asarray(x) for x in run(*each)), shapes, *arrays)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Replaces cuDNN by ``Call``."""
+
+    def forward(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, return_residual, **settings):
+        spans = (q_seqlen, kv_seqlen, q_offsets, kv_offsets)
+        lse = jax.ShapeDtypeStruct((q_seqlen.size, q.shape[2], q.shape[1]), jnp.float32)
+        return on_host(lambda *each: Call(*each[:3], each[3:], settings).forward(), (q, lse), q, k, v, *spans)
+
+    class Backward:
+        @staticmethod
+        def bind(q, k, v, *others, **settings):
+            spans, saved = others[1:5], others[7:]
+            run = lambda *each: Call(*each[:3], each[3:7], settings).backward(*each[7:])  # noqa: E731
+            return on_host(run, (q, k, v), q, k, v, *spans, *saved)
+
+    monkeypatch.setattr(wrapper, "dot_product_attention", forward)
+    monkeypatch.setattr(wrapper, "_dot_product_attention_bwd_p_wrapper", Backward)
+
+
+def test_calls_for_nodes_and_roots_are_joined(cudnn):
+    rows = [
+        [(6, [(3, ()), (1, ())]), (5, ()), (2, [(4, ()), (4, ()), (2, ())])],
+        [(9, ()), (1, [(2, ()), (8, ())])],
+        [],
+    ]
+    ends = np.stack([ends_of(32, trees) for trees in rows])
+    arrays = heads(ends)
+    expected = masked_reference(*arrays, np.asarray(path_mask(ends)) & (ends > 0)[:, :, None])
+    found = tree_gradients(functools.partial(cudnn_attention, trees=True), arrays, ends)
+    for x, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, wanted, atol=1e-5, rtol=0)
+
+
+H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+HEADS = PolicyConfig(16, 8, 16, 1, 4, 2, 16)
+
+
+def test_a_run_asks_the_kernel_for_a_small_row_of_trees(cudnn, monkeypatch):
+    assert why_no_trees("auto", H100, "bfloat16", HEADS) == ""
+    monkeypatch.setattr(Call, "backward", lambda call, lse, out, d_out: [x * 2 for x in (call.q, *call.kv)])
+    assert why_no_trees("auto", H100, "bfloat16", HEADS).startswith("cudnn's attention of trees has relative errors")
+
+
+def test_a_kernel_that_does_not_run_is_named():
+    assert why_no_trees("auto", H100, "bfloat16", HEADS).startswith("cudnn's attention of trees fails on NVIDIA H100: ")
+    assert why_no_trees("auto", jax.devices("cpu")[0], "bfloat16", HEADS) == ""

@@ -92,6 +92,8 @@ def test_every_path_has_the_tokens_of_its_sequence(seed):
         batch = pack_trees(sequences, **shape, two_levels=two_levels)
         every = [check_row(sequences, batch, place, two_levels) for place in np.ndindex(batch.tokens.shape[:2])]
         assert sorted(i for found in every for i in found) == list(range(len(sequences)))
+        has_loss = batch.loss_mask[: int(batch.with_loss)].any(axis=(1, 2))
+        assert has_loss.all() or "turn" in sequences[0].columns  # a turn may have no sampled token
         assert batch.loss_mask.sum() == sum(s.sampled.sum() for s in sequences if s.in_loss)
         for s, own in zip(sequences, unpack_whole(batch.rollout_logprobs, batch, sequences), strict=True):
             np.testing.assert_array_equal(own, s["rollout_logprobs"])

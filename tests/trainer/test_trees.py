@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,14 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, abstract_adapters
 from rljax.policy.model import init_params
-from rljax.policy.trees import segment_ends, states_at
+from rljax.policy.trees import states_at
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import max_micro_batches, unpack, unpack_whole, useful_fraction
+from rljax.trainer.packing import unpack, useful_fraction
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 from rljax.trainer.step import TrainStep
-from rljax.trainer.trees import flat_row_tokens, pack_trees, routes_of_paths, tree_row_tokens
+from rljax.trainer.trees import flat_row_tokens, pack_trees, tree_row_tokens
 
 MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
 LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
@@ -213,54 +212,12 @@ def test_routes_must_agree_to_be_shared():
     assert tree_tokens(in_trees(last)) == sum(len(s.ids) - 1 for s in last)
 
 
-def test_routes_come_back_along_each_path():
-    sequences = groups(layers=2)
-    batch = in_trees(sequences)
-    found = routes_of_paths(batch.routes, batch, sequences)
-    for s, routes in zip(sequences, found, strict=True):
-        np.testing.assert_array_equal(routes.reshape(-1, 2, 2), s.columns["routes"])
-
-
-def test_values_come_back_by_sequence():
-    sequences = groups(turns=True)
-    batch = in_trees(sequences)
-    for s, own in zip(sequences, unpack_whole(batch.rollout_logprobs, batch, sequences), strict=True):
-        np.testing.assert_array_equal(own, s["rollout_logprobs"])
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_every_batch_that_fits_alone_fits_in_trees(seed):
-    rng = np.random.default_rng(seed)
-    size, longest = int(rng.integers(1, 6)), 40
-    made = []
-    for group in range(int(rng.integers(1, 12))):
-        prompt = rng.integers(0, 3, rng.integers(1, 25))
-        tokens = [rng.integers(0, 3, rng.integers(1, longest - 24)) for _ in range(size)]
-        made += [train_sequence(prompt, each, in_loss=bool(group % 2)) for each in tokens]
-    row = tree_row_tokens(longest, 24, longest - 24, size)
-    rows, flat = int(rng.integers(1, 4)), flat_row_tokens(row, 24, longest - 24, size)
-    micro = max_micro_batches(len(made), longest, row, rows)
-    shape = {"row_tokens": row, "rows_per_micro_batch": rows, "micro_batches": micro, "flat_tokens": flat}
-    batch = pack_trees(made, **shape)
-    assert sorted(np.unique(batch.sequence_ids[batch.segment_ids > 0])) == list(range(len(made)))
-    assert batch.loss_mask[: int(batch.with_loss)].any(axis=(1, 2)).all()
-    with_loss = {i for i, s in enumerate(made) if s.in_loss}
-    assert not with_loss & set(np.unique(batch.sequence_ids[int(batch.with_loss) :]).tolist()) - {0}
-    for row_of, ends in itertools.product([*np.ndindex(batch.trees.ends.shape[:2])], [batch.trees.ends]):
-        is_token = ends[row_of] > 0
-        assert is_token[: is_token.sum()].all()  # no gap
-        assert (ends[row_of][is_token] > np.flatnonzero(is_token)).all()
-
-
 def test_lengths_of_rows():
     # 2,048 + 8 x 256 fit a row of 4,096; a prompt of 512 before responses of 8,192 is worth no longer row.
     assert tree_row_tokens(3072, 2048, 256, 8) == 4096
     assert tree_row_tokens(9216, 512, 8192, 16) == 9216
     assert tree_row_tokens(128, 60, 10, 8) == 192
+    # Two of four responses of 1,024 fit a row of 2,304, and no response would share a prompt in rows of 2,048.
+    assert tree_row_tokens(2048, 64, 1024, 4) == 2304
     assert flat_row_tokens(4096, 2048, 256, 8) == 2752  # 4096 * 2048 / (2048 + 1024), in steps of 64
     assert flat_row_tokens(64, 1, 63, 1) == 64
-
-
-def test_ends_of_rows_without_trees():
-    ends = segment_ends(jnp.asarray([[1, 1, 2, 3, 3, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]))
-    assert ends.tolist() == [[2, 2, 3, 5, 5, 0], [6] * 6, [0] * 6]

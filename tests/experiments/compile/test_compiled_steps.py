@@ -98,11 +98,12 @@ def test_with_replicas_only_the_gradient_sum_crosses_nodes(tmp_path):
 
 
 def compile_three_layers(tmp_path, machine, *words):
-    """Returns the report of a compiled step of Qwen3-4B with three layers and rows of 9,216 tokens."""
+    """Returns the report of a compiled step of Qwen3-4B with three layers and separate rows of 9,216 tokens."""
     policy = dataclasses.replace(KNOWN_SHAPES["Qwen/Qwen3-4B-Base"], num_layers=3)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(policy, "bfloat16")))
     out = tmp_path / "report.json"
     mesh = ["--mesh.fsdp", "2", "--mesh.keep_gathered", "false", "--packing.rows_per_micro_batch", "2"]
+    mesh += ["--packing.share_prefixes", "false"]
     words = ["--model.path", str(tmp_path), *mesh, "--precision.remat", "blocks", *words]
     argv = [str(ROOT / "configs/paper/qwen3_4b_length_triggered.yaml"), machine, *words]
     assert run_cli(main, [*argv, "--json", str(out)]) == 0
@@ -116,6 +117,26 @@ def test_the_plan_is_near_the_compiler(remat, tmp_path):
     assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["needed"], rel=0.1)
     kernels = {kernel["target"]: kernel["count"] for kernel in found["kernels"]}
     assert kernels["__cudnn$fmhaSoftmaxBackward"] == 3
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize(
+    ("machine", "calls"),
+    [
+        # Two levels in three layers. The blocks' forward is computed twice.
+        ("h100:1x1", {"__cudnn$fmhaSoftmax": 2 * 3 * 2, "__cudnn$fmhaSoftmaxBackward": 2 * 3}),
+        # The backward pass of splash has a kernel for queries, and one for keys and values. A device has two rows.
+        ("tpu:v5p:2x2x1", {"tpu_custom_call": 2 * 3 * (2 + 2) * 2}),
+    ],
+)
+def test_rows_of_trees_take_a_call_for_each_level(machine, calls, tmp_path):
+    devices = "4" if machine.startswith("tpu") else "1"
+    words = ["--mesh.fsdp", devices, "--packing.rows_per_micro_batch", devices, "--packing.share_prefixes", "true"]
+    words += ["--data.max_prompt_tokens", "2048", "--rollout.max_response_tokens", "256", "--rollout.group_size", "8"]
+    found = compile_three_layers(tmp_path, machine, *words, "--packing.row_tokens", "4096")
+    kernels = {each["target"]: each["count"] for each in found["kernels"] if each["per"] == "micro_batch"}
+    assert {target: kernels[target] for target in calls} == calls
+    assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["needed"], rel=0.1)
 
 
 @pytest.mark.compilers
