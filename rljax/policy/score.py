@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.context import fold, unfold, whole_rows
+from rljax.policy.families import needs_whole_rows
 from rljax.policy.head import TokenScores, matmul_precision, token_logprobs
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.model import ForwardStats, Params, Remat, cast_params, hidden_states, lm_head_table
@@ -172,7 +173,7 @@ def tree_logprobs(
     Raises:
       ValueError: The distributions are cut, and ``top_ids`` is None; or the kernels have no attention for trees.
     """
-    if kernels.tree_attention is None:
+    if kernels.tree_attention is None or needs_whole_rows(config):
         raise ValueError("the attention of this policy cannot compute rows of trees: give packing.share_prefixes false")
     kernels = kernels._replace(attention=kernels.tree_attention)
     rows = (trees.tokens, trees.ends, trees.positions)

@@ -12,6 +12,7 @@ import jax
 
 from rljax.policy.attention import choose_tree_attention, find_implementation
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import needs_whole_rows
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, read_document
@@ -55,7 +56,9 @@ def why_apart(config: Config) -> str:
 
 
 def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
-    """Returns why the device cannot compute rows of trees; empty if they can."""
+    """Returns why the device cannot compute rows of trees of this policy; empty if it can."""
+    if needs_whole_rows(policy):
+        return f"the state of a {policy.family} policy passes from each token to the next one in its row"
     if config.policy.attention == "splash":
         return ""  # a plan may be made where there is no TPU
     here = (config.policy.attention, device, config.precision.compute_dtype, policy.head_dim)
