@@ -1,0 +1,31 @@
+"""A hybrid of delta nets and attention has the same gradients, metrics and log-probabilities on every mesh."""
+
+import functools
+
+import pytest
+from hybrids import tiny_hybrid
+from sharded_step import check_equal, outcome
+
+from rljax.sharding import MeshConfig
+
+pytestmark = [pytest.mark.mesh, pytest.mark.slow]
+
+
+@functools.cache
+def alone():
+    return outcome(MeshConfig(1), config=tiny_hybrid(vocab_size=32))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (MeshConfig(2, 2), {"remat": "blocks"}),
+        *(
+            pytest.param(mesh, options, marks=pytest.mark.harness)
+            for mesh, options in [(MeshConfig(8), {}), (MeshConfig(1, 2, replica=2), {"remat": "dots"})]
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, options):
+    check_equal(outcome(mesh, config=tiny_hybrid(vocab_size=32), **options), alone())
