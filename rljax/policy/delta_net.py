@@ -27,7 +27,7 @@ CHUNK = 64
 """The number of tokens in a chunk."""
 _SLOWEST, _FASTEST = 1e-4, 1e-2  # the range of a new head's A: it remembers hundreds of tokens or more
 _EXACT = jax.lax.Precision.HIGHEST
-State = Float[Array, "b h k v"]
+DeltaState = Float[Array, "b h k v"]
 
 
 class DeltaTokens(NamedTuple):
@@ -41,7 +41,7 @@ class DeltaTokens(NamedTuple):
     starts: Bool[Array, "b t"]  # whether the token is the first of its sequence, which forgets the state
 
 
-def recurrent(tokens: DeltaTokens, state: State) -> tuple[Float[Array, "b t h v"], State]:
+def recurrent(tokens: DeltaTokens, state: DeltaState) -> tuple[Float[Array, "b t h v"], DeltaState]:
     """Computes the rule token by token. Returns the outputs and the state after the last token, float32."""
 
     def step(state: Array, token: DeltaTokens) -> tuple[Array, Array]:
@@ -55,7 +55,7 @@ def recurrent(tokens: DeltaTokens, state: State) -> tuple[Float[Array, "b t h v"
     return jnp.moveaxis(y, 0, 1), state
 
 
-def chunked(tokens: DeltaTokens, state: State, chunk: int = CHUNK) -> tuple[Float[Array, "b t h v"], State]:
+def chunked(tokens: DeltaTokens, state: DeltaState, chunk: int = CHUNK) -> tuple[Float[Array, "b t h v"], DeltaState]:
     """Computes what ``recurrent`` computes, with a triangular solve and a few products for each chunk of tokens.
 
     D[i, j] is the decay from token j to token i of a sequence, and 0 if j is later or in another one. d is the decay

@@ -81,6 +81,14 @@ def operations(config: PolicyConfig) -> list[Operation]:
     return [Operation("embedding"), *in_blocks, Operation("final_norm"), Operation("logits")]
 
 
+def check_shown(config: PolicyConfig, label: str) -> None:
+    """Raises ValueError if the operations of the policy can be seen only in this library's forward."""
+    if config.delta_key_heads:
+        raise ValueError(
+            f"--layers: {label} cannot show the operations of a {config.family} policy; give a jax: scorer"
+        )
+
+
 class Tracer(Protocol):
     """A scorer that shows the values of its operations."""
 
