@@ -8,12 +8,13 @@ from sharded_step import check_equal, outcome
 
 from rljax.sharding import MeshConfig
 
+CONFIG = tiny_hybrid(vocab_size=32, initializer_range=0.05)
 pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 
 
 @functools.cache
 def alone():
-    return outcome(MeshConfig(1), config=tiny_hybrid(vocab_size=32))
+    return outcome(MeshConfig(1), config=CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -28,4 +29,4 @@ def alone():
     ids=str,
 )
 def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, options):
-    check_equal(outcome(mesh, config=tiny_hybrid(vocab_size=32), **options), alone())
+    check_equal(outcome(mesh, config=CONFIG, **options), alone(), within=3e-5)
