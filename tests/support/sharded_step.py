@@ -110,10 +110,10 @@ def alone():
     return outcome(MeshConfig(1))
 
 
-def check_equal(found, expected, *, within=1e-5):
+def check_equal(found, expected):
     for gradient, wanted in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
         assert np.abs(wanted).max() > 0
-        assert np.abs(gradient - wanted).max() / np.abs(wanted).max() <= within
+        assert np.abs(gradient - wanted).max() / np.abs(wanted).max() <= 1e-5
     assert found[1].keys() == expected[1].keys()
     for name, value in found[1].items():
         np.testing.assert_allclose(value, expected[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
