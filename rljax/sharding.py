@@ -39,6 +39,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tp",),
     "vocab": ("tp",),
     "norm": (),
+    "delta": (),
     "rank": (),
     "split_rank": ("fsdp", "expert", "context"),
     "micro": (),

@@ -163,7 +163,7 @@ def read_inputs(config: Config) -> Inputs:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
         here = (config.policy.attention, mesh.local_devices[0], config.precision.compute_dtype)
-        config = settle_prefixes(config, lambda: why_no_trees(*here, policy))
+        config = settle_prefixes(config, policy, lambda: why_no_trees(*here, policy))
         check_shapes(config, policy, mesh)
         check_offload(config, mesh)
         for line in lacks_at_start(config, policy, mesh):

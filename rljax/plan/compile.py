@@ -57,7 +57,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     policy = policy_shape(config.model.path)
     mesh = make_mesh(config.mesh, topology_devices(machine))
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
-    config = settle_prefixes(config)
+    config = settle_prefixes(config, policy)
     check_shapes(config, policy, mesh)
     step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():

@@ -56,7 +56,7 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     """
     policy = policy_shape(config.model.path)
     mesh = shape_mesh(config.mesh)
-    config = settle_prefixes(config, says=False)
+    config = settle_prefixes(config, policy, says=False)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
     lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import FAMILIES
 from rljax.policy.lora import OFF, LoraConfig, targets_of
 from rljax.policy.model import abstract_params, logical_axes
 
@@ -44,7 +45,8 @@ def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: Lora
     Each token needs six operations for each parameter that it uses; an untied embedding table does not multiply, and of
     a mixture's experts only ``experts_per_token`` do. A frozen parameter without adapters needs four. Attention is
     causal inside each segment: each pair of a query and a key needs 12 operations for each layer and each element of
-    the query heads. ``segments`` are lengths in tokens.
+    the query heads. A delta net has three products of each token with the state of each head. ``segments`` are lengths
+    in tokens.
     """
     multiplying = 0 if policy.tie_word_embeddings else -policy.vocab_size * policy.hidden_size
     axes_of_leaves = jax.tree.leaves(logical_axes(policy), is_leaf=lambda node: isinstance(node, tuple))
@@ -54,5 +56,7 @@ def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: Lora
     if lora.rank:
         trained = sum(leaf.size for leaf in jax.tree.leaves(targets_of(abstract_params(policy), policy, lora)))
     of_layer = attention_flops(segments, num_heads=policy.num_heads, head_dim=policy.head_dim).forward
-    attention = 3 * policy.num_layers * of_layer
+    kinds = FAMILIES[policy.family].layer_types(policy.num_layers)
+    of_state = 6 * policy.delta_value_heads * policy.delta_key_dim * policy.delta_value_dim * sum(segments)
+    attention = 3 * (kinds.count("full_attention") * of_layer + kinds.count("linear_attention") * of_state)
     return rows * ((4 * multiplying + 2 * trained) * sum(segments) + attention)

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from rljax.policy.attention import PackedAttention, choose_attention, find_implementation, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.cudnn import CAPABILITY, CUDNN
+from rljax.policy.delta_net import CHUNK
 from rljax.policy.experts import round_size
 from rljax.policy.families import blocks_of
 from rljax.policy.flash import block_attention
@@ -198,13 +199,15 @@ def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
     """Estimates the bytes of a block's backward pass while attention is recomputed and the MLP's cotangents wait.
 
     These are four arrays of the MLP's width, seven of the heads' width, and three of the model's width. The gradients
-    of the heads are in float32. The weights of one product are complete, and the gradients of two.
+    of the heads are in float32. The weights of one product are complete, and the gradients of two. A delta net has
+    float32 arrays of its value heads in place of the arrays of the heads' width.
     """
     heads = part.num_heads * part.head_dim
     inner = 0 if part.num_experts else part.intermediate_size
-    activations = 4 * inner + 7 * heads + 3 * part.hidden_size
+    rule = part.delta_value_heads * (8 * (part.delta_key_dim + part.delta_value_dim) + 12 * CHUNK)
+    of_mixer = max(itemsize * 7 * heads + _FLOAT32 * 3 * heads // 2, _FLOAT32 * rule)
     weight = part.hidden_size * inner
-    return places * (itemsize * activations + _FLOAT32 * 3 * heads // 2) + weight * (itemsize + 2 * _FLOAT32)
+    return places * (itemsize * (4 * inner + 3 * part.hidden_size) + of_mixer) + weight * (itemsize + 2 * _FLOAT32)
 
 
 def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> int:

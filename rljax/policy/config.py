@@ -61,19 +61,38 @@ class PolicyConfig:
     attention_bias: bool = False  # whether all four products of a Llama's attention have biases
     mlp_bias: bool = False  # whether the three products of a Llama's SwiGLU have biases
     normalize_gates: bool = False  # whether the k gates of a token are divided by their sum
+    rotary_share: float = 1.0  # the share of a head that rotary embeddings turn, from its first feature on
+    delta_key_heads: int = 0  # the number of query heads, and of key heads, of a delta net; 0 without delta nets
+    delta_value_heads: int = 0  # the number of value heads of a delta net, a multiple of its key heads
+    delta_key_dim: int = 0  # the width of a delta net's query head or key head
+    delta_value_dim: int = 0  # the width of a delta net's value head
+    conv_width: int = 0  # the number of tokens that the convolution of a delta net sees
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, *SIZES)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            share = "" if self.rotary_share == 1.0 else f" with partial_rotary_factor = {self.rotary_share}"
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}{share}")
+        if self.delta_key_heads:
+            check_at_least(self, 1, "delta_value_heads", "delta_key_dim", "delta_value_dim", "conv_width")
+            if self.delta_value_heads % self.delta_key_heads:
+                raise ValueError(
+                    f"linear_num_key_heads must divide linear_num_value_heads, got {self.delta_key_heads} and "
+                    f"{self.delta_value_heads}"
+                )
         if self.num_experts:
             check_at_least(self, 1, "experts_per_token", "expert_size")
             if self.experts_per_token > self.num_experts:
                 raise ValueError(
                     f"experts_per_token must be at most num_experts = {self.num_experts}, got {self.experts_per_token}"
                 )
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of features of a head that rotary embeddings turn."""
+        return int(self.head_dim * self.rotary_share)
 
     @property
     def route_bytes(self) -> int:

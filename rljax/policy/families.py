@@ -13,8 +13,9 @@ from flax import nnx
 
 from rljax.errors import naming, parse_json
 from rljax.policy.config import SIZES, PolicyConfig
+from rljax.policy.delta_net import DeltaNet
 from rljax.policy.experts import Experts
-from rljax.policy.layers import MLP
+from rljax.policy.layers import MLP, RMSNorm
 from rljax.policy.mixers import Attention, Block
 from rljax.policy.rope import RopeScaling, described_rope, read_rope
 
@@ -41,6 +42,10 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)  # alternative keys in some files, by the usual key
     free_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_heads
     windows_by_layer: bool = True  # whether the file says which layers have a sliding window; otherwise all have it
+    norm: Callable[..., RMSNorm] = RMSNorm  # the form of the final norm
+    # The model_type of files of a model that reads images, too. Their ``text_config`` describes the policy.
+    wrapper: str | None = None
+    prepared: Callable[[dict[str, Any]], dict[str, Any]] = dict  # a function that brings a file into the common form
 
     def periods(self, config: PolicyConfig) -> int:
         """Returns the number of periods of a policy. Raises ValueError if its blocks do not fill the last one."""
@@ -112,7 +117,70 @@ QWEN3_MOE = Family(
     aliases={"num_experts": "num_local_experts"},
     windows_by_layer=False,
 )
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+
+
+def _for_text(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns a ``config.json`` of Qwen3.5 with the keys of its rotary embedding at the usual places.
+
+    The three positions of a token of text are equal, so the ``mrope_`` keys change nothing.
+    """
+    prepared = raw | ({"output_gate_type": "silu"} if raw.get("output_gate_type") == "swish" else {})
+    for where in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := raw.get(where), dict):
+            prepared["partial_rotary_factor"] = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+            prepared[where] = {key: value for key, value in rope.items() if not key.startswith(("mrope_", "partial_"))}
+    return prepared
+
+
+_offset_norm = functools.partial(RMSNorm, offset=1.0)
+
+
+def _mixed_by_delta_net(c: PolicyConfig, rngs: nnx.Rngs) -> Block:
+    return Block(c, rngs, DeltaNet(c, rngs), MLP(c, rngs), _offset_norm)
+
+
+def _mixed_by_gated_attention(c: PolicyConfig, rngs: nnx.Rngs) -> Block:
+    attention = Attention(c, rngs, norms=True, gated=True, norm=_offset_norm)
+    return Block(c, rngs, attention, MLP(c, rngs), _offset_norm)
+
+
+# The text of dense Qwen3.5: three delta nets to one gated attention, which turns a quarter of each head.
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    pattern=(*[BlockKind(_mixed_by_delta_net, "linear_attention")] * 3, BlockKind(_mixed_by_gated_attention)),
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "full_attention_interval": 4,
+        # transformers does not read these. vLLM keeps the state in the dtype of the weights if the file has no dtype.
+        "attn_output_gate": True,
+        "output_gate_type": "silu",
+        "mamba_ssm_dtype": "float32",
+    },
+    defaults={
+        "num_kv_heads": 4,
+        "head_dim": 256,
+        "rotary_share": 0.25,
+        "delta_key_heads": 16,
+        "delta_value_heads": 32,
+        "delta_key_dim": 128,
+        "delta_value_dim": 128,
+        "conv_width": 4,
+    },
+    fields={
+        "rotary_share": "partial_rotary_factor",
+        "delta_key_heads": "linear_num_key_heads",
+        "delta_value_heads": "linear_num_value_heads",
+        "delta_key_dim": "linear_key_head_dim",
+        "delta_value_dim": "linear_value_head_dim",
+        "conv_width": "linear_conv_kernel_dim",
+    },
+    norm=_offset_norm,
+    wrapper="qwen3_5",
+    prepared=_for_text,
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_5, QWEN3_MOE)}
 """The families by ``model_type``."""
 
 
@@ -122,6 +190,11 @@ def blocks_of(config: PolicyConfig) -> tuple[Block, ...]:
     pattern = FAMILIES[config.family].pattern
     blocks: tuple[Block, ...] = nnx.eval_shape(lambda: tuple(kind.declare(config, nnx.Rngs(0)) for kind in pattern))
     return blocks
+
+
+def needs_whole_rows(config: PolicyConfig) -> bool:
+    """Returns whether a mixer of the policy needs each sequence whole in one row (``Mixer.needs_whole_rows``)."""
+    return any(block.attention.needs_whole_rows for block in blocks_of(config))
 
 
 _SPECIAL_FIELDS = {"rope_theta", "rope_scaling", "family"} | {name for f in FAMILIES.values() for name in f.fields}
@@ -144,10 +217,14 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     """
     if not isinstance(raw, dict):
         raise ValueError(f"expected an object, got {type(raw).__name__}")
-    family = FAMILIES.get(raw["model_type"]) if isinstance(raw.get("model_type"), str) else None
+    kind = raw.get("model_type")
+    if isinstance(kind, str) and kind in {family.wrapper for family in FAMILIES.values()}:
+        raw = _text_part(raw)
+        kind = raw.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got {raw.get('model_type')!r:.60}")
-    raw = {key: raw.get(other) for key, other in family.aliases.items()} | raw
+        raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got {kind!r:.60}")
+    raw = family.prepared({key: raw.get(other) for key, other in family.aliases.items()} | raw)
     _check_features(raw, family)
     keys = {**_KEYS, **family.fields}
     values: dict[str, Any] = {
@@ -174,17 +251,30 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     return config
 
 
+def _text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of the policy in the file of a model that reads images, too."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"text_config must be an object, got {text!r:.60}")
+    outside = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if raw.get(key) is not None}
+    for key, value in outside.items():
+        if text.get(key) not in (None, value):
+            raise ValueError(f"{key} is {value!r:.60}, and {text[key]!r:.60} in text_config: delete one")
+    return text | outside
+
+
 def _check_features(raw: Mapping[str, Any], family: Family) -> None:
     """Raises ValueError for a feature that the family's policy does not compute."""
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or kinds != family.layer_types(len(kinds)):
         repeated = ", ".join(family.layer_types(len(family.pattern)))
         raise ValueError(f"layer_types = {kinds!r:.60} is not supported: it must repeat {repeated}")
-    fixed = {**family.fixed, "partial_rotary_factor": 1.0, "quantization_config": None}
+    fixed = {"partial_rotary_factor": 1.0, "quantization_config": None, **family.fixed}
+    fixed = {key: only for key, only in fixed.items() if key not in family.fields.values()}
     if raw.get("use_sliding_window") is True and _covers_no_layer(raw, family):
         del fixed["use_sliding_window"]
     for key, only in fixed.items():
-        if (raw.get(key) or only) != only:
+        if raw.get(key) not in (None, {}, only):
             raise ValueError(f"{key} = {raw[key]!r:.60} is not supported by the {family.model_type} policy")
 
 
@@ -242,6 +332,8 @@ def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
     RoPE is written in the old and the new form, so that every version of transformers and vLLM can read it.
     """
     family, rope = FAMILIES[config.family], described_rope(config.rope_theta, config.rope_scaling)
+    if config.rotary_share != 1.0:
+        rope["partial_rotary_factor"] = config.rotary_share
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,

@@ -38,6 +38,7 @@ _HEAD, _TABLE, _ROWS = "lm_head.weight", "model.embed_tokens.weight", 4096
 CHUNK_BYTES = 2**29
 """The most bytes that are transposed and copied to the host at once, unless one layer is larger."""
 
+_OF_TEXT = ("model.language_model.", "model.")  # the beginning of names of a model that reads images, too, and of ours
 _THREADS = min(8, os.cpu_count() or 1)
 _BLOCK = 2**20  # the elements whose finiteness is checked at a time
 _DTYPES = ("F16", "BF16", "F32", "F64")
@@ -55,6 +56,7 @@ class Leaf(NamedTuple):
     names: np.ndarray  # the names of the tensors; slices over the leading axes of this shape are separate tensors
     shape: tuple[int, ...]  # the shape of one slice
     inputs: int | None  # the layout of a tensor (HFTensor.inputs)
+    wide: bool  # whether files hold it in float32 beside 16-bit tensors
 
     @property
     def stacked(self) -> int:
@@ -174,7 +176,7 @@ def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> I
     """Yields the parameters of a pytree of ``jax.ShapeDtypeStruct``, in the order of the files."""
     for path, leaf in sorted(flatten_dict(abstract).items()):
         names = stored[path].names(leaf.shape)
-        yield Leaf(path, names, leaf.shape[names.ndim :], stored[path].inputs)
+        yield Leaf(path, names, leaf.shape[names.ndim :], stored[path].inputs, stored[path].wide)
 
 
 def policy_leaves(config: PolicyConfig) -> Iterator[Leaf]:
@@ -198,7 +200,8 @@ def _open_sources(directory: Path) -> dict[str, Any]:
         files = [SINGLE_NAME]
     else:
         raise ValueError(f"no weights in {directory}: neither {SINGLE_NAME} nor {INDEX_NAME} exists")
-    return {name: tensor for file in files for name, tensor in open_tensors(directory / file).items()}
+    opened = (each for file in files for each in open_tensors(directory / file).items())
+    return {name.replace(*_OF_TEXT): tensor for name, tensor in opened}
 
 
 def open_tensors(file: Path) -> dict[str, Any]:
@@ -327,28 +330,29 @@ def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tup
 
 
 def host_tensors(
-    params: Params, leaves: Iterable[Leaf], dtype: Any, chunk_bytes: int = CHUNK_BYTES
+    params: Params, leaves: Iterable[Leaf], dtype: Any, chunk_bytes: int = CHUNK_BYTES, *, keeps_wide: bool = False
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields ``(HF name, array)`` of the parameters ``leaves``, with the order and the memory of ``hf_tensors``."""
+    """Yields what ``hf_tensors`` yields for ``leaves``; with ``keeps_wide`` the ``wide`` ones are in float32."""
     flat = flatten_dict(params)
-    chunks = (leaf.file_chunks(jnp.asarray(flat[leaf.path]), leaf.names, dtype, chunk_bytes) for leaf in leaves)
+    kept = ((leaf, jnp.float32 if keeps_wide and leaf.wide else dtype) for leaf in leaves)
+    chunks = (leaf.file_chunks(jnp.asarray(flat[leaf.path]), leaf.names, into, chunk_bytes) for leaf, into in kept)
     for names, chunk in on_host_ahead(itertools.chain.from_iterable(chunks)):
         yield from zip(names, chunk, strict=True)
 
 
-def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Returns the names of the tensors of each file. A tensor that is larger than the limit has its own file."""
+def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> tuple[list[list[str]], int]:
+    """Returns the tensors of each file, by name, and all bytes. A tensor above the limit has a file of its own."""
     plan: list[list[str]] = [[]]
-    room = max_shard_bytes
+    room, total = max_shard_bytes, 0
     for leaf in policy_leaves(config):
-        size = math.prod(leaf.shape) * itemsize
+        size = math.prod(leaf.shape) * (4 if leaf.wide else itemsize)
         for name in np.ravel(leaf.names):
             if plan[-1] and size > room:
                 plan.append([])
                 room = max_shard_bytes
             plan[-1].append(name)
-            room -= size
-    return plan
+            room, total = room - size, total + size
+    return plan, total
 
 
 def save_params(
@@ -363,7 +367,8 @@ def save_params(
 ) -> None:
     """Writes an HF directory: config.json, and safetensors in one file or, above ``max_shard_bytes``, in several.
 
-    The directory is created if it is missing, and its weight files are replaced. ``dtype`` is the dtype in the files.
+    The directory is created if it is missing, and its weight files are replaced. Tensors that are not ``wide`` have
+    ``dtype``.
 
     Args:
       side_files_from: A directory whose tokenizer and generation files are copied. None: no files are copied.
@@ -372,8 +377,8 @@ def save_params(
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)
     stale = {*out.glob("model*.safetensors"), out / INDEX_NAME}
-    plan = _shard_plan(config, jnp.dtype(dtype).itemsize, max_shard_bytes)
-    tensors = hf_tensors(params, config, dtype)
+    plan, total = _shard_plan(config, jnp.dtype(dtype).itemsize, max_shard_bytes)
+    tensors = host_tensors(params, policy_leaves(config), dtype, keeps_wide=True)
     weight_map = {}
     for i, names in enumerate(plan):
         file = SINGLE_NAME if len(plan) == 1 else f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
@@ -382,7 +387,6 @@ def save_params(
         stale.discard(out / file)
         weight_map.update(dict.fromkeys(names, file))
     if len(plan) > 1:
-        total = sum(leaf.size for leaf in jax.tree.leaves(params)) * jnp.dtype(dtype).itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
         stale.discard(out / INDEX_NAME)

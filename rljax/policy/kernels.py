@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
 from rljax.policy.config import PolicyConfig, PolicyOptions
 from rljax.policy.context import device_heads, heads_of_device
-from rljax.policy.families import blocks_of
+from rljax.policy.families import needs_whole_rows
 from rljax.policy.grouped import IN_BLOCKS, Grouped, choose_experts
 from rljax.policy.rotary import Rotate, rotate, rotate_by_product
 
@@ -68,7 +68,7 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     check_experts(config, mesh)
     device = mesh.devices.flat[0]
     parts = mesh.shape["context"]
-    if parts > 1 and any(block.attention.needs_whole_rows for block in blocks_of(config)):
+    if parts > 1 and needs_whole_rows(config):
         raise ValueError(f"mesh.context = {parts}: a block of the {config.family} policy needs whole rows; set it to 1")
     if options.attention in ("cudnn", "splash") and not exchanges_heads(config, mesh):
         raise ValueError(

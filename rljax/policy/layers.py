@@ -42,6 +42,7 @@ class HFTensor(NamedTuple):
     # the file. None: the layouts are the same.
     inputs: int | None = None
     blocks: range | None = None  # the numbers of the blocks along the first axis of a stack of blocks; None outside
+    wide: bool = False  # whether a model's files hold it in float32 beside 16-bit tensors
 
     def names(self, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the names of the tensors of a parameter of this shape. They have the shape of its leading axes."""
@@ -85,10 +86,18 @@ def _features_last(*arrays: Array) -> tuple[Array, ...]:
 
 
 def param(
-    rngs: nnx.Rngs, shape: tuple[int, ...], logical: tuple[str, ...], init: Init, name: str, inputs: int | None = None
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    logical: tuple[str, ...],
+    init: Init,
+    name: str,
+    inputs: int | None = None,
+    *,
+    wide: bool = False,
 ) -> nnx.Param[Array]:
     """Declares a float32 parameter: shape, logical axis of each dimension, initializer, and fields of ``HFTensor``."""
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), logical=logical, stored=HFTensor(name, inputs))
+    stored = HFTensor(name, inputs, wide=wide)
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), logical=logical, stored=stored)
 
 
 class Routing(NamedTuple):
@@ -229,15 +238,16 @@ def rms_norm(x: Float[Array, "b *t d"], scale: Float[Array, "*b d"], eps: float)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with its scale as a parameter."""
+    """Root-mean-square normalisation. The parameter is its scale, or what the scale has above ``offset``."""
 
-    def __init__(self, size: int, eps: float, rngs: nnx.Rngs, name: str):
-        self.eps = eps
-        self.scale = param(rngs, (size,), ("norm",), jax.nn.initializers.ones, name)
+    def __init__(self, size: int, eps: float, rngs: nnx.Rngs, name: str, *, offset: float = 0.0, wide: bool = False):
+        self.eps, self.offset = eps, offset
+        self.scale = param(rngs, (size,), ("norm",), jax.nn.initializers.constant(1.0 - offset), name, wide=wide)
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         """Normalises the last axis. The result has the shape and dtype of ``x``."""
-        return rms_norm(x, self.scale[...], self.eps)
+        scale = self.scale[...]
+        return rms_norm(x, scale.astype(jnp.float32) + self.offset if self.offset else scale, self.eps)
 
 
 class MLP(nnx.Module):

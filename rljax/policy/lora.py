@@ -24,8 +24,9 @@ from rljax.policy.layers import HFTensor
 from rljax.policy.model import Params, abstract_params, cast_params, logical_axes, param_shardings, stored_tensors
 from rljax.sharding import constrain_tree, is_on_host, on_devices, on_host, tree_shardings
 
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a block that may have an adapter."""
+_COMMON = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYERS = (*_COMMON, "in_proj_qkv", "in_proj_z", "out_proj")
+"""The linear layers of a block that may have an adapter. The last three belong to delta nets."""
 Path = tuple[str, ...]
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -38,8 +39,9 @@ class LoraConfig:
     """Rank of each adapter. 0: no adapters, all weights are trained."""
     alpha: float | None = None
     """The product A B of an adapter is multiplied by alpha / rank. None: twice the rank."""
-    targets: tuple[str, ...] = LAYERS
-    """Linear layers of every block that get an adapter. The experts of a mixture cannot have one."""
+    targets: tuple[str, ...] = _COMMON
+    """Linear layers of every block that get an adapter. The experts of a mixture cannot have one. Delta nets also have
+    in_proj_qkv, in_proj_z and out_proj."""
     dropout: float = 0.0
     """Must be 0, because with dropout the trainer would compute another policy than the engine samples from."""
     adapter: str | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -69,7 +70,8 @@ class Where(NamedTuple):
 class Mixer(Protocol):
     """The contract of mixers. The state is None for packed rows, in which sequences start and end."""
 
-    needs_whole_rows: bool  # whether the devices of a mesh cannot share the tokens of a row
+    # Whether the tokens of a sequence must follow each other in one row: not on several devices, and not in a tree.
+    needs_whole_rows: bool
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -86,21 +88,32 @@ class Mixer(Protocol):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention, optionally with biases or with norms of each head's query and key."""
+    """Grouped-query attention, optionally with biases, with norms of each head's query and key, or with a gate.
+
+    A gate is a sigmoid that multiplies the output of each head. Its weights follow the weights of the head's query.
+    """
 
     needs_whole_rows = False
 
     def __init__(
-        self, c: PolicyConfig, rngs: nnx.Rngs, *, norms: bool = False, bias: bool = False, output_bias: bool = False
+        self,
+        c: PolicyConfig,
+        rngs: nnx.Rngs,
+        *,
+        norms: bool = False,
+        bias: bool = False,
+        output_bias: bool = False,
+        gated: bool = False,
+        norm: Callable[..., RMSNorm] = RMSNorm,
     ):
         normal = jax.nn.initializers.normal(c.initializer_range)
         d, h, g, k = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
         of_query, of_key = ("heads", "head_dim"), ("kv_heads", "head_dim")
-        self.query = param(rngs, (d, h, k), ("embed", *of_query), normal, "self_attn.q_proj.weight", 1)
+        self.query = param(rngs, (d, h, k * (1 + gated)), ("embed", *of_query), normal, "self_attn.q_proj.weight", 1)
         self.key = param(rngs, (d, g, k), ("embed", *of_key), normal, "self_attn.k_proj.weight", 1)
         self.value = param(rngs, (d, g, k), ("embed", *of_key), normal, "self_attn.v_proj.weight", 1)
         self.output = param(rngs, (h, k, d), (*of_query, "embed"), normal, "self_attn.o_proj.weight", 2)
-        self.bias, self.biased_output, self.norms = bias, output_bias, norms
+        self.bias, self.biased_output, self.norms, self.gated = bias, output_bias, norms, gated
         if bias:
             zeros = jax.nn.initializers.zeros
             self.query_bias = param(rngs, (h, k), of_query, zeros, "self_attn.q_proj.bias", 0)
@@ -109,14 +122,15 @@ class Attention(nnx.Module):
         if output_bias:
             self.output_bias = param(rngs, (d,), ("embed",), jax.nn.initializers.zeros, "self_attn.o_proj.bias")
         if norms:
-            self.query_norm = RMSNorm(k, c.rms_norm_eps, rngs, "self_attn.q_norm.weight")
-            self.key_norm = RMSNorm(k, c.rms_norm_eps, rngs, "self_attn.k_norm.weight")
+            self.query_norm = norm(k, c.rms_norm_eps, rngs, "self_attn.q_norm.weight")
+            self.key_norm = norm(k, c.rms_norm_eps, rngs, "self_attn.k_norm.weight")
 
     @property
     def operations(self) -> tuple[str, ...]:
         """The names of the attention's taps, in order."""
         norms = ("query_norm", "key_norm") if self.norms else ()
-        return "query", "key", "value", *norms, "query_rope", "key_rope", "attention", "attention_output"
+        gate = ("gated_attention",) if self.gated else ()
+        return "query", "key", "value", *norms, "query_rope", "key_rope", "attention", *gate, "attention_output"
 
     def state_spec(self, rows: int, places: int, dtype: Any, cache_dtype: Any) -> tuple[StateArray, ...]:
         """Returns the rings of keys and of values (``Mixer.state_spec``)."""
@@ -131,11 +145,15 @@ class Attention(nnx.Module):
         q, k, v = linear(specs, x, (self.query[...], self.key[...], self.value[...]), biases)
         q, k, v = tap("query", q), tap("key", k), tap("value", v)
         q = constrain(q, "rows", "tokens", "act_heads", "head_dim")
+        q, *gates = jnp.split(q, 2, axis=-1) if self.gated else (q,)
         if self.norms:
             q, k = tap("query_norm", self.query_norm(q)), tap("key_norm", self.key_norm(k))
         q, k = tap("query_rope", where.rotate(q)), tap("key_rope", where.rotate(k))
         mixed, state = where.attend(q, k, v, state)
         mixed = tap("attention", mixed)
+        for gate in gates:
+            gate = jax.nn.sigmoid(gate.astype(jnp.float32)).astype(mixed.dtype)
+            mixed = tap("gated_attention", mixed * gate)
         bias = (self.output_bias[...],) if self.biased_output else ()
         return tap("attention_output", linear(("bthk,hkd->btd",), mixed, (self.output[...],), bias)[0]), state
 
@@ -143,10 +161,10 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm transformer block. Whatever its mixer is, its parameters have the path ``attention``."""
 
-    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs, mixer: Mixer, mlp: Any):
+    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs, mixer: Mixer, mlp: Any, norm: Callable[..., RMSNorm] = RMSNorm):
         self.attention, self.mlp = mixer, mlp
-        self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs, "input_layernorm.weight")
-        self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs, "post_attention_layernorm.weight")
+        self.attention_norm = norm(c.hidden_size, c.rms_norm_eps, rngs, "input_layernorm.weight")
+        self.mlp_norm = norm(c.hidden_size, c.rms_norm_eps, rngs, "post_attention_layernorm.weight")
 
     @property
     def operations(self) -> tuple[str, ...]:

@@ -26,12 +26,10 @@ from rljax.policy.layers import (
     PRODUCT,
     BlockStats,
     HFTensor,
-    RMSNorm,
     Routing,
     RoutingRecord,
     all_tokens,
     param,
-    rms_norm,
     split_tokens,
 )
 from rljax.policy.mixers import BlockState, Where
@@ -81,13 +79,14 @@ class _Decoder(nnx.Module):
             for kind in family.pattern
         ]
         self.layers = stacks[0] if len(stacks) == 1 else nnx.Dict({str(i): stack for i, stack in enumerate(stacks)})
-        self.final_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs, "model.norm.weight")
+        self.final_norm = family.norm(c.hidden_size, c.rms_norm_eps, rngs, "model.norm.weight")
         if not c.tie_word_embeddings:
             self.lm_head = param(rngs, table, ("vocab", "embed"), normal, "lm_head.weight")
 
 
 class _Declaration(NamedTuple):
     blocks: list[Any]  # the graphdef of each block of a period
+    final_norm: Any  # the graphdef of the final norm
     abstract: Params
     logical: Params
     stored: dict[Any, HFTensor]  # by path
@@ -109,7 +108,8 @@ def _declaration(config: PolicyConfig) -> _Declaration:
                 logical[path] = ("layers", *logical[path])
                 stored[path] = stored[path]._replace(name="model.layers.{}." + stored[path].name, blocks=numbers)
     graphs = [nnx.split(block)[0] for block in blocks]
-    return _Declaration(graphs, nnx.to_pure_dict(state), traverse_util.unflatten_dict(logical), stored)
+    final = nnx.split(model.final_norm)[0]
+    return _Declaration(graphs, final, nnx.to_pure_dict(state), traverse_util.unflatten_dict(logical), stored)
 
 
 def abstract_params(config: PolicyConfig) -> Params:
@@ -208,7 +208,7 @@ def run_blocks(
     Returns:
       The hidden states in the dtype of ``x``, the states after the tokens, and the measurements of the forward.
     """
-    graphs = _declaration(config).blocks
+    graphs, final_norm, *_ = _declaration(config)
     stacks = stack_paths(len(graphs))
 
     def run_block(
@@ -241,7 +241,7 @@ def run_blocks(
     (x, states), measured = jax.lax.scan(body, (x, states), layers, unroll=one_by_one)
     for stack, (_, recorded) in zip(stacks, measured, strict=True):
         record_stack(stack, recorded)
-    hidden = tap("final_norm", all_tokens(rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps)))
+    hidden = tap("final_norm", all_tokens(nnx.merge(final_norm, params["final_norm"])(x)))
     stats = [of_block for of_block, _ in measured]
     largest = functools.reduce(jnp.maximum, [jnp.max(x) for each in stats for x in (each.inside, each.outside)])
     return hidden, states, ForwardStats(largest, _in_order([each.router for each in stats]))

@@ -37,8 +37,11 @@ def rotate(x: Float[Array, "b t h k"], tables: Tables) -> Float[Array, "b t h k"
 
 def rotation(config: PolicyConfig, positions: Int[Array, "b t"], how: Rotate = rotate) -> Callable[[Array], Array]:
     """Returns the function that rotates heads [b, t, h, k] of a policy to the ``positions`` of their tokens."""
-    tables = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
-    return lambda heads: how(heads, tables)
+    turning = config.rotary_dim
+    tables = rotary_tables(positions, turning, config.rope_theta, config.rope_scaling)
+    if turning == config.head_dim:
+        return lambda heads: how(heads, tables)
+    return lambda heads: jnp.concatenate([how(heads[..., :turning], tables), heads[..., turning:]], axis=-1)
 
 
 @jax.custom_vjp

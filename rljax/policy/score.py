@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.context import fold, unfold, whole_rows
+from rljax.policy.families import needs_whole_rows
 from rljax.policy.head import TokenScores, matmul_precision, token_logprobs
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.model import ForwardStats, Params, Remat, cast_params, hidden_states, lm_head_table
@@ -112,7 +113,8 @@ def packed_logprobs(
       The scores. ``logprobs[b, t]`` belongs to ``tokens[b, t]``, and ``tops[b, t]`` to ``top_ids[b, t]``.
 
     Raises:
-      ValueError: The distributions are cut, and ``top_ids`` is None; or several devices share a row of trees.
+      ValueError: The distributions are cut, and ``top_ids`` is None; or several devices share a row of trees, or
+        the policy needs each sequence whole in one row.
     """
     parts = kernels.parts
     if cut and top_ids is None:
@@ -121,8 +123,9 @@ def packed_logprobs(
         rows = (tokens, segment_ids, positions) if parts == 1 else whole_rows(tokens, segment_ids, positions)
         computed = (fold(rows[0], parts), segment_ends(rows[1]), fold(rows[2], parts))
         choices = None if choices is None else fold(choices, parts)
-    elif parts > 1:
-        raise ValueError("devices cannot share rows of trees: give packing.share_prefixes false")
+    elif parts > 1 or needs_whole_rows(config):
+        why = "devices cannot share rows" if parts > 1 else f"a {config.family} policy cannot compute rows"
+        raise ValueError(f"{why} of trees: give packing.share_prefixes false")
     else:
         computed, kernels = trees[:3], kernels._replace(attention=kernels.tree_attention)
     hidden, stats = hidden_states(params, config, *computed, remat=remat, kernels=kernels, choices=choices)

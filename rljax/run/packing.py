@@ -12,6 +12,8 @@ from typing import Any
 import jax
 
 from rljax.policy.attention import find_implementation
+from rljax.policy.config import PolicyConfig
+from rljax.policy.families import needs_whole_rows
 from rljax.policy.splash import LANES
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
@@ -24,17 +26,22 @@ from rljax.trainer.update import Pack
 log = logging.getLogger(__name__)
 
 
-def settle_prefixes(config: Config, fault: Callable[[], str] = str, *, says: bool = True) -> Config:
+def settle_prefixes(
+    config: Config, policy: PolicyConfig, fault: Callable[[], str] = str, *, says: bool = True
+) -> Config:
     """Returns the configuration with ``packing.share_prefixes`` off if this run's sequences cannot share prefixes.
 
-    A line in the log ``says`` why. A run that began with separate rows keeps them, without such a line. ``fault``
-    returns why the devices cannot compute rows of trees; empty if they can.
+    A line in the log ``says`` why. A run that began with separate rows keeps them, without such a line. ``policy`` is
+    the policy that is trained. ``fault`` returns why the devices cannot compute rows of trees; empty if they can.
     """
     if not config.packing.share_prefixes:
         return config
     if _began_apart(config):
         return with_separate_rows(config)
-    reason = why_apart(config) or fault()
+    reason = why_apart(config)
+    if needs_whole_rows(policy):
+        reason = f"the state of a {policy.family} policy passes from each token to the next one in its row"
+    reason = reason or fault()
     if reason and says:
         log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
     return with_separate_rows(config) if reason else config

@@ -8,10 +8,12 @@ from toy_runs import TOY_BASE, comparable, completed, tiny
 
 from rljax.plan.dry_run import dry_run
 from rljax.plan.machines import TPUS
+from rljax.policy.config import PolicyConfig
 from rljax.record.rows import read_rows
 from rljax.run.config import Config
 from rljax.run.packing import flat_rows, settle_prefixes, shares_prefixes, tree_rows, why_apart
 
+POLICY = PolicyConfig(16, 8, 16, 1, 1, 1, 128)
 TURNS = ("--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3")
 # A shared token counts once in these, and other shapes round sums otherwise.
 FREE = ("time/", "perf/", "optimizer/grad_noise")
@@ -53,7 +55,7 @@ def test_a_run_that_began_with_separate_rows_keeps_them(tmp_path):
 def test_a_run_that_resumes_another_one_keeps_its_rows(packing, shares, tmp_path):
     (tmp_path / "config.yaml").write_text(f"packing:\n  {packing}\n")
     config = changed(Config(), run={"dir": str(tmp_path / "new"), "resume": str(tmp_path)})
-    assert settle_prefixes(config).packing.share_prefixes == shares
+    assert settle_prefixes(config, POLICY).packing.share_prefixes == shares
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "packing: 3", "packing: [share_prefixes]"])
@@ -61,7 +63,7 @@ def test_a_damaged_record_is_not_read_as_trees(text, tmp_path):
     # The check of the same run, which comes next, refuses the file in one line.
     (tmp_path / "config.yaml").write_text(text)
     config = changed(Config(), run={"dir": str(tmp_path)})
-    assert not settle_prefixes(config).packing.share_prefixes
+    assert not settle_prefixes(config, POLICY).packing.share_prefixes
 
 
 @pytest.mark.parametrize(
@@ -74,15 +76,15 @@ def test_a_damaged_record_is_not_read_as_trees(text, tmp_path):
 )
 def test_it_says_where_it_cannot_share(sections, fault, reason, tmp_path, caplog):
     config = changed(Config(), run={"dir": str(tmp_path)}, **sections)
-    assert not settle_prefixes(config, lambda: fault).packing.share_prefixes
+    assert not settle_prefixes(config, POLICY, lambda: fault).packing.share_prefixes
     assert reason in caplog.text
 
 
 def test_it_shares_wherever_else_it_can(tmp_path, caplog):
     config = changed(Config(), run={"dir": str(tmp_path)})
-    assert settle_prefixes(config) == config
+    assert settle_prefixes(config, POLICY) == config
     planned = changed(config, policy={"attention": "splash"})  # for a machine that is not here
-    assert settle_prefixes(planned) == planned
+    assert settle_prefixes(planned, POLICY) == planned
     assert why_apart(config) == ""
     assert caplog.text == ""
 

@@ -30,6 +30,14 @@ IN_BLOCK = {
     "query_rope": "rotation of queries",
     "key_rope": "rotation of keys",
     "attention": "attention",
+    "gated_attention": "attention times its gate",
+    "delta_qkv": "joint projection of a delta net",
+    "delta_gate": "gate projection of a delta net",
+    "delta_rate": "rate projection of a delta net",
+    "delta_step": "step projection of a delta net",
+    "convolution": "short convolution",
+    "delta_rule": "delta rule",
+    "gated_norm": "norm of the delta rule, times its gate",
     "attention_output": "output projection",
     "attention_residual": "residual stream after attention",
     "mlp_norm": "norm before the MLP",
@@ -71,6 +79,14 @@ def operations(config: PolicyConfig) -> list[Operation]:
     of_layers = ((layer, blocks[layer % len(blocks)].operations) for layer in range(config.num_layers))
     in_blocks = [Operation(kind, layer) for layer, kinds in of_layers for kind in kinds]
     return [Operation("embedding"), *in_blocks, Operation("final_norm"), Operation("logits")]
+
+
+def check_shown(config: PolicyConfig, label: str) -> None:
+    """Raises ValueError if the operations of the policy can be seen only in this library's forward."""
+    if config.delta_key_heads:
+        raise ValueError(
+            f"--layers: {label} cannot show the operations of a {config.family} policy; give a jax: scorer"
+        )
 
 
 class Tracer(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.compare.layers.operations import OperationValues, operations
+from rljax.compare.layers.operations import OperationValues, check_shown, operations
 from rljax.compare.scorers import load_hf
 from rljax.policy.families import read_config
 
@@ -28,6 +28,7 @@ class TorchTracer:
         """
         self.label, self.dtype, self._rows = label, dtype, rows
         self.config = read_config(directory)
+        check_shown(self.config, label)
         self._torch, self.model, self._device = load_hf(Path(directory), dtype, attention)
 
     def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:

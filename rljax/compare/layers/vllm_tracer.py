@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rljax.compare.layers.operations import PER_HEAD, OperationValues, operations
+from rljax.compare.layers.operations import PER_HEAD, OperationValues, check_shown, operations
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.rollout.servers.fleet import Fleet
@@ -44,6 +44,7 @@ class VllmTracer:
             if not readable and directory is None:
                 raise ValueError(f"{url}: its model directory {info.root} cannot be read here, so --model is needed")
             self.config = read_config(Path(info.root if readable else directory or ""))
+            check_shown(self.config, "vllm:")
         except BaseException:
             self._fleet.close()
             raise

@@ -1,0 +1,256 @@
+"""Qwen3.5's hybrids of delta nets and attention against transformers, in float32 where nothing else is said."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.torch
+from hybrids import (
+    SHAPES_HYBRID,
+    hybrid_model,
+    packed,
+    sequences_of,
+    text_config,
+    tiny_hybrid,
+    torch_logprobs,
+)
+from transformers_models import torch, transformers
+
+from rljax.compare.layers.torch_tracer import TorchTracer
+from rljax.policy.config import DEFAULTS
+from rljax.policy.delta_net import DeltaTokens, chunked, recurrent, unit_lower_inverse
+from rljax.policy.families import config_from_hf, config_to_hf, read_config
+from rljax.policy.hf import SINGLE_NAME, hf_tensors, load_params, open_tensors, save_params
+from rljax.policy.kernels import choose_kernels
+from rljax.policy.model import cast_params, embed_tokens, init_params, run_blocks
+from rljax.policy.score import packed_logprobs, tree_logprobs
+from rljax.policy.trees import PrefixTrees
+from rljax.rollout.decode_sizes import cache_row_bytes, cache_spec
+from rljax.rollout.decoding import cached
+from rljax.sharding import MeshConfig, make_mesh
+
+
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def logprobs(params, config, row, dtype="float32"):
+    with jax.default_matmul_precision("highest"):
+        return packed_logprobs(cast_params(params, dtype), config, *row).logprobs
+
+
+def of_each(params, config, sequences, **how):
+    return [np.asarray(logprobs(params, config, packed([s], len(s)), **how))[0, 1:] for s in sequences]
+
+
+@pytest.fixture(params=SHAPES_HYBRID, ids=["untied", "eight_layers", "all_turn"])
+def model(request, tmp_path):
+    made = hybrid_model(request.param)
+    made.save_pretrained(tmp_path / "theirs")
+    config = read_config(tmp_path / "theirs")
+    return made, config, load_params(tmp_path / "theirs", config)
+
+
+def test_log_probabilities_match_transformers_both_ways(model, tmp_path):
+    theirs, config, params = model
+    sequences = sequences_of(config.vocab_size)
+    single = of_each(params, config, sequences)
+    with torch.no_grad():
+        wanted = [torch_logprobs(theirs, s).numpy() for s in sequences]
+    for ours, expected in zip(single, wanted, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=3e-5, rtol=0)
+    row = np.asarray(logprobs(params, config, packed(sequences, 288)))[0]
+    starts = np.cumsum([0, *map(len, sequences)])
+    for start, ours in zip(starts, single, strict=False):
+        np.testing.assert_allclose(row[start + 1 :][: len(ours)], ours, atol=1e-5, rtol=0)
+
+    save_params(tmp_path / "ours", params, config)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert type(back) is transformers.Qwen3_5ForCausalLM
+    with torch.no_grad():
+        np.testing.assert_array_equal(torch_logprobs(back, sequences[0]).numpy(), wanted[0])
+
+
+def test_gradients_of_packed_rows_match_autograd(tmp_path):
+    """The gradient of A_log may nearly cancel, so the bound of its error is absolute."""
+    theirs = hybrid_model()
+    theirs.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    params, sequences = load_params(tmp_path, config), sequences_of(config.vocab_size)
+    weights = [np.random.default_rng(1).normal(size=len(s)).astype(np.float32) for s in sequences]
+    sum(
+        (torch_logprobs(theirs, s) * torch.tensor(w[1:])).sum() for s, w in zip(sequences, weights, strict=True)
+    ).backward()
+    of_row = np.pad(np.concatenate(weights), (0, 288 - sum(map(len, sequences))))[None]
+    grads = jax.grad(lambda p: jnp.sum(logprobs(p, config, packed(sequences, 288)) * of_row))(params)
+    found = dict(hf_tensors(grads, config, np.float32))
+    wanted = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
+    off = {name: np.linalg.norm(found[name] - wanted[name]) for name in wanted}
+    for name, of_name in off.items():
+        assert of_name < (7e-5 if name.endswith("A_log") else 1.3e-4 * np.linalg.norm(wanted[name])), name
+
+
+def tokens_of_rule(t, starts=(), strongest=1.0):
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(2, t, 3, n)).astype(np.float32) for n in (8, 8, 5))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay = -strongest * 10.0 ** rng.uniform(-4, 0, (2, t, 3)).astype(np.float32)
+    rate = rng.uniform(0, 1, (2, t, 3)).astype(np.float32)
+    first = np.zeros((2, t), bool)
+    first[0, list(starts)] = True
+    return DeltaTokens(*map(jnp.asarray, (q, k, v, log_decay, rate, first)))
+
+
+def test_two_tokens_by_hand():
+    """S1 = k1 v1' b1; the second token halves it, removes what its key reads, and writes its own value there."""
+    one = {"q": [[1.0, 0.0], [1.0, 1.0]], "k": [[1.0, 0.0], [0.6, 0.8]], "v": [[2.0], [1.0]]}
+    of_heads = [jnp.asarray(x)[None, :, None] for x in one.values()]
+    rows = jnp.asarray([[[0.0], [np.log(0.5)]]], jnp.float32), jnp.asarray([[[1.0], [0.5]]])
+    tokens = DeltaTokens(*of_heads, *rows, jnp.zeros((1, 2), bool))
+    # The key of the second token reads 0.6 from S = [1, 0], so 0.5 (1 - 0.6) = 0.2 is written at [0.6, 0.8].
+    for rule in (recurrent, chunked):
+        y, state = rule(tokens, jnp.zeros((1, 1, 2, 1)))
+        np.testing.assert_allclose(y[0, :, 0, 0], [2.0, 1.28], atol=1e-6)
+        np.testing.assert_allclose(state[0, 0, :, 0], [1.12, 0.16], atol=1e-6)
+
+
+@pytest.mark.parametrize(("t", "starts"), [(5, ()), (64, (0, 10)), (200, (3, 64, 65, 130, 199))])
+@pytest.mark.parametrize("strongest", [1.0, 30.0])
+def test_chunks_are_the_recurrence(t, starts, strongest):
+    tokens = tokens_of_rule(t, starts, strongest)
+    state = jnp.asarray(np.random.default_rng(4).normal(size=(2, 3, 8, 5)), jnp.float32)
+
+    def run(rule, tokens, state):
+        y, after = rule(tokens, state)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(after**2), (y, after)
+
+    pulled = [
+        jax.value_and_grad(functools.partial(run, rule), (0, 1), has_aux=True, allow_int=True)
+        for rule in (recurrent, chunked)
+    ]
+    ((_, one), one_grads), ((_, other), other_grads) = (each(tokens, state) for each in pulled)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=strongest * 4e-6), one, other)
+    for name, a, b in zip(DeltaTokens._fields[:5], one_grads[0], other_grads[0], strict=False):
+        assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(a), name
+    for end, start in zip((*starts, t)[1:], starts, strict=False):
+        alone = DeltaTokens(*(x[:1, start:end] for x in tokens))
+        np.testing.assert_allclose(chunked(alone, state[:1])[0], other[0][:1, start:end], atol=strongest * 3e-6)
+
+
+def forward_in_pieces(params, config, tokens, pieces):
+    """Returns the log-probabilities of one sequence. Each piece goes on from the states after the one before it."""
+    spec = cache_spec(config, 1, len(tokens), jnp.float32, jnp.float32)
+    states = tuple(tuple(jnp.zeros(a.shape, a.dtype) for a in of_block) for of_block in spec)
+    index, found, start = np.arange(len(tokens)), [], 0
+    for n in pieces:
+        positions = index[None, start : start + n]
+        where = cached(config, positions, positions >= 0, index[None, None] <= positions[..., None], start)
+        hidden, states, _ = run_blocks(
+            params, config, embed_tokens(params, tokens[None, start : start + n]), where, states
+        )
+        found.append(np.asarray(jax.nn.log_softmax(hidden[0] @ params["lm_head"].T)))
+        start += n
+    return np.concatenate(found)
+
+
+def test_a_carried_state_is_the_whole_forward():
+    config = tiny_hybrid(initializer_range=0.05)
+    params, (tokens,) = init_params(config, 0), sequences_of(24, [110])
+    with jax.default_matmul_precision("highest"):
+        whole = forward_in_pieces(params, config, tokens, [110])
+        assert np.abs(forward_in_pieces(params, config, tokens[1:], [109])[-1] - whole[-1]).max() > 1e-4  # it remembers
+        for pieces in ([100, *[1] * 10], [2, 70, 38]):
+            found = forward_in_pieces(params, config, tokens, pieces)
+            np.testing.assert_allclose(found, whole, atol=1e-6)
+
+
+def test_files_of_a_model_that_reads_images_are_read(tmp_path):
+    """Qwen3.5 is published in this form. Its A_log and the norm of its delta nets are F32, and in Qwen3.6 BF16."""
+    shape = SHAPES_HYBRID[0]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": shape[1]}
+    text = text_config(shape).to_dict() | {"mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
+    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    whole = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    theirs = hybrid_model(make=transformers.Qwen3_5ForConditionalGeneration, config=whole)
+    theirs.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert config_from_hf(config_to_hf(config, "bfloat16")) == config
+    tensors = safetensors.torch.load_file(tmp_path / SINGLE_NAME)
+    assert {name.split(".")[1] for name in tensors} == {"visual", "language_model", "weight"}
+    wide = [name for name in tensors if name.endswith(("A_log", "linear_attn.norm.weight"))]
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    safetensors.torch.save_file(rounded | {name: tensors[name] for name in wide}, tmp_path / SINGLE_NAME)
+    params, (tokens,) = load_params(tmp_path, config), sequences_of(config.vocab_size, [90])
+    save_params(tmp_path / "out", params, config, jnp.bfloat16)
+    back = load_params(tmp_path / "out", config)
+    jax.tree.map(np.testing.assert_array_equal, params, back)
+    found = open_tensors(tmp_path / "out" / SINGLE_NAME)
+    assert sorted(n for n in found if found[n].get_dtype() == "F32") == sorted(
+        name.replace("model.language_model.", "model.") for name in wide
+    )
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(parameter if name in wide else parameter.to(torch.bfloat16))
+        wanted = torch_logprobs(theirs, tokens).numpy()
+    np.testing.assert_allclose(of_each(params, config, [tokens])[0], wanted, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16' is not supported by the qwen3_5_text policy"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid' is not supported"),
+        ({"attn_output_gate": False}, "attn_output_gate = False is not supported"),
+        ({"full_attention_interval": 2, "layer_types": None}, "full_attention_interval = 2 is not supported"),
+        (
+            {"layer_types": ["full_attention"] * 4},
+            "it must repeat linear_attention, linear_attention, linear_attention",
+        ),
+        ({"linear_num_value_heads": 3}, "linear_num_key_heads must divide linear_num_value_heads, got 2 and 3"),
+        ({"linear_conv_kernel_dim": 0}, "conv_width must be at least 1, got 0"),
+        ({"partial_rotary_factor": 1.5}, "head_dim must be even for rotary embeddings, got 8 with partial_rotary_fa"),
+        ({"model_type": "qwen3_5"}, "text_config must be an object, got None"),
+        (
+            {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
+            "tie_word_embeddings is True, and False in text_config: delete one",
+        ),
+    ],
+)
+def test_a_file_that_no_policy_computes_is_refused(changes, said):
+    raw = config_to_hf(tiny_hybrid(), "float32")
+    assert raw["mamba_ssm_dtype"] == "float32"
+    if "partial_rotary_factor" in changes:
+        raw["rope_parameters"] = None
+    with pytest.raises(ValueError, match=said):
+        config_from_hf(raw | changes)
+
+
+def test_rows_of_trees_and_shared_rows_are_refused():
+    config, mesh = tiny_hybrid(), make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    assert choose_kernels(DEFAULTS, config, "float32", mesh).tree_attention is None
+    ones = jnp.ones((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="cannot compute rows of trees: give packing"):
+        tree_logprobs(init_params(config, 0), config, ones, ones, PrefixTrees(ones, ones, ones, ones))
+
+
+def test_other_libraries_cannot_show_its_operations(tmp_path):
+    save_params(tmp_path, init_params(tiny_hybrid(), 0), tiny_hybrid())
+    with pytest.raises(ValueError, match="--layers: hf:float32 cannot show the operations of a qwen3_5_text policy"):
+        TorchTracer(tmp_path, "float32", "hf:float32")
+
+
+def test_the_state_is_float32_and_its_bytes_are_counted():
+    """A row has, in three delta nets, states of 4 x 8 x 8 x 4 bytes and 3 inputs of 64 x 2 bytes, and in one block
+    20 places of 2 x 2 x 8 bytes."""
+    mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    found = cache_row_bytes(tiny_hybrid(), mesh, 20, jnp.bfloat16, jnp.float8_e4m3fn)
+    assert found == 3 * (4 * 8 * 8 * 4 + 3 * 64 * 2) + 20 * 2 * 2 * 8
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
+def test_the_inverse_of_a_triangle(size):
+    """Equal keys that never decay give a matrix of ones, whose powers are beyond float32."""
+    draw = np.random.default_rng(size)
+    for below in (0.3 * draw.normal(size=(2, 3, size, size)), np.ones((1, size, size))):
+        expected = np.linalg.inv(np.eye(size) + np.tril(below, -1))
+        found = unit_lower_inverse(jnp.asarray(below, jnp.float32))
+        np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())

@@ -1,0 +1,84 @@
+"""Random tiny Qwen3.5 models of transformers, whose heads forget slowly, and their packed rows.
+
+With the A of new models of transformers, almost every head forgets within a few tokens. Then no test would see a state
+that is lost, rounded or left over.
+"""
+
+import math
+
+import numpy as np
+from transformers_models import torch, transformers
+
+from rljax.policy.config import SIZES, PolicyConfig
+
+# vocab, d, f, layers, h, g, head_dim, tied, key heads, value heads, key width, value width, taps, rotary share
+SHAPES_HYBRID = [
+    (97, 48, 80, 4, 4, 2, 16, False, 2, 4, 16, 8, 4, 0.25),
+    (64, 32, 48, 8, 2, 1, 32, True, 2, 2, 8, 16, 3, 0.5),
+    (51, 40, 40, 4, 2, 2, 8, True, 1, 3, 12, 20, 2, 1.0),
+]
+LENGTHS = (7, 64, 65, 1, 130, 3)  # shorter than a chunk, as long and longer; sequences that start inside of chunks
+
+
+def tiny_hybrid(**changes):
+    """Returns the sizes of the first shape, with 24 tokens."""
+    sizes = {"delta_key_heads": 2, "delta_value_heads": 4, "delta_key_dim": 8, "delta_value_dim": 8, "conv_width": 4}
+    more = {"family": "qwen3_5_text", "rotary_share": 0.25, "initializer_range": 0.2, **sizes, **changes}
+    return PolicyConfig(**dict(zip(SIZES, (24, 32, 64, 4, 4, 2, 8), strict=True)) | more)
+
+
+def text_config(shape):
+    vocab, d, f, layers, h, g, head_dim, tied, hk, hv, dk, dv, taps, share = shape
+    return transformers.Qwen3_5TextConfig(
+        vocab_size=vocab,
+        hidden_size=d,
+        intermediate_size=f,
+        num_hidden_layers=layers,
+        num_attention_heads=h,
+        num_key_value_heads=g,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        linear_num_key_heads=hk,
+        linear_num_value_heads=hv,
+        linear_key_head_dim=dk,
+        linear_value_head_dim=dv,
+        linear_conv_kernel_dim=taps,
+        rope_parameters={"rope_theta": 10_000.0, "rope_type": "default", "partial_rotary_factor": share},
+        initializer_range=0.1,
+        attn_implementation="eager",
+    )
+
+
+def hybrid_model(shape=SHAPES_HYBRID[0], seed=0, make=None, config=None):
+    """Returns a model with perturbed norms and biases, and with A between 1e-4 and 1e-2."""
+    torch.manual_seed(seed)
+    model = (make or transformers.Qwen3_5ForCausalLM)(config or text_config(shape)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(math.log(1e-4), math.log(1e-2))
+            elif "norm" in name or "bias" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def sequences_of(vocab, lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
+
+
+def packed(sequences, tokens):
+    """Returns tokens, segment ids and positions [1, tokens] of one row."""
+    row, ids, positions = (np.zeros((1, tokens), np.int32) for _ in range(3))
+    used = sum(len(s) for s in sequences)
+    row[0, :used] = np.concatenate(sequences)
+    ids[0, :used] = np.concatenate([np.full(len(s), i + 1) for i, s in enumerate(sequences)])
+    positions[0, :used] = np.concatenate([np.arange(len(s)) for s in sequences])
+    return row, ids, positions
+
+
+def torch_logprobs(model, sequence):
+    """Returns the log-probability of each token but the first, a torch tensor with a gradient."""
+    x = torch.tensor(np.asarray(sequence)[None], dtype=torch.long)
+    scores = model(x, use_cache=False).logits.float().log_softmax(-1)
+    return scores[0, :-1].gather(-1, x[0, 1:, None])[:, 0]
