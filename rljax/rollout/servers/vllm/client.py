@@ -29,9 +29,9 @@ from rljax.rollout.servers.handshake import (
     server_info,
 )
 from rljax.rollout.servers.kind import UPDATE_S, Backend
+from rljax.rollout.servers.process import TOP
 from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
 from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
-from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS, prompt_hash
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
@@ -39,6 +39,7 @@ from rljax.weights.store import WeightVersion
 log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
+_INSTALL = "install rljax beside vLLM (install_vllm, on a TPU with --tpu) and start it with rljax serve vllm MODEL"
 FORCING_S = 3600.0
 """The longest time that a server goes on to force tokens for a client that is gone (seconds)."""
 
@@ -125,10 +126,7 @@ class VllmBackend(Backend):
     own_route = ROLLOUTS
     without_route = "rljax needs vLLM 0.32 or newer"
     logprobs_hint = "start with --logprobs-mode processed_logprobs"
-    without_plugin = (
-        "rljax's plugin is not in this server: install rljax beside vLLM (install_vllm in a checkout, on a TPU with "
-        "--tpu) and start it with rljax serve vllm MODEL"
-    )
+    without_plugin = f"rljax's plugin is not in this server: {_INSTALL}"
     paused_route = "/is_paused"
     version_route = "/weight_info"
     without_version = "it does not say which weights it holds: no /weight_info; a newer vLLM has it"
@@ -201,6 +199,8 @@ class VllmBackend(Backend):
 
     async def force(self, server: Remote, name: str) -> Callable[[np.ndarray], Mapping[str, Any]]:
         """Makes the workers decode given tokens, by hooks that are removed at the end or by vLLM's own trace replay."""
+        if not can("vllm", "decodes_given", server.platform):
+            raise ValueError(f"{server.url} decodes no given tokens: vLLM on a TPU samples its own")
         try:
             answers: list[_ForceAnswer] = await self.ask(server, _ForceAnswer, "rljax_force", name, FORCING_S)
         except ServerRefusedError as error:
@@ -253,6 +253,8 @@ class VllmBackend(Backend):
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
         """Returns the lines of :func:`common_differences`, and lines about vLLM's own settings."""
         lines = common_differences(described, expected, 'vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\'')
+        if described.get("platform") == "tpu" and "is_broken" not in described:
+            lines.append(f"vLLM's own worker is on the TPU, because the plugin is too old: {_INSTALL}")
         if described["backend"] != BACKEND:
             lines.append(
                 f"the weight-transfer backend is {described['backend']!r}, expected {BACKEND!r} "

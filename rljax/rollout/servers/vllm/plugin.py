@@ -34,7 +34,7 @@ from rljax.weights.format import Checksum
 from rljax.weights.sums import as_published, tensor_checksum
 from rljax.weights.worker import WorkerWeights
 
-TPU_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TPU_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 """The models of tpu-inference whose weights rljax's worker replaces."""
 
 
