@@ -332,8 +332,8 @@ import tpu_inference.models.common.model_loader as loader
 def config(**changes):
     said = {"architecture": "Qwen3ForCausalLM", "dtype": "torch.bfloat16", "quantization": None}
     said |= {"heads": 4, "vocab": 256, "size": 128, "tensor": 2, "pipeline": 1, "data": 1}
-    said |= {"extension": "", "lora": None, "drafts": None, **changes}
-    text = Names(num_attention_heads=8, num_key_value_heads=said["heads"])
+    said |= {"extension": "", "lora": None, "drafts": None, "rope": "llama3", **changes}
+    text = Names(num_attention_heads=8, num_key_value_heads=said["heads"], rope_parameters={"rope_type": said["rope"]})
     model = Names(hf_text_config=text, get_head_size=lambda: said["size"], architecture=said["architecture"],
                   dtype=said["dtype"], quantization=said["quantization"], get_vocab_size=lambda: said["vocab"])
     parallel = Names(tensor_parallel_size=said["tensor"], pipeline_parallel_size=said["pipeline"],
@@ -361,6 +361,7 @@ def test_each_reason_is_named(servers):
     expected = [
         ({}, ""),
         ({"architecture": "Qwen3MoeForCausalLM"}, "the model Qwen3MoeForCausalLM (it takes Qwen2ForCausalLM, Qwen3"),
+        ({"rope": "yarn"}, "rotary embeddings of the type yarn (it takes default and llama3)"),
         ({"quantization": "fp8"}, "quantized weights, fp8 (leave out --quantization)"),
         ({"dtype": "torch.float16"}, "the dtype float16 (give bfloat16 or float32)"),
         ({"lora": 1}, "LoRA (leave out --enable-lora)"),

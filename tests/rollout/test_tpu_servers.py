@@ -13,7 +13,7 @@ from rljax.rollout.types import SamplingParams
 
 @pytest.fixture
 def tpu(fake) -> FakeVllm:
-    fake.described = {"platform": "tpu", "is_broken": False}
+    fake.described = {"platform": "tpu"}
     return fake
 
 
@@ -57,13 +57,6 @@ def test_a_setting_that_a_tpu_cannot_have_ends_the_handshake(tpu, settings, said
 def test_the_other_settings_of_vllm_work(tpu, tmp_path):
     with published(tpu.url, tmp_path=tmp_path, max_staleness=2, top_k=4, top_p=0.9) as engine:
         assert engine.fleet.opened() == [tpu.url]
-
-
-def test_an_older_plugin_that_brought_no_worker_is_named(tpu):
-    """It would answer 200 to an update and change nothing."""
-    del tpu.described["is_broken"]
-    with pytest.raises(HandshakeError, match=r"plugin is too old: install .*--tpu.* with rljax serve vllm MODEL"):
-        make(tpu.url)
 
 
 def test_a_server_with_mixed_weights_is_not_resumed(tpu):

@@ -118,7 +118,7 @@ REPLACED: dict[str, Callable[[Any], Any]] = {
     "tpu_inference.models.common.compiler_options:get_step_fn_compiler_options": lambda plain: dict,
     "tpu_inference.models.common.compiler_options:get_sampling_compiler_options": lambda plain: dict,
     # A device of a CPU does not tell its memory.
-    "tpu_inference.utils:get_device_hbm_limit": lambda plain: lambda: 2**28,
+    "tpu_inference.utils:get_device_hbm_limit": lambda plain: lambda: 2**32,
     # The runner fills the same numpy buffers for each step. JAX copies them to a TPU, but on a CPU a step that still
     # runs would read the inputs of the next.
     "tpu_inference.utils:device_array": copying,
