@@ -66,7 +66,7 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--port", type=int, help="The port; 0 takes a free one.")
     parser.add_argument("--max-model-len", type=int, help="The longest prompt plus response, in tokens.")
     parser.add_argument("--max-num-seqs", type=int, help="The most sequences that are decoded at once.")
-    top_help = "The most log-probabilities that a request may ask for at each position (default 20; only vLLM has it)."
+    top_help = "The most log-probabilities that a request may ask for at each position (vLLM alone; 20, on a TPU 9)."
     parser.add_argument("--max-logprobs", type=int, help=top_help)
     invariant_help = "Whether the bits of a token do not depend on the batch around it (slower)."
     parser.add_argument("--batch-invariant", action="store_true", help=invariant_help)

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import rljax
 from rljax.compare.sampling import SampleConfig, sample_responses
-from rljax.compare.scorers import DTYPES, open_server, score_column
+from rljax.compare.scorers import DTYPES, ON_TPU, open_server, score_column, server_kind
 from rljax.distributed.files import write_whole
 from rljax.errors import parse_json
 from rljax.mismatch.atlas import normal_range
@@ -98,8 +98,9 @@ class BenchForm(NamedTuple):
     @property
     def column(self) -> str:
         """The name of the form's column in the dump of its length, as ``rljax compare`` names columns."""
-        kind = next(kind for kind, words in ROWS.items() if words == (self.engine, self.path))
-        return f"{kind}:{self.dtype}".replace("vllm-decode", "vllm-forced")
+        plain = self.engine.removesuffix(ON_TPU)
+        kind = next(kind for kind, words in ROWS.items() if words == (plain, self.path))
+        return f"{kind}:{self.dtype}".replace("vllm-decode", "vllm-forced").replace(plain, self.engine, 1)
 
 
 def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
@@ -112,13 +113,13 @@ def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
     forms: dict[BenchForm, str] = {}
     for spec in config.scorers:
         kind, _, dtype = spec.partition(":")
+        engine, path = ROWS.get(kind, ("", ""))
         if kind in STARTED and "://" in dtype:
             with open_server(dtype) as server:
-                dtype = server.info.dtype
-        elif kind not in ROWS or dtype not in DTYPES:
+                engine, dtype = server_kind(server.info), server.info.dtype
+        elif not engine or dtype not in DTYPES:
             kinds, dtypes = ", ".join(ROWS), ", ".join(DTYPES)
             raise ValueError(f"--serve measures KIND:DTYPE of {kinds} and {dtypes}, or vllm:URL; got {spec!r}")
-        engine, path = ROWS[kind]
         forms |= {BenchForm(engine, dtype, path, length): spec for length in config.lengths}
     return forms
 
@@ -370,7 +371,7 @@ def _cells(row: Mapping[str, Any], parameters: int) -> list[str]:
 
 def _standing(row: Mapping[str, Any], parameters: int) -> str:
     """Returns where another engine's gap lies among the atlas's healthy gaps of models of this size, or ""."""
-    if row["engine"] not in _OTHERS:
+    if row["engine"].removesuffix(ON_TPU) not in _OTHERS:
         return ""
     dtype = f"{row['reference'].partition(':')[2]} / {row.get('form') or row['dtype']}"
     found = normal_range(METRICS[0], row[METRICS[0]], parameters=parameters / 1e9, tokens=row["length"], dtype=dtype)

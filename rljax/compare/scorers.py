@@ -43,6 +43,7 @@ T = TypeVar("T")
 Vectors = Iterator[np.ndarray]  # the log-probabilities of each sequence, float32 [t], NaN if unknown
 
 DTYPES = ("float32", "bfloat16", "float16")
+ON_TPU = "-tpu"  # the end of the name of an engine on a TPU
 
 _SERVER_LIMITS = ClientLimits(request_timeout_s=600.0)
 _NONE = np.full(1, np.nan, np.float32)  # position 0 carries no log-probability
@@ -158,6 +159,11 @@ def server_label(info: ServerInfo) -> str:
     return f"{info.dtype}{form}" if info.dtype else info.url.partition("://")[2]
 
 
+def server_kind(info: ServerInfo, kind: str = "vllm") -> str:
+    """Returns the kind of a server. vLLM on a TPU is ``vllm-tpu``, as its distribution is named."""
+    return kind + ON_TPU if info.platform == "tpu" else kind
+
+
 def server_source(info: ServerInfo, way: str, temperature: float | None, kind: str = "vllm") -> ColumnSource:
     """Returns the source of a column that a server of ``kind`` computes; ``way`` ends the engine's name.
 
@@ -165,7 +171,7 @@ def server_source(info: ServerInfo, way: str, temperature: float | None, kind: s
     """
     readable = info.has_first_weights and any(Path(info.root).glob("*.safetensors"))
     known_hash = weights_hash(info.root) if readable else ""
-    engine = f"{kind} {info.version} {way}".strip()
+    engine = f"{server_kind(info, kind)} {info.version} {way}".strip()
     return ColumnSource(engine, info.dtype, known_hash, temperature, "rollout", info.form.label)
 
 

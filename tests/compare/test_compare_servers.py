@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rljax.commands import compare
+from rljax.compare.bench import BenchConfig, find_forms
 from rljax.compare.distributions import compare_distributions
 from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
@@ -40,6 +41,10 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
     fake.version = "run7/3"  # weights that were published have no known hash
     with open_server(fake.url) as server:
         assert server_source(server.info, "", 1.0).weights_hash == ""
+    fake.described = {"platform": "tpu"}
+    assert score_column(f"vllm:{fake.url}", DUMP)[1].engine == "vllm-tpu fake"
+    config = BenchConfig(model, "m", (f"vllm:{fake.url}",), (4,))
+    assert [form.column for form in find_forms(config)] == ["vllm-tpu:float32"]
 
 
 @pytest.mark.parametrize("way", ["extra_args", "trace_decode_token_ids"])

@@ -17,22 +17,27 @@ import pytest
 import tpu_stand_in
 from stopping import StopWhen
 from toy_runs import ROOT, command, comparable, complete_beside
-from vllm_checks import OTHER_BITS, OUT_OF_BAND, cache_kept, check_use, rpc
+from vllm_checks import OTHER_BITS, OUT_OF_BAND, cache_kept, check_use
 
+from rljax.compare.scorers import score_column
 from rljax.errors import HandshakeError, ServerFailedError, VerificationError
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
+from rljax.record.token_dumps import make_dump
 from rljax.rollout.servers.vllm.server import ROLLOUTS, VllmConfig, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
 pytestmark = pytest.mark.vllm_tpu
 VENV = Path(os.environ.get("RLJAX_VLLM_TPU_VENV", ROOT / ".venv-vllm-tpu"))
+SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+SCALED |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # The family, the number of devices and further settings of the model of each server. The first has the toy's tokens, so
-# that a run can train it, and its head in the files although it is tied. Heads of 64 have another kernel.
+# that a run can train it, and its head in the files although it is tied. Heads of 64 have their own kernel.
 MODELS = {
     "float32": ("Qwen3", 1, {"vocab_size": 16, "head_dim": 128, "tie_word_embeddings": True}),
-    "bfloat16": ("Qwen2", 1, {"vocab_size": 250, "hidden_size": 512, "tie_word_embeddings": True}),
+    "bfloat16": ("Qwen2", 1, {"vocab_size": 250, "hidden_size": 256, "tie_word_embeddings": True}),
+    "bfloat16 Llama": ("Llama", 1, {"vocab_size": 250, "hidden_size": 512, "rope_parameters": SCALED}),
     "two devices": ("Qwen3", 2, {"vocab_size": 258, "head_dim": 128, "tie_word_embeddings": False}),
 }
 # At most three times what was measured: 1.9e-6 in float32 and 4.7e-2 in bfloat16.
@@ -83,7 +88,7 @@ class TpuServers:
         return self._current
 
     def dtype(self, name: str) -> str:
-        return "bfloat16" if name == "bfloat16" else "float32"
+        return "bfloat16" if name.startswith("bfloat16") else "float32"
 
     def start(self, name: str, port: int = 0):
         workers = MODELS[name][1]
@@ -94,7 +99,6 @@ class TpuServers:
             port=port,
             max_model_len=512,
             max_num_seqs=16,
-            max_logprobs=16,
             log_path=self.directory / f"{name}.log",
             extra_args=tpu_stand_in.options(workers),
             extra_env=tpu_stand_in.environment(self.directory, workers),
@@ -233,6 +237,9 @@ def test_after_a_broken_update_the_server_waits_for_a_whole_one(servers, tpu, en
     with servers.fault(f"break {PROJECTION}"), pytest.raises(RuntimeError, match="planted"):
         engine.publish(tpu.model.moved(1), 1)
     assert status(tpu.url, "GET", "/is_paused") == (200, '{"is_paused":true}')
+    said = '{"error":"a weight update has not ended, so the weights may be mixed: publish a whole version"}'
+    assert status(tpu.url, "POST", "/resume") == status(tpu.url, "POST", "/wake_up") == (409, said)
+    assert status(tpu.url, "POST", "/start_weight_update")[0] == 500
     refused, text = status(tpu.url, "POST", "/finish_weight_update", json={"weight_version": "x"})
     assert refused == 500
     assert "mixed weights" in text
@@ -252,28 +259,29 @@ def test_after_a_broken_update_the_server_waits_for_a_whole_one(servers, tpu, en
         ({"presence_penalty": 0.5}, "presence_penalty must be 0.0"),
         ({"logit_bias": {"3": 1.0}}, "logit_bias must be None"),
         ({"min_tokens": 2}, "min_tokens must be 0"),
+        ({"token_ids": [3, 16]}, "token_ids must be in 0 .. 15, got 16"),
     ],
 )
-def test_a_setting_that_vllm_ignores_on_a_tpu_is_named(tpu, settings, said):
-    sampling = {"max_tokens": 4, "logprobs": 1, "ignore_eos": True, **settings}
-    _, text = status(tpu.url, "POST", ROLLOUTS, json=[{"token_ids": [3, 4], "sampling_params": sampling}])
-    assert text.startswith("0 400 ")
-    assert said in text
-
-
-def test_a_token_outside_the_vocabulary_is_refused(tpu):
+def test_a_wrong_request_is_named_and_its_neighbour_answered(tpu, settings, said):
+    """vLLM ignores the settings on a TPU, and a token outside the vocabulary leaves NaN in a page of the cache."""
     sampling = {"max_tokens": 4, "logprobs": 0, "ignore_eos": True}
-    asked = [{"token_ids": ids, "sampling_params": sampling} for ids in ([3, 16], [3, 4])]
+    own = sampling | settings
+    asked = [{"token_ids": own.pop("token_ids", [3, 4]), "sampling_params": own}]
+    asked.append({"token_ids": [3, 4], "sampling_params": sampling})
     _, text = status(tpu.url, "POST", ROLLOUTS, json=asked)
-    lines = sorted(text.splitlines())
-    assert lines[0].startswith("0 400 ")
-    assert "token_ids must be in 0 .. 15, got 16" in lines[0]
-    assert lines[1].startswith("1 200 ")
+    refused, answered = sorted(text.splitlines())
+    assert refused.startswith("0 400 ")
+    assert said in refused
+    assert answered.startswith("1 200 ")
 
 
-def test_given_tokens_are_not_decoded(tpu, engine):
-    (answer,) = rpc(tpu, "rljax_force", "someone", 1.0)
-    assert answer == {"way": "", "reason": "vLLM on a TPU samples its own tokens"}
+def test_given_tokens_are_not_decoded(tpu):
+    dump = make_dump(["x"], [np.int32([3, 4, 5])], [np.arange(3) > 0], {})
+    with pytest.raises(ValueError, match="decodes no given tokens: vLLM on a TPU samples its own"):
+        score_column(f"vllm-decode:{tpu.url}", dump)
+    (scores,), source = score_column(f"vllm:{tpu.url}", dump)
+    assert source.engine == "vllm-tpu 0.32.0"
+    assert np.isfinite(scores[1:]).all()
 
 
 def test_a_killed_server_comes_back_with_the_current_weights(servers, tpu):
@@ -324,8 +332,8 @@ import tpu_inference.models.common.model_loader as loader
 def config(**changes):
     said = {"architecture": "Qwen3ForCausalLM", "dtype": "torch.bfloat16", "quantization": None}
     said |= {"heads": 4, "vocab": 256, "size": 128, "tensor": 2, "pipeline": 1, "data": 1}
-    said |= {"extension": "", "lora": None, "drafts": None, **changes}
-    text = Names(num_attention_heads=8, num_key_value_heads=said["heads"])
+    said |= {"extension": "", "lora": None, "drafts": None, "rope": "llama3", **changes}
+    text = Names(num_attention_heads=8, num_key_value_heads=said["heads"], rope_parameters={"rope_type": said["rope"]})
     model = Names(hf_text_config=text, get_head_size=lambda: said["size"], architecture=said["architecture"],
                   dtype=said["dtype"], quantization=said["quantization"], get_vocab_size=lambda: said["vocab"])
     parallel = Names(tensor_parallel_size=said["tensor"], pipeline_parallel_size=said["pipeline"],
@@ -353,6 +361,7 @@ def test_each_reason_is_named(servers):
     expected = [
         ({}, ""),
         ({"architecture": "Qwen3MoeForCausalLM"}, "the model Qwen3MoeForCausalLM (it takes Qwen2ForCausalLM, Qwen3"),
+        ({"rope": "yarn"}, "rotary embeddings of the type yarn (it takes default and llama3)"),
         ({"quantization": "fp8"}, "quantized weights, fp8 (leave out --quantization)"),
         ({"dtype": "torch.float16"}, "the dtype float16 (give bfloat16 or float32)"),
         ({"lora": 1}, "LoRA (leave out --enable-lora)"),

@@ -227,6 +227,9 @@ def test_the_build_for_tpus_is_found_and_gets_its_own_options(tmp_path):
     others = {"--enforce-eager", "--no-enable-chunked-prefill", "--worker-extension-cls", "--weight-transfer-config"}
     assert others.isdisjoint(config.command(7, gpu=False))
     assert others <= set(VllmConfig("m").command(7, gpu=False))
+    for settings, most in (({"python": python}, "9"), ({"python": python, "max_logprobs": 12}, "12"), ({}, "20")):
+        command = VllmConfig("m", **settings).command(7, gpu=False)
+        assert command[command.index("--max-logprobs") + 1] == most
     environment = config.environment(gpu=False)
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert environment.keys().isdisjoint(VllmConfig.cpu_environment.keys() - os.environ.keys())

@@ -10,6 +10,9 @@ coordinates, which a CPU does not have.
 import importlib
 import inspect
 import os
+import signal
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +25,7 @@ FAULT, COMPILED = "RLJAX_TEST_FAULT", "RLJAX_TEST_COMPILED"
 def options(workers: int = 1) -> tuple[str, ...]:
     """Returns the further arguments of ``vllm serve`` for ``workers`` simulated devices."""
     sharding = f'{{"sharding":{{"sharding_strategy":{{"device_indexes":{list(range(workers))}}}}}}}'
-    sizes = (
-        "--max-num-batched-tokens",
-        "256",
-        "--num-gpu-blocks-override",
-        "256",
-        "--tensor-parallel-size",
-        str(workers),
-    )
+    sizes = f"--max-num-batched-tokens 256 --num-gpu-blocks-override 256 --tensor-parallel-size {workers}".split()
     return (*sizes, "--additional-config", sharding)
 
 
@@ -42,30 +38,30 @@ def environment(directory: Path, workers: int = 1) -> dict[str, str]:
     machine = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_NAME": "none", "TPU_WORKER_ID": "0"}
     devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={workers}"}
     quick = {"SKIP_JAX_PRECOMPILE": "1", "VLLM_DISABLE_COMPILE_CACHE": "1", "OMP_NUM_THREADS": "1"}
-    other = {
-        "CUDA_VISIBLE_DEVICES": "",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONDONTWRITEBYTECODE": "",
-        "JAX_NUMPY_RANK_PROMOTION": "allow",
-    }
+    other = {"CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0", "JAX_NUMPY_RANK_PROMOTION": "allow"}
+    other["PYTHONDONTWRITEBYTECODE"] = ""
     return {"PYTHONPATH": paths, **machine, **devices, **quick, **other, **files}
 
 
 def attend(
-    queries, keys, values, kv_cache, kv_lens, page_indices, cu_q_lens, distribution, *, use_causal_mask=True,
-    update_kv_cache=True, sm_scale=1.0, sliding_window=None, soft_cap=None, q_scale=None, k_scale=None, v_scale=None,
-    **blocks,
+    queries, keys, values, kv_cache, kv_lens, page_indices, cu_q_lens, distribution, *, sm_scale=1.0,
+    sliding_window=None, soft_cap=None, q_scale=None, k_scale=None, v_scale=None, **others,
 ):  # fmt: skip
-    """Computes what kernels/ragged_paged_attention/v3/kernel.py does: (output [t, h, d], the updated cache)."""
+    """Computes what the kernels in kernels/ragged_paged_attention/v3 do: (output [t, h, d], the updated cache).
+
+    With heads of 64 a key and its value share the last axis of the cache.
+    """
     import jax
     import jax.numpy as jnp
-    from tpu_inference.kernels.ragged_paged_attention.v3.kernel import merge_kv
+    from tpu_inference.kernels.ragged_paged_attention.v3 import kernel, kernel_hd64
 
-    assert (q_scale, k_scale, v_scale, use_causal_mask, update_kv_cache) == (None, None, None, True, True)
-    assert not blocks.get("skip_kv_mask")
-    assert blocks.get("out_dtype") in (None, queries.dtype)
+    assert (q_scale, k_scale, v_scale) == (None, None, None)
+    plain = {"use_causal_mask": True, "update_kv_cache": True, "skip_kv_mask": False}
+    assert plain == {name: others.get(name, plain[name]) for name in plain}
+    assert others.get("out_dtype") in (None, queries.dtype)
     (tokens, heads, width), kv_heads = queries.shape, keys.shape[1]
-    _, page_size, _, _, padded_width = kv_cache.shape
+    page_size, merge_kv = kv_cache.shape[1], (kernel_hd64 if width == 64 else kernel).merge_kv
+    padded_width = width if width == 64 else kv_cache.shape[-1]
     sequences = kv_lens.shape[0]
     pages = page_indices.reshape(sequences, -1)
     # The sequence and the position of each token. Tokens after the last sequence are padding.
@@ -78,8 +74,8 @@ def attend(
     page = jnp.where(real, pages[sequence, position // page_size], kv_cache.shape[0])
     kv_cache = kv_cache.at[page, position % page_size].set(merge_kv(keys, values), mode="drop")
     # The keys and values of each token's sequence are read.
-    held = kv_cache[pages].reshape(sequences, -1, kv_cache.shape[2] * kv_cache.shape[3], padded_width)
-    held = held[:, :, : 2 * kv_heads].reshape(sequences, held.shape[1], kv_heads, 2, padded_width)
+    held = kv_cache[pages].reshape(sequences, pages.shape[1] * page_size, -1)[..., : 2 * kv_heads * padded_width]
+    held = held.reshape(*held.shape[:2], kv_heads, 2, padded_width)
     k, v = (held[..., i, :width].astype(jnp.float32) for i in (0, 1))
     q = queries.reshape(tokens, kv_heads, heads // kv_heads, width).astype(jnp.float32)
     exact = jax.lax.Precision.HIGHEST
@@ -99,7 +95,7 @@ def attend(
 
 
 def attending(plain: Callable) -> Callable:
-    own = set(inspect.signature(attend).parameters) - {"blocks"}
+    own = set(inspect.signature(attend).parameters) - {"others"}
     assert own <= set(inspect.signature(plain).parameters), (
         "the attention kernel of tpu-inference takes other arguments"
     )
@@ -122,12 +118,13 @@ REPLACED: dict[str, Callable[[Any], Any]] = {
     "tpu_inference.models.common.compiler_options:get_step_fn_compiler_options": lambda plain: dict,
     "tpu_inference.models.common.compiler_options:get_sampling_compiler_options": lambda plain: dict,
     # A device of a CPU does not tell its memory.
-    "tpu_inference.utils:get_device_hbm_limit": lambda plain: lambda: 2**28,
+    "tpu_inference.utils:get_device_hbm_limit": lambda plain: lambda: 2**32,
     # The runner fills the same numpy buffers for each step. JAX copies them to a TPU, but on a CPU a step that still
     # runs would read the inputs of the next.
     "tpu_inference.utils:device_array": copying,
-    # The kernel is in Pallas.
+    # The kernels are in Pallas.
     "tpu_inference.layers.common.attention_interface:ragged_paged_attention": attending,
+    "tpu_inference.layers.common.attention_interface:ragged_paged_attention_hd64": attending,
 }
 """The names that are replaced, each with a function of the plain object that returns the replacement."""
 
@@ -179,3 +176,12 @@ def register() -> None:
                 file.write(b".")
 
     jax.monitoring.register_event_duration_secs_listener(count)
+
+
+if __name__ == "__main__":  # It serves the model of the first argument with the interpreter of the second.
+    from rljax.rollout.servers.vllm.server import VllmConfig, start
+
+    extras = {"extra_args": options(), "extra_env": environment(Path(tempfile.mkdtemp()))}
+    with start(VllmConfig(*sys.argv[1:3], port=8000, max_model_len=1024, **extras), timeout_s=900) as server:
+        print(server.url, flush=True)
+        signal.pause()

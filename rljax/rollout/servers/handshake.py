@@ -69,6 +69,7 @@ def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo
     return ServerInfo(
         url=url,
         version=str(described.get(kind, "")),
+        platform=str(described.get("platform", "")),
         dtype=str(described.get("dtype", "")),
         vocab_size=described.get("shape", {}).get("vocab_size"),
         max_model_len=described.get("max_model_len"),

@@ -35,6 +35,7 @@ from rljax.weights.access import KEY_FILE, http_url, serving_key
 log = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+TOP = 8  # the number of likeliest tokens that the probe of the temperature compares, so every server reports them
 _HEALTH_S = 2.0  # The longest time in which /health must answer (seconds).
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # It ignores http_proxy.
 _GRACE_S = 15.0  # The time that the server has to end once it was asked to (seconds).
@@ -75,8 +76,8 @@ class ServerConfig(ABC):
     port: int = 0  # 0 takes a free one
     max_model_len: int | None = None  # the longest prompt plus response (tokens), or None for the model's own limit
     max_num_seqs: int = 256  # the most sequences that are decoded at once
-    # The most log-probabilities that a request may ask for at each position. SGLang has no such bound.
-    max_logprobs: int = 20
+    # The most log-probabilities that a request may ask for at each position, or None for the default of the server.
+    max_logprobs: int | None = None  # SGLang has no such bound
     # Whether the bits of a token do not depend on the batch around it, as far as the server can.
     batch_invariant: bool = False
     # The file with the key that every route but /health asks for. None takes $RLJAX_API_KEY_FILE, if that is set.

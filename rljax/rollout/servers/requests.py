@@ -55,6 +55,7 @@ class ServerInfo:
     model: str = ""  # the name that the server gives its model
     root: str = ""  # the model directory that the server was started with, as the server names it
     version: str = ""  # the version of the server's software
+    platform: str = ""  # the kind of its devices, as rljax's plugin describes it
     dtype: str = ""  # the dtype of weights and activations
     vocab_size: int | None = None  # the size of the vocabulary: every token id is smaller
     max_model_len: int | None = None  # the longest prompt plus response (tokens)

@@ -24,14 +24,13 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import VerificationError
+from rljax.rollout.servers.process import TOP
 from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
 from rljax.rollout.types import SamplingParams, VerifyConfig
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 """A function of the policy's pytree and token sequences that returns the log-probability of each token."""
 
-TOP = 8
-"""The number of likeliest tokens that the probe of the temperature compares."""
 LOOKS = 2
 """The number of times that the probes of a server are judged before it is refused."""
 ROUNDS = 3

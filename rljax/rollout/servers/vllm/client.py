@@ -29,9 +29,9 @@ from rljax.rollout.servers.handshake import (
     server_info,
 )
 from rljax.rollout.servers.kind import UPDATE_S, Backend
+from rljax.rollout.servers.process import TOP
 from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
 from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
-from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS, prompt_hash
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
@@ -126,8 +126,8 @@ class VllmBackend(Backend):
     without_route = "rljax needs vLLM 0.32 or newer"
     logprobs_hint = "start with --logprobs-mode processed_logprobs"
     without_plugin = (
-        "rljax's plugin is not in this server: install rljax beside vLLM (install_vllm in a checkout, on a TPU with "
-        "--tpu) and start it with rljax serve vllm MODEL"
+        "rljax's plugin is not in this server, or too old for it: install this rljax beside vLLM (install_vllm in a "
+        "checkout, on a TPU with --tpu) and start it with rljax serve vllm MODEL"
     )
     paused_route = "/is_paused"
     version_route = "/weight_info"
@@ -201,6 +201,8 @@ class VllmBackend(Backend):
 
     async def force(self, server: Remote, name: str) -> Callable[[np.ndarray], Mapping[str, Any]]:
         """Makes the workers decode given tokens, by hooks that are removed at the end or by vLLM's own trace replay."""
+        if not can("vllm", "decodes_given", server.platform):
+            raise ValueError(f"{server.url} decodes no given tokens: vLLM on a TPU samples its own")
         try:
             answers: list[_ForceAnswer] = await self.ask(server, _ForceAnswer, "rljax_force", name, FORCING_S)
         except ServerRefusedError as error:

@@ -23,7 +23,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.inputs import tokens_input
@@ -35,7 +35,7 @@ from rljax.weights.access import App, Message
 
 
 class ServeRollouts:
-    """ASGI middleware that adds the endpoint to vLLM's application, and changes no request."""
+    """ASGI middleware that adds the endpoint to vLLM's application, and guards vLLM's own routes that resume it."""
 
     def __init__(self, app: App) -> None:
         """Wraps the application ``app``. The endpoint is added when the server starts."""
@@ -45,8 +45,24 @@ class ServeRollouts:
         """Handles one request, or the start and end of the server."""
         if scope["type"] == "lifespan":
             # A route of the application itself is behind all middleware that guards vLLM's own routes.
-            scope["app"].router.routes.insert(0, Route(ROLLOUTS, RolloutEndpoint(), methods=["POST", "DELETE"]))
+            routes = scope["app"].router.routes
+            routes.insert(0, Route(ROLLOUTS, RolloutEndpoint(), methods=["POST", "DELETE"]))
+            for route in routes if current_platform.is_tpu() else ():
+                if getattr(route, "path", "") in ("/resume", "/wake_up"):
+                    route.app = after_whole_updates(route.app)
         await self._app(scope, receive, send)
+
+
+def after_whole_updates(app: App) -> App:
+    """Returns a route's ``app`` that refuses requests while an update leaves a TPU with mixed weights and no cache."""
+
+    async def guarded(scope: Message, receive: Any, send: Any) -> None:
+        workers = await scope["app"].state.engine_client.collective_rpc("rljax_describe")
+        said = {"error": "a weight update has not ended, so the weights may be mixed: publish a whole version"}
+        is_broken = any(worker["is_broken"] for worker in workers)
+        await (JSONResponse(said, HTTPStatus.CONFLICT) if is_broken else app)(scope, receive, send)
+
+    return guarded
 
 
 class Asked(msgspec.Struct):

@@ -38,7 +38,7 @@ from rljax.weights.format import Checksum
 from rljax.weights.sums import as_published, tensor_checksum
 from rljax.weights.worker import WorkerWeights
 
-TPU_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TPU_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 """The models of tpu-inference whose weights rljax's worker replaces."""
 
 
@@ -109,11 +109,13 @@ def tpu_refusals(config: Any) -> list[str]:
     model, parallel, text = config.model_config, config.parallel_config, config.model_config.hf_text_config
     workers, head_dim, vocab = parallel.tensor_parallel_size, model.get_head_size(), model.get_vocab_size()
     heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     architecture, dtype = model.architecture, str(model.dtype).removeprefix("torch.")
     in_torch = architecture in TPU_MODELS and resolve_model_impl_type(config) != "flax_nnx"
     found = {
         f"the model {architecture} (it takes {', '.join(TPU_MODELS)})": architecture not in TPU_MODELS,
         "a model in torch (leave out MODEL_IMPL_TYPE)": in_torch,
+        f"rotary embeddings of the type {rope} (it takes default and llama3)": rope not in ("default", "llama3"),
         f"quantized weights, {model.quantization} (leave out --quantization)": model.quantization is not None,
         f"the dtype {dtype} (give bfloat16 or float32)": dtype not in ("bfloat16", "float32"),
         "LoRA (leave out --enable-lora)": config.lora_config is not None,

@@ -84,7 +84,8 @@ class VllmConfig(process.ServerConfig):
         args = [shutil.which("vllm", path=places) or "vllm", "serve", self.model, "--served-model-name", "policy"]
         args += ["--port", str(port), "--dtype", self.dtype]
         args += ["--max-num-seqs", str(self.max_num_seqs), "--seed", "0"]
-        args += ["--max-logprobs", str(self.max_logprobs)]
+        most = process.TOP + 1 if self.on_tpu else 20  # each step on a TPU computes them all
+        args += ["--max-logprobs", str(most if self.max_logprobs is None else self.max_logprobs)]
         args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
         args += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
         # A prefix cache of linear attention needs chunked prefill, which a CPU lacks (below).

@@ -9,6 +9,7 @@ transposes, paddings and shardings of the tensors.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from tpu_inference.models.jax import llama3
+from tpu_inference.models.jax.qwen2 import Qwen2ForCausalLM
 from tpu_inference.worker.tpu_worker import TPUWorker
 
 from rljax.rollout.servers.vllm.description import describe
@@ -35,6 +38,16 @@ ORDER = "permute_dims"
 ``weight_loader`` that each parameter has in its metadata."""
 
 
+class LlamaAsQwen2(Qwen2ForCausalLM):
+    """Llama as Qwen2 without biases. The Llama of tpu-inference loads only files."""
+
+    def __init__(self, config: Any, key: jax.Array, mesh: Any) -> None:
+        super().__init__(config, key, mesh)
+        for layer in self.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                projection.bias = None
+
+
 class TpuWorker(TPUWorker):
     """A worker whose model gets new weights in place. All methods but vLLM's own are for ``/collective_rpc``."""
 
@@ -44,6 +57,9 @@ class TpuWorker(TPUWorker):
 
     def load_model(self) -> None:
         """Loads the model that the server was started with. Raises RuntimeError if tpu-inference lacks a name."""
+        llama3.LlamaForCausalLM, settings = LlamaAsQwen2, self.model_config.hf_config
+        if not hasattr(settings, "text_config"):  # a Qwen2 whose head is not tied asks there for its width
+            settings.text_config = copy.copy(settings)
         super().load_model()
         runner, dtype = self.model_runner, str(self.model_config.dtype).removeprefix("torch.")
         check_names(self, runner, runner.model)
@@ -102,14 +118,6 @@ class TpuWorker(TPUWorker):
         began, held = time.monotonic(), published_tensors(self.model_runner)
         tensors = {name: dataclasses.astuple(array_checksum(array)) for name, array in held}
         return {"tag": self.rljax_tag, "tensors": tensors, "seconds": time.monotonic() - began}
-
-    def rljax_force(self, name: str, seconds: float) -> dict[str, str]:
-        """Answers that no given tokens can be decoded."""
-        return {"way": "", "reason": "vLLM on a TPU samples its own tokens"}
-
-    def rljax_end_force(self, name: str) -> str:
-        """Returns no error: nothing was forced."""
-        return ""
 
 
 def check_names(worker: Any, runner: Any, model: Any) -> None:
