@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from rljax.diagnose.course import Course
@@ -58,6 +59,8 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     if facts.is_summary:
         said = "a summary has the last value of each metric: when it changed, and what changed first, is in the history"
         return "one_row", [Finding("one_row", SURE, said)]
+    if facts.course is not None:
+        facts = facts._replace(of_course=tuple(find_log_causes(facts.course)))
     every = [finding for rule in RULES for finding in rule(facts)]
     findings = sorted(every, key=lambda finding: CONFIDENCES.index(finding.confidence))
     if findings and findings[0].confidence != POSSIBLE:
@@ -69,11 +72,6 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     else:
         is_sound = facts.tokens is not None and not crossed
     return ("healthy" if is_sound and not findings else "cannot_tell"), findings
-
-
-def _of_course(facts: Facts) -> Iterator[Finding]:
-    if facts.course is not None:
-        yield from find_log_causes(facts.course)
 
 
 def _comparable(facts: Facts) -> Iterator[Finding]:
@@ -156,7 +154,9 @@ def _rises_with_uncertainty(tokens: TokenFacts, times: float = _ALONG) -> bool:
 
 def _are_two_states(tokens: TokenFacts) -> bool:
     """Returns whether the gap is large and looks like two states of one policy, not like rounding."""
-    return tokens.is_beyond and _rises_with_uncertainty(tokens)
+    if tokens.is_beyond:
+        return _rises_with_uncertainty(tokens)
+    return tokens.effect_without > EFFECTS["bfloat16"] and _rises_with_uncertainty(tokens, _STEEP)
 
 
 def _is_late(course: Course | None) -> bool:
@@ -169,7 +169,7 @@ def _is_late(course: Course | None) -> bool:
 
 def _weights(facts: Facts) -> Iterator[Finding]:
     course = facts.course
-    if any(_of_course(facts)):
+    if facts.of_course:
         return
     if course is not None and course.starts_at <= 2 and not course.is_stale:
         start, later = course.effect_start, max(course.effect_first, course.effect_last)
@@ -311,7 +311,8 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
         if declared.forms:
             yield Finding("eight_bits", SURE, f"{size} is of 8 bits, and the engine is said to hold {declared.forms}")
         elif facts.is_split and not any(_explains(facts)):
-            flat = facts.tokens is None or not _rises_with_uncertainty(facts.tokens)
+            tokens = facts.tokens
+            flat = tokens is None or (len(tokens.by_uncertainty) > 1 and not _rises_with_uncertainty(tokens))
             said = (
                 f"{size} is of 8 bits rather than of 16, from the first step on, and neither a few tokens, nor length"
             )
@@ -321,7 +322,7 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
 
 
 def _explains(facts: Facts) -> Iterator[Finding]:
-    for rule in (_of_course, _stale, _temperature, _weights, _after_environment, _extreme, _length):
+    for rule in (attrgetter("of_course"), _stale, _temperature, _weights, _after_environment, _extreme, _length):
         yield from (finding for finding in rule(facts) if finding.confidence != POSSIBLE)
 
 
@@ -358,6 +359,7 @@ def _failure(facts: Facts) -> Iterator[Finding]:
 def _rounding(facts: Facts) -> Iterator[Finding]:
     """Yields a finding of rounding in 16 bits if a limit is crossed and no other finding explains it."""
     is_crossed = facts.is_split and any(one.is_crossed for one in facts.crossings)
+    is_crossed &= facts.tokens is None or not any(find_token_causes(facts.tokens))
     if is_crossed and facts.origin == "bfloat16" and not any(_explains(facts)):
         yield Finding("sixteen_bits", LIKELY, f"{facts.size} is that of bfloat16, and a limit is crossed")
 
@@ -365,7 +367,7 @@ def _rounding(facts: Facts) -> Iterator[Finding]:
 RULES = (
     _comparable,
     _unscored,
-    _of_course,
+    attrgetter("of_course"),
     _after_environment,
     _extreme,
     _stale,

@@ -87,6 +87,12 @@ class Facts(NamedTuple):
     declared: Declared = Declared()
     runs: Sequence[str] = ()  # the names of the runs in the file, if it has several and none was chosen
     is_summary: bool = False  # whether the log is a tracker's summary of a run, one value for each metric
+    of_course: Sequence[Finding] = ()  # the findings of ``find_log_causes``, which ``judge_cause`` sets
+
+    @property
+    def project(self) -> str:
+        """The project that wrote the log; "" if there is none."""
+        return self.course.log.project if self.course is not None else ""
 
     @property
     def size(self) -> Size:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +19,8 @@ from rljax.commands import compare, plot, replay, view
 from rljax.commands.diagnose import declared_of, main
 from rljax.compare.importers import read_tokens
 from rljax.diagnose.causes import CAUSES
+from rljax.diagnose.remedies import first_remedy, remedy_table
+from rljax.diagnose.signals import PROJECTS
 from rljax.diagnose.thresholds import THRESHOLDS
 from rljax.diagnose.token_facts import read_facts
 from rljax.rollout.form import ServerForm
@@ -27,7 +30,8 @@ from rljax.run.config import Config
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "tests" / "data" / "planted_logs"
 REMEDIES = (ROOT / "docs/diagnose.md").read_text(encoding="utf-8").partition("## Remedies\n")[2]
-SECTIONS = ("What is measured", "Limits of the field", "Where it comes from", "Remedies", "What to measure next")
+KINDS = {"none", "numerics", "staleness", "settings", "weights", "optimisation", "rewards", "cannot tell"}
+SECTIONS = ("Remedies", "What is measured", "Limits of the field", "Where it comes from", "What to measure next")
 
 
 @pytest.fixture
@@ -231,16 +235,39 @@ def test_a_column_that_is_not_there_is_named():
     assert "no column 'hf' in the dump, which has rollout, trainer" in err
 
 
-def test_every_cause_has_remedies_and_a_kind():
-    lists = re.findall(r"^### (\w+)\n\n1\. ", REMEDIES, re.MULTILINE)
-    assert sorted(lists) == sorted(set(CAUSES) - {"healthy"})
-    assert "| verl | `algorithm.rollout_correction" in REMEDIES.partition("### in_your_framework\n")[2]
-    kinds = {kind for kind, _ in CAUSES.values()}
-    assert kinds == {"none", "numerics", "staleness", "settings", "weights", "optimisation", "rewards", "cannot tell"}
+def test_the_remedies_of_the_docs_are_those_of_the_table():
+    """Each cause has a list with rljax's own options, and three remedies have a column with those of each project."""
+    table = remedy_table()
+    options = {name: project["options"] for name, project in table["projects"].items()}
+    own = {name: options["rljax"].get(name, (of_any,))[0] for name, (_, of_any) in table["remedies"].items()}
+    assert set(table["causes"]) == set(CAUSES) - {"healthy"}
+    for cause, names in table["causes"].items():
+        listed = REMEDIES.partition(f"### {cause}\n\n")[2].partition("\n\n")[0].splitlines()
+        assert listed == [f"{i}. {table['remedies'][name][0]}: {own[name]}" for i, name in enumerate(names, 1)]
+    columns = ("truncate", "cut", "room")
+    text = REMEDIES.partition("### in_your_framework\n")[2].partition("###")[0]
+    first, _, *rows = (
+        [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line[:1] == "|"
+    )
+    assert first == [table["remedies"][name][0] for name in columns]
+    others = [options[name] for name in options if name != "rljax"]
+    assert rows == [[each.get(name, ("",))[0] for name in columns] for each in others]
+    assert set(options) < set(PROJECTS)
+    assert {kind for kind, _ in CAUSES.values()} == KINDS
 
 
-def test_the_tokens_after_an_environment_are_masked():
-    assert "masked importance weights" in REMEDIES.partition("### after_environment\n")[2].partition("###")[0]
+@pytest.mark.parametrize("project", [name for name in PROJECTS if name != "rljax"])
+def test_no_remedy_sends_another_project_to_an_option_of_rljax(project):
+    for cause in set(CAUSES) - {"healthy"}:
+        first = first_remedy(cause, project)
+        assert first["remedy"]
+        assert first["option"]
+        assert not re.search(r"--[a-z]+\.[a-z-]+ |--loss|--correction", first["option"]) or first["source"]
+        assert (": " in first["source"]) == (first["option"] in map(itemgetter(0), options_of(project)))
+
+
+def options_of(project):
+    return remedy_table()["projects"].get(project, {"options": {}})["options"].values()
 
 
 def test_each_remedy_has_settings_and_a_source():

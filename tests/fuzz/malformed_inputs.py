@@ -423,6 +423,7 @@ def token_cases() -> Iterator[st.SearchStrategy[Case]]:
     for name, file in files:
         yield spoilt("compare", (name.split("/")[0], "--out", "out"), {name: file}, [name], options)
         yield spoilt("view", (name.split("/")[0], "-o", "out/page.html"), {name: file}, [name], [(), *CHOSEN[2:]])
+        yield spoilt("diagnose", (name.split("/")[0],), {name: file}, [name], [(), *CHOSEN[2:]])
 
 
 # --- logs and records -------------------------------------------------------------------------------------------------
@@ -453,6 +454,76 @@ def log_cases() -> Iterator[st.SearchStrategy[Case]]:
     for name, content in (names | {file: events(), f"run/tb/{file}": events()}).items():
         files = {name: content, "out": Special.DIRECTORY}
         yield spoilt("replay", (name.split("/")[0], "--picture", "out/surge.png"), files, [name], options)
+
+
+# The course of a run in the names of verl, with and without a mismatch.
+COURSE = [
+    {"step": i, "critic/score/mean": 0.1 + 0.02 * i, "actor/entropy": 0.5 - 0.01 * i, "actor/grad_norm": 1 + 0.01 * i}
+    | {"response_length/mean": length, "response_length/clip_ratio": 0.0, "actor/lr": 1e-6}
+    for i, length in enumerate(LENGTHS, 1)
+]
+GAPS = {"rollout_corr/k3_kl": 1e-3, "rollout_corr/kl": 1e-3, "training/rollout_probs_diff_mean": 4e-3}
+MEASURED = [row | GAPS for row in COURSE]
+ABSENT = (None, math.nan, "", "x", "nan", [], {}, [1.0], {"a": 1.0}, True, math.inf)
+
+
+def as_long(rows: Any) -> bytes:
+    """Writes a table with a row for each number, as MLflow exports it."""
+    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return as_csv([{"key": key, "value": row[key], "step": row.get("step")} for row in found for key in row])
+
+
+def as_charts(rows: Any) -> bytes:
+    """Writes W&B's export of the charts of two runs."""
+    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return as_csv(
+        [{"Step": row.get("step")} | {f"{run} - {key}": row[key] for run in "ab" for key in row} for row in found]
+    )
+
+
+def as_console(rows: Any) -> bytes:
+    """Writes the lines that verl prints."""
+    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return as_text("".join(f"(TaskRunner pid=1) {' - '.join(f'{key}:{row[key]}' for key in row)}\n" for row in found))
+
+
+def course_cases() -> Iterator[st.SearchStrategy[Case]]:
+    """Yields damaged logs of a course for ``rljax diagnose``."""
+    logs = {
+        "log.jsonl": as_lines,
+        "log.csv": as_csv,
+        "long.csv": as_long,
+        "charts.csv": as_charts,
+        "out.log": as_console,
+    }
+    for name, write in (logs | {"trainer_state.json": lambda rows: as_json({"log_history": rows})}).items():
+        options = [(), (), ("--run", "a"), ("--run", "x")] if name == "charts.csv" else [()]
+        yield spoilt("diagnose", (name,), {name: Document(MEASURED, write)}, [name], options)
+
+
+@st.composite
+def silent_cases(draw: st.DrawFn) -> Case:
+    """Draws a log without a number of the mismatch, or tokens without a number of one side. None may be healthy."""
+    choose = chooser(draw)
+    if choose(True, False):
+        names = draw(st.lists(st.sampled_from([*GAPS]), unique=True))
+        rows = [row | {name: draw(st.sampled_from(ABSENT)) for name in names} for row in COURSE[: choose(1, 7, 20)]]
+        name, write = choose(("log.jsonl", as_lines), ("log.csv", as_csv), ("long.csv", as_long))
+        return Case("silent", (name,), {name: write(rows)})
+    nothing = draw(st.sampled_from([None, math.nan, math.inf, -math.inf]))
+    rows = [
+        {
+            "prompt_ids": [5],
+            "response_ids": [*range(6, 6 + choose(1, 2, 40))],
+            "side": choose("trainer", "rollout", "no"),
+        }
+        for _ in range(choose(1, 2, 30))
+    ]
+    for row in rows:
+        count, side = len(row["response_ids"]), row.pop("side")
+        known = {name: [nothing if name == side else -1.0] * count for name in ("trainer", "rollout")}
+        row |= {"logprobs": known, "response_mask": [side != "no"] * count}
+    return Case("silent", ("t.jsonl",), {"t.jsonl": as_lines(rows)})
 
 
 RECORD = [
@@ -532,6 +603,7 @@ MAKERS = {
     **{"yaml": (5, yaml_cases), "arguments": (4, argument_cases), "problems": (4, problem_cases)},
     **{"model": (4, model_cases), "weights": (4, weight_cases), "adapters": (2, adapter_cases)},
     **{"tokens": (2, token_cases), "log": (2, log_cases), "record": (1, record_cases)},
+    **{"course": (2, course_cases), "silent": (2, lambda: iter([silent_cases()]))},
     **{"resume": (2, resume_cases), "checkpoints": (2, checkpoint_cases)},
 }
 
