@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from rljax.diagnose.causes import CAUSES
 from rljax.diagnose.course import FEWEST_STEPS, GAPS, Course
 from rljax.diagnose.evidence import Facts, Finding
+from rljax.diagnose.tables import CAUSES
 from rljax.mismatch.atlas import normal_range
 
 UNKNOWN = "cannot tell"

@@ -10,34 +10,11 @@ from typing import TYPE_CHECKING
 
 from rljax.diagnose.course import Course
 from rljax.diagnose.evidence import BEYOND, CONFIDENCES, DTYPES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
-from rljax.diagnose.log_causes import LOG_CAUSES, TOGETHER, find_log_causes
-from rljax.diagnose.token_causes import TOKEN_CAUSES, find_token_causes
+from rljax.diagnose.log_causes import TOGETHER, find_log_causes
+from rljax.diagnose.token_causes import find_token_causes
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
-
-CAUSES: Mapping[str, tuple[str, str]] = {
-    "healthy": ("none", "nothing is wrong with the mismatch"),
-    "sixteen_bits": ("numerics", "rounding in 16 bits"),
-    "head_dtype": ("numerics", "the LM head computes in another dtype than the rest, on one side"),
-    "eight_bits": ("numerics", "rounding in 8 bits on one side: weights or key-value cache"),
-    "extreme_tokens": ("numerics", "a few extreme tokens carry it"),
-    "after_environment": ("numerics", "the tokens after what an environment wrote carry its extreme values"),
-    "length_growth": ("numerics", "the error grows along the response"),
-    "staleness": ("staleness", "the rollouts were sampled with older weights"),
-    "temperature": ("settings", "the two sides use different temperatures"),
-    "other_weights": ("weights", "one side holds other weights: a stale layer, a stale version, a missing adapter"),
-    "not_comparable": ("settings", "the two columns cannot be compared"),
-    "missing_numbers": ("settings", "log-probabilities are missing or not finite on one side"),
-    "failed_rewards": ("settings", "no response can be scored; the mismatch is not the cause"),
-    "mismatch_growth": ("optimisation", "the mismatch grows with training"),
-    "high_rate": ("optimisation", "the learning rate is too high; the mismatch is not the cause"),
-    "entropy_collapse": ("optimisation", "the policy lost its entropy; the mismatch is not the cause"),
-    **LOG_CAUSES,
-    **TOKEN_CAUSES,
-    "cannot_tell": ("cannot tell", "the numbers do not say what it is"),
-}
-"""The kind of each cause, and the cause in words."""
 
 _ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
 _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain

@@ -62,7 +62,7 @@ class Declared(NamedTuple):
 class Finding(NamedTuple):
     """A cause that the facts support."""
 
-    cause: str  # a key of CAUSES
+    cause: str  # a key of ``CAUSES``
     confidence: str  # one of CONFIDENCES
     evidence: str  # one sentence with numbers
 

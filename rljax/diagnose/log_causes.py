@@ -6,28 +6,13 @@ The rules need the numbers of the steps and no buckets, so they hold for the log
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
 from rljax.diagnose.course import FEWEST_STEPS, Course, rank_correlation
 from rljax.diagnose.evidence import LIKELY, POSSIBLE, SURE, Finding
 from rljax.mismatch.signs import WORSE_THAN_UNIFORM
-
-LOG_CAUSES: Mapping[str, tuple[str, str]] = {
-    "nonfinite_training": ("optimisation", "numbers of the training are not finite from one step on"),
-    "sync_fault": ("weights", "the transfer of the weights to the engine is wrong, not the optimisation"),
-    "stale_cache": ("weights", "the engine keeps cached keys and values of older weights until it restarts"),
-    "bad_start": ("weights", "the mismatch is large only in the first steps after a start"),
-    "truncation": ("rewards", "responses run into the length limit before their answer"),
-    "reward_broken": ("rewards", "the reward function gives one constant"),
-    "no_signal": ("rewards", "all responses of a group earn the same, so there is no gradient"),
-    "no_update": ("optimisation", "the gradient is exactly 0 although rewards differ"),
-    "policy_drift": ("optimisation", "the policy runs away from its reference; no mismatch is measured"),
-    "one_row": ("cannot tell", "the file has one step of a run, so its course cannot be told"),
-    "several_runs": ("cannot tell", "the file has several runs, which must be named one by one"),
-}
-"""The kind of each cause that only a log shows, and the cause in words."""
 
 TOGETHER = 5
 """The number of steps by which a sign may come after the fall of the reward and still belong to it."""

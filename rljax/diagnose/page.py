@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rljax.diagnose.answers import answers, to_measure
-from rljax.diagnose.causes import CAUSES, judge_cause
+from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import GAPS
 from rljax.diagnose.evidence import Facts
-from rljax.diagnose.remedies import first_remedy
 from rljax.diagnose.signals import Log
+from rljax.diagnose.tables import CAUSES, first_remedy
 from rljax.record.rows import finite_json
 
 WIDTH = 110

@@ -10,27 +10,14 @@ from rljax.diagnose.evidence import EFFECTS, LIKELY, POSSIBLE, SURE, Finding
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
 
-TOKEN_CAUSES: Mapping[str, tuple[str, str]] = {
-    "truncated_sampling": ("settings", "one side's numbers are normalised over the tokens that a cut left"),
-    "some_responses": ("settings", "a few responses are wrong as a whole, and the others are clean"),
-    "first_token": ("settings", "the first token of each response carries the mismatch"),
-    "last_tokens": (
-        "settings",
-        "the last tokens of each response carry the mismatch: an end token, its fill, or the cap",
-    ),
-    "one_token": ("settings", "one token, or the tokens after it, carry the mismatch"),
-    "trainer_side": ("weights", "the trainer's log-probabilities are wrong, and the engine's responses are right"),
-    "engine_side": ("weights", "the engine's log-probabilities are wrong"),
-    "router_noise": ("numerics", "a share of the tokens has far more noise than the others, as with another expert"),
-}
-"""The kind of each cause that a dump shows, and the cause in words."""
-
 OF_VERDICTS: Mapping[str, str] = {
     **dict.fromkeys(("constant_fill", "off_by_one", "other_rows", "other_base", "no_tokens"), "not_comparable"),
     "left_out": "missing_numbers",
     "temperature": "temperature",
     "after_environment": "after_environment",
-    **{cause: cause for cause in TOKEN_CAUSES if cause != "router_noise"},
+    **{cause: cause for cause in ("truncated_sampling", "some_responses", "first_token", "last_tokens", "one_token")},
+    "trainer_side": "trainer_side",
+    "engine_side": "engine_side",
 }
 """The cause that each cause of a verdict of ``compare`` shows."""
 DECISIVE = tuple(cause for cause in OF_VERDICTS if cause not in ("left_out", "temperature"))

@@ -18,9 +18,8 @@ from toy_runs import outcome
 from rljax.commands import compare, plot, replay, view
 from rljax.commands.diagnose import declared_of, main
 from rljax.compare.importers import read_tokens
-from rljax.diagnose.causes import CAUSES
-from rljax.diagnose.remedies import first_remedy, remedy_table
 from rljax.diagnose.signals import PROJECTS
+from rljax.diagnose.tables import CAUSES, TABLES, first_remedy
 from rljax.diagnose.thresholds import THRESHOLDS
 from rljax.diagnose.token_facts import read_facts
 from rljax.rollout.form import ServerForm
@@ -237,19 +236,18 @@ def test_a_column_that_is_not_there_is_named():
 
 def test_the_remedies_of_the_docs_are_those_of_the_table():
     """Each cause has a list with rljax's own options, and three remedies have a column with those of each project."""
-    table = remedy_table()
-    options = {name: project["options"] for name, project in table["projects"].items()}
-    own = {name: options["rljax"].get(name, (of_any,))[0] for name, (_, of_any) in table["remedies"].items()}
-    assert set(table["causes"]) == set(CAUSES) - {"healthy"}
-    for cause, names in table["causes"].items():
+    options = {name: project["options"] for name, project in TABLES["projects"].items()}
+    own = {name: options["rljax"].get(name, (of_any,))[0] for name, (_, of_any) in TABLES["remedies"].items()}
+    for cause, (_, _, names) in TABLES["causes"].items():
+        assert bool(names) == (cause != "healthy")
         listed = REMEDIES.partition(f"### {cause}\n\n")[2].partition("\n\n")[0].splitlines()
-        assert listed == [f"{i}. {table['remedies'][name][0]}: {own[name]}" for i, name in enumerate(names, 1)]
+        assert listed == [f"{i}. {TABLES['remedies'][name][0]}: {own[name]}" for i, name in enumerate(names, 1)]
     columns = ("truncate", "cut", "room")
     text = REMEDIES.partition("### in_your_framework\n")[2].partition("###")[0]
     first, _, *rows = (
         [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line[:1] == "|"
     )
-    assert first == [table["remedies"][name][0] for name in columns]
+    assert first == [TABLES["remedies"][name][0] for name in columns]
     others = [options[name] for name in options if name != "rljax"]
     assert rows == [[each.get(name, ("",))[0] for name in columns] for each in others]
     assert set(options) < set(PROJECTS)
@@ -267,7 +265,7 @@ def test_no_remedy_sends_another_project_to_an_option_of_rljax(project):
 
 
 def options_of(project):
-    return remedy_table()["projects"].get(project, {"options": {}})["options"].values()
+    return TABLES["projects"].get(project, {"options": {}})["options"].values()
 
 
 def test_each_remedy_has_settings_and_a_source():
