@@ -320,7 +320,7 @@ def _failure(facts: Facts) -> Iterator[Finding]:
         if rises or is_early or any(lead is not None and lead > -TOGETHER for lead in leads_of):
             yield Finding(
                 "high_rate",
-                LIKELY if facts.origin else POSSIBLE,
+                LIKELY if facts.origin and growth.lead != 0 else POSSIBLE,
                 f"the reward falls for good from step {course.decline} on (peak {course.peak:.2g}, end "
                 f"{course.last.get('reward', math.nan):.2g}), {measured} and does not grow before",
             )

@@ -194,6 +194,8 @@ def _spikes(course: Course) -> Iterator[Finding]:
         if len(values) < 12 or not usual > 0:
             continue
         far = values > max(_SPIKE * usual, usual + 10 * _median(np.abs(values - usual)))
+        largest = np.abs(course.log.get("logprob_abs_diff_max")[np.isfinite(course.log.get(name))])
+        far |= (values > 2 * usual) & (largest > 10 * _median(largest[np.isfinite(largest)]))
         starts = int(np.sum(far[1:] & ~far[:-1])) + int(far[0])
         halves = [float(np.mean(half)) for half in np.array_split(far, 2)]
         if starts >= 3 and min(halves) > 0 and far.mean() < 0.5 and far.sum() < 3 * starts:
