@@ -143,9 +143,14 @@ def as_yaml(document: Any) -> bytes:
     return as_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=False))
 
 
+def objects(rows: Any) -> list[dict[Any, Any]]:
+    """Returns the rows that are dictionaries."""
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
 def as_csv(rows: Any) -> bytes:
     """Writes a table of the rows that are dictionaries."""
-    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    found = objects(rows)
     names = list(dict.fromkeys(str(key) for row in found for key in row))
     lines = [names, *([str(row.get(name, "")) for name in names] for row in found)]
     return as_text("\n".join(",".join(line) for line in lines))
@@ -469,22 +474,18 @@ ABSENT = (None, math.nan, "", "x", "nan", [], {}, [1.0], {"a": 1.0}, True, math.
 
 def as_long(rows: Any) -> bytes:
     """Writes a table with a row for each number, as MLflow exports it."""
-    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return as_csv([{"key": key, "value": row[key], "step": row.get("step")} for row in found for key in row])
+    return as_csv([{"key": key, "value": row[key], "step": row.get("step")} for row in objects(rows) for key in row])
 
 
 def as_charts(rows: Any) -> bytes:
     """Writes W&B's export of the charts of two runs."""
-    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return as_csv(
-        [{"Step": row.get("step")} | {f"{run} - {key}": row[key] for run in "ab" for key in row} for row in found]
-    )
+    named = [(row.get("step"), {f"{run} - {key}": row[key] for run in "ab" for key in row}) for row in objects(rows)]
+    return as_csv([{"Step": step} | cells for step, cells in named])
 
 
 def as_console(rows: Any) -> bytes:
     """Writes the lines that verl prints."""
-    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return as_text("".join(f"(TaskRunner pid=1) {' - '.join(f'{key}:{row[key]}' for key in row)}\n" for row in found))
+    return as_text("".join(f"(TaskRunner pid=1) {' - '.join(f'{k}:{row[k]}' for k in row)}\n" for row in objects(rows)))
 
 
 def course_cases() -> Iterator[st.SearchStrategy[Case]]:
@@ -511,18 +512,12 @@ def silent_cases(draw: st.DrawFn) -> Case:
         name, write = choose(("log.jsonl", as_lines), ("log.csv", as_csv), ("long.csv", as_long))
         return Case("silent", (name,), {name: write(rows)})
     nothing = draw(st.sampled_from([None, math.nan, math.inf, -math.inf]))
-    rows = [
-        {
-            "prompt_ids": [5],
-            "response_ids": [*range(6, 6 + choose(1, 2, 40))],
-            "side": choose("trainer", "rollout", "no"),
-        }
-        for _ in range(choose(1, 2, 30))
-    ]
-    for row in rows:
-        count, side = len(row["response_ids"]), row.pop("side")
+    rows = []
+    for _ in range(choose(1, 2, 30)):
+        count, side = choose(1, 2, 40), choose("trainer", "rollout", "no")
         known = {name: [nothing if name == side else -1.0] * count for name in ("trainer", "rollout")}
-        row |= {"logprobs": known, "response_mask": [side != "no"] * count}
+        ids = {"prompt_ids": [5], "response_ids": [*range(6, 6 + count)]}
+        rows.append(ids | {"logprobs": known, "response_mask": [side != "no"] * count})
     return Case("silent", ("t.jsonl",), {"t.jsonl": as_lines(rows)})
 
 
