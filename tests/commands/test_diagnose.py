@@ -255,7 +255,7 @@ def test_the_remedies_of_the_docs_are_those_of_the_table():
 
 @pytest.mark.parametrize("project", PROJECTS)
 def test_the_first_remedy_is_in_the_options_of_the_project(project):
-    """What no option of the project serves is none of rljax's configuration either."""
+    """A remedy without an option of the project names no key of rljax's configuration either."""
     own = dict(TABLES["projects"].get(project, {"options": {}})["options"].values())
     for first in (first_remedy(cause, project) for cause in CAUSES if cause != "healthy"):
         assert first["source"].endswith(own.get(first["option"], ""))
