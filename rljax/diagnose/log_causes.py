@@ -21,6 +21,7 @@ _JUMP = 5.0  # the least ratio of one step's mismatch to all earlier ones that s
 _CUT = 0.005  # the smallest mass that a cut takes, as one minus the mean ratio
 _MOST_STEPS = 0.9  # the share of the steps that have to show a sign that does not come and go
 _SPIKE = 4.0  # the least ratio of a spike's mismatch to the median
+_CHANCE = 1e-3  # the largest chance that the steps of a reward with few values are equal by themselves
 _DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
 
 
@@ -261,10 +262,11 @@ def _constant_reward(course: Course) -> Iterator[Finding]:
     index = int(np.flatnonzero(np.isfinite(log.get("reward")))[at])
     size = "" if course.gap_name == "kl" else course.gap_name  # noise alone doubles and halves a mean of both signs
     is_alone = all(_is_unchanged(log.get(name), index) for name in (size, "entropy", "length"))
-    is_long = len(reward) - at >= max(3, len(reward) // 20)
+    count = len(reward) - at
+    is_long = count >= max(3, len(reward) // 20) and np.mean(reward[:at] == reward[-1]) ** count < _CHANCE
     if is_alone and is_long and abs(reward[at - 1] - reward[-1]) > 0.5 * change > 2 * noise:
         said = f"the reward goes from {usual:.2g} to exactly {reward[-1]:.3g} in step {log.steps[index]}"
-        yield Finding("reward_broken", LIKELY, f"{said} and is the same at all {len(reward) - at} steps since")
+        yield Finding("reward_broken", LIKELY, f"{said} and is the same at all {count} steps since")
 
 
 def _is_unchanged(values: np.ndarray, at: int) -> bool:

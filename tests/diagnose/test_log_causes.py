@@ -115,6 +115,7 @@ LOGS = {
         },
     ],
     "cannot_tell": [
+        {"reward": np.where((STEPS % 6 == 0) | (abs(STEPS - 31.5) < 2), 0.02, 0.0)},  # three steps of four earn nothing
         {"logprob_abs_diff_mean": None, "log_ppl_abs_diff": GAP, "prob_abs_diff_mean": 0.02 * WAVE},  # one is too large
         {"logprob_abs_diff_mean": 0.1 * WAVE},  # 8 bits, a temperature, a cut or other weights
         {"reward": np.where(LATE, 0.05 * WAVE, REWARD)},  # the reward falls, and nothing else changes
