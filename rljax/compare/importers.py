@@ -59,7 +59,7 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
         return _read_generic(place, [_of_part(*line) for part in parts for line in _documents(part)])
     kind = foreign_kind(place)
     if not kind and place.is_dir():
-        raise ValueError(f"{place}: expected tokens_*.jsonl, or rank_*.jsonl of prime-rl's token export, found none")
+        raise ValueError(f"{place}: expected rank_*.jsonl of prime-rl's token export, or tokens_*.jsonl, found none")
     start = b""
     if not kind:
         with place.open("rb") as file:
