@@ -21,33 +21,25 @@ from rljax.commands.check_server import (
 )
 from rljax.record.token_dumps import ColumnSource, make_dump
 
+ENDS = "the server ends a response at"
 TOKENS = {"tokenizer": "a", "stop_token_ids": [14]}
 
 
 @pytest.mark.parametrize(
-    ("theirs", "problems"),
+    ("found", "problems"),
     [
-        (TOKENS, []),
-        (TOKENS | {"stop_token_ids": [13]}, ["the server ends a response at [13], the model at [14]"]),
-        (TOKENS | {"stop_token_ids": [13, 14]}, ["the server ends a response at [13, 14], the model at [14]"]),
-        (TOKENS | {"tokenizer": "b"}, ["the server has another tokenizer"]),
-        (TOKENS | {"tokenizer": ""}, ["the server has no readable tokenizer"]),
+        (token_facts(TOKENS, TOKENS), []),
+        (token_facts(TOKENS, TOKENS | {"stop_token_ids": [13]}), [f"{ENDS} [13], the model at [14]"]),
+        (token_facts(TOKENS, TOKENS | {"stop_token_ids": [13, 14]}), [f"{ENDS} [13, 14], the model at [14]"]),
+        (token_facts(TOKENS, TOKENS | {"tokenizer": "b"}), ["the server has another tokenizer"]),
+        (token_facts(TOKENS, TOKENS | {"tokenizer": ""}), ["the server has no readable tokenizer"]),
+        (round_trip_facts({"a": True, "b": True}, ["a", "b", "lm_head.weight"]), []),
+        (round_trip_facts({"a": True, "b": False}, ["a", "b"]), ["1 tensors come back with other bits: b"]),
+        (round_trip_facts({"a": True}, ["a", "b.bias"]), ["1 tensors of the files are not read: b.bias"]),
     ],
 )
-def test_tokens_of_both_sides(theirs, problems):
-    assert token_facts(TOKENS, theirs)["problems"] == problems
-
-
-@pytest.mark.parametrize(
-    ("same", "stored", "problems"),
-    [
-        ({"a": True, "b": True}, ["a", "b", "lm_head.weight"], []),
-        ({"a": True, "b": False}, ["a", "b"], ["1 tensors come back with other bits: b"]),
-        ({"a": True}, ["a", "b.bias"], ["1 tensors of the files are not read: b.bias"]),
-    ],
-)
-def test_a_round_trip(same, stored, problems):
-    assert round_trip_facts(same, stored)["problems"] == problems
+def test_tokens_of_both_sides_and_a_round_trip(found, problems):
+    assert found["problems"] == problems
 
 
 @pytest.mark.parametrize(
