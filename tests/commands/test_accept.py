@@ -45,13 +45,14 @@ def test_tokens_of_both_sides_and_a_round_trip(found, problems):
 @pytest.mark.parametrize(
     ("gap", "rows_of_16", "bar", "words"),
     [
-        # k3 = exp(-0.02) cosh(0.03) - 1 + 0.02 = 6.398e-4, and the standard error of 208 tokens is sqrt(2 k3 / 208) =
-        # 2.48e-3: 0.02 - k3 is 7.8 of them, and with 240 tokens 8.4.
-        (0.02, 13, 6.40e-4, ()),
-        (0.02, 13, 6.39e-4, ("the mean k3 is 0.00064, expected at most 0.000639",)),
-        (0.02, 15, 6.42e-4, ("the mean difference is 0.02 nats, more than chance",)),
-        (-0.02, 15, 6.62e-4, ("the mean difference is -0.02 nats, more than chance",)),
-        (0.02, 15, math.inf, ()),
+        # k3 = exp(-0.004) cosh(0.03) - 1 + 0.004 = 4.58e-4, and the standard error of 4640 tokens is sqrt(2 k3 / 4640) =
+        # 4.44e-4: 0.004 - k3 is 7.97 of them, and with 4720 tokens 8.04.
+        (0.004, 290, 4.60e-4, ()),
+        (0.004, 290, 4.55e-4, ("the mean k3 is 0.000456, expected at most 0.000455",)),
+        (0.004, 295, 4.60e-4, ("the mean difference is 0.004 nats, more than chance",)),
+        (-0.004, 295, 4.61e-4, ("the mean difference is -0.004 nats, more than chance",)),
+        (0.004, 295, math.inf, ()),
+        (0.02, 13, math.inf, ("of the mass",)),  # the mean ratio is 0.98
         (0.3, 4, math.inf, ("beyond any dtype's",)),
     ],
 )
@@ -63,7 +64,7 @@ def test_log_probabilities_that_differ_in_the_mean(gap, rows_of_16, bar, words):
     sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
     apart = np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)
     columns = {"jax": trainer, "vllm": trainer + apart}
-    names = list("abcdefghijklmno")[:rows_of_16]
+    names = list(map(str, range(rows_of_16)))
     dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
     found = pair_facts(dump, [("jax", "vllm")], bar=bar)
     assert len(found["problems"]) == len(words)
