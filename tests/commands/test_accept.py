@@ -45,8 +45,8 @@ def test_tokens_of_both_sides_and_a_round_trip(found, problems):
 @pytest.mark.parametrize(
     ("gap", "rows_of_16", "bar", "words"),
     [
-        # k3 = exp(-0.004) cosh(0.03) - 1 + 0.004 = 4.58e-4, and the standard error of 4640 tokens is sqrt(2 k3 / 4640) =
-        # 4.44e-4: 0.004 - k3 is 7.97 of them, and with 4720 tokens 8.04.
+        # k3 = exp(-0.004) cosh(0.03) - 1 + 0.004 = 4.56e-4. The standard error sqrt(2 k3 / tokens) of 4640 tokens is
+        # 4.43e-4, and 0.004 - k3 is 7.99 of them; of 4720 tokens it is 4.40e-4, and 8.06 of them.
         (0.004, 290, 4.60e-4, ()),
         (0.004, 290, 4.55e-4, ("the mean k3 is 0.000456, expected at most 0.000455",)),
         (0.004, 295, 4.60e-4, ("the mean difference is 0.004 nats, more than chance",)),
