@@ -14,8 +14,8 @@
 - training: the steps of a run, whose mean k3 must be small
 - first weights: the model's weights, which the server gets back at the end, with their proof
 
-The server is one that was started from MODEL and holds its weights. It is refused if it answers other requests, which
-its metrics show between the checks. Nothing is published to it before its log-probabilities are right. At the end it
+The server is one that was started from MODEL and holds its weights. Requests of others, which its metrics count, end
+the command at any time. Nothing is published to it before its log-probabilities are right. At the end it
 gets the weights of MODEL back, after a failure or an interrupt, too.
 
 Started again with the same OUT, the program makes only the checks that have not passed. It makes all of them if the
@@ -62,15 +62,14 @@ class AcceptCheck(NamedTuple):
     method: str  # the method of ``ServerChecks`` that makes it
     remedy: str  # the advice after a failure
     needs: tuple[str, ...] = ()  # the checks that must have passed before one that changes the server's weights
-    is_local: bool = False  # whether it asks the server nothing
 
 
 CHECKS = {
     "server": AcceptCheck("handshake", "start it with rljax serve vllm MODEL"),
     "tokens": AcceptCheck("same_tokens", "start the server from the directory of MODEL"),
-    "round trip": AcceptCheck("round_trip", "do not train from these files", is_local=True),
-    "packed": AcceptCheck("packed", "train with policy.attention xla, and run rljax check", is_local=True),
-    "prefill": AcceptCheck("prefill", "run rljax check", is_local=True),
+    "round trip": AcceptCheck("round_trip", "do not train from these files"),
+    "packed": AcceptCheck("packed", "train with policy.attention xla, and run rljax check"),
+    "prefill": AcceptCheck("prefill", "run rljax check"),
     "log-probabilities": AcceptCheck("logprobs", "rljax compare --layers; or restart a server that was published to"),
     "publish": AcceptCheck("publish", "restart it with the same rljax beside it", ("server", "log-probabilities")),
     "training": AcceptCheck("training", "rljax diagnose OUT/run", ("publish",)),
@@ -144,17 +143,13 @@ class Acceptance:
 
     def run(self) -> None:
         """Makes the missing checks, and puts the first weights back at the end, however it comes."""
-        finished, todo = None, [name for name in CHECKS if self._lacks(name)]
+        todo = [name for name in CHECKS if self._lacks(name)]
         try:
-            self._put_back()  # for a command before that was killed
-            for name in (bar := tqdm(todo, unit="check", file=sys.stderr)):
-                bar.set_postfix_str(name)
-                with caller_errors():
-                    finished = self._server.check_alone(finished)
-                self._make(name)
-                finished = finished if CHECKS[name].is_local else None
-            with caller_errors():
-                self._server.check_alone(finished)
+            with caller_errors(), self._server.watched():
+                self._put_back()  # for a command before that was killed
+                for name in (bar := tqdm(todo, unit="check", file=sys.stderr)):
+                    bar.set_postfix_str(name)
+                    self._make(name)
         finally:
             self._put_back()
             self.document["passed"] = not any(map(self._lacks, CHECKS)) and not self.document["away"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import re
+import signal
 import sys
+import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import local_source, name_columns, score_column
 from rljax.compare.verdict import GAP_RANGES
 from rljax.distributed.files import write_whole
-from rljax.errors import ConfigError
+from rljax.errors import ConfigError, ServerError
 from rljax.policy.head import matmul_precision
 from rljax.policy.hf import hf_tensors, load_params, open_tensors
 from rljax.policy.kernels import choose_kernels
@@ -33,6 +36,7 @@ from rljax.policy.score import packed_logprobs
 from rljax.record.rows import Row
 from rljax.record.token_dumps import TokenDump, make_dump, read_dump, write_dump
 from rljax.rollout.servers.fleet import Admission, Fleet
+from rljax.rollout.servers.server import SENT
 from rljax.rollout.servers.verify import MIXTURE_FACTOR
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.run.build import Inputs, load_problems, make_run_engine
@@ -47,7 +51,8 @@ RESPONSES = 16  # the responses whose tokens are scored
 BIAS = 8.0  # the largest mean difference beyond the KL divergence, in standard errors; 1024 tokens have 0.01 to 1
 GROWTH = 8.0  # the largest factor by which a gap may grow with the position
 CHANGE = 0.05  # the size of the change of each weight in the second version that is published
-QUIET_S, _SETTLE_S = 2.0, 15.0  # the time in which nobody may ask the server, and the time for own requests to end (s)
+# The time in which nobody asks the server, the time for requests of before to end, and the time between counts (s).
+QUIET_S, _SETTLE_S, _EVERY_S = 2.0, 15.0, 0.5
 _FINISHED, _RUNNING = "vllm:request_success_total", "vllm:num_requests_(?:running|waiting)"
 _UNUSED = ("lm_head.weight", "rotary_emb.inv_freq")  # tensors of files that a policy may leave out
 
@@ -86,21 +91,48 @@ class ServerUnderTest(Fleet):
         text = self.wait(self.servers[0].text("/metrics"))
         return [float(number) for number in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)]
 
-    def check_alone(self, since: float | None) -> float:
-        """Watches the server for ``QUIET_S`` seconds, and returns the number of requests that it has finished.
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches in a block whether the server answers only this process. Requests of others send it a SIGTERM.
 
-        Raises ConfigError if it has requests meanwhile, or has finished others than ``since`` (None: not known).
+        Raises ConfigError in the place of KeyboardInterrupt, and before and after the block, if there are such ones.
         """
         deadline = time.monotonic() + _SETTLE_S
         while sum(self._numbers(_RUNNING)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        before = sum(self._numbers(_FINISHED)) if since is None else since
+        before, ended = sum(self._numbers(_FINISHED)) - SENT[self.urls[0]], threading.Event()
         time.sleep(QUIET_S)
-        running, finished = sum(self._numbers(_RUNNING)), sum(self._numbers(_FINISHED))
-        if running or finished != before:
-            said = f"{running:.0f} are running or waiting, {finished - before:.0f} were finished"
-            raise ConfigError(f"{self.urls[0]} answers requests of others: {said}; stop its other clients")
-        return finished
+        self._check_alone(before)
+
+        def watch() -> None:
+            while not ended.wait(_EVERY_S):
+                with contextlib.suppress(ServerError):
+                    try:
+                        self._check_alone(before)
+                    except ConfigError:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                        return
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._check_alone(before)
+            raise
+        finally:
+            ended.set()
+            watcher.join()
+        self._check_alone(before)
+
+    def _check_alone(self, before: float) -> None:
+        """Raises ConfigError if the server has had more than ``before`` and the requests of this process."""
+        for _ in range(2):  # vLLM may set its numbers one by one
+            count = sum(self._numbers(f"(?:{_RUNNING}|{_FINISHED})")) - before - SENT[self.urls[0]]
+            if count <= 0:
+                return
+            time.sleep(_EVERY_S)
+        raise ConfigError(f"{self.urls[0]} answers requests of others ({count:.0f} now): stop its other clients")
 
 
 class ServerChecks:

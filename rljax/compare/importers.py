@@ -46,7 +46,7 @@ _RUNS_CODE = "loading it runs whatever code it holds"
 
 
 def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
-    """Reads a file of any known kind, or a directory of prime-rl's token export.
+    """Reads a file of any known kind, or a directory with ``tokens_*.jsonl`` files or prime-rl's token export.
 
     Raises ValueError if the file is a pickle, damaged, or of an unknown kind; the message names the line.
     """
@@ -55,9 +55,11 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     if ranks:
         exported = ((file, *line) for file in ranks for line in json_lines(file))
         return _assemble(place, exported, _prime_rl_sequence, _PRIME_RL_SOURCES)
+    if parts := sorted(place.glob("tokens_*.jsonl")) if place.is_dir() else []:
+        return _read_generic(place, [_of_part(*line) for part in parts for line in _documents(part)])
     kind = foreign_kind(place)
     if not kind and place.is_dir():
-        raise ValueError(f"{place}: expected rank_*.jsonl files of prime-rl's token export, found none")
+        raise ValueError(f"{place}: expected rank_*.jsonl of prime-rl's token export, or tokens_*.jsonl, found none")
     start = b""
     if not kind:
         with place.open("rb") as file:
@@ -110,6 +112,12 @@ def _documents(place: Path) -> list[Line]:
         return [(place, number, row) for number, row in enumerate(rows, 1)]
 
 
+def _of_part(part: Path, number: int, row: FileRow) -> Line:
+    """Returns a line of one of several files. Each file may number its sequences from 0."""
+    named = {"sequence_id": f"{part.stem}/{row['sequence_id']}"} if "sequence_id" in row else {}
+    return part, number, row | named
+
+
 def _read_generic(place: Path, lines: list[Line]) -> TokenDump:
     """Makes a dump of generic JSONL: one object for each sequence, after an optional header.
 
@@ -121,7 +129,8 @@ def _read_generic(place: Path, lines: list[Line]) -> TokenDump:
     ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature, role}}, "sampling": {...}}``;
     all its parts but the first are optional.
     """
-    header = lines.pop(0)[2] if lines and lines[0][2].get(_HEADER) == 1 else {}
+    header = lines[0][2] if lines and lines[0][2].get(_HEADER) == 1 else {}
+    lines = [line for line in lines if line[2] != header]  # each file of a directory may begin with it
     columns = header.get("columns", {})
     if not isinstance(columns, dict):
         raise ValueError(f"{place}: header: columns must be an object, got {columns!r:.60}")

@@ -27,11 +27,10 @@ _ROW_TIMES, _ROW_LEAST = 10.0, 0.2  # a wrong response has so many times the usu
 _ROW_FEWEST = 4  # the fewest responses, and the fewest tokens of a wrong one
 _HALF = 0.5  # the least share of the gap that wrong responses carry
 _PLAUSIBLE = 5.0  # nats; a sampler's own mean entropy is below
-_ONE_SIGN = 0.6  # the least abs(sum) over sum of abs of log-ratios with one sign; noise has 2 / sqrt(tokens)
-_OF_CLEAR = 0.7  # the least share of the clear log-ratios that have this sign; 0.5 without a fault
 _CLEAR = 1e-3  # nats; smaller log-ratios are rounding of certain tokens
-_LARGEST_RATIO = 1.1  # the 99% quantile of the ratio; a cut has at most 1.03 and noise in 16 bits, others 1.2 and more
-_SIGMAS = 6.0  # the least mean of the log-ratios over its standard error
+_LARGEST_RATIO = 1.1  # the 99% quantile of the ratio; a cut has at most 1.08 and noise in 16 bits, others 1.2 and more
+_SIGMAS = 5.0  # the least lack of the mean ratio over its standard error; at most 3.4 without a cut
+_OF_GAP = 0.2  # the least lack of the mean ratio over the mean gap; at most 0.14 without a cut
 
 Pattern = tuple[str, str, str]
 """The status, the cause and the reason of a finding."""
@@ -137,25 +136,35 @@ def _kinds(
             yield "one_token", f"{words} {one}", tokens == one
 
 
-def find_cut(lr: np.ndarray) -> Iterator[Pattern]:
-    """Yields a finding if nearly all ratios of one side to the other are below 1. ``lr`` are log-ratios [n] (nats).
+def missing_mass(lr: np.ndarray) -> float:
+    """Returns by how many standard errors the mean ratio is below 1, for log-ratios [n] to the sampler's column.
 
-    Over two distributions of all tokens the mean ratio to the sampler's is 1. If the sampler's is normalised over fewer
-    tokens, no ratio is above 1 but by noise, and the mean ratio is the mass of these tokens. Another temperature has
-    ratios far above 1.
+    It is 0 if the lack is small beside the mean gap, or ratios are far above 1, as they are not below a cut.
     """
-    clear = np.abs(lr) > _CLEAR
-    if clear.sum() < _FEWEST:
-        return
+    if len(lr) < _FEWEST or np.quantile(lr, 0.99) >= math.log(_LARGEST_RATIO):
+        return 0.0
+    ratio = np.exp(lr)
+    lack, error = 1.0 - float(np.mean(ratio)), float(np.std(ratio)) / math.sqrt(len(ratio))
+    return lack / max(error, 1e-9) if lack > _OF_GAP * float(np.mean(np.abs(lr))) else 0.0
+
+
+def find_cut(lr: np.ndarray) -> Iterator[Pattern]:
+    """Yields a finding if the mean ratio of one side to the other is below 1. ``lr`` are log-ratios [n] (nats).
+
+    Over two distributions of all tokens the mean ratio to the sampler's is 1, however far apart they are. If the
+    sampler's is normalised over fewer tokens, the mean ratio is the mass of these tokens. With the largest fifth of the
+    log-ratios clipped it is below 1, too, or else a few tokens are wrong.
+    """
     for name, signed in (("second", lr), ("first", -lr)):
-        one_sign = -signed.sum() / max(np.abs(signed).sum(), 1e-30)
-        error = float(np.std(signed)) / math.sqrt(len(signed))
-        is_sure = -float(np.mean(signed)) > _SIGMAS * error and one_sign > _ONE_SIGN
-        is_alike = is_sure and np.mean(signed[clear] < 0) > _OF_CLEAR
-        if is_alike and np.quantile(signed, 0.99) < math.log(_LARGEST_RATIO):
+        lacks = missing_mass(signed)
+        if lacks <= _SIGMAS:
+            continue
+        usual = float(np.quantile(np.abs(signed), 0.8))
+        if missing_mass(np.clip(signed, -usual, usual)) > _SIGMAS:
+            mass, share = float(np.mean(np.exp(signed))), float(np.mean(signed[np.abs(signed) > _CLEAR] < 0))
             reason = (
-                f"{np.mean(signed[clear] < 0):.0%} of the log-ratios have one sign: the {name} column is normalised "
-                f"over the tokens that a cut (top_p, top_k, min_p) left, with {np.mean(np.exp(signed)):.1%} of the "
-                "mass, and the other column over the whole vocabulary"
+                f"the mean ratio is {lacks:.0f} standard errors below 1, and {share:.0%} of the log-ratios have one "
+                f"sign: the {name} column is normalised over the tokens that a cut (top_p, top_k, min_p) left, with "
+                f"{mass:.1%} of the mass, and the other column over the whole vocabulary"
             )
             yield "refused", "truncated_sampling", reason

@@ -16,19 +16,23 @@ _FIELDS = {
     "prompt_ids": "prompt_token_ids prompt_tokens prompts",
     "response_ids": "completion_ids completion_token_ids response_token_ids response_tokens output_tokens output_ids "
     "responses",
-    "response_mask": "token_loss_mask tool_mask completion_mask loss_mask loss_masks output_masks action_mask",
+    "response_mask": "token_loss_mask tool_mask completion_mask loss_mask loss_masks output_masks action_mask "
+    "loss_weights",
     "prompt_mask": "prompt_masks",
 }
 _OF_TOKENS = {
-    "logprobs/trainer": "trainer_logprobs trainer_log_probs old_per_token_logps old_log_probs old_logprobs "
-    "prev_logprobs",
     "logprobs/rollout": "rollout_logprobs rollout_log_probs sampling_per_token_logps sampler_per_token_logps "
-    "sampling_logprobs sampler_logprobs generation_logprobs inference_logprobs behavior_logprobs policy_logprobs "
-    "response_logprobs",
-    "values/advantage": "advantages advantage",
+    "sampling_logprobs sampler_logprobs generation_logprobs generator_logprobs inference_logprobs behavior_logprobs "
+    "policy_logprobs response_logprobs",
+    "logprobs/trainer": "trainer_logprobs trainer_log_probs old_per_token_logps old_log_probs old_logprobs "
+    "prev_logprobs current_logprobs policy_logprobs",
+    "values/advantage": "advantages advantage loss_weights",
     "values/entropy": "entropy entropies",
 }
-"""The names in other projects of the fields of a sequence, and of the numbers of its tokens, by our names."""
+"""The names in other projects of the fields of a sequence, and of the numbers of its tokens, by our names.
+
+In each table a name is used once: ``policy_logprobs`` are the trainer's beside ``behavior_logprobs``.
+"""
 
 
 def renamed(record: FileRow) -> FileRow:
@@ -37,9 +41,12 @@ def renamed(record: FileRow) -> FileRow:
     lists = {name: value for name, value in known.items() if isinstance(value, list)}
     flat = {name: value for name, value in lists.items() if name.startswith(("logprobs/", "values/"))}
     for found, table in ((known, _FIELDS), (flat, _OF_TOKENS)):
+        used = set[str]()
         for own, names in table.items():
-            if own not in lists and (name := next((name for name in names.split() if name in lists), "")):
+            free = (name for name in names.split() if name in lists and name not in used)
+            if own not in lists and (name := next(free, "")):
                 found[own] = lists[name]
+                used.add(name)
     nested = {kind: dict(known.get(kind, {})) for kind in ("logprobs", "values")}
     for name, value in flat.items():
         kind, _, own = name.partition("/")
@@ -59,10 +66,10 @@ def sequences_of(lines: Iterable[Line]) -> Iterator[Line]:
             raise ValueError(f"{file}:{number}: logprobs and values must be objects of lists by name") from error
         ids = record.get("token_ids", record.get("response_ids"))
         if not (isinstance(ids, list) and ids and isinstance(ids[0], list)):
-            yield file, number, record
+            yield file, number, _of_levanter(record)
             continue
         try:
-            rows = [_without_padding(_row(record, len(ids), i)) for i in range(len(ids))]
+            rows = [_of_levanter(_without_padding(_row(record, len(ids), i))) for i in range(len(ids))]
         except TypeError as error:
             raise ValueError(f"{file}:{number}: the mask of a batch must be a list for each sequence") from error
         yield from ((file, number, row) for row in rows)
@@ -77,6 +84,20 @@ def _row(batch: FileRow, count: int, i: int) -> FileRow:
         for name, value in batch.items()
         if name != "sequence_id"
     }
+
+
+def _of_levanter(record: FileRow) -> FileRow:
+    """Returns a sequence with all its tokens and marks.
+
+    The numbers of Levanter's older batches belong to ``target_ids``. Where only ``loss_weights`` mark the response,
+    they are 0 elsewhere.
+    """
+    targets, weights = record.get("target_ids"), record.get("loss_weights")
+    if weights is not None and record.get("response_mask") == weights:
+        record = record | {"response_mask": [bool(weight) for weight in weights]}
+    if not isinstance(targets, list) or "token_ids" not in record:
+        return record
+    return record | {"token_ids": record["token_ids"][:1] + targets, "response_length": len(targets)}
 
 
 def _without_padding(row: FileRow) -> FileRow:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.compare.patterns import find_cut, find_patterns
+from rljax.compare.patterns import find_cut, find_patterns, missing_mass
 from rljax.mismatch import framework_metrics
 from rljax.mismatch.names import PUBLISHED_BARS
 from rljax.mismatch.regions import LARGEST_LOGPROB
@@ -47,6 +47,7 @@ _CHANCE = 0.05  # the probability that numbers of another row fit by chance
 _GAP_SHARE = 0.5  # the least share of the gap that is in the rows that another row's numbers fit
 _MOST_ROWS, _MOST_TOKENS = 1024, 64  # the most rows of a length, and the first tokens of each, that are compared so
 _FEWEST = 16  # the fewest tokens that show a temperature
+_LACK = 3.0  # a mean ratio below 1 by this many standard errors is no temperature's
 _SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
 _LEAST_CORRELATION = 0.8  # the least correlation where certain tokens show a temperature, which has 0.9 at 0.5 to 1
 _CERTAIN, _UNCERTAIN = 0.1, 0.3  # the largest 1 - p of certain tokens, and the least of uncertain ones
@@ -274,6 +275,8 @@ def _temperature_findings(x: np.ndarray, y: np.ndarray) -> Iterator[_Finding]:
     lr, uncertainty = x - y, -np.expm1(np.minimum(np.minimum(x, y), 0.0))
     low, high = sorted((float(np.std(x)), float(np.std(y)))) if len(x) >= _FEWEST else (0.0, 0.0)
     if low == 0.0 or np.mean(np.abs(lr)) <= _CLEAR_GAP:
+        return
+    if missing_mass(lr) > _LACK:  # rather a cut, in too few tokens to be called one
         return
     correlation = float(np.corrcoef(x, y)[0, 1])
     slope, is_sharper = correlation * high / low, False

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from rljax.diagnose.causes import CAUSES
 from rljax.diagnose.course import FEWEST_STEPS, GAPS, Course
 from rljax.diagnose.evidence import Facts, Finding
+from rljax.diagnose.tables import CAUSES
 from rljax.mismatch.atlas import normal_range
 
 UNKNOWN = "cannot tell"
@@ -187,13 +187,14 @@ _NUMERICS = ("eight_bits", "sixteen_bits", "head_dtype", "length_growth", "misma
 def to_measure(facts: Facts, cause: str) -> Iterator[str]:
     """Yields a line for each measurement that would answer an open question."""
     course, tokens = facts.course, facts.tokens
-    names = set(course.last) if course is not None else set()
+    names, is_own = set(course.last) if course is not None else set(), facts.project == "rljax"
     if course is not None and not course.gap_name:
         yield "the mismatch itself: log the engine's log-probabilities of its own tokens beside the trainer's"
     if course is not None and cause == "cannot_tell" and "ratio_max" not in names:
         yield "the mean, smallest and largest exp(lr) of tokens beside k3_kl: they show a cut or another temperature"
     if tokens is None:
-        yield "the tokens: --rollout.dump-every 20 (others: rljax docs compare), then rljax diagnose on the file"
+        how = "--rollout.dump-every 20" if is_own else "rljax docs compare has the lines that write them"
+        yield f"the tokens: {how}, then rljax diagnose on the file"
     elif len(tokens.by_position) < 2 and not math.isnan(tokens.effect_without):
         yield "more tokens, or longer responses: the dump is too small for buckets by position"
     if course is None:
@@ -206,7 +207,7 @@ def to_measure(facts: Facts, cause: str) -> Iterator[str]:
         yield "the policy's entropy: it tells a smaller error from a more certain policy"
     has_floor = bool(names.intersection(_FLOORS.values())) or (tokens is not None and bool(tokens.floors))
     if not has_floor and not facts.declared.is_exact:
-        yield "the floor: --diagnosis.self-every 20, or rljax compare with --second-run"
+        yield f"the floor: {'--diagnosis.self-every 20, or ' * is_own}rljax compare with --second-run"
     if not facts.declared.coarser:
         yield "the dtypes of both sides: of the weights, the LM head and the key-value cache"
     if cause in ("cannot_tell", "eight_bits", "sixteen_bits", "mismatch_growth"):
@@ -217,5 +218,5 @@ def to_measure(facts: Facts, cause: str) -> Iterator[str]:
         yield f"the layer and operation at which the engines part: rljax compare TOKENS --model DIR {scorers} --layers"
     if tokens is not None and cause != "healthy":
         yield "the tokens one by one, the worst sequences first: rljax view on the file or on the run"
-    if cause in ("high_rate", "mismatch_growth"):
+    if is_own and cause in ("high_rate", "mismatch_growth"):
         yield "a short run with --rollout.engine exact: if it fails too, the mismatch is not the cause"

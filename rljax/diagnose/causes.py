@@ -5,38 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from rljax.diagnose.course import Course
 from rljax.diagnose.evidence import BEYOND, CONFIDENCES, DTYPES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
-from rljax.diagnose.log_causes import LOG_CAUSES, TOGETHER, find_log_causes
-from rljax.diagnose.token_causes import TOKEN_CAUSES, find_token_causes
+from rljax.diagnose.log_causes import TOGETHER, find_log_causes
+from rljax.diagnose.token_causes import find_token_causes
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
-
-CAUSES: Mapping[str, tuple[str, str]] = {
-    "healthy": ("none", "nothing is wrong with the mismatch"),
-    "sixteen_bits": ("numerics", "rounding in 16 bits"),
-    "head_dtype": ("numerics", "the LM head computes in another dtype than the rest, on one side"),
-    "eight_bits": ("numerics", "rounding in 8 bits on one side: weights or key-value cache"),
-    "extreme_tokens": ("numerics", "a few extreme tokens carry it"),
-    "after_environment": ("numerics", "the tokens after what an environment wrote carry its extreme values"),
-    "length_growth": ("numerics", "the error grows along the response"),
-    "staleness": ("staleness", "the rollouts were sampled with older weights"),
-    "temperature": ("settings", "the two sides use different temperatures"),
-    "other_weights": ("weights", "one side holds other weights: a stale layer, a stale version, a missing adapter"),
-    "not_comparable": ("settings", "the two columns cannot be compared"),
-    "missing_numbers": ("settings", "log-probabilities are missing or not finite on one side"),
-    "failed_rewards": ("settings", "no response can be scored; the mismatch is not the cause"),
-    "mismatch_growth": ("optimisation", "the mismatch grows with training"),
-    "high_rate": ("optimisation", "the learning rate is too high; the mismatch is not the cause"),
-    "entropy_collapse": ("optimisation", "the policy lost its entropy; the mismatch is not the cause"),
-    **LOG_CAUSES,
-    **TOKEN_CAUSES,
-    "cannot_tell": ("cannot tell", "the numbers do not say what it is"),
-}
-"""The kind of each cause, and the cause in words."""
 
 _ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
 _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain
@@ -58,6 +36,8 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     if facts.is_summary:
         said = "a summary has the last value of each metric: when it changed, and what changed first, is in the history"
         return "one_row", [Finding("one_row", SURE, said)]
+    if facts.course is not None:
+        facts = facts._replace(of_course=tuple(find_log_causes(facts.course)))
     every = [finding for rule in RULES for finding in rule(facts)]
     findings = sorted(every, key=lambda finding: CONFIDENCES.index(finding.confidence))
     if findings and findings[0].confidence != POSSIBLE:
@@ -69,11 +49,6 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     else:
         is_sound = facts.tokens is not None and not crossed
     return ("healthy" if is_sound and not findings else "cannot_tell"), findings
-
-
-def _of_course(facts: Facts) -> Iterator[Finding]:
-    if facts.course is not None:
-        yield from find_log_causes(facts.course)
 
 
 def _comparable(facts: Facts) -> Iterator[Finding]:
@@ -156,7 +131,9 @@ def _rises_with_uncertainty(tokens: TokenFacts, times: float = _ALONG) -> bool:
 
 def _are_two_states(tokens: TokenFacts) -> bool:
     """Returns whether the gap is large and looks like two states of one policy, not like rounding."""
-    return tokens.is_beyond and _rises_with_uncertainty(tokens)
+    if tokens.is_beyond:
+        return _rises_with_uncertainty(tokens)
+    return tokens.effect_without > EFFECTS["bfloat16"] and _rises_with_uncertainty(tokens, _STEEP)
 
 
 def _is_late(course: Course | None) -> bool:
@@ -169,7 +146,7 @@ def _is_late(course: Course | None) -> bool:
 
 def _weights(facts: Facts) -> Iterator[Finding]:
     course = facts.course
-    if any(_of_course(facts)):
+    if facts.of_course:
         return
     if course is not None and course.starts_at <= 2 and not course.is_stale:
         start, later = course.effect_start, max(course.effect_first, course.effect_last)
@@ -311,7 +288,8 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
         if declared.forms:
             yield Finding("eight_bits", SURE, f"{size} is of 8 bits, and the engine is said to hold {declared.forms}")
         elif facts.is_split and not any(_explains(facts)):
-            flat = facts.tokens is None or not _rises_with_uncertainty(facts.tokens)
+            tokens = facts.tokens
+            flat = tokens is None or (len(tokens.by_uncertainty) > 1 and not _rises_with_uncertainty(tokens))
             said = (
                 f"{size} is of 8 bits rather than of 16, from the first step on, and neither a few tokens, nor length"
             )
@@ -321,7 +299,7 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
 
 
 def _explains(facts: Facts) -> Iterator[Finding]:
-    for rule in (_of_course, _stale, _temperature, _weights, _after_environment, _extreme, _length):
+    for rule in (attrgetter("of_course"), _stale, _temperature, _weights, _after_environment, _extreme, _length):
         yield from (finding for finding in rule(facts) if finding.confidence != POSSIBLE)
 
 
@@ -342,7 +320,7 @@ def _failure(facts: Facts) -> Iterator[Finding]:
         if rises or is_early or any(lead is not None and lead > -TOGETHER for lead in leads_of):
             yield Finding(
                 "high_rate",
-                LIKELY if facts.origin else POSSIBLE,
+                LIKELY if facts.origin and growth.lead != 0 else POSSIBLE,
                 f"the reward falls for good from step {course.decline} on (peak {course.peak:.2g}, end "
                 f"{course.last.get('reward', math.nan):.2g}), {measured} and does not grow before",
             )
@@ -358,6 +336,7 @@ def _failure(facts: Facts) -> Iterator[Finding]:
 def _rounding(facts: Facts) -> Iterator[Finding]:
     """Yields a finding of rounding in 16 bits if a limit is crossed and no other finding explains it."""
     is_crossed = facts.is_split and any(one.is_crossed for one in facts.crossings)
+    is_crossed &= facts.tokens is None or not any(find_token_causes(facts.tokens))
     if is_crossed and facts.origin == "bfloat16" and not any(_explains(facts)):
         yield Finding("sixteen_bits", LIKELY, f"{facts.size} is that of bfloat16, and a limit is crossed")
 
@@ -365,7 +344,7 @@ def _rounding(facts: Facts) -> Iterator[Finding]:
 RULES = (
     _comparable,
     _unscored,
-    _of_course,
+    attrgetter("of_course"),
     _after_environment,
     _extreme,
     _stale,

@@ -113,10 +113,11 @@ def read_course(log: Log) -> Course:
     effects = np.array([effect(a, b) for a, b in zip(k3, log.get("logprob_abs_diff_mean"), strict=True)])
     reward = smooth(log.get("reward"), width)
     decline = find_decline(reward)
-    onsets = {
+    found = (Onset(*_onset(values, width, log.steps, decline)) for values in (gap, np.abs(k3)))
+    first = min(found, key=lambda onset: math.inf if onset.step is None else onset.step)
+    onsets = {"gap": first} | {
         name: Onset(*_onset(values, width, log.steps, decline))
         for name, values in {
-            "gap": gap,
             "grad_norm": log.get("grad_norm"),
             "entropy": 1.0 / np.where(log.get("entropy") > 0, log.get("entropy"), np.nan),
             "length": log.get("length"),

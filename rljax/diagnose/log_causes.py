@@ -6,28 +6,13 @@ The rules need the numbers of the steps and no buckets, so they hold for the log
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
 from rljax.diagnose.course import FEWEST_STEPS, Course, rank_correlation
 from rljax.diagnose.evidence import LIKELY, POSSIBLE, SURE, Finding
 from rljax.mismatch.signs import WORSE_THAN_UNIFORM
-
-LOG_CAUSES: Mapping[str, tuple[str, str]] = {
-    "nonfinite_training": ("optimisation", "numbers of the training are not finite from one step on"),
-    "sync_fault": ("weights", "the transfer of the weights to the engine is wrong, not the optimisation"),
-    "stale_cache": ("weights", "the engine keeps cached keys and values of older weights until it restarts"),
-    "bad_start": ("weights", "the mismatch is large only in the first steps after a start"),
-    "truncation": ("rewards", "responses run into the length limit before their answer"),
-    "reward_broken": ("rewards", "the reward function gives one constant"),
-    "no_signal": ("rewards", "all responses of a group earn the same, so there is no gradient"),
-    "no_update": ("optimisation", "the gradient is exactly 0 although rewards differ"),
-    "policy_drift": ("optimisation", "the policy runs away from its reference; no mismatch is measured"),
-    "one_row": ("cannot tell", "the file has one step of a run, so its course cannot be told"),
-    "several_runs": ("cannot tell", "the file has several runs, which must be named one by one"),
-}
-"""The kind of each cause that only a log shows, and the cause in words."""
 
 TOGETHER = 5
 """The number of steps by which a sign may come after the fall of the reward and still belong to it."""
@@ -36,6 +21,7 @@ _JUMP = 5.0  # the least ratio of one step's mismatch to all earlier ones that s
 _CUT = 0.005  # the smallest mass that a cut takes, as one minus the mean ratio
 _MOST_STEPS = 0.9  # the share of the steps that have to show a sign that does not come and go
 _SPIKE = 4.0  # the least ratio of a spike's mismatch to the median
+_CHANCE = 1e-3  # the largest chance that the steps of a reward with few values are equal by themselves
 _DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
 
 
@@ -209,6 +195,8 @@ def _spikes(course: Course) -> Iterator[Finding]:
         if len(values) < 12 or not usual > 0:
             continue
         far = values > max(_SPIKE * usual, usual + 10 * _median(np.abs(values - usual)))
+        largest = np.abs(course.log.get("logprob_abs_diff_max")[np.isfinite(course.log.get(name))])
+        far |= (values > 2 * usual) & (largest > 10 * _median(largest[np.isfinite(largest)]))
         starts = int(np.sum(far[1:] & ~far[:-1])) + int(far[0])
         halves = [float(np.mean(half)) for half in np.array_split(far, 2)]
         if starts >= 3 and min(halves) > 0 and far.mean() < 0.5 and far.sum() < 3 * starts:
@@ -274,10 +262,11 @@ def _constant_reward(course: Course) -> Iterator[Finding]:
     index = int(np.flatnonzero(np.isfinite(log.get("reward")))[at])
     size = "" if course.gap_name == "kl" else course.gap_name  # noise alone doubles and halves a mean of both signs
     is_alone = all(_is_unchanged(log.get(name), index) for name in (size, "entropy", "length"))
-    is_long = len(reward) - at >= max(3, len(reward) // 20)
+    count = len(reward) - at
+    is_long = count >= max(3, len(reward) // 20) and np.mean(reward[:at] == reward[-1]) ** count < _CHANCE
     if is_alone and is_long and abs(reward[at - 1] - reward[-1]) > 0.5 * change > 2 * noise:
         said = f"the reward goes from {usual:.2g} to exactly {reward[-1]:.3g} in step {log.steps[index]}"
-        yield Finding("reward_broken", LIKELY, f"{said} and is the same at all {len(reward) - at} steps since")
+        yield Finding("reward_broken", LIKELY, f"{said} and is the same at all {count} steps since")
 
 
 def _is_unchanged(values: np.ndarray, at: int) -> bool:

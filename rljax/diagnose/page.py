@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rljax.diagnose.answers import answers, to_measure
-from rljax.diagnose.causes import CAUSES, judge_cause
+from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import GAPS
 from rljax.diagnose.evidence import Facts
 from rljax.diagnose.signals import Log
+from rljax.diagnose.tables import CAUSES, first_remedy
 from rljax.record.rows import finite_json
 
 WIDTH = 110
@@ -41,6 +42,7 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
             for one in facts.crossings
         ],
         "answers": {} if facts.runs else answers(facts, cause, findings),
+        "first_remedy": first_remedy(cause, facts.project),
         "remedies": None if cause == "healthy" else f"rljax docs diagnose#{cause}",
         "next": [f"one run: --run {shlex.quote(run)}" for run in facts.runs] or list(to_measure(facts, cause)),
     }
@@ -85,10 +87,10 @@ def to_text(found: Mapping[str, Any]) -> str:
     for finding in found["findings"]:
         lines += _wrapped(f"- {finding['cause']}, {finding['confidence']}: {finding['evidence']}", 2)
     sections = {
+        "Remedies": _remedy_lines(found),
         "What is measured": _measured_lines(found["measured"]),
         "Limits of the field": _limit_lines(found["limits"]),
         "Where it comes from": (f"{question}: {answer}" for question, answer in found["answers"].items()),
-        "Remedies": _remedy_lines(found),
         "What to measure next": (f"- {line}" for line in found["next"]),
     }
     for title, texts in sections.items():
@@ -98,11 +100,10 @@ def to_text(found: Mapping[str, Any]) -> str:
 
 
 def _remedy_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    project = found["measured"].get("log", {}).get("project", "rljax")
-    if found["remedies"]:
-        yield f"{found['remedies']} lists them, the best fitting first"
-        if project != "rljax":
-            yield f"in the options of {project}: rljax docs diagnose#in_your_framework"
+    if first := found["first_remedy"]:
+        source = f" ({first['source']})" if first["source"] else ""
+        yield f"try first: {first['remedy']}{': ' * bool(first['option'])}{first['option'].replace('`', '')}{source}"
+        yield f"all of them, the best fitting first: {found['remedies']}"
 
 
 def _measured_lines(measured: Mapping[str, Any]) -> Iterator[str]:
@@ -153,5 +154,10 @@ def _number(value: float | None) -> str:
 def _wrapped(text: str, indent: int = 0) -> list[str]:
     lead = len(text) - len(text.lstrip())
     return textwrap.wrap(
-        text.strip(), WIDTH, initial_indent=" " * (indent + lead), subsequent_indent=" " * (indent + lead + 2)
+        text.strip(),
+        WIDTH,
+        initial_indent=" " * (indent + lead),
+        subsequent_indent=" " * (indent + lead + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
     )

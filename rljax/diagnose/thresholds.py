@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rljax.mismatch.names import PUBLISHED_BARS
+from rljax.diagnose.tables import TABLES
 
 
 class Threshold(NamedTuple):
@@ -20,62 +20,7 @@ class Threshold(NamedTuple):
     meaning: str  # the meaning of a larger number, in one clause
 
 
-THRESHOLDS = (
-    Threshold(
-        "k3_kl",
-        1e-3,
-        "VeXact, arXiv 2605.14220: its baseline until step 250, and its bound for the rejection of a response",
-        "more than an engine in 16 bits gives",
-    ),
-    Threshold(
-        "k3_kl",
-        PUBLISHED_BARS["prime_rl", "mismatch_kl/mean"],
-        "prime-rl's rule for merging: below it at each of 20 steps",
-        "a change of prime-rl would not be merged",
-    ),
-    Threshold(
-        "logprob_abs_diff_mean",
-        PUBLISHED_BARS["nemo_rl", "token_mult_prob_error"] - 1.0,
-        "NeMo-RL: it writes a dump above token_mult_prob_error 1.05, which is 1 + this to first order",
-        "NeMo-RL would write the tokens",
-    ),
-    Threshold(
-        "token_mult_prob_error",
-        PUBLISHED_BARS["nemo_rl", "token_mult_prob_error"],
-        "NeMo-RL: its functional tests and its dumps",
-        "NeMo-RL would write the tokens",
-    ),
-    Threshold(
-        "logprob_abs_diff_mean",
-        PUBLISHED_BARS["slime", "train/train_rollout_logprob_abs_diff"],
-        "slime's continuous integration",
-        "slime's test would fail",
-    ),
-    Threshold(
-        "log_ppl_abs_diff",
-        0.07,
-        "field reports of the quantity that arXiv 2602.01826 plots: healthy near 3e-3, 0.07 to 0.4 in a collapse",
-        "the size that is seen in collapses",
-    ),
-    Threshold(
-        "prob_abs_diff_mean",
-        5e-3,
-        "FP16 paper, arXiv 2510.26788: 4e-3 to 5e-3 in bfloat16, 5e-4 in float16",
-        "more than bfloat16 gives there",
-    ),
-    Threshold(
-        "extreme_rate",
-        0.01,
-        "rljax's default: rljax docs studies has 0.4% to 2% of tokens beyond a factor of 2 where runs fail",
-        "single tokens weigh in each update",
-    ),
-    Threshold(
-        "nonfinite_count",
-        0.0,
-        "rljax's default: no log-probability may be missing or infinite",
-        "numbers are missing on one side",
-    ),
-)
+THRESHOLDS = tuple(Threshold(*limit) for limit in TABLES["limits"])
 
 
 @dataclass(frozen=True)

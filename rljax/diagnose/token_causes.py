@@ -5,39 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rljax.diagnose.evidence import EFFECTS, LIKELY, SURE, Finding
+from rljax.diagnose.evidence import EFFECTS, LIKELY, POSSIBLE, SURE, Finding
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
-
-TOKEN_CAUSES: Mapping[str, tuple[str, str]] = {
-    "truncated_sampling": ("settings", "one side's numbers are normalised over the tokens that a cut left"),
-    "some_responses": ("settings", "a few responses are wrong as a whole, and the others are clean"),
-    "first_token": ("settings", "the first token of each response carries the mismatch"),
-    "last_tokens": (
-        "settings",
-        "the last tokens of each response carry the mismatch: an end token, its fill, or the cap",
-    ),
-    "one_token": ("settings", "one token, or the tokens after it, carry the mismatch"),
-    "trainer_side": ("weights", "the trainer's log-probabilities are wrong, and the engine's responses are right"),
-    "engine_side": ("weights", "the engine's log-probabilities are wrong"),
-    "router_noise": ("numerics", "a share of the tokens has far more noise than the others, as with another expert"),
-}
-"""The kind of each cause that a dump shows, and the cause in words."""
 
 OF_VERDICTS: Mapping[str, str] = {
     **dict.fromkeys(("constant_fill", "off_by_one", "other_rows", "other_base", "no_tokens"), "not_comparable"),
     "left_out": "missing_numbers",
     "temperature": "temperature",
     "after_environment": "after_environment",
-    **{cause: cause for cause in TOKEN_CAUSES if cause != "router_noise"},
+    **{cause: cause for cause in ("truncated_sampling", "some_responses", "first_token", "last_tokens", "one_token")},
+    "trainer_side": "trainer_side",
+    "engine_side": "engine_side",
 }
 """The cause that each cause of a verdict of ``compare`` shows."""
 DECISIVE = tuple(cause for cause in OF_VERDICTS if cause not in ("left_out", "temperature"))
 """The causes of a verdict that make the other facts of a dump meaningless."""
 
-_TAIL = 8.0  # the least ratio of the 99% quantile of the errors to their median; rounding has 4, drift up to 7
-_MOST_BIAS = 0.3  # the largest abs(sum) over sum of abs of the log-ratios of noise
+_FAR_SHARE = 0.01  # the least share of tokens far above the median error; rounding and drift have less
+_CUT = 4.0  # the least lack of the mean ratio that lets a cut be possible (standard errors)
+_MOST_BIAS = 3.0  # the largest deviation of the mean ratio of noise from 1 (standard errors)
 
 
 def find_token_causes(tokens: TokenFacts) -> Iterator[Finding]:
@@ -49,11 +37,15 @@ def find_token_causes(tokens: TokenFacts) -> Iterator[Finding]:
     if verdict.cause in DECISIVE or verdict.cause == "left_out":
         is_likely = verdict.cause in ("trainer_side", "engine_side")
         yield Finding(OF_VERDICTS[verdict.cause], LIKELY if is_likely else SURE, verdict.reason)
-    is_usual = not tokens.is_beyond and tokens.effect_without < EFFECTS["bfloat16"]
-    if is_usual and tokens.tail > _TAIL and abs(tokens.bias) < _MOST_BIAS and not tokens.is_of_few:
+    if tokens.is_beyond or tokens.effect_without >= EFFECTS["bfloat16"] or tokens.is_of_few:
+        return
+    if tokens.ratio_bias < -_CUT and verdict.cause != "truncated_sampling":
+        said = f"the mean ratio is {-tokens.ratio_bias:.1f} standard errors below 1, as below a cut of little mass"
+        yield Finding("truncated_sampling", POSSIBLE, said)
+    elif tokens.far_share > _FAR_SHARE and abs(tokens.ratio_bias) < _MOST_BIAS:
         yield Finding(
             "router_noise",
             LIKELY,
-            f"the median error of the logits is {tokens.effect_without:.2g}, of rounding in 16 bits, and its 99% "
-            f"quantile {tokens.tail:.0f} times that, where rounding has 4 times; the log-ratios have both signs",
+            f"the median error of the logits is {tokens.effect_without:.2g}, of rounding in 16 bits, and "
+            f"{tokens.far_share:.1%} of the tokens have 8 times that or more; the mean ratio is 1, as of noise",
         )

@@ -33,6 +33,8 @@ _SHARED_TOKENS = 16  # the first response tokens of a sequence, which are search
 _OF_MEDIAN = 0.93  # k3_kl / logprob_abs_diff_mean of a normal error over the median of abs(lr) / uncertainty
 _LARGEST_ROUNDING = 0.35  # the largest error of the logits of an engine in 8 bits; an fp8_e5m2 cache has 0.16
 _OUTLIER = 8.0  # the least error of an outlier, as a multiple of the 90% quantile of all errors
+_FAR = 8.0  # a token is far if its error is this multiple of the median; of rounding and drift at most 1% are
+_MOST_OUTLIERS = 0.02  # the largest share of far tokens that are a few
 _SMALLEST_OUTLIER = 1.0  # the least abs(lr) of an outlier (nats)
 _VERSION = re.compile(r"version (\d+)$")  # the end of the name of the trainer's weights in a dump of a run
 
@@ -56,8 +58,8 @@ class TokenFacts:
     outliers: int = 0  # the number of tokens whose error is far beyond all others
     outlier_share: float = 0.0  # the share of k3_kl that the outliers carry
     effect_without: float = math.nan  # the error of the logits of most tokens: outliers hardly change it
-    tail: float = math.nan  # the 99% quantile of the errors of the tokens over their median
-    bias: float = math.nan  # the sum of the log-ratios over the sum of their sizes
+    far_share: float = math.nan  # the share of the tokens whose error is far above the median
+    ratio_bias: float = math.nan  # the mean ratio minus 1, in standard errors: near 0 without a fault
     by_position: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty by position
     by_uncertainty: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty by uncertainty
     effects: Mapping[str, float] = field(default_factory=dict)  # the error of the logits by position
@@ -69,7 +71,8 @@ class TokenFacts:
     def is_of_few(self) -> bool:
         """Whether a few tokens carry most of k3_kl."""
         is_usual = self.effect_without < 1.5 * EFFECTS["bfloat16"]
-        return self.outliers > 0 and self.outlier_share > (0.5 if is_usual else 0.9)
+        is_rare = self.far_share <= _MOST_OUTLIERS
+        return self.outliers > 0 and is_rare and self.outlier_share > (0.5 if is_usual else 0.9)
 
     def size(self, has_forms: bool) -> Size:
         """Returns the size of the mismatch.
@@ -110,14 +113,14 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     sampled = dump.sampling.get("temperature")
     given = float(sampled) if isinstance(sampled, (int, float)) and sampled > 0 else temperature
     grids = {name: logit_grid(dump, name, dump.sources[name].temperature or given) for name in sides}
-    median, extreme = _error_of_most(lr, uncertainty)
+    median = _error_of_most(lr, uncertainty)
     return TokenFacts(
         *known,
         outliers=int(far.sum()),
         outlier_share=float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,
         effect_without=_OF_MEDIAN * median,
-        tail=extreme / max(median, 1e-9),
-        bias=float(lr.sum() / max(size.sum(), 1e-9)),
+        far_share=float(np.mean(size > _FAR * median * np.maximum(uncertainty, LEAST_UNCERTAINTY))),
+        ratio_bias=_ratio_bias(lr),
         by_position=ratios(of["gap"], of["doubt"], of["at"], POSITION_EDGES),
         by_uncertainty=ratios(of["gap"], of["doubt"], of["doubt"], UNCERTAINTY_EDGES),
         effects=ratios(of["k3"], of["gap"], of["at"], POSITION_EDGES),
@@ -148,12 +151,17 @@ def _repeated(dump: TokenDump, rollout: str) -> int:
     return sum(len(numbers) for numbers in sets if is_no_chance(logprobs[numbers[0]]))
 
 
-def _error_of_most(lr: np.ndarray, uncertainty: np.ndarray) -> tuple[float, float]:
-    """Returns the median and the 99% quantile of abs(lr) over the uncertainty, of uncertain tokens if there are any."""
+def _error_of_most(lr: np.ndarray, uncertainty: np.ndarray) -> float:
+    """Returns the median of abs(lr) over the uncertainty, of uncertain tokens if there are any."""
     uncertain = uncertainty > UNCERTAINTY_EDGES[1]
     chosen = uncertain if uncertain.sum() >= FEWEST_TOKENS else np.ones(len(lr), bool)
     error = np.abs(lr[chosen]) / np.maximum(uncertainty[chosen], LEAST_UNCERTAINTY)
-    return (float(np.median(error)), float(np.quantile(error, 0.99))) if len(error) else (math.nan, math.nan)
+    return float(np.median(error)) if len(error) else math.nan
+
+
+def _ratio_bias(lr: np.ndarray) -> float:
+    ratio = np.exp(np.clip(lr, -20.0, 20.0))
+    return float((ratio.mean() - 1.0) / max(ratio.std() / math.sqrt(max(len(lr), 1)), 1e-9)) if len(lr) else math.nan
 
 
 def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:

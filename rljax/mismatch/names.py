@@ -176,7 +176,7 @@ areal: reward task_reward/avg rollout/reward; entropy update/entropy/avg entropy
 openrlhf: reward reward; entropy entropy_loss; grad_norm actor_grad_norm; learning_rate actor_lr; reference_kl kl;
     policy_kl ppo_kl; loss policy_loss; kl vllm_kl
 open_instruct: reward objective/verifiable_correct_rate objective/scores scores; entropy policy/entropy_avg;
-    grad_norm optim/grad_norm; learning_rate lr; reference_kl objective/kl_avg; loss loss/policy_avg;
+    grad_norm optim/grad_norm; learning_rate lr; reference_kl objective/kl2_avg objective/kl_avg; loss loss/policy_avg;
     logprob_abs_diff_mean vllm_vs_local_logprob_diff_mean;
     logprob_abs_diff_max vllm_vs_local_logprob_diff_max;
     logprob_abs_diff_std vllm_vs_local_logprob_diff_std
@@ -187,7 +187,7 @@ rllm: reward reward/mean; entropy actor/entropy; grad_norm actor/grad_norm; lear
 torchtitan: reward rollout_reward/_mean reward/mean; entropy trainer/entropy/mean entropy;
     grad_norm trainer/grad_norm/mean grad_norm; learning_rate trainer/lr lr; loss loss/mean;
     staleness train_batch/policy_age/mean; zero_std rollout_reward/group_zero_std_frac/mean;
-    kl -bit_wise/logprob_diff/mean; logprob_abs_diff_mean bit_wise/logprob_diff/abs_mean
+    kl -bit_wise/logprob_diff/mean; logprob_abs_diff_mean bit_wise/logprob_diff/abs_mean; ratio_mean loss/ratio_mean
 tinker: reward env/all/reward/total; entropy optim/entropy; learning_rate optim/lr;
     signal by_group/frac_mixed; kl kl_sample_train_v1; k3_kl kl_sample_train_v2
 roll: reward critic/score/mean; entropy critic/entropy/mean; grad_norm actor/grad_norm; learning_rate actor/lr;
@@ -197,7 +197,8 @@ ms_swift: reward reward; entropy entropy/mean; grad_norm grad_norm; learning_rat
     chi2_token rollout_correction/chi2_token
 marin: entropy policy_entropy current_entropy; grad_norm grad/norm/total;
     learning_rate optim/learning_rate; reference_kl kl_loss; loss reinforce_loss;
-    ratio_mean trainer_inference_importance_sampling_ratio_mean
+    ratio_mean trainer_inference_importance_sampling_ratio_mean;
+    prob_abs_diff_mean trainer_sampler_prob_diff_mean; prob_abs_diff_max trainer_sampler_prob_diff_max
 """
 SIGNAL_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     project: {words[0]: tuple(words[1:]) for words in map(str.split, signals.split(";"))}
@@ -243,6 +244,8 @@ STEP_COLUMNS = (*_OWN_STEPS, *_STEPS, CALL_COUNT)
 """The names of the step's column, the best first."""
 RUN_COLUMNS = ("run", "run_name", "run_id", "run/name", "Name", "arm", "experiment")
 """The names of the column that names the run of each row, in a table of several runs."""
+METRIC_COLUMNS = ("tag", "metric", "key", "metric_name", "name")
+"""The names of the column that names the metric of each ``value``, in a table with a row for each number."""
 NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
 """The parts of a name that say that a column or a folder is not of the training."""
 WRAPPERS = {"data", "metrics", "log", "logs", "payload"}

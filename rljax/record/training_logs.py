@@ -21,7 +21,15 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rljax.errors import ConfigError, MissingPackageError, import_for, parse_json
-from rljax.mismatch.names import CALL_COUNT, LENGTH_COLUMNS, NOT_TRAINING, RUN_COLUMNS, STEP_COLUMNS, WRAPPERS
+from rljax.mismatch.names import (
+    CALL_COUNT,
+    LENGTH_COLUMNS,
+    METRIC_COLUMNS,
+    NOT_TRAINING,
+    RUN_COLUMNS,
+    STEP_COLUMNS,
+    WRAPPERS,
+)
 from rljax.record.console_logs import console_rows
 from rljax.record.foreign_files import foreign_kind
 
@@ -119,7 +127,19 @@ def read_rows(path: Path) -> Rows:
         raise ConfigError(f"{path}: no such file")
     if "tfevents" in path.name:
         return list(event_files(path).scalar_rows(path))
-    return read_text_log(path)
+    return by_metric(read_text_log(path))
+
+
+def by_metric(rows: Rows) -> Rows:
+    """Returns the rows of a long table, with a row for each number of each metric, under the names of the metrics.
+
+    TensorBoard and MLflow export such tables. Other rows are returned as they are.
+    """
+    columns = set(columns_of(rows[:1]))
+    name = next((name for name in METRIC_COLUMNS if {name, "value", "step"} <= columns), "")
+    if not name:
+        return rows
+    return [row | {str(row.get(name)): row.get("value")} for row in rows]
 
 
 def event_files(path: Path) -> ModuleType:

@@ -21,45 +21,38 @@ from rljax.commands.check_server import (
 )
 from rljax.record.token_dumps import ColumnSource, make_dump
 
+ENDS = "the server ends a response at"
 TOKENS = {"tokenizer": "a", "stop_token_ids": [14]}
 
 
 @pytest.mark.parametrize(
-    ("theirs", "problems"),
+    ("found", "problems"),
     [
-        (TOKENS, []),
-        (TOKENS | {"stop_token_ids": [13]}, ["the server ends a response at [13], the model at [14]"]),
-        (TOKENS | {"stop_token_ids": [13, 14]}, ["the server ends a response at [13, 14], the model at [14]"]),
-        (TOKENS | {"tokenizer": "b"}, ["the server has another tokenizer"]),
-        (TOKENS | {"tokenizer": ""}, ["the server has no readable tokenizer"]),
+        (token_facts(TOKENS, TOKENS), []),
+        (token_facts(TOKENS, TOKENS | {"stop_token_ids": [13]}), [f"{ENDS} [13], the model at [14]"]),
+        (token_facts(TOKENS, TOKENS | {"stop_token_ids": [13, 14]}), [f"{ENDS} [13, 14], the model at [14]"]),
+        (token_facts(TOKENS, TOKENS | {"tokenizer": "b"}), ["the server has another tokenizer"]),
+        (token_facts(TOKENS, TOKENS | {"tokenizer": ""}), ["the server has no readable tokenizer"]),
+        (round_trip_facts({"a": True, "b": True}, ["a", "b", "lm_head.weight"]), []),
+        (round_trip_facts({"a": True, "b": False}, ["a", "b"]), ["1 tensors come back with other bits: b"]),
+        (round_trip_facts({"a": True}, ["a", "b.bias"]), ["1 tensors of the files are not read: b.bias"]),
     ],
 )
-def test_tokens_of_both_sides(theirs, problems):
-    assert token_facts(TOKENS, theirs)["problems"] == problems
-
-
-@pytest.mark.parametrize(
-    ("same", "stored", "problems"),
-    [
-        ({"a": True, "b": True}, ["a", "b", "lm_head.weight"], []),
-        ({"a": True, "b": False}, ["a", "b"], ["1 tensors come back with other bits: b"]),
-        ({"a": True}, ["a", "b.bias"], ["1 tensors of the files are not read: b.bias"]),
-    ],
-)
-def test_a_round_trip(same, stored, problems):
-    assert round_trip_facts(same, stored)["problems"] == problems
+def test_tokens_of_both_sides_and_a_round_trip(found, problems):
+    assert found["problems"] == problems
 
 
 @pytest.mark.parametrize(
     ("gap", "rows_of_16", "bar", "words"),
     [
-        # k3 = exp(-0.02) cosh(0.03) - 1 + 0.02 = 6.398e-4, and the standard error of 208 tokens is sqrt(2 k3 / 208) =
-        # 2.48e-3: 0.02 - k3 is 7.8 of them, and with 240 tokens 8.4.
-        (0.02, 13, 6.40e-4, ()),
-        (0.02, 13, 6.39e-4, ("the mean k3 is 0.00064, expected at most 0.000639",)),
-        (0.02, 15, 6.42e-4, ("the mean difference is 0.02 nats, more than chance",)),
-        (-0.02, 15, 6.62e-4, ("the mean difference is -0.02 nats, more than chance",)),
-        (0.02, 15, math.inf, ()),
+        # k3 = exp(-0.004) cosh(0.03) - 1 + 0.004 = 4.56e-4. The standard error sqrt(2 k3 / tokens) of 4640 tokens is
+        # 4.43e-4, and 0.004 - k3 is 7.99 of them; of 4720 tokens it is 4.40e-4, and 8.06 of them.
+        (0.004, 290, 4.60e-4, ()),
+        (0.004, 290, 4.55e-4, ("the mean k3 is 0.000456, expected at most 0.000455",)),
+        (0.004, 295, 4.60e-4, ("the mean difference is 0.004 nats, more than chance",)),
+        (-0.004, 295, 4.61e-4, ("the mean difference is -0.004 nats, more than chance",)),
+        (0.004, 295, math.inf, ()),
+        (0.02, 13, math.inf, ("of the mass",)),  # the mean ratio is 0.98
         (0.3, 4, math.inf, ("beyond any dtype's",)),
     ],
 )
@@ -71,7 +64,7 @@ def test_log_probabilities_that_differ_in_the_mean(gap, rows_of_16, bar, words):
     sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
     apart = np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)
     columns = {"jax": trainer, "vllm": trainer + apart}
-    names = list("abcdefghijklmno")[:rows_of_16]
+    names = list(map(str, range(rows_of_16)))
     dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
     found = pair_facts(dump, [("jax", "vllm")], bar=bar)
     assert len(found["problems"]) == len(words)

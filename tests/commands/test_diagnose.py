@@ -17,7 +17,8 @@ from toy_runs import outcome
 from rljax.commands import compare, plot, replay, view
 from rljax.commands.diagnose import declared_of, main
 from rljax.compare.importers import read_tokens
-from rljax.diagnose.causes import CAUSES
+from rljax.diagnose.signals import PROJECTS
+from rljax.diagnose.tables import CAUSES, TABLES, first_remedy
 from rljax.diagnose.thresholds import THRESHOLDS
 from rljax.diagnose.token_facts import read_facts
 from rljax.rollout.form import ServerForm
@@ -27,7 +28,8 @@ from rljax.run.config import Config
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "tests" / "data" / "planted_logs"
 REMEDIES = (ROOT / "docs/diagnose.md").read_text(encoding="utf-8").partition("## Remedies\n")[2]
-SECTIONS = ("What is measured", "Limits of the field", "Where it comes from", "Remedies", "What to measure next")
+KINDS = {"none", "numerics", "staleness", "settings", "weights", "optimisation", "rewards", "cannot tell"}
+SECTIONS = ("Remedies", "What is measured", "Limits of the field", "Where it comes from", "What to measure next")
 
 
 @pytest.fixture
@@ -231,16 +233,33 @@ def test_a_column_that_is_not_there_is_named():
     assert "no column 'hf' in the dump, which has rollout, trainer" in err
 
 
-def test_every_cause_has_remedies_and_a_kind():
-    lists = re.findall(r"^### (\w+)\n\n1\. ", REMEDIES, re.MULTILINE)
-    assert sorted(lists) == sorted(set(CAUSES) - {"healthy"})
-    assert "| verl | `algorithm.rollout_correction" in REMEDIES.partition("### in_your_framework\n")[2]
-    kinds = {kind for kind, _ in CAUSES.values()}
-    assert kinds == {"none", "numerics", "staleness", "settings", "weights", "optimisation", "rewards", "cannot tell"}
+def test_the_remedies_of_the_docs_are_those_of_the_table():
+    """Each cause has a list with rljax's own options, and three remedies have a column with those of each project."""
+    options = {name: project["options"] for name, project in TABLES["projects"].items()}
+    own = {name: options["rljax"].get(name, (of_any,))[0] for name, (_, of_any) in TABLES["remedies"].items()}
+    for cause, (_, _, names) in TABLES["causes"].items():
+        assert bool(names) == (cause != "healthy")
+        listed = REMEDIES.partition(f"### {cause}\n\n")[2].partition("\n\n")[0].splitlines()
+        assert listed == [f"{i}. {TABLES['remedies'][name][0]}: {own[name]}" for i, name in enumerate(names, 1)]
+    columns = ("truncate", "cut", "room")
+    text = REMEDIES.partition("### in_your_framework\n")[2].partition("###")[0]
+    first, _, *rows = (
+        [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line[:1] == "|"
+    )
+    assert first == [TABLES["remedies"][name][0] for name in columns]
+    others = [options[name] for name in options if name != "rljax"]
+    assert rows == [[each.get(name, ("",))[0] for name in columns] for each in others]
+    assert set(options) < set(PROJECTS)
+    assert {kind for kind, _ in CAUSES.values()} == KINDS
 
 
-def test_the_tokens_after_an_environment_are_masked():
-    assert "masked importance weights" in REMEDIES.partition("### after_environment\n")[2].partition("###")[0]
+@pytest.mark.parametrize("project", PROJECTS)
+def test_the_first_remedy_is_in_the_options_of_the_project(project):
+    """A remedy without an option of the project names no key of rljax's configuration either."""
+    own = dict(TABLES["projects"].get(project, {"options": {}})["options"].values())
+    for first in (first_remedy(cause, project) for cause in CAUSES if cause != "healthy"):
+        assert first["source"].endswith(own.get(first["option"], ""))
+        assert first["option"] in own or not re.search(r"--[a-z]+\.[a-z-]+ ", first["option"])
 
 
 def test_each_remedy_has_settings_and_a_source():

@@ -117,7 +117,9 @@ def test_other_gaps_are_no_cut():
     noise = 0.01 * rng.standard_normal(2000)
     few = noise - np.where(np.arange(2000) % 100, 0.0, 5.0)
     tail = np.where(np.arange(2000) % 20, -0.1, 1.0) + noise
-    assert not any(any(find_cut(lr)) for lr in (noise, few, tail, noise - 1e-3))
-    assert [cause for _, cause, _ in find_cut(noise - 0.05)] == ["truncated_sampling"]
+    hardly = noise - 1e-3  # 4.5 standard errors of 0.01 / sqrt(2000), and 0.12 of the mean gap
+    assert not any(any(find_cut(lr)) for lr in (noise, few, tail, hardly))
+    some = np.where(np.arange(2000) % 4, 0.0, np.log(0.97))  # top_k cuts a quarter of the tokens: 0.75% of the mass
+    assert [[cause for _, cause, _ in find_cut(noise + each)] for each in (-0.05, some)] == [["truncated_sampling"]] * 2
     x = -rng.exponential(1.0, (20, 100))
     assert judge(pair_of(x, x / np.log(10))).cause == "other_base"

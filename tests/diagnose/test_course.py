@@ -6,6 +6,7 @@ import pytest
 from rljax.diagnose.course import effect, find_decline, rank_correlation, read_course, smooth, window
 from rljax.diagnose.signals import Log
 from rljax.diagnose.thresholds import THRESHOLDS, cross
+from rljax.mismatch.names import PUBLISHED_BARS
 
 STEPS = np.arange(1, 41)
 
@@ -84,3 +85,6 @@ def test_limits_are_those_of_the_field():
     kept = cross({"k3_kl": np.full(40, 5e-4)}, STEPS)
     assert not any(one.is_crossed for one in kept)
     assert all(one.source and one.meaning for one in THRESHOLDS)
+    names = {"nemo_rl": "token_mult_prob_error", "prime_rl": "k3_kl", "slime": "logprob_abs_diff_mean"}
+    bars = {(names[project], bar) for (project, _), bar in PUBLISHED_BARS.items()}
+    assert bars < {(one.signal, one.limit) for one in THRESHOLDS}

@@ -1,13 +1,18 @@
 """Tests of the causes that the course of a log shows, each by a log of numbers written by hand, and of healthy logs."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from rljax.diagnose.causes import CAUSES, judge_cause
+from rljax.diagnose import log_causes
+from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import read_course
 from rljax.diagnose.evidence import Facts, Finding
-from rljax.diagnose.log_causes import LOG_CAUSES, find_log_causes
+from rljax.diagnose.log_causes import find_log_causes
 from rljax.diagnose.signals import Log
+from rljax.diagnose.tables import CAUSES
 from rljax.diagnose.thresholds import cross
 
 STEPS = np.arange(1, 41)
@@ -64,7 +69,11 @@ LOGS = {
         # The engine at temperature 0.5 and the trainer at 1: probabilities 0.9878, 0.0122 against 0.9, 0.1.
         {"ratio_min": 0.9 / 0.9878, "ratio_max": 0.1 / 0.0122, "ratio_mean": 1.0, "logprob_abs_diff_mean": 0.12 * WAVE}
     ],
-    "extreme_tokens": [{"logprob_abs_diff_mean": np.where(STEPS % 4 == 0, 2.0, GAP)}],
+    "extreme_tokens": [
+        {"logprob_abs_diff_mean": np.where(STEPS % 4 == 0, 2.0, GAP)},
+        # In every fourth step a token of 200 is 5 nats off: the mean is three times as large, and the largest 50 times.
+        {"logprob_abs_diff_mean": GAP + 0.025 * (STEPS % 4 == 0), "logprob_abs_diff_max": 0.1 + 5 * (STEPS % 4 == 0)},
+    ],
     "truncation": [
         {"truncated": np.where(LATE, 0.97, 0.01), "reward": np.where(LATE, 0.05, REWARD)},
         {"truncated": 1.0, "reward": 0.0},
@@ -98,8 +107,16 @@ LOGS = {
             "reward": [0.4, 0.39, 0.2, 0.07],
         },
         {"logprob_abs_diff_mean": 0.012 * WAVE * np.exp(0.2 * np.maximum(STEPS - 20, 0))},
+        {  # k3 grows before the reward falls, and the other signal only then
+            "logprob_abs_diff_mean": None,
+            "log_ppl_abs_diff": np.where(STEPS > 28, 0.015, 0.004 * WAVE),
+            "k3_kl": 2e-4 * WAVE * np.exp(0.2 * np.maximum(STEPS - 15, 0)),
+            "reward": np.where(STEPS > 28, 0.05, REWARD),
+        },
     ],
     "cannot_tell": [
+        {"reward": np.where((STEPS % 6 == 0) | (abs(STEPS - 31.5) < 2), 0.02, 0.0)},  # three steps of four earn nothing
+        {"logprob_abs_diff_mean": None, "log_ppl_abs_diff": GAP, "prob_abs_diff_mean": 0.02 * WAVE},  # one is too large
         {"logprob_abs_diff_mean": 0.1 * WAVE},  # 8 bits, a temperature, a cut or other weights
         {"reward": np.where(LATE, 0.05 * WAVE, REWARD)},  # the reward falls, and nothing else changes
         {"logprob_abs_diff_mean": None},
@@ -116,7 +133,8 @@ def test_the_cause_of_a_log(cause, signals):
 
 
 def test_every_cause_of_logs_is_tested():
-    assert set(LOG_CAUSES) - {"one_row", "several_runs"} <= set(LOGS) <= set(CAUSES)
+    named = set(re.findall(r'Finding\(\s*"(\w+)"', Path(log_causes.__file__).read_text(encoding="utf-8")))
+    assert named <= set(LOGS) <= set(CAUSES)
 
 
 def test_the_evidence_has_the_numbers():

@@ -6,6 +6,7 @@ import pytest
 from rljax.diagnose.signals import PROJECTS, choose_signals, mismatch_names, read_signals
 from rljax.errors import ConfigError
 from rljax.mismatch.names import NAME_TABLE, SIGNAL_NAMES
+from rljax.record.training_logs import read_rows
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,16 @@ def test_a_log_by_step():
     assert not log.has("entropy")
 
 
+def test_a_table_with_a_row_for_each_number(tmp_path):
+    """TensorBoard's and MLflow's tables name the metric in a column."""
+    path = tmp_path / "log.csv"
+    cells = [("actor/entropy", 0.5, 1), ("actor/entropy", 0.25, 2), ("rollout_corr/k3_kl", 0.001, 2)]
+    path.write_text("tag,value,step\n" + "".join(f"{tag},{value},{step}\n" for tag, value, step in cells))
+    log = read_signals(read_rows(path))
+    assert (log.project, log.steps.tolist()) == ("verl", [1, 2])
+    np.testing.assert_allclose([log.get("entropy"), log.get("k3_kl")], [[0.5, 0.25], [np.nan, 0.001]])
+
+
 def test_signs_and_ratios_follow():
     """AReaL logs the mean of lr: its sign is turned, and k3 is the mean ratio - 1 - the mean of lr."""
     names = ("update/behave_approx_kl/avg", "update/behave_imp_weight/avg")
@@ -77,6 +88,10 @@ def test_signs_and_ratios_follow():
     np.testing.assert_allclose([log.get("kl")[0], log.get("k3_kl")[0]], [0.03, 0.01])
     log = read_signals([{"step": 1, "critic/score/mean": 0.5, "rollout_corr/kl": 0.3, "rollout_corr/k3_kl": 0.08}])
     np.testing.assert_allclose(log.get("ratio_mean"), [0.78])
+    log = read_signals(
+        [{"step": 1, "rollout_reward/_mean": 0.5, "bit_wise/logprob_diff/mean": -0.3, "loss/ratio_mean": 0.8}]
+    )
+    np.testing.assert_allclose([log.get("kl")[0], log.get("k3_kl")[0]], [0.3, 0.1])
     signed = [{"step": i, "critic/score/mean": 0.5, "actor/train_infer_diff_mean": (-1) ** i * 1e-4} for i in range(4)]
     assert not read_signals(signed).has("prob_abs_diff_mean")  # ROLL's mean has a sign, so it is no size
 

@@ -143,9 +143,14 @@ def as_yaml(document: Any) -> bytes:
     return as_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=False))
 
 
+def objects(rows: Any) -> list[dict[Any, Any]]:
+    """Returns the rows that are dictionaries."""
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
 def as_csv(rows: Any) -> bytes:
     """Writes a table of the rows that are dictionaries."""
-    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    found = objects(rows)
     names = list(dict.fromkeys(str(key) for row in found for key in row))
     lines = [names, *([str(row.get(name, "")) for name in names] for row in found)]
     return as_text("\n".join(",".join(line) for line in lines))
@@ -423,6 +428,7 @@ def token_cases() -> Iterator[st.SearchStrategy[Case]]:
     for name, file in files:
         yield spoilt("compare", (name.split("/")[0], "--out", "out"), {name: file}, [name], options)
         yield spoilt("view", (name.split("/")[0], "-o", "out/page.html"), {name: file}, [name], [(), *CHOSEN[2:]])
+        yield spoilt("diagnose", (name.split("/")[0],), {name: file}, [name], [(), *CHOSEN[2:]])
 
 
 # --- logs and records -------------------------------------------------------------------------------------------------
@@ -453,6 +459,66 @@ def log_cases() -> Iterator[st.SearchStrategy[Case]]:
     for name, content in (names | {file: events(), f"run/tb/{file}": events()}).items():
         files = {name: content, "out": Special.DIRECTORY}
         yield spoilt("replay", (name.split("/")[0], "--picture", "out/surge.png"), files, [name], options)
+
+
+# The course of a run in the names of verl, with and without a mismatch.
+COURSE = [
+    {"step": i, "critic/score/mean": 0.1 + 0.02 * i, "actor/entropy": 0.5 - 0.01 * i, "actor/grad_norm": 1 + 0.01 * i}
+    | {"response_length/mean": length, "response_length/clip_ratio": 0.0, "actor/lr": 1e-6}
+    for i, length in enumerate(LENGTHS, 1)
+]
+GAPS = {"rollout_corr/k3_kl": 1e-3, "rollout_corr/kl": 1e-3, "training/rollout_probs_diff_mean": 4e-3}
+MEASURED = [row | GAPS for row in COURSE]
+ABSENT = (None, math.nan, "", "x", "nan", [], {}, [1.0], {"a": 1.0}, True, math.inf)
+
+
+def as_long(rows: Any) -> bytes:
+    """Writes a table with a row for each number, as MLflow exports it."""
+    return as_csv([{"key": key, "value": row[key], "step": row.get("step")} for row in objects(rows) for key in row])
+
+
+def as_charts(rows: Any) -> bytes:
+    """Writes W&B's export of the charts of two runs."""
+    named = [(row.get("step"), {f"{run} - {key}": row[key] for run in "ab" for key in row}) for row in objects(rows)]
+    return as_csv([{"Step": step} | cells for step, cells in named])
+
+
+def as_console(rows: Any) -> bytes:
+    """Writes the lines that verl prints."""
+    return as_text("".join(f"(TaskRunner pid=1) {' - '.join(f'{k}:{row[k]}' for k in row)}\n" for row in objects(rows)))
+
+
+def course_cases() -> Iterator[st.SearchStrategy[Case]]:
+    """Yields damaged logs of a course for ``rljax diagnose``."""
+    logs = {
+        "log.jsonl": as_lines,
+        "log.csv": as_csv,
+        "long.csv": as_long,
+        "charts.csv": as_charts,
+        "out.log": as_console,
+    }
+    for name, write in (logs | {"trainer_state.json": lambda rows: as_json({"log_history": rows})}).items():
+        options = [(), (), ("--run", "a"), ("--run", "x")] if name == "charts.csv" else [()]
+        yield spoilt("diagnose", (name,), {name: Document(MEASURED, write)}, [name], options)
+
+
+@st.composite
+def silent_cases(draw: st.DrawFn) -> Case:
+    """Draws a log without a number of the mismatch, or tokens without a number of one side. None may be healthy."""
+    choose = chooser(draw)
+    if choose(True, False):
+        names = draw(st.lists(st.sampled_from([*GAPS]), unique=True))
+        rows = [row | {name: draw(st.sampled_from(ABSENT)) for name in names} for row in COURSE[: choose(1, 7, 20)]]
+        name, write = choose(("log.jsonl", as_lines), ("log.csv", as_csv), ("long.csv", as_long))
+        return Case("silent", (name,), {name: write(rows)})
+    nothing = draw(st.sampled_from([None, math.nan, math.inf, -math.inf]))
+    rows = []
+    for _ in range(choose(1, 2, 30)):
+        count, side = choose(1, 2, 40), choose("trainer", "rollout", "no")
+        known = {name: [nothing if name == side else -1.0] * count for name in ("trainer", "rollout")}
+        ids = {"prompt_ids": [5], "response_ids": [*range(6, 6 + count)]}
+        rows.append(ids | {"logprobs": known, "response_mask": [side != "no"] * count})
+    return Case("silent", ("t.jsonl",), {"t.jsonl": as_lines(rows)})
 
 
 RECORD = [
@@ -532,6 +598,7 @@ MAKERS = {
     **{"yaml": (5, yaml_cases), "arguments": (4, argument_cases), "problems": (4, problem_cases)},
     **{"model": (4, model_cases), "weights": (4, weight_cases), "adapters": (2, adapter_cases)},
     **{"tokens": (2, token_cases), "log": (2, log_cases), "record": (1, record_cases)},
+    **{"course": (2, course_cases), "silent": (2, lambda: iter([silent_cases()]))},
     **{"resume": (2, resume_cases), "checkpoints": (2, checkpoint_cases)},
 }
 

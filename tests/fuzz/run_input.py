@@ -23,7 +23,7 @@ import sound_inputs
 from malformed_inputs import Case, Special
 
 from rljax import train
-from rljax.commands import compare, plot, prepare, replay, view
+from rljax.commands import compare, diagnose, plot, prepare, replay, view
 from rljax.errors import caller_errors, run_cli
 from rljax.evaluate import find_policy
 from rljax.policy.peft import load_adapters
@@ -71,6 +71,8 @@ COMMANDS = {
     "load": Command(load),
     "adapters": Command(load_tiny_adapters),
     "compare": Command(compare.main, ("out",), (0, 1)),
+    "diagnose": Command(diagnose.main, (), (0, 1)),
+    "silent": Command(diagnose.main, (), (1,)),
     "replay": Command(replay.main, ("out",)),
     "view": Command(view.main, ("out",)),
     "plot": Command(plot.main, ("run",)),

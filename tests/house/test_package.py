@@ -55,7 +55,7 @@ BY_NAME = re.compile(r"pip3? +install\b(?:(?! in )[^|&;`\n])*?(?<![\w./$-])rljax
 # The pages that a message of the package names.
 NAMED = {
     name
-    for path in (ROOT / "rljax").rglob("*.py")
+    for path in (*(ROOT / "rljax").rglob("*.py"), ROOT / "rljax/diagnose/causes.json")
     for name in re.findall(r"rljax docs ([a-z_]+)", path.read_text(encoding="utf-8"))
 }
 PAGES = ("*.md", "*.py", "*.sh", "*.sbatch", "*.yaml", "*.toml", "*Dockerfile")
@@ -98,7 +98,7 @@ def test_both_hold_every_module_and_nothing_of_the_tests(built):
     view = {f"rljax/view/page.{kind}" for kind in ("html", "css", "js")}
     data = {"rljax/py.typed", "rljax/plan/h100_sxm.txtpb", "rljax/rollout/servers/vllm/metadata/vllm-0+cpu.egg-info"}
     data |= (
-        {"rljax/mismatch/atlas.json"}
+        {"rljax/mismatch/atlas.json", "rljax/diagnose/causes.json"}
         | view
         | {f"rljax/{path.relative_to(ROOT)}" for path in configs}
         | {f"rljax/docs/{name}.md" for name in NAMED}

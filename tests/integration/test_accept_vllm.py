@@ -69,7 +69,7 @@ def test_a_clean_pair_passes_and_passed_checks_are_kept(toy, tmp_path):
 
 # The fault in the worker, how it is taken out, the check that fails, and words of its problem.
 WORKER_FAULTS = {
-    "temperature": (["logits", "temperature", "1.1"], ["logits", "off"], "log-probabilities", "a gap of"),
+    "temperature": (["logits", "temperature", "1.1"], ["logits", "off"], "log-probabilities", "a sharpened form"),
     "cut": (["logits", "cut", "3"], ["logits", "off"], "log-probabilities", "gave a log-probability of -inf"),
     "rope": (["layers", "rope base"], ["layers", "off"], "log-probabilities", "jax:bfloat16 / vllm:bfloat16"),
     "swapped": (["layers", "swapped"], ["layers", "off"], "log-probabilities", "vllm-decode:bfloat16"),
@@ -103,24 +103,30 @@ def test_a_fault_of_the_worker_fails(toy, tmp_path, fault):
     assert (status, failed(checks)) == (0, []), page
 
 
-def test_other_requests_are_refused(toy, tmp_path):
-    """The server has another client, whose requests come while nothing is asked of it by the command."""
-    ended = threading.Event()
+@pytest.mark.parametrize("during", ["start", "training"])
+def test_other_requests_end_the_command(toy, tmp_path, during):
+    """The server has another client, whose requests come at once, or while the run trains."""
+    ended, rows = threading.Event(), tmp_path / "run/metrics.jsonl"
     body = {"model": "policy", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}}
 
     def ask():
         while not ended.wait(0.1):
-            call(toy.url, "POST", "/inference/v1/generate", json=body)
+            if during == "start" or rows.exists():
+                call(toy.url, "POST", "/inference/v1/generate", json=body)
 
     client = threading.Thread(target=ask)
     client.start()
     try:
-        status, checks, page = accepted(toy, tmp_path)
+        status, checks, page = accepted(toy, tmp_path, "--steps", "400")
     finally:
         ended.set()
         client.join()
-    assert (status, checks) == (2, {})
+    assert (status, failed(checks)) == (2, [])
     assert "answers requests of others" in page
+    if during == "training":
+        assert list(checks) == [*[name for name in accept.CHECKS if name != "training"], accept.PUT_BACK]
+        assert checks[accept.PUT_BACK]["status"] == "PASS"
+        assert rows.read_text().count("\n") < 400
 
 
 def test_an_interrupt_puts_the_first_weights_back(toy, tmp_path):
@@ -208,7 +214,9 @@ def test_a_clean_pair_of_each_family_passes(start_server, tmp_path, family, dtyp
     model = Model(path, *[None] * 3)
     server = start_server(model, dtype)
     try:
-        status, checks, page = accepted(Served(server, model, dtype), tmp_path / "out")
+        steps = "20" if (family, dtype) == ("qwen2", "float32") else "2"
+        status, checks, page = accepted(Served(server, model, dtype), tmp_path / "out", "--steps", steps)
     finally:
         server.stop()
     assert (status, failed(checks)) == (0, []), page
+    assert checks["training"]["says"].startswith(f"{steps} steps, ")

@@ -394,6 +394,13 @@ WHOLE = {"token_ids": [1, 2, 7, 8], "response_mask": [0, 0, 1, 1]}
             "policy_logprobs": [[None, None, -0.5, -1.5, 0.0]],
             "entropy": [[None, None, 1.0, 2.0, 0.0]],
         },
+        {  # Levanter's older batches: the tokens one later, and weights of 0 outside the response
+            "input_ids": [[1, 2, 7, 0]],
+            "target_ids": [[2, 7, 8, 0]],
+            "loss_weights": [[0.0, -0.25, -0.25, 0.0]],
+            "policy_logprobs": [[None, -0.5, -1.5, 0.0]],
+            "entropy": [[None, 1.0, 2.0, 0.0]],
+        },
     ],
 )
 def test_the_names_of_other_projects_are_read(tmp_path, record):
@@ -401,6 +408,30 @@ def test_the_names_of_other_projects_are_read(tmp_path, record):
     check_reply(dump)
     np.testing.assert_array_equal(dump.values["entropy"][0], np.float32([np.nan, np.nan, 1, 2]))
     assert dump.sampling == {"temperature": 0.7, "top_p": 0.9}
+
+
+def test_one_name_stands_for_one_side(tmp_path):
+    """Beside the sampler's own numbers ``policy_logprobs`` are the trainer's, and weights beside a mask advantages."""
+    record = WHOLE | {"policy_logprobs": [0.0, 0.0, -1.0, -2.0], "loss_weights": [0.0, 0.0, 0.5, 0.5]}
+    assert list(read_tokens(write_lines(tmp_path / "x.jsonl", record)).logprobs) == ["rollout"]
+    dump = read_tokens(write_lines(tmp_path / "x.jsonl", record | {"behavior_logprobs": [0.0, 0.0, -1.5, -2.5]}))
+    both = [dump.logprobs[name][0].tolist()[2:] for name in ("trainer", "rollout")]
+    assert both == [[-1.0, -2.0], [-1.5, -2.5]]
+    assert dump.values["advantage"][0].tolist() == [0.0, 0.0, 0.5, 0.5]
+
+
+def test_a_folder_of_token_files_is_one_dump(tmp_path):
+    """Each process writes a file, begins it with the header, and numbers its sequences from 0."""
+    header = {"rljax_tokens": 1, "columns": {"rollout": {"dtype": "float16"}}, "sampling": {"temperature": 0.7}}
+    for number in range(2):
+        record = PARTS | {"sequence_id": "0", "rollout_logprobs": [-0.5, -1.5 - number]}
+        write_lines(tmp_path / f"tokens_{number}.jsonl", header, record)
+    dump = read_tokens(tmp_path)
+    assert (dump.sequence_ids, dump.sources["rollout"].dtype) == (("tokens_0/0", "tokens_1/0"), "float16")
+    assert [values[-1] for values in dump.logprobs["rollout"]] == [-1.5, -2.5]
+    write_lines(tmp_path / "tokens_1.jsonl", header | {"sampling": {}}, record)
+    with pytest.raises(ValueError, match=r"tokens_1.jsonl:1: expected one header"):
+        read_tokens(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,6 +33,8 @@ from rljax.weights.store import WeightDirectory, WeightVersion
 log = logging.getLogger(__name__)
 
 State = Literal["down", "greeted", "loading", "proving", "open", "paused", "asleep"]
+SENT: Counter[str] = Counter()
+"""The number of requests for a response that this process has sent, by the URL of the server."""
 _PROBE_S = 600.0  # The longest time of a probe: a few tokens, and the server's compilations for them (seconds).
 
 
@@ -217,7 +220,8 @@ class Server(Remote):
             await asyncio.sleep(retries.wait_s(failures + pauses.count))
 
     def _send(self, request: Request, timeout_s: float) -> Coroutine[Any, Any, bytes]:
-        """Returns the exchange of a request for one response."""
+        """Returns the exchange of a request for one response, which it counts."""
+        SENT[self.url] += 1
         body = self._kind.body(self.route, request, self.model, self.platform)
         if self.route == self._kind.own_route:
             return self._http.ask(self.url, self.route, timeout_s, body)
