@@ -96,7 +96,10 @@ def row_lengths(case: Case, config: Config, sequences: Sequence[TrainSequence]) 
 
     lengths = [case.prompt + n * case.response for n in range(1, case.group + 1)]
     packed = [dataclasses.replace(config, packing=dataclasses.replace(config.packing, row_tokens=n)) for n in lengths]
-    return list({places(each): each for each in (min(packed, key=places), packed[0], config)}.values())[::-1]
+    found: dict[int, Config] = {}
+    for each in (config, packed[0], min(packed, key=places)):
+        found.setdefault(places(each), each)
+    return [*found.values()]
 
 
 class Side:
