@@ -55,7 +55,7 @@ def find_patterns(
     yield from _one_side(x[valid], y[valid])
     yield from _responses(lr, np.where(uncertainty > _UNCERTAIN, uncertainty, 0.0))
     yield from _places(lr, uncertainty, valid, mask, ids)
-    yield from find_cut(lr[valid])
+    yield from find_cut(distinct(x[valid], y[valid]))
 
 
 def _one_side(x: np.ndarray, y: np.ndarray) -> Iterator[Pattern]:
@@ -134,6 +134,13 @@ def _kinds(
         if len(found := tokens[far & (tokens >= 0)]):
             one = int(np.bincount(found).argmax())
             yield "one_token", f"{words} {one}", tokens == one
+
+
+def distinct(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns the log-ratios of two columns [n], one for equal pairs of numbers, as in responses that begin alike."""
+    pairs = np.unique(np.stack([x, y], axis=1), axis=0)
+    found: np.ndarray = pairs[:, 0] - pairs[:, 1]
+    return found
 
 
 def missing_mass(lr: np.ndarray) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.compare.patterns import find_cut, find_patterns, missing_mass
+from rljax.compare.patterns import distinct, find_cut, find_patterns, missing_mass
 from rljax.mismatch import framework_metrics
 from rljax.mismatch.names import PUBLISHED_BARS
 from rljax.mismatch.regions import LARGEST_LOGPROB
@@ -276,7 +276,7 @@ def _temperature_findings(x: np.ndarray, y: np.ndarray) -> Iterator[_Finding]:
     low, high = sorted((float(np.std(x)), float(np.std(y)))) if len(x) >= _FEWEST else (0.0, 0.0)
     if low == 0.0 or np.mean(np.abs(lr)) <= _CLEAR_GAP:
         return
-    if missing_mass(lr) > _LACK:  # rather a cut, in too few tokens to be called one
+    if missing_mass(distinct(x, y)) > _LACK:  # rather a cut, in too few tokens to be called one
         return
     correlation = float(np.corrcoef(x, y)[0, 1])
     slope, is_sharper = correlation * high / low, False

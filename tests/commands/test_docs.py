@@ -62,7 +62,8 @@ def test_a_page_that_is_not_there_is_named(words, said):
 
 
 def test_messages_name_pages_that_are_there():
-    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "rljax").rglob("*.py")]
+    paths = (*(ROOT / "rljax").rglob("*.py"), ROOT / "rljax/diagnose/causes.json")
+    texts = [path.read_text(encoding="utf-8") for path in paths]
     named = {name for text in texts for name in re.findall(r"rljax docs ([a-z_]+)", text)}
     assert {"compare", "diagnose", "studies"} <= named
     assert [name for name in named if not (ROOT / f"docs/{name}.md").is_file()] == []
