@@ -212,7 +212,9 @@ def _bad_start(course: Course) -> Iterator[Finding]:
         return
     usual = float(np.median(rest))
     count = int(np.argmin(gap > 4 * usual))  # the steps before the first that is not large
-    if usual > 0 and 0 < count <= len(gap) // 4 and (gap[count + 1 :] < 2.5 * usual).all():
+    # A gap that shrinks as the policy learns and becomes sure does so by degrees.
+    is_sudden = count > 0 and gap[count] < 0.5 * gap[count - 1]
+    if usual > 0 and is_sudden and count <= len(gap) // 4 and (gap[count + 1 :] < 2.5 * usual).all():
         said = f"{course.gap_name} is {_median(gap[:count]):.2g} in the first {count} steps"
         yield Finding("bad_start", LIKELY, f"{said} and {usual:.2g} after them")
 

@@ -39,6 +39,8 @@ LOGS = {
     "healthy": [
         {},
         {"entropy": np.linspace(1.0, 0.3, 40), "logprob_abs_diff_mean": GAP * np.linspace(1, 0.5, 40)},
+        # A policy that learns within ten steps becomes sure, and its gap shrinks by degrees.
+        {"entropy": 0.05 + 0.5 * np.exp(-STEPS / 4), "logprob_abs_diff_mean": 0.002 + 0.012 * np.exp(-STEPS / 4)},
         {"logprob_abs_diff_mean": np.where(STEPS == 30, 1.0, GAP)},  # a lone spike
         {"logprob_abs_diff_mean": None, "kl": 2e-3 * np.cos(7 * STEPS**2)},
         {"ratio_mean": 0.3 + 0.4 * WAVE, "ratio_min": 0.0, "ratio_max": 2.9},  # of sequences, as TRL masks them

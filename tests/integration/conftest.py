@@ -47,6 +47,11 @@ SHAPES = {
         **SIZES, num_kv_heads=1, head_dim=32, family="llama", max_position_embeddings=1024, initializer_range=0.1,
         attention_bias=True, mlp_bias=True, rope_scaling=RopeScaling("yarn", 32.0, 32, attention_factor=1.1),
     ),
+    "qwen3_5_text": PolicyConfig(
+        **SIZES | {"num_layers": 4}, num_kv_heads=1, head_dim=32, family="qwen3_5_text", max_position_embeddings=1024,
+        initializer_range=0.1, rotary_share=0.25, delta_key_heads=2, delta_value_heads=4, delta_key_dim=128,
+        delta_value_dim=128, conv_width=4,
+    ),
 }  # fmt: skip
 
 
