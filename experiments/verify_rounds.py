@@ -51,7 +51,7 @@ BLOCK_SIZE = 128  # the block size of vLLM's prefix cache on a CPU
 SIDE_BY_SIDE = 8  # the number of verifiers that ask the server at a time
 DRAWS = 300_000
 TAIL = 1e-3  # the share of the draws to which the exponential tail is fitted
-CASES = [(2, 4.0), (4, 4.0), (8, 2.5), (16, 4.0), (16, 2.5)]  # (prompts of a look, factor of the band)
+CASES = [(1, 2, 4.0), (2, 4, 4.0), (4, 4, 4.0), (16, 16, 4.0), (16, 16, 2.5)]  # (prompts of both looks, band's factor)
 SCALES = (0.3, 0.1, 0.03)  # sizes of the weight changes that are published without a reset of the cache
 PUBLISHES, SERVERS = 600, 8  # of the run for which refusals are counted
 
@@ -174,48 +174,51 @@ def beyond(numbers: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 
 def missed(
-    sound: np.ndarray, stale: np.ndarray, prompts: int, between: tuple[float, float], *, own: bool = False
+    sound: np.ndarray, stale: np.ndarray, first: int, prompts: int, between: tuple[float, float], *, own: bool = False
 ) -> dict[str, float]:
-    """Returns the chance that one of two looks at a server with an old cache is in the band."""
+    """Returns the chance that one of two looks at an old cache, of ``first`` and ``prompts`` probes, is in the band."""
     bands = bands_of(drawn(sound, prompts, own=own), VerifyConfig().factor, between)
-    small = -np.log(np.maximum(looks := drawn(stale, prompts, own=own), 1e-12))
+    looks = [drawn(stale, count, own=own) for count in (first, prompts)]
+    seen = [1 - beyond(-np.log(np.maximum(each, 1e-12)), -np.log(bands)) for each in looks]
     return {
         "mean": float(stale.mean()),
         "smallest_probe": float(stale.min()),
-        "smallest_look": float(looks.min()),
-        "missed": float(np.mean(1 - (1 - beyond(small, -np.log(bands))) ** LOOKS)),
+        "smallest_look": float(looks[1].min()),
+        "missed": float(np.mean(1 - seen[0] * seen[1])),
     }
 
 
 def refusals(
-    each: np.ndarray, prompts: int, factor: float, between: tuple[float, float], *, own: bool = False
+    each: np.ndarray, first: int, prompts: int, factor: float, between: tuple[float, float], *, own: bool = False
 ) -> dict[str, float]:
     """Returns the figures of looks of ``prompts`` probes, and the chance that a run refuses a sound server.
 
     Args:
       each: The differences of single probes.
-      prompts: The number of probes of a look.
+      first: The number of probes of a publish's first look.
+      prompts: The number of probes of other looks.
       factor: The band is this many times the worst look of the calibration.
       between: The lowest and the highest band.
       own: Whether a look is the lower third of its probes, and not their mean.
     """
     looks = drawn(each, prompts, own=own)
     bands = bands_of(looks, factor, between)
-    out = np.minimum(beyond(looks, bands), 1 - 1e-12)
+    out, out_first = (np.minimum(beyond(each, bands), 1 - 1e-12) for each in (looks, drawn(each, first, own=own)))
 
     def of_run(chance: np.ndarray) -> float:
         return float(np.mean(-np.expm1(PUBLISHES * SERVERS * np.log1p(-chance))))
 
     return {
         "prompts_of_a_look": prompts,
+        "prompts_of_a_first_look": first,
         "factor": factor,
         "mean": float(looks.mean()),
         "standard_deviation": float(looks.std()),
         "largest": float(looks.max()),
         "band_smallest": float(bands.min()),
         "band_median": float(np.median(bands)),
-        "run_refused_by_one_look": of_run(out),
-        "run_refused": of_run(out**LOOKS),
+        "run_refused_by_one_look": of_run(out_first),
+        "run_refused": of_run(out_first * out),
     }
 
 
@@ -288,6 +291,7 @@ def main(argv: Sequence[str]) -> int:
             probes = Probes(loop, server, options, kind)
             of_run = kind == "prompts of the run" and not rounded
             count = VerifyConfig().prompts if of_run else TAIL_PROMPTS
+            first = -(-count // 2) if of_run else count
             measured, own = probes.measure(params, options.looks)
             of_kind = result["kinds"][kind] = {
                 "measured_probes": measured.size,
@@ -295,12 +299,12 @@ def main(argv: Sequence[str]) -> int:
                 "cases": [refusals(measured, *case, between) for case in CASES],
             }
             if rounded:
-                of_kind["own"] = refusals(own, count, factor, own_between, own=True)
+                of_kind["own"] = refusals(own, count, count, factor, own_between, own=True)
             of_kind["old_caches"] = {}
             for scale, stale, own_stale in with_old_caches(engine, backend, probes, params) if engine else ():
-                found = of_kind["old_caches"][scale] = {"to_trainer": missed(measured, stale, count, between)}
+                found = of_kind["old_caches"][scale] = {"to_trainer": missed(measured, stale, first, count, between)}
                 if rounded:
-                    found["own"] = missed(own, own_stale, count, own_between, own=True)
+                    found["own"] = missed(own, own_stale, count, count, own_between, own=True)
             print(kind, json.dumps(of_kind), flush=True)
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -23,9 +23,10 @@ class VerifyConfig:
     """
 
     prompts: int = 4
-    """The number of probe prompts of one measurement. They are made from prompts of the run. There are at least 16
-    for a mixture of experts, for a server that rounds to 8 bits as ``rollout.server_form`` says, and without a run."""
-    tokens: int = 8
+    """The number of probe prompts of one measurement. They are made from prompts of the run. The first measurement of a
+    publish has half of them. There are at least 16, and no half, for a mixture of experts, for a server that rounds to
+    8 bits as ``rollout.server_form`` says, and without a run."""
+    tokens: int = 12
     """The number of tokens generated from each prompt; at least 16 for a server that rounds to 8 bits."""
     factor: float = 4.0
     """The band as a multiple of the worst measurement at the first publish. Each dtype has a lowest and a highest

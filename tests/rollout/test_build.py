@@ -126,7 +126,7 @@ def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
     options += ["--rollout.limits.max-outstanding", "3", "--rollout.transfer-dir"]
     rollout = load_config(Config, [str(tmp_path / "run.yaml"), *options, str(tmp_path / "w")], prog="", description="")
     rollout = rollout.rollout
-    assert rollout.verify == VerifyConfig(prompts=4, tokens=8, factor=5.0)
+    assert rollout.verify == VerifyConfig(prompts=4, tokens=12, factor=5.0)
     assert rollout.limits == ClientLimits(max_outstanding=3)
 
     def score(params, sequences):  # the stand-in always gives -1, which is not a policy's log-probability

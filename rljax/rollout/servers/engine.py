@@ -304,7 +304,7 @@ class ServedEngine(Admission, RolloutEngine):
             return server.pause
         began, verifier = time.monotonic(), self.verifier
         difference = verifier.judge(
-            server.url, proof.looks, current.params, lambda: self.fleet.wait(verifier.sample(server))
+            server.url, proof.looks, current.params, lambda: self.fleet.wait(verifier.sample(server, whole=True))
         )
         self._metrics.add("publish/score_s", time.monotonic() - began)
         assert verifier.band is not None

@@ -5,8 +5,8 @@
 *Use*: a fixed set of probe prompts is sent before an update, so that the server caches them. Each is whole blocks of
 its prefix cache and 16 more tokens. After the update the server *generates* from them (``prompt_logprobs`` would
 bypass the cache). The log-probabilities of the sampled tokens are compared with the trainer's. Keys and values of old
-weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. One round of probes may be out
-of the band by chance. So a second round with other prompts and tokens decides.
+weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. The first round has half of
+the probes, and may be out of the band by chance. So a whole round with other prompts and tokens decides.
 
 A server that rounds to 8 bits is far from the trainer by its rounding alone, which would hide old keys and values. So
 it also scores its tokens a second time, as a prompt. It rounds as before, but reads nothing from the cache. The two
@@ -178,6 +178,7 @@ class Verifier:
         self._floor, self._ceiling = limits(dtype, mixture=mixture, rounded=self._is_rounded)
         has_tail = mixture or self._is_rounded or not prompts  # whether single tokens may be far off
         self._probes = max(config.prompts, TAIL_PROMPTS) if has_tail else config.prompts  # the probes of one look
+        self._first = self._probes if has_tail else -(-self._probes // 2)  # the probes of the first look of a publish
         self._cached, length = probe_lengths(info.block_size, rounded=self._is_rounded)
         shape = (LOOKS * self._probes, length)
         self._prompts = (
@@ -196,14 +197,22 @@ class Verifier:
         requests = [Request(prompt[: self._cached + 1], SamplingParams(1)) for prompt in self._prompts]
         await server.sample(requests)
 
-    async def sample(self, server: Remote) -> list[Look]:
-        """Makes the server generate from the probes: ``ROUNDS`` rounds while there is no band, and one afterwards."""
-        return [await self.look(server) for _ in range(ROUNDS if self.band is None else 1)]
+    async def sample(self, server: Remote, *, whole: bool = False) -> list[Look]:
+        """Makes the server generate from the probes: ``ROUNDS`` rounds while there is no band, and one afterwards.
 
-    async def look(self, server: Remote) -> Look:
-        """Makes the server generate from the probes of one round. Consecutive rounds have other prompts."""
+        The one has half of the probes if ``whole`` is False and the server's tokens have no tail.
+        """
+        if self.band is None:
+            return [await self.look(server) for _ in range(ROUNDS)]
+        return [await self.look(server, None if whole else self._first)]
+
+    async def look(self, server: Remote, probes: int | None = None) -> Look:
+        """Makes the server generate from the probes of one round, or from the first ``probes`` of them.
+
+        Consecutive rounds have other prompts.
+        """
         number = self._rounds[server.url] = self._rounds.get(server.url, 0) + 1
-        prompts, sampling = self._prompts[number % LOOKS :: LOOKS], SamplingParams(self._tokens)
+        prompts, sampling = self._prompts[number % LOOKS :: LOOKS][:probes], SamplingParams(self._tokens)
         requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
         completions, again = await server.sample(requests), list[Completion]()
         if self._is_rounded:
