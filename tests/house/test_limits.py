@@ -12,10 +12,10 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 51_160
-TEST_LINES = 62_160
-EXPERIMENT_LINES = 6_630
-KEYS = 181
+LINES = 52_010
+TEST_LINES = 63_070
+EXPERIMENT_LINES = 6_680
+KEYS = 182
 WORDS = 80_000
 PAGE_COUNT = 46
 FILE_LINES = 405
