@@ -32,8 +32,9 @@ from rljax.diagnose.signals import Log, choose_signals, read_signals
 from rljax.diagnose.thresholds import cross
 from rljax.errors import ConfigError, MissingPackageError, caller_errors, import_for, parse_json
 from rljax.record.foreign_files import SUMMARY, foreign_kind
+from rljax.record.log_runs import split_runs
 from rljax.record.rows import finite_json, run_dumps
-from rljax.record.training_logs import flatten, read_log, split_runs
+from rljax.record.training_logs import flatten, read_log
 from rljax.run.options import Positional, parse_arguments
 
 if TYPE_CHECKING:
