@@ -281,7 +281,8 @@ def test_malformed_inputs_are_refused_in_one_line(kind, tmp_path):
     print(f"{kind}: {outcomes[False]} refused, {outcomes[True]} accepted")
     assert outcomes.total() >= count // 2
     # A run sets damaged checkpoints aside and resumes from an older one, so few of these inputs leave no checkpoint.
-    assert outcomes[False] > 0 or kind == "checkpoints"
+    # A page that names no cause is no refusal.
+    assert outcomes[False] > 0 or kind in ("checkpoints", "silent")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
 LINES = 52_010
-TEST_LINES = 63_070
+TEST_LINES = 63_080
 EXPERIMENT_LINES = 6_680
 KEYS = 182
 WORDS = 80_000

@@ -32,6 +32,7 @@ SUPPORT = str(HERE.parent / "support")
 MAX_LEN = 512
 TIED = {"bfloat16": True, "float16": False, "float32": True}
 REPEATED = {"bfloat16"}  # the dtypes whose tied model has the head in its files, like Qwen3-0.6B as it is published
+HYBRID = "qwen3_5_text"  # vLLM's linear attention on a CPU ends the engine in float32
 # Policies other than dense Qwen3, by family.
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 2}
 SHAPES = {
@@ -47,8 +48,8 @@ SHAPES = {
         **SIZES, num_kv_heads=1, head_dim=32, family="llama", max_position_embeddings=1024, initializer_range=0.1,
         attention_bias=True, mlp_bias=True, rope_scaling=RopeScaling("yarn", 32.0, 32, attention_factor=1.1),
     ),
-    "qwen3_5_text": PolicyConfig(
-        **SIZES | {"num_layers": 4}, num_kv_heads=1, head_dim=32, family="qwen3_5_text", max_position_embeddings=1024,
+    HYBRID: PolicyConfig(
+        **SIZES | {"num_layers": 4}, num_kv_heads=1, head_dim=32, family=HYBRID, max_position_embeddings=1024,
         initializer_range=0.1, rotary_share=0.25, delta_key_heads=2, delta_value_heads=4, delta_key_dim=128,
         delta_value_dim=128, conv_width=4,
     ),

@@ -20,13 +20,13 @@ from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.rollout.servers.vllm.server import VllmConfig
 from rljax.rollout.types import SamplingParams
-from tests.integration.conftest import SHAPES, Model, Served
+from tests.integration.conftest import HYBRID, SHAPES, Model, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
 # The bounds are mean absolute differences of log-probabilities, in nats.
 BOUNDS = {"qwen3_moe": {"bfloat16": 0.06, "float32": 1e-5}, "qwen2": {"bfloat16": 0.03, "float32": 1e-5}}
 BOUNDS["llama"] = BOUNDS["qwen2"]
-BOUNDS["qwen3_5_text"] = {"bfloat16": 0.04}
+BOUNDS[HYBRID] = {"bfloat16": 0.04}
 PROMPT = 140  # tokens; a seeded prompt above 128 ends the engine of a hybrid on a CPU that computes it in pieces
 
 
@@ -44,10 +44,7 @@ SERVED = [("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32"), ("qwen2", "bfloat
 SERVED += [("llama", "bfloat16"), ("llama", "float32")]
 
 
-HYBRID = ("qwen3_5_text", "bfloat16")
-
-
-@pytest.fixture(scope="module", params=[*SERVED, HYBRID], ids="-".join)
+@pytest.fixture(scope="module", params=[*SERVED, (HYBRID, "bfloat16")], ids="-".join)
 def served(request, start_server, tmp_path_factory):
     family, dtype = request.param
     config, params = SHAPES[family], parameters(family)
@@ -85,7 +82,7 @@ FAULTS = {
     ],
     "qwen2": ["model.layers.1.self_attn.k_proj.bias", "model.layers.0.mlp.gate_proj.weight"],
     "llama": ["model.layers.1.self_attn.o_proj.bias", "model.layers.0.mlp.up_proj.bias"],
-    "qwen3_5_text": [f"model.layers.1.linear_attn.{name}" for name in ("A_log", "conv1d.weight", "in_proj_z.weight")],
+    HYBRID: [f"model.layers.1.linear_attn.{name}" for name in ("A_log", "conv1d.weight", "in_proj_z.weight")],
 }
 
 
@@ -123,7 +120,7 @@ def test_experts_that_are_not_packed_are_caught_by_their_use(served):
         engine.publish(served.model.moved(20), 2)
 
 
-@pytest.mark.parametrize("served", [HYBRID], ids="-".join, indirect=True)
+@pytest.mark.parametrize("served", [(HYBRID, "bfloat16")], ids="-".join, indirect=True)
 def test_another_recurrent_state_is_refused(served):
     other = served.model.hf_config | {"mamba_ssm_dtype": "bfloat16", "linear_num_value_heads": 2}
     with pytest.raises(HandshakeError) as error:

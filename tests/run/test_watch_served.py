@@ -101,7 +101,16 @@ class Spoiler:
 def said_by(fake, policy, run, steps):
     """Returns the output of a run on the server ``fake``, which samples with ``policy``."""
     fake.policy, fake.described = policy, {"shape": json.loads((TOY_BASE / "config.json").read_text())}
-    served = ("--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32")
+    served = (
+        "--rollout.engine",
+        "vllm",
+        "--rollout.urls",
+        fake.url,
+        "--rollout.dtype",
+        "float32",
+        "--rollout.verify.tokens",
+        "8",
+    )
     return completed(tiny(TOY_BASE, run, steps, *served, "--precision.compute-dtype", "float32"), is_sound=False)
 
 
