@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.algorithms.presets import PRESETS, Preset
 from rljax.errors import check_at_least, check_choices
 from rljax.mismatch import Statistics, read_tokens
-from rljax.mismatch.correction import correct_tokens, finalize_correction
+from rljax.mismatch.correction import BANDS, correct_tokens, finalize_correction
 from rljax.mismatch.regions import Region
 
 
@@ -92,9 +92,7 @@ class CorrectionConfig:
             raise ValueError(f"{', '.join(idle)} do nothing at level 'none'; choose token, sequence or geometric")
         if not 0.0 < self.threshold < np.inf:
             raise ValueError(f"threshold must be finite and above 0, got {self.threshold}")
-        if not 0.0 <= self.threshold_low <= self.threshold or (
-            self.threshold_low and self.mode not in ("band", "gate")
-        ):
+        if not 0.0 <= self.threshold_low <= self.threshold or (self.threshold_low and self.mode not in BANDS):
             raise ValueError(
                 "threshold_low must be in 0 .. threshold, and 0 unless mode is band or gate, "
                 f"got {self.threshold_low} with threshold {self.threshold}, mode {self.mode}"
@@ -176,7 +174,7 @@ class CorrectionConfig:
         if config.level == "none":
             return None
         bounds = (config.threshold_low, config.threshold)
-        return config.level, config.mode, bounds if config.mode in ("band", "gate") else config.threshold
+        return config.level, config.mode, bounds if config.mode in BANDS else config.threshold
 
     @property
     def trust_region(self) -> Region | None:

@@ -15,8 +15,8 @@
 - first weights: the model's weights, which the server gets back at the end, with their proof
 
 The server is one that was started from MODEL and holds its weights. Requests of others, which its metrics count, end
-the command at any time. Nothing is published to it before its log-probabilities are right. At the end it
-gets the weights of MODEL back, after a failure or an interrupt, too.
+the command at any time. Nothing is published to it before its log-probabilities are right. At the end it gets the
+weights of MODEL back, after a failure or an interrupt, too.
 
 Started again with the same OUT, the program makes only the checks that have not passed. It makes all of them if the
 model, the server, its process or an option is another one. OUT has accept.json, the tokens and the run. The exit status

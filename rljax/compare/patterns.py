@@ -143,6 +143,12 @@ def distinct(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return found
 
 
+def ratio_bias(lr: np.ndarray) -> float:
+    """Returns the mean ratio minus 1 in standard errors, for log-ratios [n], at least one. Exponents are at most 20."""
+    ratio = np.exp(np.clip(lr, -20.0, 20.0))
+    return float((np.mean(ratio) - 1.0) / max(float(np.std(ratio)) / math.sqrt(len(ratio)), 1e-9))
+
+
 def missing_mass(lr: np.ndarray) -> float:
     """Returns by how many standard errors the mean ratio is below 1, for log-ratios [n] to the sampler's column.
 
@@ -150,9 +156,8 @@ def missing_mass(lr: np.ndarray) -> float:
     """
     if len(lr) < _FEWEST or np.quantile(lr, 0.99) >= math.log(_LARGEST_RATIO):
         return 0.0
-    ratio = np.exp(lr)
-    lack, error = 1.0 - float(np.mean(ratio)), float(np.std(ratio)) / math.sqrt(len(ratio))
-    return lack / max(error, 1e-9) if lack > _OF_GAP * float(np.mean(np.abs(lr))) else 0.0
+    lack = 1.0 - float(np.mean(np.exp(lr)))
+    return -ratio_bias(lr) if lack > _OF_GAP * float(np.mean(np.abs(lr))) else 0.0
 
 
 def find_cut(lr: np.ndarray) -> Iterator[Pattern]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rljax.compare.patterns import LEAST_UNCERTAINTY, distinct
+from rljax.compare.patterns import LEAST_UNCERTAINTY, distinct, ratio_bias
 from rljax.compare.verdict import Verdict, is_beyond, judge
 from rljax.diagnose.evidence import EFFECTS, Size
 from rljax.diagnose.token_causes import DECISIVE
@@ -120,7 +120,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
         outlier_share=float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,
         effect_without=_OF_MEDIAN * median,
         far_share=float(np.mean(size > _FAR * median * np.maximum(uncertainty, LEAST_UNCERTAINTY))),
-        ratio_bias=_ratio_bias(distinct(pair.x[pair.valid], pair.y[pair.valid])),
+        ratio_bias=ratio_bias(distinct(pair.x[pair.valid], pair.y[pair.valid])) if len(lr) else math.nan,
         by_position=ratios(of["gap"], of["doubt"], of["at"], POSITION_EDGES),
         by_uncertainty=ratios(of["gap"], of["doubt"], of["doubt"], UNCERTAINTY_EDGES),
         effects=ratios(of["k3"], of["gap"], of["at"], POSITION_EDGES),
@@ -157,11 +157,6 @@ def _error_of_most(lr: np.ndarray, uncertainty: np.ndarray) -> float:
     chosen = uncertain if uncertain.sum() >= FEWEST_TOKENS else np.ones(len(lr), bool)
     error = np.abs(lr[chosen]) / np.maximum(uncertainty[chosen], LEAST_UNCERTAINTY)
     return float(np.median(error)) if len(error) else math.nan
-
-
-def _ratio_bias(lr: np.ndarray) -> float:
-    ratio = np.exp(np.clip(lr, -20.0, 20.0))
-    return float((ratio.mean() - 1.0) / max(ratio.std() / math.sqrt(max(len(lr), 1)), 1e-9)) if len(lr) else math.nan
 
 
 def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:

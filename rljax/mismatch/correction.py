@@ -23,6 +23,8 @@ from rljax.mismatch.tokens import Tokens, read_tokens
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask", "band", "gate"]
+BANDS = ("band", "gate")
+"""The modes whose threshold has a lower and an upper bound."""
 Rejection = Literal["k3", "max_k3", "abs_ratio", "geometric", "veto"]
 
 
@@ -159,7 +161,7 @@ def correct_tokens(
 
 def ratio_weight(xp: Any, log_ratio: Any, mode: Mode, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
     """Returns the weight of each log-ratio under ``importance_weights``, and whether its ratio is within the bounds."""
-    lowest, highest = _bounds(mode in ("band", "gate"), threshold)
+    lowest, highest = _bounds(mode in BANDS, threshold)
     ratio = xp.exp(xp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
     inside = (ratio >= lowest) & (ratio <= highest)
     return (xp.minimum(ratio, highest) if mode == "truncate" else xp.where(inside, ratio, 0)), inside

@@ -38,10 +38,8 @@ def settle_prefixes(
         return config
     if _began_apart(config):
         return with_separate_rows(config)
-    reason = why_apart(config)
-    if needs_whole_rows(policy):
-        reason = f"the state of a {policy.family} policy passes from each token to the next one in its row"
-    reason = reason or fault()
+    whole = f"the state of a {policy.family} policy passes from each token to the next one in its row"
+    reason = whole if needs_whole_rows(policy) else why_apart(config) or fault()
     if reason and says:
         log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
     return with_separate_rows(config) if reason else config

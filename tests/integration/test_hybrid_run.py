@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from hybrids import tiny_hybrid
-from toy_runs import TOY_BASE, command, comparable, completed, printed, tiny
+from toy_runs import TOY_BASE, command, comparable, completed, printed, resumed_rows, tiny
 
 from rljax.commands.export import main as export_main
 from rljax.policy.families import config_from_hf, config_to_hf, read_config
@@ -31,13 +31,9 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path, capl
     """Rows stay apart although the run would share prefixes. The engine uses its two slots again."""
     options = (*SIZE, "--packing.share-prefixes", "true", "--rollout.decode-tokens", "80", "--precision.remat", "true")
     options = (*options, "--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
-    completed(tiny(base, tmp_path / "whole", 4, *options))
+    rows = resumed_rows(base, tmp_path, *options)
     why = "the state of a qwen3_5_text policy passes from each token to the next one in its row"
     assert f"packing.share_prefixes: off, each sequence has its own copy of its prompt: {why}" in caplog.text
-    completed(tiny(base, tmp_path / "parts", 2, *options))
-    completed(tiny(base, tmp_path / "parts", 4, *options))
-    rows = comparable(tmp_path / "whole")
-    assert comparable(tmp_path / "parts") == rows
     for row in rows:
         assert row["optimizer/skipped_updates"] == 0
         assert row["optimizer/grad_norm"] > 0

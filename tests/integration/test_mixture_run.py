@@ -4,7 +4,7 @@ import json
 
 import pytest
 from external_rows import make_row, write_file
-from toy_runs import TOY_BASE, comparable, complete, completed, tiny
+from toy_runs import TOY_BASE, comparable, complete, resumed_rows, tiny
 
 from rljax.policy.families import config_from_hf, config_to_hf
 from rljax.policy.hf import save_params
@@ -37,11 +37,7 @@ def base(tmp_path_factory):
 
 @pytest.mark.harness
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path):
-    completed(tiny(base, tmp_path / "whole", 4, *REPLAY))
-    completed(tiny(base, tmp_path / "parts", 2, *REPLAY))
-    completed(tiny(base, tmp_path / "parts", 4, *REPLAY))
-    whole = comparable(tmp_path / "whole")
-    assert comparable(tmp_path / "parts") == whole
+    whole = resumed_rows(base, tmp_path, *REPLAY)
     for row in whole:
         assert row["router/dropped_fraction"] == 0.0
         assert row["router/load_max"] >= 1.0 >= row["router/load_min"]

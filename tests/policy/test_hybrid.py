@@ -158,7 +158,7 @@ def test_a_carried_state_is_the_whole_forward():
         assert np.abs(forward_in_pieces(params, config, tokens[1:], [109])[-1] - whole[-1]).max() > 1e-4  # it remembers
         for pieces in ([100, *[1] * 10], [2, 70, 38]):
             found = forward_in_pieces(params, config, tokens, pieces)
-            np.testing.assert_allclose(found, whole, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(found, whole, atol=2e-6)
 
 
 def test_files_of_a_model_that_reads_images_are_read(tmp_path):
@@ -249,4 +249,4 @@ def test_the_inverse_of_a_triangle(size):
     for below in (0.3 * draw.normal(size=(2, 3, size, size)), np.ones((1, size, size))):
         expected = np.linalg.inv(np.eye(size) + np.tril(below, -1))
         found = unit_lower_inverse(jnp.asarray(below, jnp.float32))
-        np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(found, expected, atol=8e-7 * np.abs(expected).max())

@@ -7,7 +7,7 @@ that is lost, rounded or left over.
 import math
 
 import numpy as np
-from transformers_models import torch, transformers
+from transformers_models import hf_config, torch, transformers
 
 from rljax.policy.config import SIZES, PolicyConfig
 
@@ -28,24 +28,16 @@ def tiny_hybrid(**changes):
 
 
 def text_config(shape):
-    vocab, d, f, layers, h, g, head_dim, tied, hk, hv, dk, dv, taps, share = shape
-    return transformers.Qwen3_5TextConfig(
-        vocab_size=vocab,
-        hidden_size=d,
-        intermediate_size=f,
-        num_hidden_layers=layers,
-        num_attention_heads=h,
-        num_key_value_heads=g,
-        head_dim=head_dim,
-        tie_word_embeddings=tied,
+    *sizes, hk, hv, dk, dv, taps, share = shape
+    return hf_config(
+        (*sizes, 10_000.0),
+        "Qwen3_5Text",
+        {"rope_type": "default", "partial_rotary_factor": share},
         linear_num_key_heads=hk,
         linear_num_value_heads=hv,
         linear_key_head_dim=dk,
         linear_value_head_dim=dv,
         linear_conv_kernel_dim=taps,
-        rope_parameters={"rope_theta": 10_000.0, "rope_type": "default", "partial_rotary_factor": share},
-        initializer_range=0.1,
-        attn_implementation="eager",
     )
 
 

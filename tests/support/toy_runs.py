@@ -50,6 +50,16 @@ def tiny(base, run_dir, steps, *options):
     return command(base, run_dir, *size, *rows, *when, *options)
 
 
+def resumed_rows(base, directory, *options):
+    """Returns the rows of a run of four steps, which a run that stops after two of them and goes on must have, too."""
+    completed(tiny(base, directory / "whole", 4, *options))
+    completed(tiny(base, directory / "parts", 2, *options))
+    completed(tiny(base, directory / "parts", 4, *options))
+    rows = comparable(directory / "whole")
+    assert comparable(directory / "parts") == rows
+    return rows
+
+
 def start(words, **settings):
     """Starts the run in its own process with the environment variables ``settings``."""
     return subprocess.Popen(

@@ -46,9 +46,9 @@ ROPES = [
 ]
 
 
-def hf_model(shape, family="Qwen3", seed=0, rope=None, **more):
+def hf_config(shape, family, rope=None, **more):
     vocab, d, f, layers, h, g, head_dim, tied, theta = shape
-    config = getattr(transformers, f"{family}Config")(
+    return getattr(transformers, f"{family}Config")(
         vocab_size=vocab,
         hidden_size=d,
         intermediate_size=f,
@@ -62,6 +62,10 @@ def hf_model(shape, family="Qwen3", seed=0, rope=None, **more):
         attn_implementation="eager",
         **more,
     )
+
+
+def hf_model(shape, family="Qwen3", seed=0, rope=None, **more):
+    config = hf_config(shape, family, rope, **more)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():

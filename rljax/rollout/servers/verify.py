@@ -200,7 +200,7 @@ class Verifier:
     async def sample(self, server: Remote, *, whole: bool = False) -> list[Look]:
         """Makes the server generate from the probes: ``ROUNDS`` rounds while there is no band, and one afterwards.
 
-        The one has half of the probes if ``whole`` is False and the server's tokens have no tail.
+        That one has half of the probes. It has all of them with ``whole``, and where single tokens may be far off.
         """
         if self.band is None:
             return [await self.look(server) for _ in range(ROUNDS)]

@@ -68,7 +68,7 @@ class VllmConfig(process.ServerConfig):
         """Whether some layers of the model have linear attention, if the model is a directory."""
         try:
             config = json.loads((Path(self.model) / "config.json").read_bytes())
-            return "linear_attention" in config.get("text_config", config).get("layer_types", ())
+            return "linear_num_key_heads" in config.get("text_config", config)
         except (OSError, ValueError, AttributeError, TypeError):
             return False
 
