@@ -5,6 +5,11 @@ those of transformers 5.24 (``models/qwen3_5/modeling_qwen3_5.py``). Each value 
 token with query q, key k, value v, logarithm g of the decay and rate beta computes:
 
     S <- exp(g) S;    S <- S + k (beta (v - k' S))';    y = q' S
+
+All of them come from the token's hidden state x. The product with ``qkv`` passes through a short convolution and SiLU,
+and gives q, k and v. Then q and k get the lengths 1 / sqrt(k) and 1. With ``rate``, ``step``, A_log and dt_bias:
+
+    beta = sigmoid(rate' x);    g = -exp(A_log) softplus(step' x + dt_bias)
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from rljax.sharding import constrain
 
 CHUNK = 64
 """The number of tokens in a chunk."""
+NOT_DECAYED = ("log_decay_scale", "step_bias")
+"""The parameters without weight decay, as in fla. Decay would pull every A to 1, and such a head forgets at once."""
 _SLOWEST, _FASTEST = 1e-4, 1e-2  # the range of a new head's A: it remembers hundreds of tokens or more
 _EXACT = jax.lax.Precision.HIGHEST
 DeltaState = Float[Array, "b h k v"]

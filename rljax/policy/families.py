@@ -120,15 +120,14 @@ QWEN3_MOE = Family(
 
 
 def _for_text(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns a ``config.json`` of Qwen3.5 with the keys of its rotary embedding at the usual places.
+    """Returns a ``config.json`` of Qwen3.5 with the usual name of SiLU, and without the ``mrope_`` keys.
 
-    The three positions of a token of text are equal, so the ``mrope_`` keys change nothing.
+    These divide the features between three positions of a token. The three positions of a token of text are equal.
     """
     prepared = raw | ({"output_gate_type": "silu"} if raw.get("output_gate_type") == "swish" else {})
     for where in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := raw.get(where), dict):
-            prepared["partial_rotary_factor"] = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-            prepared[where] = {key: value for key, value in rope.items() if not key.startswith(("mrope_", "partial_"))}
+            prepared[where] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     return prepared
 
 
@@ -225,6 +224,7 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     if family is None:
         raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got {kind!r:.60}")
     raw = family.prepared({key: raw.get(other) for key, other in family.aliases.items()} | raw)
+    raw |= _rotary_share(raw)
     _check_features(raw, family)
     keys = {**_KEYS, **family.fields}
     values: dict[str, Any] = {
@@ -312,6 +312,13 @@ def _rope(raw: Mapping[str, Any], longest: Any) -> tuple[Any, RopeScaling | None
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     thetas = rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0
     return next(theta for theta in thetas if theta is not None), scaling
+
+
+def _rotary_share(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ``partial_rotary_factor`` in the rotary settings, which comes before the file's own; {} if none."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters")
+    share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    return {} if share is None else {"partial_rotary_factor": share}
 
 
 def _is_of_type(name: str, value: Any) -> bool:

@@ -31,8 +31,8 @@ _OPTIONAL = {
 }
 _TYPES = {"truncate": (bool,), _LENGTH: (int,)}
 """The types of the values that are not any number."""
-_IDLE = {"partial_rotary_factor": 1.0}
-"""The values of other keys that change nothing."""
+_OTHER = ("rope_theta", "partial_rotary_factor")
+"""The keys beside the scaling: the base, and the share of a head that turns."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,20 @@ class RopeScaling:
 def read_rope(rope: Mapping[str, Any], longest: int) -> RopeScaling | None:
     """Reads ``rope_parameters`` or ``rope_scaling`` of a ``config.json`` as transformers does. None: plain embeddings.
 
-    ``longest`` is the original length of an embedding that names none (tokens).
+    The base and the share of a head that turns (``partial_rotary_factor``) are not read. ``longest`` is the original
+    length of an embedding that names none (tokens).
 
     Raises:
       ValueError: No policy here computes the setting. The message names the key and its value.
     """
-    given = {name: value for name, value in rope.items() if value is not None and name != "rope_theta"}
+    given = {name: value for name, value in rope.items() if value is not None and name not in _OTHER}
     kind = given.pop("rope_type", given.get("type", "default"))
     if kind not in list(_NEEDED):
         why = " (its angles depend on the other sequences of a batch)" if kind == "dynamic" else ""
         raise ValueError(f"rope_type = {kind!r:.60} is not supported{why}")
     known = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
     for name, value in given.items():
-        if name not in known and value != (_IDLE | {"type": kind}).get(name):
+        if name not in known and value != {"type": kind}.get(name):
             raise ValueError(f"{name} = {value!r:.60} is not supported with rope_type = {kind!r}")
         if name in known and (type(value) not in _TYPES.get(name, (int, float)) or value < 0):
             raise ValueError(f"{name} cannot be {value!r:.60}")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from rljax.errors import check_finite
 from rljax.policy.config import PolicyConfig
+from rljax.policy.delta_net import NOT_DECAYED
 from rljax.policy.lora import OFF, LoraConfig, TrainedParams
 from rljax.policy.model import Params
 from rljax.schedule import inject_learning_rate
@@ -31,7 +32,7 @@ class OptimizerConfig:
     learning_rate: float = 1e-6
     """Initial learning rate."""
     weight_decay: float = 0.01
-    """Decoupled weight decay. AdamW multiplies it by the learning rate."""
+    """Decoupled weight decay. AdamW multiplies it by the learning rate. A delta net's A_log and dt_bias have none."""
     b1: float = 0.9
     """Decay rate of the first moment."""
     b2: float = 0.999
@@ -59,10 +60,23 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
     """
 
     def build(learning_rate: Any) -> optax.GradientTransformation:
-        adamw = optax.adamw(learning_rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
+        adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+        adamw = optax.chain(adam, _weight_decay(config.weight_decay), optax.scale_by_learning_rate(learning_rate))
         return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
 
     return inject_learning_rate(build, config.learning_rate)
+
+
+def _weight_decay(factor: float) -> optax.GradientTransformation:
+    """Adds ``factor`` times each parameter, but not those of ``NOT_DECAYED``.
+
+    Unlike ``optax.add_decayed_weights`` with a mask, it adds nothing to the state of the optimizer.
+    """
+
+    def added(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+        return update if path[-1].key in NOT_DECAYED else update + factor * param
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(added, updates, params))
 
 
 class LossScale(NamedTuple):

@@ -1,6 +1,7 @@
 """Qwen3.5's hybrids of delta nets and attention against transformers, in float32 where nothing else is said."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +17,19 @@ from hybrids import (
     tiny_hybrid,
     torch_logprobs,
 )
-from transformers_models import torch, transformers
+from transformers_models import ROPES, torch, transformers
 
 from rljax.compare.layers.torch_tracer import TorchTracer
 from rljax.policy.delta_net import DeltaTokens, chunked, recurrent, unit_lower_inverse
 from rljax.policy.families import config_from_hf, config_to_hf, read_config
 from rljax.policy.hf import SINGLE_NAME, hf_tensors, load_params, open_tensors, save_params
 from rljax.policy.model import cast_params, embed_tokens, init_params, run_blocks
-from rljax.policy.score import packed_logprobs
+from rljax.policy.score import make_scorer, packed_logprobs
 from rljax.policy.trees import PrefixTrees
 from rljax.rollout.decode_sizes import cache_row_bytes, cache_spec
 from rljax.rollout.decoding import cached
+from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
 
@@ -132,6 +135,39 @@ def test_chunks_are_the_recurrence(t, starts, strongest):
     for end, start in zip((*starts, t)[1:], starts, strict=False):
         alone = DeltaTokens(*(x[:1, start:end] for x in tokens))
         np.testing.assert_allclose(chunked(alone, state[:1])[0], other[0][:1, start:end], atol=strongest * 3e-6)
+
+
+@pytest.mark.parametrize("rope", ROPES[1:3], ids=lambda rope: rope["rope_type"])
+def test_a_scaled_rotary_embedding_turns_a_share_of_a_head(rope, tmp_path):
+    """The file has the keys at the places of both forms. transformers then reads ``rope_scaling``, also the share."""
+    theirs = hybrid_model(config=text_config(SHAPES_HYBRID[1], **rope))
+    theirs.save_pretrained(tmp_path)
+    raw = json.loads((file := tmp_path / "config.json").read_text())
+    rope = raw["rope_parameters"]
+    both = {"rope_scaling": rope, "rope_parameters": rope | {"partial_rotary_factor": 1.0}}
+    file.write_text(json.dumps(raw | both))
+    config = read_config(tmp_path)
+    share = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters["partial_rotary_factor"]
+    assert config.rotary_share == share == 0.5
+    (tokens,) = sequences_of(config.vocab_size, [40])
+    with torch.no_grad():
+        wanted = torch_logprobs(theirs, tokens).numpy()
+    np.testing.assert_allclose(of_each(load_params(tmp_path, config), config, [tokens])[0], wanted, atol=3e-5, rtol=0)
+
+
+def test_the_engine_samples_as_the_forward_scores():
+    """Prompts have one token, a chunk, and more than two. Ten responses take turns in two slots, some of one token."""
+    config = tiny_hybrid(initializer_range=0.05)
+    params, score = init_params(config, 0), make_scorer(config, jnp.float32)
+    engine = JaxEngine(config, jnp.float32, 140, mesh=make_mesh(MeshConfig(1, 1)), decode_tokens=300)
+    engine.publish(params, 1)
+    prompts = sequences_of(24, [1, 64, 140, 3, 90])
+    responses = list(engine.generate(prompts, 2, SamplingParams(6, 1.0, tuple(range(8))), seed=3))
+    assert {len(r.response) for r in responses} >= {1, 6}
+    for response, whole in zip(responses, score(params, [r.ids for r in responses]), strict=True):
+        np.testing.assert_allclose(response["rollout_logprobs"], whole[-len(response.response) :], atol=2e-6)
+    for found, whole in zip(engine.score_prefill(prompts), score(params, prompts), strict=True):
+        np.testing.assert_allclose(found, whole[1:], atol=2e-6)
 
 
 def forward_in_pieces(params, config, tokens, pieces):

@@ -23,7 +23,6 @@ SCALED = [
     ),
     ({"rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]}}, "rope_scaling", "mrope_section"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 7e5}}}, "rope_parameters", "full_attention"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters", "partial_rotary_factor"),
 ]
 FULL = ["full_attention"] * 3
 SIZES_OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
@@ -45,6 +44,7 @@ WINDOWS = [{}, *({"max_window_layers": first} for first in (2, None, "9"))]
         *((change, f"{where}: {name} .*(is not supported|has no factor)") for change, where, name in SCALED),
         ({"rope_scaling": ["yarn"]}, r"rope_scaling must be an object, got \['yarn'\]"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta cannot be 0"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config = {'bits': 4} is not supported"),
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from hybrids import hybrid_base
 from process_runs import FLOAT32, TINY, Run, complete_together, largest_differences
 from toy_runs import comparable, tiny
 
@@ -20,15 +21,18 @@ FORMS = {
     "injected mismatch": ("--rollout.inject.weight-noise", "0.01", "--rollout.inject.staleness", "1"),
     "exact": EXACT,
     "exact with kl": (*EXACT, "--loss.kl", "k3", "--loss.kl-coefficient", "0.1"),
+    "hybrid": (),
+    "hybrid with adapters": ("--lora.rank", "2", "--lora.targets", "in_proj_qkv", "in_proj_z", "out_proj"),
+    "hybrid tensor parallel": ("--mesh.tp", "2"),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_rows_are_those_of_one_process(form, toy_base, tmp_path):
-    rows = {}
+    rows, base = {}, hybrid_base(tmp_path / "base", initializer_range=0.05) if form.startswith("hybrid") else toy_base
     for count in (1, 2, 4):
         run_dir = tmp_path / f"run_{count}"
-        words = tiny(toy_base, run_dir, STEPS, *FLOAT32, *TINY, *FORMS[form])
+        words = tiny(base, run_dir, STEPS, *FLOAT32, *TINY, *FORMS[form])
         complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30)
         rows[count] = comparable(run_dir)
         assert [row["step"] for row in rows[count]] == list(range(1, STEPS + 1))

@@ -419,15 +419,18 @@ def test_the_servers_rotary_settings_must_be_the_trainers(fake):
     assert str(caught.value) == f"{fake.url}: rope_parameters is {theirs}, expected {ours} (another model)"
 
 
-def test_rotary_settings_with_and_without_defaults_are_equal(fake):
+@pytest.mark.parametrize("share", [{}, {"partial_rotary_factor": 0.25}])
+def test_rotary_settings_with_and_without_defaults_are_equal(fake, share):
     """A server describes what its file says. The trainer's side has the values that transformers gives to the rest."""
     theirs = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
-    ours = described_rope(10_000.0, read_rope(theirs, 0))
+    theirs |= share
+    ours = described_rope(10_000.0, read_rope(theirs, 0)) | share
     fake.described = {"shape": SHAPE | {"rope_parameters": theirs}}
     make(fake.url, rope=ours).close()
-    fake.described = {"shape": SHAPE | {"rope_parameters": theirs | {"beta_fast": 16.0}}}
-    with pytest.raises(HandshakeError, match=r"rope_parameters is .*'beta_fast': 16\.0.*, expected"):
-        make(fake.url, rope=ours)
+    for change in ({"beta_fast": 16.0}, {"partial_rotary_factor": 0.5}):
+        fake.described = {"shape": SHAPE | {"rope_parameters": theirs | change}}
+        with pytest.raises(HandshakeError, match=r"rope_parameters is .*'factor': 4\.0.*, expected"):
+            make(fake.url, rope=ours)
     short = theirs | {"original_max_position_embeddings": 20}
     fake.described = {"shape": SHAPE | {"rope_parameters": short}}
     with pytest.raises(HandshakeError, match="yarn reaches 80 tokens, where vLLM's table ends, expected at least 100"):

@@ -4,18 +4,23 @@ With the A of new models of transformers, almost every head forgets within a few
 that is lost, rounded or left over.
 """
 
+import json
 import math
 
 import numpy as np
+from toy_runs import TOY_BASE
 from transformers_models import hf_config, torch, transformers
 
 from rljax.policy.config import SIZES, PolicyConfig
+from rljax.policy.families import config_from_hf, config_to_hf
+from rljax.policy.hf import save_params
+from rljax.policy.model import init_params
 
 # vocab, d, f, layers, h, g, head_dim, tied, key heads, value heads, key width, value width, taps, rotary share
 SHAPES_HYBRID = [
     (97, 48, 80, 4, 4, 2, 16, False, 2, 4, 16, 8, 4, 0.25),
     (64, 32, 48, 8, 2, 1, 32, True, 2, 2, 8, 16, 3, 0.5),
-    (51, 40, 40, 4, 2, 2, 8, True, 1, 3, 12, 20, 2, 1.0),
+    (51, 40, 40, 4, 2, 2, 8, True, 2, 6, 12, 20, 2, 1.0),
 ]
 LENGTHS = (7, 64, 65, 1, 130, 3)  # shorter than a chunk, as long and longer; sequences that start inside of chunks
 
@@ -27,12 +32,21 @@ def tiny_hybrid(**changes):
     return PolicyConfig(**dict(zip(SIZES, (24, 32, 64, 4, 4, 2, 8), strict=True)) | more)
 
 
-def text_config(shape):
+def hybrid_base(path, **changes):
+    """Writes a fresh hybrid with the toy's tokenizer to a folder, from which a run can start. Returns the path."""
+    toy = json.loads((TOY_BASE / "config.json").read_text())
+    special = {name: toy[name] for name in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")}
+    config = config_from_hf(config_to_hf(tiny_hybrid(**changes), "float32") | special)
+    save_params(path, init_params(config, 0), config, side_files_from=TOY_BASE)
+    return path
+
+
+def text_config(shape, **rope):
     *sizes, hk, hv, dk, dv, taps, share = shape
     return hf_config(
         (*sizes, 10_000.0),
         "Qwen3_5Text",
-        {"rope_type": "default", "partial_rotary_factor": share},
+        {"rope_type": "default", "partial_rotary_factor": share, **rope},
         linear_num_key_heads=hk,
         linear_num_value_heads=hv,
         linear_key_head_dim=dk,

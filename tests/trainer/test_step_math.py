@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
+from hybrids import tiny_hybrid
 from tiny_step import CONFIG, COUNT, MESH, expected_gradient, keep_gradient, make_step, packed, sequences
 
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.model import init_params
+from rljax.schedule import inject_learning_rate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.state import (
     GROWTH_INTERVAL,
@@ -166,6 +169,22 @@ def test_update_is_adamw_with_clipping_by_hand(reference):
         expected = p - 3e-3 * (clipped / (np.abs(clipped) + 1e-8) + ADAMW.weight_decay * p)
         sure = np.abs(clipped) > 1e-5
         np.testing.assert_allclose(q[sure], expected[sure], atol=1e-5, rtol=0)
+
+
+def test_the_decay_of_a_delta_net_is_not_decayed():
+    """Without a gradient, a step multiplies parameters by 1 - rate * decay. The state is that of optax's AdamW."""
+    tx, params = make_optimizer(ADAMW), init_params(tiny_hybrid(), 0)
+    state = tx.init(params)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    moved = {
+        "/".join(path)
+        for path, update in flatten_dict(updates).items()
+        if np.abs(update + 1e-2 * 0.5 * flatten_dict(params)[path]).max() > 1e-9
+    }
+    assert moved == {f"layers/{i}/attention/{name}" for i in range(3) for name in ("log_decay_scale", "step_bias")}
+    assert all(not flatten_dict(updates)[tuple(name.split("/"))].any() for name in moved)
+    theirs = inject_learning_rate(lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate)), 1e-2)
+    assert jax.tree.structure(theirs.init(params)) == jax.tree.structure(state)
 
 
 def test_the_loss_scale_halves_at_once_and_doubles_later():

@@ -165,7 +165,8 @@ def longest_asked(described: Mapping[str, Any], expected: Expectation) -> int:
 
 def _equal(key: str, theirs: Any, wanted: Any, hf_config: Mapping[str, Any]) -> bool:
     """Returns whether two values of a ``config.json`` mean the same, whose rotary settings may have default values."""
-    if theirs == wanted or key != "rope_parameters" or theirs.get("rope_theta") != wanted["rope_theta"]:
+    others = ("rope_theta", "partial_rotary_factor")
+    if theirs == wanted or key != "rope_parameters" or any(theirs.get(name) != wanted.get(name) for name in others):
         return bool(theirs == wanted)
     longest = hf_config.get("max_position_embeddings", 1)
     try:
