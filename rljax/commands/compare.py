@@ -284,7 +284,8 @@ def run_layers(dump: TokenDump, options: CompareArguments) -> int:
 
 
 def _check_alike(spec: str, config: PolicyConfig, first: str, expected: PolicyConfig) -> None:
-    for name in (*SIZES, "num_experts", "family"):
+    of_delta_nets = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim")
+    for name in (*SIZES, "num_experts", "family", *of_delta_nets):
         got, wanted = getattr(config, name), getattr(expected, name)
         if got != wanted:
             raise ConfigError(f"scorer {spec!r} has {name} = {got}, expected {wanted}, that of {first}")

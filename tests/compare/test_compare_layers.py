@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from planted_layers import FAULTS
+from hybrids import hybrid_model
+from planted_layers import FAULTS, HYBRID_FAULTS
 from transformers_models import hf_model, mixture
 
 from rljax.commands import compare
-from rljax.compare.layers.differences import compare_layers, precision
+from rljax.compare.layers.differences import LIMITS, compare_layers, precision
 from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.jax_tracer import JaxForm, JaxTracer
 from rljax.compare.layers.operations import logprobs, operations
@@ -23,7 +24,9 @@ from rljax.errors import run_cli
 from rljax.policy.config import toy_config
 
 SHAPE = (64, 64, 128, 2, 4, 2, 32, True, 10_000.0)
+HYBRID = (64, 64, 128, 8, 4, 2, 32, True, 2, 4, 16, 24, 4, 0.25)
 TOKENS = np.random.default_rng(0).integers(2, 62, 48).astype(np.int32)
+MORE_TOKENS = np.random.default_rng(0).integers(2, 62, 100).astype(np.int32)  # more than a chunk of a delta net
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +155,74 @@ def test_other_families_have_their_operations(family, more, tmp_path):
     assert len(comparison.differences) == 2 * {"Qwen2": 15, "Qwen3Moe": 14}[family] + 3
 
 
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def hybrid(request, tmp_path_factory):
+    """Returns a hybrid of two periods whose heads forget slowly, in a directory and as a reference."""
+    path = tmp_path_factory.mktemp("hybrid")
+    hybrid_model(HYBRID).save_pretrained(path)
+    return path, JaxTracer(path, JaxForm(request.param, logits=request.param), f"jax:{request.param}")
+
+
+def test_a_hybrid_has_the_operations_of_its_blocks(hybrid):
+    path, reference = hybrid
+    comparison, verdict = judged(reference, TorchTracer(path, reference.dtype, "hf", "eager"), tokens=MORE_TOKENS)
+    assert verdict.sentence == "rounding, evenly"
+    names = [each.operation.name for each in comparison.differences]
+    assert names == [op.name for op in operations(reference.config)]
+    mixers = [[name[2:] for name in names if name.startswith(f"{layer}/")][1:-7] for layer in (2, 3)]
+    assert [" ".join(kinds) for kinds in mixers] == [
+        "delta_qkv delta_gate delta_rate delta_step convolution delta_rule gated_norm attention_output",
+        "query key value query_norm key_norm query_rope key_rope attention gated_attention attention_output",
+    ]
+
+
+@pytest.mark.parametrize("fault", HYBRID_FAULTS)
+def test_a_fault_in_a_hybrid_is_found_at_its_place(hybrid, fault, monkeypatch):
+    path, reference = hybrid
+    plant, place = HYBRID_FAULTS[fault]
+    tested = TorchTracer(path, reference.dtype, "hf", "eager")
+    plant(tested.model, monkeypatch)
+    _, verdict = judged(reference, tested, tokens=MORE_TOKENS)
+    places = [finding.place for finding in verdict.findings]
+    assert place in places, verdict.sentence
+    assert len(places) <= (2 if fault == "swapped" else 1), verdict.sentence
+    assert fault != "gate" or "it gives its input" in verdict.sentence
+    assert fault != "swapped" or "it gives the value of step projection" in verdict.sentence
+
+
+def test_an_operation_that_a_scorer_hides_is_compared_with_the_next_one(hybrid, monkeypatch):
+    """The tested scorer does not show its convolution. Another one is found in the delta rule."""
+    path, reference = hybrid
+    tested = TorchTracer(path, reference.dtype, "hf", "eager")
+    hidden = Hiding(tested, "convolution")
+    comparison, verdict = judged(reference, hidden, tokens=MORE_TOKENS)
+    assert verdict.sentence == "rounding, evenly"
+    known = {each.operation.name: each for each in comparison.differences}
+    assert "0/convolution" not in known
+    assert known["0/delta_rule"].hint == "with the short convolution"
+    assert known["0/delta_rule"].limit == 2 * LIMITS[reference.dtype]
+    HYBRID_FAULTS["taps"][0](tested.model, monkeypatch)
+    _, verdict = judged(reference, hidden, tokens=MORE_TOKENS)
+    assert [finding.place for finding in verdict.findings] == ["layer 1, delta rule"]
+    assert "with the short convolution" in verdict.sentence
+    _, verdict = judged(Hiding(reference, "convolution"), tested, tokens=MORE_TOKENS)
+    assert [finding.place for finding in verdict.findings] == ["layer 1, delta rule"]
+
+
+class Hiding:
+    """A scorer that neither shows an operation nor takes given values for it, as an engine's kernel."""
+
+    def __init__(self, tracer, kind):
+        self.label, self.dtype, self.config = tracer.label, tracer.dtype, tracer.config
+        self._tracer, self._kind = tracer, kind
+
+    def run(self, tokens, given):
+        return self._shown(self._tracer.run(tokens, self._shown(given)))
+
+    def _shown(self, values):
+        return {name: value for name, value in values.items() if not name.endswith(self._kind)}
+
+
 def test_a_batch_of_another_shape_is_a_scorer(directory):
     reference = JaxTracer(directory, JaxForm("bfloat16"), "jax")
     with open_tracer("jax:bfloat16,rows=4,width=128", directory) as tested:
@@ -257,14 +328,18 @@ def test_a_running_sglang_is_refused_before_it_is_asked(directory, tokens, tmp_p
 
 def test_the_program_refuses_what_it_cannot_compare(directory, tokens, tmp_path, capsys):
     hf_model((64, 64, 192, *SHAPE[3:])).save_pretrained(tmp_path / "wide")
+    for heads in (2, 4):
+        hybrid_model((*HYBRID[:9], heads, *HYBRID[10:])).save_pretrained(tmp_path / f"hybrid{heads}")
     common = [str(tokens), "--model", str(directory), "--layers", "--out", str(tmp_path / "out")]
     two = ["--scorer", "jax:float32", "--scorer", "hf:float32"]
+    hybrids = [word for heads in (2, 4) for word in ("--scorer", f"hf:float32@{tmp_path / f'hybrid{heads}'}")]
     for arguments, message in (
         (two[:2], "compares the first --scorer with each other one, got 1"),
         ([*two, "--sequence", "b"], "no sequence 'b' among the 1 there"),
         ([*two, "--layer-tokens", "1"], "--layer-tokens must be at least 2, got 1"),
         (["--scorer", "dump:a#b", *two], "cannot look into the scorer 'dump:a#b'"),
         ([*two, "--scorer", f"hf:float32@{tmp_path / 'wide'}"], "has intermediate_size = 192, expected 128"),
+        (hybrids, "has delta_value_heads = 4, expected 2"),
     ):
         assert run_cli(compare.main, [*common, *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -13,6 +13,7 @@ from vllm_checks import OTHER_BITS, OUT_OF_BAND, rpc
 
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
+from rljax.compare.layers.operations import operations
 from rljax.compare.layers.tracers import open_tracer
 from rljax.errors import HandshakeError, VerificationError
 from rljax.policy.families import config_to_hf
@@ -132,28 +133,38 @@ def test_another_recurrent_state_is_refused(served):
     assert "--enable-prefix-caching" in command(1, gpu=True)
 
 
-@pytest.mark.parametrize("served", SERVED, ids="-".join, indirect=True)
+def changed_in_layer_1(params):
+    """Returns the parameters with larger weights of an MLP, or in a hybrid with a reversed convolution."""
+    layers = params["layers"]
+    if "1" in layers:
+        mixer = layers["1"]["attention"]
+        changed = {"1": layers["1"] | {"attention": mixer | {"kernel": mixer["kernel"][..., ::-1]}}}
+    else:
+        changed = {"mlp": jax.tree.map(lambda leaf: leaf.at[1].set(1.05 * leaf[1]), layers["mlp"])}
+    return params | {"layers": layers | changed}
+
+
 def test_its_operations_are_a_references(served, tmp_path):
     """Each operation of the server differs by rounding only, biases and experts included.
 
-    A reference's stale layer is named.
+    Another layer of the reference is named. A server's delta net shows its convolution only with the rule.
     """
     engine, config, params = served.engine(), served.model.config, served.model.params
     try:
         engine.publish(params, 0)
     finally:
         engine.close()
-    stale = jax.tree.map(lambda leaf: leaf.at[1].set(1.05 * leaf[1]), params["layers"]["mlp"])
-    stale = {"sound": params, "stale": params | {"layers": params["layers"] | {"mlp": stale}}}
     tokens, found = np.random.default_rng(0).integers(2, 250, 60).astype(np.int32), {}
-    for name, weights in stale.items():
+    for name, weights in {"sound": params, "other": changed_in_layer_1(params)}.items():
         save_params(tmp_path / name, weights, config, jnp.dtype(served.dtype))
         spec = f"hf:{served.dtype},attention=eager"
         with open_tracer(spec, tmp_path / name) as reference, open_tracer(f"vllm:{served.url}", None) as tested:
             comparison = compare_layers(reference, tested, tokens, effects=0)
         found[name] = judge_layers(comparison)
     assert found["sound"].sentence == "rounding, evenly"
-    assert len(comparison.differences) == 2 * {"qwen2": 15, "llama": 15, "qwen3_moe": 14}[config.family] + 3
-    places = [finding.place for finding in found["stale"].findings]
+    names = [op.name for op in operations(config) if op.kind != "convolution"]
+    assert [each.operation.name for each in comparison.differences] == names
+    places = [finding.place for finding in found["other"].findings]
     assert places
     assert all(place.startswith("layer 1") for place in places)
+    assert config.family != HYBRID or places == ["layer 1, delta rule"]

@@ -141,9 +141,9 @@ def test_the_program_looks_into_a_server(bfloat16, tmp_path, capsys):
     assert run_cli(compare.main, arguments) == 0
 
 
-def described(*, eager=True, mode=0, stages=1):
+def described(*, eager=True, mode=0, stages=1, workers=1):
     model = SimpleNamespace(enforce_eager=eager)
-    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    parallel = SimpleNamespace(pipeline_parallel_size=stages, tensor_parallel_size=workers)
     return SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(mode=mode), parallel_config=parallel)
 
 
@@ -156,3 +156,7 @@ def test_a_server_that_hides_its_operations_is_refused():
     assert "VLLM_USE_V2_MODEL_RUNNER=0" in refusal(described(), runner)
     runner = SimpleNamespace(input_batch=None, query_start_loc=None, model=SimpleNamespace())
     assert "its model SimpleNamespace is not of a family" in refusal(described(), runner)
+    body = SimpleNamespace(layers=[SimpleNamespace(linear_attn=None)])
+    runner.model = SimpleNamespace(model=body, logits_processor=None)
+    assert "its delta nets are split over workers" in refusal(described(workers=2), runner)
+    assert refusal(described(), runner) == ""

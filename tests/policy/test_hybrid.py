@@ -19,7 +19,6 @@ from hybrids import (
 )
 from transformers_models import ROPES, torch, transformers
 
-from rljax.compare.layers.torch_tracer import TorchTracer
 from rljax.policy.delta_net import DeltaTokens, chunked, recurrent, unit_lower_inverse
 from rljax.policy.families import config_from_hf, config_to_hf, read_config
 from rljax.policy.hf import SINGLE_NAME, hf_tensors, load_params, open_tensors, save_params
@@ -262,12 +261,6 @@ def test_rows_of_trees_and_shared_rows_are_refused():
     config, ones = tiny_hybrid(), jnp.ones((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="a qwen3_5_text policy cannot compute rows of trees: give packing"):
         packed_logprobs(init_params(config, 0), config, ones, ones, ones, trees=PrefixTrees(ones, ones, ones, ones))
-
-
-def test_other_libraries_cannot_show_its_operations(tmp_path):
-    save_params(tmp_path, init_params(tiny_hybrid(), 0), tiny_hybrid())
-    with pytest.raises(ValueError, match="--layers: hf:float32 cannot show the operations of a qwen3_5_text policy"):
-        TorchTracer(tmp_path, "float32", "hf:float32")
 
 
 def test_the_state_is_float32_and_its_bytes_are_counted():

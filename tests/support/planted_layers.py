@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 
@@ -96,3 +97,50 @@ FAULTS: dict[str, tuple[Callable, str]] = {
     "sum": (_sum, "every layer, output projection"),
 }
 """The functions that plant a fault, each with the place that a finding must name."""
+
+
+def _modeling(model):
+    return importlib.import_module(type(model).__module__)
+
+
+def _taps(model, patch):
+    weight = model.model.layers[1].linear_attn.conv1d.weight
+    weight.data = weight.data.flip(-1)
+
+
+def _swapped_vectors(model, patch):
+    net = model.model.layers[4].linear_attn
+    net.in_proj_a, net.in_proj_b = net.in_proj_b, net.in_proj_a
+
+
+def _no_gate(model, patch):
+    patch.setattr(_modeling(model), "torch", SimpleNamespace(**vars(torch) | {"sigmoid": torch.ones_like}))
+
+
+def _rounded_state(model, patch):
+    step = _modeling(model).torch_recurrent_gated_delta_rule
+
+    def rule(query, key, value, g, beta, **more):
+        state, found = None, []
+        for token in zip(*(x.split(1, dim=1) for x in (query, key, value, g, beta)), strict=True):
+            at = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+            y, state = step(*token, **at)
+            state = state.bfloat16().float()
+            found.append(y)
+        return torch.cat(found, dim=1), None
+
+    patch.setattr(_modeling(model), "torch_chunk_gated_delta_rule", rule)
+
+
+def _no_offset(model, patch):
+    model.model.layers[3].input_layernorm.weight.data -= 1
+
+
+HYBRID_FAULTS: dict[str, tuple[Callable, str]] = {
+    "taps": (_taps, "layer 1, short convolution"),
+    "swapped": (_swapped_vectors, "layer 4, rate projection of a delta net"),
+    "gate": (_no_gate, "every layer, attention times its gate"),
+    "state": (_rounded_state, "every layer, delta rule"),
+    "offset": (_no_offset, "layer 3, norm before attention"),
+}
+"""The functions (model, monkeypatch) that plant a fault into a hybrid of 8 layers, each with its place."""

@@ -8,7 +8,7 @@ and does not show where it began.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -16,13 +16,13 @@ import numpy as np
 
 from rljax.compare.layers.operations import (
     IN_BLOCK,
-    PER_HEAD,
     PRODUCTS,
     Operation,
     OperationValues,
     Tracer,
     logprobs,
     operations,
+    value_shapes,
 )
 from rljax.policy.config import PolicyConfig
 
@@ -38,9 +38,13 @@ BIAS_NOISE = 5.0  # a scale must also be this many times its standard error, and
 EFFECTS = 12  # the number of operations whose effect on log-probabilities is measured, those nearest to their limits
 ONCE = (*PRODUCTS, "attention_residual", "residual", "embedding", "logits")
 """The operations with the limits of products."""
-INPUTS = {"query_norm": "query", "key_norm": "key", "query_rope": "query_norm", "key_rope": "key_norm"}
-"""The operations that may give their one input by mistake, with this input."""
-_ALIKE = {"gate": "up", "up": "gate", "key": "value", "value": "key"} | INPUTS
+INPUTS = {
+    **{"query_norm": "query", "key_norm": "key", "query_rope": "query_norm", "key_rope": "key_norm"},
+    **{"gated_attention": "attention", "convolution": "delta_qkv"},
+}
+"""The operations that may give their input by mistake, with this input."""
+_TWINS = (("gate", "up"), ("key", "value"), ("delta_rate", "delta_step"))
+_ALIKE = dict(_TWINS) | {twin: one for one, twin in _TWINS} | INPUTS
 """The operation whose value a wrong one might give: its twin, or its input."""
 _FACTOR_FIT = 0.25  # a factor explains an error if it leaves at most this share of it
 _LATER_SHARE = 0.5
@@ -54,7 +58,7 @@ class OperationDifference:
     """The difference of two scorers at one operation. Errors are relative Euclidean norms."""
 
     operation: Operation
-    own: float  # the own error; NaN where the tested scorer computes no such value
+    own: float  # the own error; NaN if a value of the tested scorer is not finite
     worst_channel: float  # the own error of the worst channel over all tokens
     worst_token: float  # the own error of the worst token over all channels
     factor: float  # the mean factor between the value and the reference's; rounding leaves it at 1
@@ -92,8 +96,8 @@ def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effect
     inputs, free = reference.run(tokens, {}), tested.run(tokens, {})
     theirs, own, again = reference.run(tokens, inputs), tested.run(tokens, inputs), tested.run(tokens, free)
     config = reference.config
-    known = [operation for operation in operations(config) if operation.name in theirs]
-    names = [operation.name for operation in known]
+    known = list(_shown(operations(config), theirs, own))
+    names = [each[-1].name for each in known]
     up_to = {name: _relative(free.get(name), inputs[name]) for name in names}
     fused = {
         name: (_relative(inputs[name], theirs[name]), _relative(free.get(name), again.get(name))) for name in names
@@ -104,9 +108,9 @@ def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effect
     dtypes = reference.dtype, tested.dtype
     found = [
         dataclasses.replace(
-            _difference(operation, own, theirs, inputs, dtypes, config), up_to=up_to[name], fused=fused[name]
+            _difference(each, own, theirs, inputs, dtypes, config), up_to=up_to[name], fused=fused[name]
         )
-        for operation, name in zip(known, names, strict=True)
+        for each, name in zip(known, names, strict=True)
     ]
     order = sorted(range(len(found)), key=lambda i: found[i].ratio, reverse=True)
     for i in [i for i in order if found[i].own > 0][:effects]:
@@ -122,25 +126,36 @@ def _logits(reference: Tracer, tokens: np.ndarray, name: str, values: OperationV
     return values[name] if name == "logits" else reference.run(tokens, {name: values[name]})["logits"]
 
 
+def _shown(
+    known: Iterable[Operation], theirs: OperationValues, own: OperationValues
+) -> Iterator[tuple[Operation, ...]]:
+    """Yields each operation that both scorers show, after those that a scorer computes in one kernel with it."""
+    joint: tuple[Operation, ...] = ()
+    for operation in known:
+        joint = (*joint, operation)
+        if operation.name in theirs and operation.name in own:
+            yield joint
+            joint = ()
+
+
 def _difference(
-    operation: Operation,
+    joint: Sequence[Operation],
     own: OperationValues,
     theirs: OperationValues,
     inputs: OperationValues,
     dtypes: tuple[str, str],
     config: PolicyConfig,
 ) -> OperationDifference:
-    """Compares the values of one operation, which both scorers computed from ``inputs``."""
-    value, expected = own.get(operation.name), theirs[operation.name]
-    if value is None or not np.isfinite(value).all():
-        hint = "it is not computed" if value is None else "it has numbers that are not finite"
+    """Compares the values of the last operation of ``joint``, which both scorers computed from ``inputs``."""
+    *hidden, operation = joint
+    value, expected = own[operation.name], theirs[operation.name]
+    if not np.isfinite(value).all():
         nothing = float("nan")
         errors = nothing, nothing, nothing, nothing, nothing
+        hint = "it has numbers that are not finite"
         return OperationDifference(operation, *errors, float("inf"), ("", ""), hint)
     precisions = precision(expected), precision(value)
-    limit = _limit(operation, dtypes, precisions)
-    if operation.kind == "mlp" and config.num_experts:
-        limit = max(limit, EXPERTS * _limit(Operation("activation"), dtypes, precisions))
+    limit = sum(_limit(each, dtypes, precisions, config) for each in joint)
     gap, wide = np.subtract(value, expected, dtype=np.float64), expected.astype(np.float64)
     channels, tokens = (
         np.linalg.norm(gap, axis=axis) / np.maximum(np.linalg.norm(wide, axis=axis), _TINY) for axis in (0, 1)
@@ -151,11 +166,12 @@ def _difference(
     bias_limit = max(bias * limit, BIAS_NOISE * (1 + 4 / len(wide)) * bias_error)
     worst = float(channels.max()), float(tokens.max())
     ratio = max(error / limit, max(worst) / (ONE_PLACE * limit), abs(factor - 1) / bias_limit)
-    hints: list[str] = []
+    hints = [f"with the {IN_BLOCK[each.kind]}" for each in hidden]
     if ratio > 1:
         is_scaled = abs(factor - 1) > bias_limit
         bad_tokens = tokens > ONE_PLACE * limit
-        hints = list(_hints(operation, value, theirs, inputs, factor, is_scaled, bad_tokens, limit, config))
+        width = value_shapes(config)[operation.name][-1]
+        hints += _hints(operation, value, theirs, inputs, factor, is_scaled, bad_tokens, limit, width)
     return OperationDifference(operation, error, *worst, factor, limit, ratio, precisions, "; ".join(hints))
 
 
@@ -173,14 +189,14 @@ def _scale(gap: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     return 1.0 + mean, spread / total
 
 
-def _limit(operation: Operation, dtypes: tuple[str, str], precisions: tuple[str, str]) -> float:
+def _limit(operation: Operation, dtypes: tuple[str, str], precisions: tuple[str, str], config: PolicyConfig) -> float:
     """Returns the limit of an operation's own error. An unknown dtype counts as equal to the other scorer's."""
+    experts = operation.kind == "mlp" and config.num_experts
     known = [dtype for dtype in dtypes if dtype in LIMITS] or ["bfloat16"]
     coarser = max(known, key=lambda dtype: LIMITS[dtype])
-    if len(set(known)) > 1:
-        return OTHER_DTYPE * LIMITS[coarser]
-    once = operation.kind in ONCE and len(set(precisions)) == 1
-    return (PRODUCT_LIMITS if once else LIMITS)[coarser]
+    factor = (EXPERTS if experts else 1) * (OTHER_DTYPE if len(set(known)) > 1 else 1)
+    once = operation.kind in ONCE and len(set(precisions)) == 1 and factor == 1
+    return factor * (PRODUCT_LIMITS if once else LIMITS)[coarser]
 
 
 def _hints(
@@ -192,25 +208,23 @@ def _hints(
     is_scaled: bool,
     bad_tokens: np.ndarray,
     limit: float,
-    config: PolicyConfig,
+    width: int,
 ) -> Iterator[str]:
-    """Yields hints about the cause of an error above its limit."""
+    """Yields hints about the cause of an error above its limit. ``width`` is the number of features of a head."""
     expected = theirs[operation.name].astype(np.float64)
     alike = _ALIKE.get(operation.kind, "")
     other = inputs.get(Operation(alike, operation.layer).name)
-    if other is not None and _relative(value, other) <= limit:
+    if other is not None and other.shape == value.shape and _relative(value, other) <= limit:
         yield "it gives its input" if operation.kind in INPUTS else f"it gives the value of {IN_BLOCK[alike]}"
         return
     size, gap = np.linalg.norm(expected), value - expected
     left, error = np.linalg.norm(value - factor * expected) / size, np.linalg.norm(gap) / size
-    squares = (gap**2).sum(axis=0)
-    if operation.kind in PER_HEAD:
-        squares = squares.reshape(-1, config.head_dim).sum(axis=0)
+    squares = (gap**2).sum(axis=0).reshape(-1, width).sum(axis=0)
     is_one_channel = bool(squares.max() > _CHANNEL_SHARE * squares.sum())
     if is_scaled and not is_one_channel and float(left) < max(_FACTOR_FIT * float(error), LIMITS["bfloat16"]):
         yield f"as if multiplied by {factor:.5g}"
     if is_one_channel:
-        yield f"in channel {int(squares.argmax())}" + (" of each head" if operation.kind in PER_HEAD else "")
+        yield f"in channel {int(squares.argmax())}" + (" of each head" if width < value.shape[1] else "")
     first = int(np.argmax(bad_tokens))
     if first > 1 and bad_tokens[first:].mean() > _LATER_SHARE:
         yield f"from position {first} on"

@@ -77,7 +77,8 @@ def _grouped(above: Sequence[OperationDifference], comparison: LayerComparison) 
     by_kind = sorted(rest, key=lambda each: each.operation.kind)
     for kind, group in itertools.groupby(by_kind, key=lambda each: each.operation.kind):
         members = list(group)
-        if kind in IN_BLOCK and len(members) > 1 and {each.operation.layer for each in members} == layers:
+        every = sum(each.operation.kind == kind for each in comparison.differences)
+        if len(members) == every > 1:
             yield _finding(f"every layer, {IN_BLOCK[kind]}", members, comparison)
         else:
             for each in members:

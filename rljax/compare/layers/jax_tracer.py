@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.compare.layers.operations import OperationValues, operations, stacked
+from rljax.compare.layers.operations import OperationValues, operations, stacked, value_shapes
 from rljax.policy.config import AttentionName, PolicyOptions
-from rljax.policy.families import read_config
+from rljax.policy.families import blocks_of, read_config
 from rljax.policy.head import all_logits, matmul_precision
 from rljax.policy.hf import load_params
 from rljax.policy.kernels import choose_kernels
@@ -65,8 +66,9 @@ class JaxTracer:
         row[:, : len(tokens)] = tokens
         segments = np.zeros_like(row)
         segments[:, : len(tokens)] = 1
+        substitutes = self._given(row, given)
         with jax.set_mesh(self._mesh):
-            found = fetch(self._forward(self._params, row, segments, self._given(row, segments, given)))
+            found = fetch(self._forward(self._params, row, segments, substitutes))
         values = {}
         for operation in operations(self.config):
             name, index = stacked(operation, self.config)
@@ -86,20 +88,17 @@ class JaxTracer:
             tap("logits", logits.astype(self._form.logits or logits.dtype))
         return recorded
 
-    def _given(self, row: np.ndarray, segments: np.ndarray, given: Mapping[str, np.ndarray]) -> Substitutes:
+    def _given(self, row: np.ndarray, given: Mapping[str, np.ndarray]) -> Substitutes:
         """Returns all values, with zeros for values not given, and their flags. So each call runs the same program."""
-        shapes = jax.eval_shape(self._traced, self._params, row, segments, Substitutes({}, {}))
+        shapes, blocks = value_shapes(self.config), len(blocks_of(self.config))
         values: dict[str, np.ndarray] = {}
         flags: dict[str, np.ndarray] = {}
-        for operation in operations(self.config):
-            if operation.kind == "logits":
-                continue
+        for operation in operations(self.config)[:-1]:  # the logits are last
             name, index = stacked(operation, self.config)
-            shape = shapes[name].shape
-            layers, rest = ((), shape) if index is None else (shape[:1], shape[1:])
+            layers = () if index is None else (self.config.num_layers // blocks,)
             if name not in values:
-                features = int(np.prod(rest[2:]))
-                values[name] = np.zeros((*layers, *rest[:2], features), jnp.dtype(self.dtype))
+                features = math.prod(shapes[operation.name])
+                values[name] = np.zeros((*layers, *row.shape, features), jnp.dtype(self.dtype))
                 flags[name] = np.zeros(layers, bool)
             if operation.name in given:
                 at = () if index is None else index

@@ -7,15 +7,19 @@ get the reference's inputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import blocks_of
-from rljax.policy.taps import stack_paths
+from rljax.policy.model import abstract_params, hidden_states
+from rljax.policy.taps import recording, stack_paths
 
 OperationValues = dict[str, np.ndarray]
 """The value of each operation for one sequence, float32 [t, n]. The logits lack the last row: no token follows it."""
@@ -50,9 +54,11 @@ IN_BLOCK = {
 """The operations of a block, in order, with their names for a reader."""
 OUTSIDE = {"embedding": "embedding", "final_norm": "final norm", "logits": "logits"}
 """The operations outside of the blocks. The first comes before the blocks."""
-PRODUCTS = ("query", "key", "value", "attention_output", "gate", "up", "mlp")
+PRODUCTS = (
+    *("query", "key", "value", "delta_qkv", "delta_gate", "delta_rate", "delta_step"),
+    *("attention_output", "gate", "up", "mlp"),
+)
 """The products of a block with weights."""
-PER_HEAD = ("query", "key", "value", "query_norm", "key_norm", "query_rope", "key_rope", "attention")
 
 
 @dataclass(frozen=True)
@@ -81,12 +87,25 @@ def operations(config: PolicyConfig) -> list[Operation]:
     return [Operation("embedding"), *in_blocks, Operation("final_norm"), Operation("logits")]
 
 
-def check_shown(config: PolicyConfig, label: str) -> None:
-    """Raises ValueError if the operations of the policy can be seen only in this library's forward."""
-    if config.delta_key_heads:
-        raise ValueError(
-            f"--layers: {label} cannot show the operations of a {config.family} policy; give a jax: scorer"
-        )
+@functools.lru_cache(maxsize=32)
+def value_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of one token's value of each operation, by name: (features,), or (heads, features of a head).
+
+    The query of a gated attention has the features of its gate, too.
+    """
+
+    def recorded(params: Any) -> dict[str, Any]:
+        row = jnp.ones((1, 64), jnp.int32)
+        with recording() as values:
+            hidden_states(params, config, row, row, row)
+        return values
+
+    values = jax.eval_shape(recorded, abstract_params(config))
+    shapes: dict[str, tuple[int, ...]] = {"logits": (config.vocab_size,)}
+    for operation in operations(config)[:-1]:
+        name, index = stacked(operation, config)
+        shapes[operation.name] = values[name].shape[2 if index is None else 3 :]
+    return shapes
 
 
 class Tracer(Protocol):
@@ -97,9 +116,10 @@ class Tracer(Protocol):
     config: PolicyConfig  # the policy
 
     def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:
-        """Computes one sequence, int32 [t]. Returns the value that each operation computes.
+        """Computes one sequence, int32 [t]. Returns the value of each operation that the scorer shows.
 
-        Operations named in ``given`` pass on the given values instead of the computed ones.
+        Operations named in ``given`` pass on the given values instead of the computed ones. An engine may compute
+        several operations in one kernel. It then shows the last one only.
         """
 
 

@@ -3,16 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from rljax.compare.layers.operations import OperationValues, check_shown, operations
+from rljax.compare.layers.operations import OperationValues, operations
 from rljax.compare.scorers import load_hf
 from rljax.policy.families import read_config
+
+_OUTPUTS = {
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "query",
+    "self_attn.k_proj": "key",
+    "self_attn.v_proj": "value",
+    "self_attn.q_norm": "query_norm",
+    "self_attn.k_norm": "key_norm",
+    "self_attn.o_proj": "attention_output",
+    "linear_attn.in_proj_qkv": "delta_qkv",
+    "linear_attn.in_proj_z": "delta_gate",
+    "linear_attn.in_proj_b": "delta_rate",
+    "linear_attn.in_proj_a": "delta_step",
+    "linear_attn.out_proj": "attention_output",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp": "mlp",
+    "": "residual",
+}
+"""The operation that each module of a block computes, by the name of the module."""
+_INPUTS = {
+    "self_attn.o_proj": "gated_attention",
+    "linear_attn.out_proj": "gated_norm",
+    "post_attention_layernorm": "attention_residual",
+    "mlp.down_proj": "activation",
+}
+"""The operation whose value a module takes."""
+_FUNCTIONS = {
+    "apply_rotary_pos_emb": (("query_rope", "key_rope"), True),
+    "causal_conv1d_fn": (("convolution",), True),
+    "torch_chunk_gated_delta_rule": (("delta_rule",), False),
+}
+"""The operations of a model's functions, and whether the tokens of their results are on the third axis."""
 
 
 class TorchTracer:
@@ -28,7 +64,6 @@ class TorchTracer:
         """
         self.label, self.dtype, self._rows = label, dtype, rows
         self.config = read_config(directory)
-        check_shown(self.config, label)
         self._torch, self.model, self._device = load_hf(Path(directory), dtype, attention)
 
     def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:
@@ -57,73 +92,59 @@ class _Taps:
             return x
         return self._torch.tensor(self._given[name]).to(x).reshape(x.shape[1:]).expand(x.shape).clone()
 
-    def _after(self, name: str) -> Callable[..., Any]:
-        def hook(module: Any, inputs: Any, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return (self._tap(name, output[0]), *output[1:])
-            return self._tap(name, output)
+    def _tap_all(self, names: Sequence[str], output: Any, turned: bool = False) -> Any:
+        """Taps a result, or the first results of a tuple. ``turned``: their tokens are on the third axis."""
 
-        return hook
+        def turn(x: Any) -> Any:
+            return x.transpose(1, 2) if turned else x
 
-    def _before(self, name: str) -> Callable[..., Any]:
-        def hook(module: Any, inputs: Any) -> Any:
-            return (self._tap(name, inputs[0]), *inputs[1:])
+        results = output if isinstance(output, tuple) else (output,)
+        fed = [turn(self._tap(name, turn(x))) for name, x in zip(names, results, strict=False)]
+        return (*fed, *results[len(names) :]) if isinstance(output, tuple) else fed[0]
 
-        return hook
+    def _tapped(self, function: Callable[..., Any], names: Sequence[str], turned: bool = False) -> Callable[..., Any]:
+        """Returns the function with taps of its first results in the block that is computed."""
 
-    def _enter(self, layer: int) -> Callable[..., Any]:
-        def hook(module: Any, inputs: Any) -> None:
-            self._layer = layer
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._tap_all([f"{self._layer}/{name}" for name in names], function(*args, **kwargs), turned)
 
-        return hook
-
-    def _rotate(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the rotary function with taps. Heads come before tokens in its arrays."""
-
-        def rotated(*args: Any, **kwargs: Any) -> Any:
-            q, k = (x.transpose(1, 2) for x in rotate(*args, **kwargs))
-            q, k = self._tap(f"{self._layer}/query_rope", q), self._tap(f"{self._layer}/key_rope", k)
-            return q.transpose(1, 2), k.transpose(1, 2)
-
-        return rotated
+        return call
 
     @contextlib.contextmanager
     def on(self, model: Any) -> Iterator[None]:
         """Puts the hooks into ``model``, and removes them at the end of the block."""
-        module: Any = importlib.import_module(type(model).__module__)
-        rotate = module.apply_rotary_pos_emb
         with contextlib.ExitStack() as stack:
 
             def after(part: Any, name: str) -> None:
-                if part is not None:
-                    stack.callback(part.register_forward_hook(self._after(name)).remove)
+                hook = part.register_forward_hook(lambda module, inputs, output: self._tap_all([name], output))
+                stack.callback(hook.remove)
 
-            def before(part: Any, name: str) -> None:
-                stack.callback(part.register_forward_pre_hook(self._before(name)).remove)
+            def before(part: Any, act: Callable[[Any], Any]) -> None:
+                stack.callback(part.register_forward_pre_hook(lambda module, inputs: act(inputs)).remove)
 
             after(model.model.embed_tokens, "embedding")
             for i, layer in enumerate(model.model.layers):
-                stack.callback(layer.register_forward_pre_hook(self._enter(i)).remove)
-                self._on_layer(layer, f"{i}/", after, before)
+                before(layer, lambda inputs, i=i: setattr(self, "_layer", i))
+                for name, part in layer.named_modules():
+                    if name in _OUTPUTS:
+                        after(part, f"{i}/{_OUTPUTS[name]}")
+                    if name in _INPUTS:
+                        before(part, functools.partial(self._tap_all, [f"{i}/{_INPUTS[name]}"]))
             after(model.model.norm, "final_norm")
             after(model.lm_head, "logits")
-            module.apply_rotary_pos_emb = self._rotate(rotate)
-            stack.callback(setattr, module, "apply_rotary_pos_emb", rotate)
+            module: Any = importlib.import_module(type(model).__module__)
+            for name, changed in self._functions(module):
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, changed)
             yield
 
-    def _on_layer(self, layer: Any, prefix: str, after: Callable[..., None], before: Callable[..., None]) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        after(layer.input_layernorm, prefix + "attention_norm")
-        for name, part in (("query", "q"), ("key", "k"), ("value", "v")):
-            after(getattr(attention, f"{part}_proj"), prefix + name)
-            after(getattr(attention, f"{part}_norm", None), f"{prefix}{name}_norm")
-        before(attention.o_proj, prefix + "attention")
-        after(attention.o_proj, prefix + "attention_output")
-        before(layer.post_attention_layernorm, prefix + "attention_residual")
-        after(layer.post_attention_layernorm, prefix + "mlp_norm")
-        if hasattr(mlp, "gate_proj"):
-            after(mlp.gate_proj, prefix + "gate")
-            after(mlp.up_proj, prefix + "up")
-            before(mlp.down_proj, prefix + "activation")
-        after(mlp, prefix + "mlp")
-        after(layer, prefix + "residual")
+    def _functions(self, module: Any) -> Iterator[tuple[str, Any]]:
+        """Yields the functions of a model's module with taps, and the registry that gives its attention."""
+        for name, (names, turned) in _FUNCTIONS.items():
+            if hasattr(module, name):
+                yield name, self._tapped(getattr(module, name), names, turned)
+        registry = module.ALL_ATTENTION_FUNCTIONS
+        yield (
+            "ALL_ATTENTION_FUNCTIONS",
+            SimpleNamespace(get_interface=lambda *chosen: self._tapped(registry.get_interface(*chosen), ["attention"])),
+        )

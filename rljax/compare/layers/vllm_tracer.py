@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import uuid
@@ -12,8 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rljax.compare.layers.operations import PER_HEAD, OperationValues, check_shown, operations
-from rljax.policy.config import PolicyConfig
+from rljax.compare.layers.operations import OperationValues, operations, value_shapes
 from rljax.policy.families import read_config
 from rljax.rollout.servers.fleet import Fleet
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
@@ -44,7 +44,6 @@ class VllmTracer:
             if not readable and directory is None:
                 raise ValueError(f"{url}: its model directory {info.root} cannot be read here, so --model is needed")
             self.config = read_config(Path(info.root if readable else directory or ""))
-            check_shown(self.config, "vllm:")
         except BaseException:
             self._fleet.close()
             raise
@@ -71,7 +70,8 @@ class VllmTracer:
                 answers = self._ask("rljax_untap")
             self._check(answers)
             ranks = [load_file(directory / f"rank{rank}.safetensors") for rank in range(len(answers))]
-        found = {op.name: _joined(ranks, op.name, _width(op.kind, self.config)) for op in operations(self.config)}
+        shapes = value_shapes(self.config)
+        found = {op.name: _joined(ranks, op.name, math.prod(shapes[op.name])) for op in operations(self.config)}
         values = {name: value for name, value in found.items() if value is not None}
         short = [name for name, value in values.items() if len(value) != len(tokens) - (name == "logits")]
         if short or "logits" not in values:
@@ -98,16 +98,6 @@ class VllmTracer:
         errors = [answer["error"] for answer in answers if answer["error"]]
         if errors:
             raise ValueError(f"{self._server.url} cannot show its operations: {errors[0]}")
-
-
-def _width(kind: str, config: PolicyConfig) -> int:
-    """Returns the number of features of a value on all workers together."""
-    if kind in PER_HEAD:
-        heads = config.num_kv_heads if kind.startswith(("key", "value")) else config.num_heads
-        return heads * config.head_dim
-    if kind in ("gate", "up", "activation"):
-        return config.intermediate_size
-    return config.vocab_size if kind == "logits" else config.hidden_size
 
 
 def _joined(ranks: list[dict[str, np.ndarray]], name: str, width: int) -> np.ndarray | None:

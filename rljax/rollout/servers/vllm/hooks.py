@@ -23,8 +23,11 @@ class Hooks:
         """Whether there are hooks."""
         return bool(self._handles)
 
-    def before(self, module: torch.nn.Module, act: Callable[[Any, Any], None]) -> None:
-        """Adds a hook that calls ``act(args, kwargs)`` before each forward of ``module``."""
+    def before(self, module: torch.nn.Module, act: Callable[[Any, Any], Any]) -> None:
+        """Adds a hook that calls ``act(args, kwargs)`` before each forward of ``module``.
+
+        ``act`` returns the (args, kwargs) that take the place of the two, or None to keep them.
+        """
         hook = self._safe(lambda module, args, kwargs: act(args, kwargs))
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 

@@ -8,7 +8,7 @@ after ``EXPIRES_S`` seconds, before the next forward.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,27 @@ from rljax.rollout.servers.vllm.hooks import Hooks
 from rljax.rollout.servers.vllm.server import GIVEN, PROBE
 
 EXPIRES_S = 120.0
-_Split = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+_OUTPUTS = {
+    "self_attn.qkv_proj": ("query", "key", "value"),
+    "self_attn.q_norm": ("query_norm",),
+    "self_attn.k_norm": ("key_norm",),
+    "self_attn.attn": ("attention",),
+    "self_attn.o_proj": ("attention_output",),
+    "linear_attn.in_proj_qkvz": ("delta_qkv", "delta_gate"),
+    "linear_attn.in_proj_ba": ("delta_rate", "delta_step"),
+    "linear_attn.out_proj": ("attention_output",),
+    "mlp.gate_up_proj": ("gate", "up"),
+    "mlp.act_fn": ("activation",),
+    "mlp": ("mlp",),
+}
+"""The operations that a module of a block computes, beside each other in its output, by the name of the module."""
+_INPUTS = {
+    "self_attn.attn": ("query_rope", "key_rope"),
+    "self_attn.o_proj": ("gated_attention",),
+    "linear_attn.norm": ("delta_rule",),  # one kernel computes the convolution and the rule
+    "linear_attn.out_proj": ("gated_norm",),
+}
+"""The operations whose values are the first inputs of a module."""
 
 
 def refusal(config: Any, runner: Any) -> str:
@@ -37,6 +57,8 @@ def refusal(config: Any, runner: Any) -> str:
     body = getattr(runner.model, "model", None)
     if not hasattr(body, "layers") or not hasattr(runner.model, "logits_processor"):
         return f"its model {type(runner.model).__name__} is not of a family whose operations are known"
+    if config.parallel_config.tensor_parallel_size > 1 and any(hasattr(layer, "linear_attn") for layer in body.layers):
+        return "its delta nets are split over workers, expected --tensor-parallel-size 1"
     return ""
 
 
@@ -56,7 +78,6 @@ class Taps(Hooks):
         self._given = load_file(given) if given.exists() else {}
         self._parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._rows = self._positions = torch.empty(0, dtype=torch.long)  # the request's rows in this forward
-        self._layer = 0  # the number of the block that is computed
         self._final: torch.Tensor | None = None  # the output of the final norm for all rows of this forward
         self._ends = time.monotonic() + EXPIRES_S
         try:
@@ -115,68 +136,56 @@ class Taps(Hooks):
 
     # ---- The hooks ----
 
-    def _change(self, module: Any, act: Callable[[Any], Any]) -> None:
-        """Adds a hook to a module, unless it is None. ``act`` takes the output and returns the one to pass on."""
-        if module is not None:
-            self.after(module, lambda args, output: act(output))
-
     def _install(self) -> None:
         model = self._runner.model
         body = model.model
         self.before(model, self._begin)
-        self._change(body.embed_tokens, lambda x: self._tap("embedding", x))
+        self.after(body.embed_tokens, lambda args, x: self._tap("embedding", x))
         for i, layer in enumerate(body.layers):
             self._install_layer(layer, i)
-        self._change(body.norm, lambda pair: self._finish(self._norm("final_norm", len(body.layers) - 1, pair)))
+        last = f"{len(body.layers) - 1}/residual"
+        self.after(body.norm, lambda args, output: self._finish(self._norm("final_norm", last, output)))
         self.after(model.logits_processor, lambda args, output: self._logits(args[1], output))
 
     def _install_layer(self, layer: Any, i: int) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.before(layer, lambda args, kwargs: setattr(self, "_layer", i))
-        sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+        mixer = "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
+        for name, kinds in _INPUTS.items():
+            if name.startswith(mixer):
+                self._tap_inputs(layer.get_submodule(name), [f"{i}/{kind}" for kind in kinds])
+        for name, module in layer.named_modules():
+            if name in _OUTPUTS:
+                self._tap_outputs(module, [f"{i}/{kind}" for kind in _OUTPUTS[name]])
+        first, second = layer.input_layernorm, layer.post_attention_layernorm
+        self.after(first, lambda args, output: self._norm(f"{i}/attention_norm", f"{i - 1}/residual", output))
+        self.after(second, lambda args, output: self._norm(f"{i}/mlp_norm", f"{i}/attention_residual", output))
 
-        def tap(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-            return lambda x: self._tap(f"{i}/{name}", x)
+    def _tap_inputs(self, module: Any, names: Sequence[str]) -> None:
+        def act(args: Any, kwargs: Any) -> Any:
+            fed = [self._tap(name, x) for name, x in zip(names, args, strict=False)]
+            return (*fed, *args[len(names) :]), kwargs
 
-        def taps(names: tuple[str, ...], split: _Split) -> Callable[[Any], Any]:
-            def act(output: Any) -> Any:
-                parts = zip(names, split(output[0]), strict=True)
-                fed = [self._tap(f"{i}/{name}", part) for name, part in parts]
-                return (torch.cat(fed, -1), *output[1:])
+        self.before(module, act)
 
-            return act
+    def _tap_outputs(self, module: Any, names: Sequence[str]) -> None:
+        """Taps a module's output, or the first result of a tuple."""
 
-        self._change(layer.input_layernorm, lambda pair: self._norm(f"{i}/attention_norm", i - 1, pair))
-        self._change(attention.qkv_proj, taps(("query", "key", "value"), lambda x: x.split(sizes, -1)))
-        self._change(getattr(attention, "q_norm", None), tap("query_norm"))
-        self._change(getattr(attention, "k_norm", None), tap("key_norm"))
-        self._change(attention.rotary_emb, lambda pair: self._rotated(i, pair))
-        self._change(attention.attn, tap("attention"))
-        self._change(attention.o_proj, lambda pair: (self._tap(f"{i}/attention_output", pair[0]), *pair[1:]))
-        residual = f"{i}/attention_residual"
-        self._change(
-            layer.post_attention_layernorm,
-            lambda pair: (self._tap(f"{i}/mlp_norm", pair[0]), self._tap(residual, pair[1])),
-        )
-        if hasattr(mlp, "gate_up_proj"):
-            self._change(mlp.gate_up_proj, taps(("gate", "up"), lambda x: x.chunk(2, -1)))
-            self._change(mlp.act_fn, tap("activation"))
-        self._change(mlp, tap("mlp"))
+        def act(args: Any, output: Any) -> Any:
+            first, *more = output if isinstance(output, tuple) else (output,)
+            sizes = getattr(module, "base_layer", module).output_partition_sizes[1 - len(names) :] if names[1:] else []
+            parts = first.split([first.shape[-1] - sum(sizes), *sizes], -1)
+            fed = torch.cat([self._tap(name, part) for name, part in zip(names, parts, strict=True)], -1)
+            return (fed, *more) if isinstance(output, tuple) else fed
 
-    def _norm(self, name: str, layer: int, output: Any) -> Any:
-        """Records the output of a norm, and from the second block on also the residual stream.
+        self.after(module, act)
+
+    def _norm(self, name: str, residual: str, output: Any) -> Any:
+        """Records the output of a norm, and from the second norm on also the residual stream before it.
 
         Such a norm returns a pair, because vLLM's norms add to the residual stream first.
         """
         if not isinstance(output, tuple):
             return self._tap(name, output)
-        return self._tap(name, output[0]), self._tap(f"{layer}/residual", output[1])
-
-    def _rotated(self, layer: int, output: Any) -> Any:
-        """Records the rotated query and key, unless the call is of another block with the same rotary module."""
-        if self._layer != layer:
-            return None
-        return self._tap(f"{layer}/query_rope", output[0]), self._tap(f"{layer}/key_rope", output[1])
+        return self._tap(name, output[0]), self._tap(residual, output[1])
 
     def _finish(self, output: Any) -> Any:
         self._final = output[0]
