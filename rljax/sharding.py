@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tp",),
     "vocab": ("tp",),
     "norm": (),
-    "delta": (),
+    "exchanged_heads": ("tp", "context"),
     "rank": (),
     "split_rank": ("fsdp", "expert", "context"),
     "micro": (),
@@ -122,17 +123,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def fit_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+def fit_spec(logical: Sequence[str | EllipsisType | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
     """Returns the PartitionSpec of an array from its logical axes (None: not split) and its shape.
 
-    Mesh axes that do not divide their dimension are left out: 2 heads on tp=4 are replicated. Mesh axes that are manual
-    in the context (inside ``jax.shard_map``) are left out too.
+    The compiler chooses the split of a dimension whose axis is ``...``. Mesh axes that do not divide their dimension
+    are left out: 2 heads on tp=4 are replicated. Mesh axes that are manual in the context (inside ``jax.shard_map``)
+    are left out too.
     """
-    axes = [_automatic(name, mesh) for name in logical]
+    axes = [() if name is ... else _automatic(name, mesh) for name in logical]
     ways = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
-    return PartitionSpec(
-        *(names if names and size % n == 0 else None for names, size, n in zip(axes, shape, ways, strict=True))
-    )
+    fitting = (names if names and size % n == 0 else None for names, size, n in zip(axes, shape, ways, strict=True))
+    free = PartitionSpec.UNCONSTRAINED
+    return PartitionSpec(*(free if name is ... else names for name, names in zip(logical, fitting, strict=True)))
 
 
 def _automatic(logical: str | None, mesh: Any) -> tuple[str, ...]:
@@ -269,8 +271,8 @@ def on_devices(tree: Any, dtype: Any = None) -> Any:
     return jax.tree.map(copy, tree)
 
 
-def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
-    """Constrains ``x`` to its logical axes on the mesh of the context (``jax.set_mesh``). Without a mesh: ``x``."""
+def constrain(x: jax.Array, *logical: str | EllipsisType | None) -> jax.Array:
+    """Constrains ``x`` to its logical axes (``fit_spec``) on the mesh of the context. Without a mesh: ``x``."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x

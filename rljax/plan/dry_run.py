@@ -29,7 +29,7 @@ from rljax.plan.machines import Card
 from rljax.plan.memory import working_bytes, working_top_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
-from rljax.policy.kernels import check_experts
+from rljax.policy.kernels import check_mesh
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
 from rljax.rollout.build import version_bytes
@@ -121,7 +121,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
             f"rollout.stop_token_ids = {list(config.rollout.stop_token_ids)} must be in the model's vocabulary, "
             f"0..{policy.vocab_size - 1}"
         )
-    check_experts(policy, mesh)
+    check_mesh(policy, mesh)
     if config.lora.rank:
         find_targets(policy, config.lora)
     ways = num_parts(mesh.shape, "batch_rows")

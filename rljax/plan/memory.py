@@ -104,13 +104,15 @@ def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:
     def part(logical: str, size: int) -> int:
         return int(named_sharding(mesh, (logical,), (size,)).shard_shape((size,))[0])
 
-    heads = part("act_heads", policy.num_heads)
+    heads, keys = part("act_heads", policy.num_heads), part("act_heads", policy.delta_key_heads)
     return dataclasses.replace(
         policy,
         intermediate_size=part("act_mlp", policy.intermediate_size),
         expert_size=part("mlp", policy.expert_size) if policy.num_experts else 0,
         num_heads=heads,
         num_kv_heads=math.gcd(heads, part("kv_heads", policy.num_kv_heads)),
+        delta_key_heads=keys,
+        delta_value_heads=keys * policy.delta_value_heads // max(1, policy.delta_key_heads),
     )
 
 

@@ -2,8 +2,8 @@
 
 A row of t tokens is cut into 2 n blocks for n devices. Device i has the blocks i and 2 n - 1 - i. A late block has more
 keys to attend to than an early one. In this order all devices have equally many pairs of a query and a key. The policy
-works on folded arrays [b n, t / n, ...], in which the part of each device is a row of its own. So only attention knows
-that these rows belong together. It has two ways to see a whole row:
+works on folded arrays [b n, t / n, ...], in which the part of each device is a row of its own. So only mixers know that
+these rows belong together. Attention has two ways to see a whole row, and a delta net only the first one:
 
 - The devices exchange tokens for heads (all-to-all, as in DeepSpeed Ulysses, arXiv 2309.14509). Each device then has
   all tokens of 1 / n of the query heads, which is even work for any kernel.
@@ -12,6 +12,8 @@ that these rows belong together. It has two ways to see a whole row:
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +94,18 @@ def gather_keys(k: Array, v: Array, parts: int) -> tuple[Array, Array]:
     """
     if parts == 1:
         return k, v
-    blocks = jnp.concatenate([k, v], axis=-1)
-    rows, tokens, *rest = blocks.shape
-    every = jax.lax.all_gather(blocks.reshape(rows, 2, tokens // 2, *rest), AXIS, axis=1)
-    whole = from_zigzag(every, 1).reshape(rows, tokens * parts, *rest)
+    whole = gather_tokens(jnp.concatenate([k, v], axis=-1))
     return whole[..., : k.shape[-1]], whole[..., k.shape[-1] :]
+
+
+def gather_tokens(x: Array) -> Array:
+    """Gathers an array [b, t / parts, ...] of the devices that share rows, as [b, t, ...] in order.
+
+    It is called on each device (``sharding.on_each_device``).
+    """
+    rows, tokens, *rest = x.shape
+    every = jax.lax.all_gather(x.reshape(rows, 2, tokens // 2, *rest), AXIS, axis=1)
+    return from_zigzag(every, 1).reshape(rows, -1, *rest)
 
 
 def scatter_keys(d_k: Array, d_v: Array, parts: int) -> tuple[Array, Array]:
@@ -146,24 +155,27 @@ def exchange_heads(q: Array, k: Array, v: Array, parts: int) -> tuple[Array, Arr
     """
     num_heads, kv_heads = q.shape[2], k.shape[2]
     if kv_heads % parts == 0:
-        whole_q, whole_k, whole_v = _whole_tokens([q, k, v], parts)
+        whole_q, whole_k, whole_v = whole_tokens([q, k, v], parts)
         return whole_q, whole_k, whole_v
     heads = heads_of_device(parts, num_heads, kv_heads) or num_heads
     padded = jnp.pad(q, ((0, 0), (0, 0), (0, heads * parts - num_heads), (0, 0)))
-    (whole_q,) = _whole_tokens([padded], parts)
+    (whole_q,) = whole_tokens([padded], parts)
     own = jnp.minimum(jax.lax.axis_index(AXIS) * heads // (num_heads // kv_heads), kv_heads - 1)
     whole_k, whole_v = (jax.lax.dynamic_slice_in_dim(x, own, 1, axis=2) for x in gather_keys(k, v, parts))
     return whole_q, whole_k, whole_v
 
 
-def _whole_tokens(arrays: list[Array], parts: int) -> list[Array]:
-    """Exchanges arrays [b, t / parts, h, k] for arrays [b, t, h / parts, k]. They travel as one array."""
-    rows, tokens, _, width = arrays[0].shape
-    of_devices = jnp.concatenate([x.reshape(rows, 2, tokens // 2, parts, -1, width) for x in arrays], axis=4)
+def whole_tokens(arrays: list[Array], parts: int) -> list[Array]:
+    """Exchanges arrays [b, t / parts, h, ...] for arrays [b, t, h / parts, ...]. They travel as one array.
+
+    It is called on each device (``sharding.on_each_device``).
+    """
+    rows, tokens = arrays[0].shape[:2]
+    of_devices = jnp.concatenate([x.reshape(rows, 2, tokens // 2, parts, -1) for x in arrays], axis=4)
     blocks = from_zigzag(jnp.moveaxis(_all_to_all(jnp.moveaxis(of_devices, 3, 0)), 0, 1), 1)
-    whole = blocks.reshape(rows, tokens * parts, -1, width)
-    ends = np.cumsum([x.shape[2] // parts for x in arrays])
-    return jnp.split(whole, ends[:-1].tolist(), axis=2)
+    ends = np.cumsum([math.prod(x.shape[2:]) // parts for x in arrays])
+    split = jnp.split(blocks.reshape(rows, tokens * parts, -1), ends[:-1].tolist(), axis=2)
+    return [each.reshape(rows, tokens * parts, -1, *x.shape[3:]) for each, x in zip(split, arrays, strict=True)]
 
 
 def exchange_back(x: Array, parts: int, num_heads: int) -> Array:

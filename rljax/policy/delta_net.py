@@ -23,10 +23,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.context import exchange_back, gather_tokens, whole_tokens
 from rljax.policy.layers import RMSNorm, linear, param
 from rljax.policy.mixers import BlockState, Mixed, StateArray, Where
-from rljax.policy.taps import tap
-from rljax.sharding import constrain
+from rljax.policy.taps import is_recording, tap
+from rljax.sharding import axis_size, constrain, on_each_device
 
 CHUNK = 64
 """The number of tokens in a chunk."""
@@ -154,10 +155,10 @@ def _new_decay(key: Array, shape: Any, dtype: Any = jnp.float32, out_sharding: A
 class DeltaNet(nnx.Module):
     """A gated delta net behind a short convolution. Every key head serves consecutive value heads.
 
-    Its channels are not split over devices: each device of ``tp`` computes the whole mixer for its rows.
+    The devices of ``tp`` split the key heads, each with its value heads, if their number is even for all. Devices that
+    share rows exchange tokens for heads (``rljax.policy.context``), and compute whole rows.
     """
 
-    needs_whole_rows = True
     operations = (
         *("delta_qkv", "delta_gate", "delta_rate", "delta_step"),
         *("convolution", "delta_rule", "gated_norm", "attention_output"),
@@ -167,19 +168,20 @@ class DeltaNet(nnx.Module):
         normal = jax.nn.initializers.normal(c.initializer_range)
         d, heads, width = c.hidden_size, c.delta_value_heads, c.conv_width
         self.heads, self.key_heads = (heads, c.delta_value_dim), (c.delta_key_heads, c.delta_key_dim)
+        self.state_heads = c.delta_key_heads
         keys, values = math.prod(self.key_heads), math.prod(self.heads)
-        mixed, out = 2 * keys + values, ("embed", "delta")
+        mixed, out = 2 * keys + values, ("embed", "heads")
         taps = jax.nn.initializers.normal(width**-0.5)
         # The vectors have the endings of names whose gradients are added up once for all blocks (``hidden_states``).
         self.qkv = param(rngs, (d, mixed), out, normal, "linear_attn.in_proj_qkv.weight", 1)
         self.gate = param(rngs, (d, values), out, normal, "linear_attn.in_proj_z.weight", 1)
         self.rate = param(rngs, (d, heads), out, normal, "linear_attn.in_proj_b.weight", 1)
         self.step = param(rngs, (d, heads), out, normal, "linear_attn.in_proj_a.weight", 1)
-        self.kernel = param(rngs, (mixed, 1, width), ("delta",) * 3, taps, "linear_attn.conv1d.weight")
-        self.log_decay_scale = param(rngs, (heads,), ("delta",), _new_decay, "linear_attn.A_log", wide=True)
-        self.step_bias = param(rngs, (heads,), ("delta",), jax.nn.initializers.ones, "linear_attn.dt_bias")
+        self.kernel = param(rngs, (mixed, 1, width), ("head_dim",) * 3, taps, "linear_attn.conv1d.weight")
+        self.log_decay_scale = param(rngs, (heads,), ("head_dim",), _new_decay, "linear_attn.A_log", wide=True)
+        self.step_bias = param(rngs, (heads,), ("head_dim",), jax.nn.initializers.ones, "linear_attn.dt_bias")
         self.norm = RMSNorm(c.delta_value_dim, c.rms_norm_eps, rngs, "linear_attn.norm.weight", wide=True)
-        self.output = param(rngs, (values, d), ("delta", "embed"), normal, "linear_attn.out_proj.weight", 1)
+        self.output = param(rngs, (values, d), ("heads", "embed"), normal, "linear_attn.out_proj.weight", 1)
 
     def state_spec(self, rows: int, places: int, dtype: Any, cache_dtype: Any) -> tuple[StateArray, ...]:
         """Returns the state of the rule, and the last inputs of the convolution (``Mixer.state_spec``)."""
@@ -187,45 +189,110 @@ class DeltaNet(nnx.Module):
         shape = (rows, self.heads[0], self.key_heads[1], self.heads[1])
         mixed, _, width = self.kernel.shape
         return (
-            StateArray(shape, jnp.float32, ("rows", "delta", "delta", "delta")),
-            StateArray((rows, width - 1, mixed), dtype, ("rows", "delta", "delta")),
+            StateArray(shape, jnp.float32, ("rows", "heads", "head_dim", "head_dim")),
+            StateArray((rows, width - 1, mixed), dtype, ("rows", "head_dim", "heads")),
         )
 
     def __call__(self, x: Float[Array, "b t d"], where: Where, state: BlockState | None) -> Mixed:
         """Computes the delta net of ``x`` (``Mixer.__call__``)."""
         b, t, _ = x.shape
-        arrays = self.state_spec(b, 0, x.dtype, None)
-        before = tuple(jnp.zeros(a.shape, a.dtype) for a in arrays) if state is None else state.read()
+        split = axis_size("heads") if self.state_heads % axis_size("heads") == 0 else 1
+        ways = split * where.parts
         x = jnp.where(where.valid[..., None], x, 0)
-        weights = (self.qkv[...], self.gate[...], self.rate[...], self.step[...])
+        weights = (self._by_device(self.qkv[...], 1, ways), self.gate[...], self.rate[...], self.step[...])
         qkv, gate, rate, step = linear(("btd,df->btf",) * 4, x, weights)
-        qkv, gate = tap("delta_qkv", constrain(qkv, "rows", "tokens", "delta")), tap("delta_gate", gate)
-        rate, step = tap("delta_rate", rate), tap("delta_step", step)
-        qkv = jnp.concatenate([before[1], qkv], axis=1)
-        seen = causal_convolution(qkv, self.kernel[...][:, 0], where.positions).astype(x.dtype)
-        seen = tap("convolution", jax.nn.silu(seen.astype(jnp.float32)).astype(x.dtype))
-        tokens = self._tokens(seen.astype(jnp.float32), rate, step, where.positions == 0)
-        y, after = recurrent(tokens, before[0]) if t == 1 else chunked(tokens, before[0])
-        y = self.norm(tap("delta_rule", y.astype(x.dtype)))
+        qkv = self._tapped("delta_qkv", constrain(qkv, "rows", "tokens", "act_heads" if split > 1 else None), ways)
+        gate, rate, step = tap("delta_gate", gate), tap("delta_rate", rate), tap("delta_step", step)
+        kernel = self._by_device(self.kernel[...][:, 0].astype(jnp.float32), 0, ways)
+        tokens = (qkv, *self._decays(rate, step), where.positions, kernel)
+        if where.parts > 1:
+            y = self._of_shared_rows(*tokens, where.parts)
+        else:
+            y, after = self._of_heads(*tokens, None if state is None else state.read(), split)
+            state = None if state is None else state.write(after)
+        y = self.norm(y)
         gate = jax.nn.silu(gate.astype(jnp.float32)).reshape(y.shape)
         y = tap("gated_norm", (y.astype(jnp.float32) * gate).astype(x.dtype)).reshape(b, t, -1)
-        out = tap("attention_output", linear(("btf,fd->btd",), y, (self.output[...],))[0])
-        return out, None if state is None else state.write((after, qkv[:, t:]))
+        return tap("attention_output", linear(("btf,fd->btd",), y, (self.output[...],))[0]), state
 
-    def _tokens(self, seen: Array, rate: Array, step: Array, starts: Array) -> DeltaTokens:
-        """Returns the tokens of the rule from the convolution's output [b, t, f], and from rate and step [b, t, h]."""
-        keys = math.prod(self.key_heads)
-        q, k, v = jnp.split(seen, [keys, 2 * keys], axis=-1)
-        of_heads = ((q, self.key_heads), (k, self.key_heads), (v, self.heads))
-        q, k, v = (x.reshape(*x.shape[:2], *heads) for x, heads in of_heads)
-        repeats = self.heads[0] // self.key_heads[0]
-        q, k = (
-            jnp.repeat(x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6), repeats, axis=2)
-            for x in (q, k)
-        )
+    def _by_device(self, x: Array, axis: int, ways: int) -> Array:
+        """Reorders the channels on an axis: queries, keys and values of the heads of each of ``ways`` devices.
+
+        In a file, the channels are the queries of all heads, then their keys, then their values. Each array keeps the
+        order of the heads.
+        """
+        if ways == 1:
+            return x
+        ends = [math.prod(self.key_heads), 2 * math.prod(self.key_heads)]
+        whole, by_heads = ([name if i == axis else ... for i in range(x.ndim)] for name in (None, "heads"))
+        parts = jnp.split(constrain(x, *whole), ends, axis)
+        parts = [each.reshape(*x.shape[:axis], ways, -1, *x.shape[axis + 1 :]) for each in parts]
+        return constrain(jnp.concatenate(parts, axis + 1).reshape(x.shape), *by_heads)
+
+    def _apart(self, x: Float[Array, "b t f"], ways: int) -> list[Array]:
+        """Splits channels in the order of ``_by_device`` into queries, keys and values [b, t, ways, n]."""
+        of_devices = x.reshape(*x.shape[:2], ways, -1)
+        keys = of_devices.shape[-1] * math.prod(self.key_heads) // self.kernel.shape[0]
+        return jnp.split(of_devices, [keys, 2 * keys], axis=-1)
+
+    def _tapped(self, name: str, x: Float[Array, "b t f"], ways: int) -> Float[Array, "b t f"]:
+        """Records channels in the order of ``_by_device`` as ``tap`` does, but in the order of a file."""
+        if ways == 1 or not is_recording():
+            return tap(name, x)
+        in_order = jnp.concatenate([each.reshape(*x.shape[:2], -1) for each in self._apart(x, ways)], axis=2)
+        return self._by_device(tap(name, in_order), 2, ways)
+
+    def _decays(self, rate: Float[Array, "b t h"], step: Float[Array, "b t h"]) -> tuple[Array, Array]:
+        """Returns ``DeltaTokens.log_decay`` and ``DeltaTokens.rate`` of tokens with these products."""
         # A vector is [h], or [b, h] with one for each row.
         vectors = (x[...].astype(jnp.float32) for x in (self.log_decay_scale, self.step_bias))
         log_scale, bias = (jnp.expand_dims(x, range(x.ndim - 1, 2)) for x in vectors)
         log_decay = -jnp.exp(log_scale) * jax.nn.softplus(step.astype(jnp.float32) + bias)
-        rate = jax.nn.sigmoid(rate.astype(jnp.float32)).astype(rate.dtype).astype(jnp.float32)
-        return DeltaTokens(q * self.key_heads[1] ** -0.5, k, v, log_decay, rate, starts)
+        return log_decay, jax.nn.sigmoid(rate.astype(jnp.float32)).astype(rate.dtype).astype(jnp.float32)
+
+    def _of_heads(
+        self,
+        qkv: Float[Array, "b t f"],
+        log_decay: Float[Array, "b t h"],
+        rate: Float[Array, "b t h"],
+        positions: Int[Array, "b t"],
+        kernel: Float[Array, "f w"],
+        before: tuple[Array, ...] | None,
+        ways: int = 1,
+    ) -> tuple[Float[Array, "b t h v"], tuple[Array, ...]]:
+        """Computes the convolution and the rule of h heads: the output, and the state after the tokens.
+
+        The channels are in the order of ``_by_device`` for ``ways`` devices. ``before`` is the state before the tokens,
+        or None for zeros.
+        """
+        b, t, channels = qkv.shape
+        (key_heads, key_dim), (value_heads, value_dim) = self.key_heads, self.heads
+        if before is None:
+            tail = jnp.zeros((b, kernel.shape[1] - 1, channels), qkv.dtype)
+            before = jnp.zeros((b, rate.shape[2], key_dim, value_dim)), tail
+        joined = jnp.concatenate([before[1], qkv], axis=1)
+        seen = causal_convolution(joined, kernel, positions).astype(qkv.dtype)
+        seen = self._tapped("convolution", jax.nn.silu(seen.astype(jnp.float32)).astype(qkv.dtype), ways)
+        widths = (key_dim, key_dim, value_dim)
+        apart = zip(self._apart(seen.astype(jnp.float32), ways), widths, strict=True)
+        q, k, v = (x.reshape(b, t, -1, width) for x, width in apart)
+        q, k = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+        q, k = (jnp.repeat(x, value_heads // key_heads, axis=2) for x in (q, k))
+        tokens = DeltaTokens(q * key_dim**-0.5, k, v, log_decay, rate, positions == 0)
+        y, after = recurrent(tokens, before[0]) if t == 1 else chunked(tokens, before[0])
+        return tap("delta_rule", y.astype(qkv.dtype)), (after, joined[:, t:])
+
+    def _of_shared_rows(
+        self, qkv: Array, log_decay: Array, rate: Array, positions: Array, kernel: Array, parts: int
+    ) -> Float[Array, "b t h v"]:
+        """Computes ``_of_heads`` of folded rows: each of the ``parts`` devices of a row computes whole rows."""
+
+        def of_device(qkv: Array, log_decay: Array, rate: Array, positions: Array, kernel: Array) -> tuple[Array]:
+            (whole,), rates = whole_tokens([qkv], parts), whole_tokens([log_decay, rate], parts)
+            y, _ = self._of_heads(whole, *rates, gather_tokens(positions), kernel, None)
+            return (exchange_back(y, parts, rate.shape[2]),)
+
+        heads = ("rows", "tokens", "act_heads")
+        axes = (heads, heads, heads, ("rows", "tokens"), ("exchanged_heads", None))
+        run = on_each_device(of_device, axes, ((*heads, None),), rows=qkv.shape[0])
+        return run(qkv, log_decay, rate, positions, kernel)[0]

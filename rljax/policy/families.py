@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,9 +192,9 @@ def blocks_of(config: PolicyConfig) -> tuple[Block, ...]:
     return blocks
 
 
-def needs_whole_rows(config: PolicyConfig) -> bool:
-    """Returns whether a mixer of the policy needs each sequence whole in one row (``Mixer.needs_whole_rows``)."""
-    return any(block.attention.needs_whole_rows for block in blocks_of(config))
+def state_heads(config: PolicyConfig) -> int:
+    """Returns the number of heads whose state passes along a row (``Mixer.state_heads``); 0 if no block has such."""
+    return math.gcd(*(block.attention.state_heads for block in blocks_of(config)))
 
 
 _SPECIAL_FIELDS = {"rope_theta", "rope_scaling", "family"} | {name for f in FAMILIES.values() for name in f.fields}

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
 from rljax.policy.config import PolicyConfig, PolicyOptions
 from rljax.policy.context import device_heads, heads_of_device
-from rljax.policy.families import needs_whole_rows
+from rljax.policy.families import state_heads
 from rljax.policy.grouped import IN_BLOCKS, Grouped, choose_experts
 from rljax.policy.rotary import Rotate, rotate, rotate_by_product
 
@@ -35,13 +35,17 @@ and copies each value into its stack and out of it. Each block outside a loop ta
 limit is small."""
 
 
-def check_experts(config: PolicyConfig, mesh: Any) -> None:
-    """Raises ValueError if the mesh, which may have no devices, does not divide the experts of a mixture."""
+def check_mesh(config: PolicyConfig, mesh: Any) -> None:
+    """Raises ValueError if a mesh, which may have no devices, does not divide the experts, or the heads with states."""
     for axis, name in (("expert", "num_experts"), ("tp", "expert_size")):
         if config.num_experts and getattr(config, name) % mesh.shape[axis]:
             raise ValueError(f"mesh.{axis} = {mesh.shape[axis]} must divide {name} = {getattr(config, name)}")
     if not config.num_experts and mesh.shape["expert"] > 1:
         raise ValueError(f"mesh.expert = {mesh.shape['expert']} is for a mixture of experts; this policy is dense")
+    parts, heads = mesh.shape["context"], state_heads(config)
+    if parts > 1 and heads % (parts * mesh.shape["tp"]):
+        said = f"mesh.context x mesh.tp = {parts} x {mesh.shape['tp']} must divide the {heads} heads"
+        raise ValueError(f"{said} whose state a {config.family} policy passes from token to token")
 
 
 def exchanges_heads(config: PolicyConfig, mesh: Any) -> bool:
@@ -62,14 +66,12 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     """Chooses the implementations that ``policy.attention`` and ``policy.experts`` mean on the devices of the mesh.
 
     Raises:
-      ValueError: An implementation does not support the devices or the policy, or the mesh does not divide the experts.
-        The message begins with the configuration key.
+      ValueError: An implementation does not support the devices or the policy, or ``check_mesh`` refuses the mesh. The
+        message begins with the configuration key.
     """
-    check_experts(config, mesh)
+    check_mesh(config, mesh)
     device = mesh.devices.flat[0]
     parts = mesh.shape["context"]
-    if parts > 1 and needs_whole_rows(config):
-        raise ValueError(f"mesh.context = {parts}: a block of the {config.family} policy needs whole rows; set it to 1")
     if options.attention in ("cudnn", "splash") and not exchanges_heads(config, mesh):
         raise ValueError(
             f"policy.attention = {options.attention}: mesh.context = {parts} must divide the key-value heads of a "

@@ -65,13 +65,15 @@ class Where(NamedTuple):
     attend: Callable[[Array, Array, Array, BlockState | None], Mixed]
     positions: Int[Array, "b t"]  # the number of tokens that each token sees before it; 0 on padding
     valid: Bool[Array, "b t"]  # the tokens that are not padding
+    parts: int = 1  # the number of devices that share a row (``context.fold``)
 
 
 class Mixer(Protocol):
     """The contract of mixers. The state is None for packed rows, in which sequences start and end."""
 
-    # Whether the tokens of a sequence must follow each other in one row: not on several devices, and not in a tree.
-    needs_whole_rows: bool
+    # The number of heads whose state passes from each token to the next one in its row; 0 if there is no such state.
+    # Rows are then no trees. Devices that share a row each take some of these heads, for all its tokens.
+    state_heads: int
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -93,7 +95,7 @@ class Attention(nnx.Module):
     A gate is a sigmoid that multiplies the output of each head. Its weights follow the weights of the head's query.
     """
 
-    needs_whole_rows = False
+    state_heads = 0
 
     def __init__(
         self,

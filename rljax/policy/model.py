@@ -308,7 +308,7 @@ def hidden_states(
     params = params | {"layers": _vectors_of_rows(params["layers"], tokens.shape[0])}
     valid = fold(ends, kernels.parts) > 0
     routing = Routing(valid, None if choices is None else jnp.moveaxis(choices, 2, 0), kernels.grouped)
-    where = Where(rotation(config, positions, kernels.rotate), attend, positions, valid)
+    where = Where(rotation(config, positions, kernels.rotate), attend, positions, valid, kernels.parts)
     how: dict[str, Any] = {"routing": routing, "remat": remat, "unrolled": kernels.unrolled}
     hidden, _, stats = run_blocks(params, config, x, where, **how)
     return hidden, stats

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.context import fold, unfold, whole_rows
-from rljax.policy.families import needs_whole_rows
+from rljax.policy.families import state_heads
 from rljax.policy.head import TokenScores, matmul_precision, token_logprobs
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.model import ForwardStats, Params, Remat, cast_params, hidden_states, lm_head_table
@@ -123,7 +123,7 @@ def packed_logprobs(
         rows = (tokens, segment_ids, positions) if parts == 1 else whole_rows(tokens, segment_ids, positions)
         computed = (fold(rows[0], parts), segment_ends(rows[1]), fold(rows[2], parts))
         choices = None if choices is None else fold(choices, parts)
-    elif parts > 1 or needs_whole_rows(config):
+    elif parts > 1 or state_heads(config):
         why = "devices cannot share rows" if parts > 1 else f"a {config.family} policy cannot compute rows"
         raise ValueError(f"{why} of trees: give packing.share_prefixes false")
     else:

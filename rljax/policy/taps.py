@@ -48,6 +48,11 @@ def recording(substitutes: Substitutes = _NONE) -> Iterator[Values]:
         _active.reset(token)
 
 
+def is_recording() -> bool:
+    """Returns whether the calls of ``tap`` record values."""
+    return _active.get() is not None
+
+
 def tap(name: str, x: Array) -> Array:
     """Records ``x``, and returns it or its substitute, in the shape and dtype of ``x``."""
     recorder = _active.get()

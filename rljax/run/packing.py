@@ -13,7 +13,7 @@ import jax
 
 from rljax.policy.attention import find_implementation
 from rljax.policy.config import PolicyConfig
-from rljax.policy.families import needs_whole_rows
+from rljax.policy.families import state_heads
 from rljax.policy.splash import LANES
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
@@ -39,7 +39,7 @@ def settle_prefixes(
     if _began_apart(config):
         return with_separate_rows(config)
     whole = f"the state of a {policy.family} policy passes from each token to the next one in its row"
-    reason = whole if needs_whole_rows(policy) else why_apart(config) or fault()
+    reason = whole if state_heads(policy) else why_apart(config) or fault()
     if reason and says:
         log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
     return with_separate_rows(config) if reason else config

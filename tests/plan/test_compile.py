@@ -99,6 +99,18 @@ def test_a_step_is_described_with_its_memory_and_cost(machine, tmp_path, capfd):
 
 
 @pytest.mark.compilers
+@pytest.mark.parametrize("mesh", ["--mesh.fsdp 8", "--mesh.fsdp 4 --mesh.tp 2", "--mesh.fsdp 2 --mesh.context 4"])
+def test_the_plan_of_a_hybrid_is_near_the_compiler(mesh, tmp_path):
+    """Each device has 9,216 tokens of Qwen3.5-4B."""
+    out, lean = tmp_path / "report.json", ["--precision.remat", "blocks", "--mesh.keep_gathered", "false"]
+    words = ["--model.path", "Qwen/Qwen3.5-4B", *lean, *mesh.split(), "--json", str(out)]
+    config = str(ROOT / "configs/paper/qwen3_4b_length_triggered.yaml")
+    assert run_cli(main, [config, "--dry-run", "--compile", "h100:1x8", *words]) == 0
+    found = json.loads(out.read_text())["bytes"]
+    assert found["planned"] == pytest.approx(found["needed"], rel=0.1)
+
+
+@pytest.mark.compilers
 def test_the_mesh_takes_all_devices_unless_told(tmp_path):
     found = compile_toy(tmp_path, "h100:1x4", "--mesh.tp", "2")
     assert found["mesh"] == {"replica": 1, "fsdp": 2, "expert": 1, "context": 1, "tp": 2}

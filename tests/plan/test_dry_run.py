@@ -32,7 +32,7 @@ def test_known_shapes_have_the_published_parameter_counts():
         for name in (f"Qwen/Qwen3-{size}", f"Qwen/Qwen3-{size}-Base"):
             assert state_bytes(config, KNOWN_SHAPES[name], shape_mesh(config.mesh))["masters"] == (4 * count, 4 * count)
     assert {shape.stop_token_ids for name, shape in KNOWN_SHAPES.items() if name.endswith("-Base")} == {(151_643,)}
-    tuned = [shape for name, shape in KNOWN_SHAPES.items() if "Qwen3" in name and "Base" not in name]
+    tuned = [shape for name, shape in KNOWN_SHAPES.items() if "Qwen3-" in name and "Base" not in name]
     assert {shape.stop_token_ids for shape in tuned} == {(151_645,)}
 
 

@@ -257,7 +257,7 @@ def test_a_file_that_no_policy_computes_is_refused(changes, said):
         config_from_hf(raw | changes)
 
 
-def test_rows_of_trees_and_shared_rows_are_refused():
+def test_rows_of_trees_are_refused():
     config, ones = tiny_hybrid(), jnp.ones((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="a qwen3_5_text policy cannot compute rows of trees: give packing"):
         packed_logprobs(init_params(config, 0), config, ones, ones, ones, trees=PrefixTrees(ones, ones, ones, ones))

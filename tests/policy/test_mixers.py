@@ -37,7 +37,7 @@ WIDTH = 6
 class RunningSum(nnx.Module):
     """Sums of a token's own value and the one before it, s = 0.9 s + v + v', in float32."""
 
-    needs_whole_rows = True
+    state_heads = 1
     operations = ("sum_input", "sum", "attention_output")
 
     def __init__(self, c, rngs):
@@ -190,9 +190,9 @@ def test_a_file_with_another_pattern_is_refused(changes, said):
         config_from_hf(raw | changes)
 
 
-def test_a_mixer_that_needs_whole_rows_refuses_to_share_them():
+def test_devices_cannot_share_the_only_head_of_a_state():
     mesh = SimpleNamespace(devices=np.array(jax.devices()[:1]), shape=dict.fromkeys(MESH_AXES, 1) | {"context": 2})
-    with pytest.raises(ValueError, match=r"^mesh\.context = 2: a block of the toy policy needs whole rows"):
+    with pytest.raises(ValueError, match=r"^mesh\.context x mesh\.tp = 2 x 1 must divide the 1 heads"):
         choose_kernels(DEFAULTS, CONFIG, "float32", mesh)
 
 

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from hybrids import tiny_hybrid
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_tensors
@@ -11,13 +12,20 @@ from rljax.policy.published import hf_parts
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.format import TensorRegion
 
+DENSE = PolicyConfig(32, 8, 16, 2, 4, 4, 4, tie_word_embeddings=False)
 pytestmark = pytest.mark.mesh
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(8, 1), MeshConfig(4, 2), MeshConfig(2, 4), MeshConfig(fsdp=2, replica=4)])
+@pytest.mark.parametrize(
+    ("mesh", "config"),
+    [
+        *((mesh, DENSE) for mesh in (MeshConfig(8, 1), MeshConfig(4, 2), MeshConfig(2, 4), MeshConfig(2, replica=4))),
+        (MeshConfig(2, 4), tiny_hybrid()),
+    ],
+    ids=lambda each: getattr(each, "family", str(each)),
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.harness)])
-def test_parts_put_together_are_the_tensors(mesh, dtype):
-    config = PolicyConfig(32, 8, 16, 2, 4, 4, 4, tie_word_embeddings=False)
+def test_parts_put_together_are_the_tensors(mesh, config, dtype):
     params = init_params(config, 0)
     split = jax.device_put(params, param_shardings(config, make_mesh(mesh)))
     wanted = dict(hf_tensors(params, config, dtype))
