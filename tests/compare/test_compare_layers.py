@@ -190,7 +190,7 @@ def test_a_fault_in_a_hybrid_is_found_at_its_place(hybrid, fault, monkeypatch):
     assert fault != "swapped" or "it gives the value of step projection" in verdict.sentence
 
 
-def test_an_operation_that_a_scorer_hides_is_compared_with_the_next_one(hybrid, monkeypatch):
+def test_a_hidden_operation_is_compared_with_the_next_one(hybrid, monkeypatch):
     """The tested scorer does not show its convolution. Another one is found in the delta rule."""
     path, reference = hybrid
     tested = TorchTracer(path, reference.dtype, "hf", "eager")

@@ -36,7 +36,9 @@ ONE_PLACE = 3.0  # the factor of the limits for a single channel and for a singl
 BIAS, BIAS_ACTIVATION = 0.03, 0.08  # the factors of the limits for a scale: rounding up and down cancels in the mean
 BIAS_NOISE = 5.0  # a scale must also be this many times its standard error, and 1 + 4 / t times that for t tokens
 EFFECTS = 12  # the number of operations whose effect on log-probabilities is measured, those nearest to their limits
-ONCE = (*PRODUCTS, "attention_residual", "residual", "embedding", "logits")
+_NARROW = ("delta_rate", "delta_step")
+"""The products with one number for each head. One that is rounded the other way is a large share of a token's error."""
+ONCE = (*(kind for kind in PRODUCTS if kind not in _NARROW), "attention_residual", "residual", "embedding", "logits")
 """The operations with the limits of products."""
 INPUTS = {
     **{"query_norm": "query", "key_norm": "key", "query_rope": "query_norm", "key_rope": "key_norm"},

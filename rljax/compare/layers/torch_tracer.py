@@ -110,6 +110,9 @@ class _Taps:
 
         return call
 
+    def _enter(self, layer: int, inputs: Any) -> None:
+        self._layer = layer
+
     @contextlib.contextmanager
     def on(self, model: Any) -> Iterator[None]:
         """Puts the hooks into ``model``, and removes them at the end of the block."""
@@ -124,7 +127,7 @@ class _Taps:
 
             after(model.model.embed_tokens, "embedding")
             for i, layer in enumerate(model.model.layers):
-                before(layer, lambda inputs, i=i: setattr(self, "_layer", i))
+                before(layer, functools.partial(self._enter, i))
                 for name, part in layer.named_modules():
                     if name in _OUTPUTS:
                         after(part, f"{i}/{_OUTPUTS[name]}")

@@ -54,10 +54,10 @@ def refusal(config: Any, runner: Any) -> str:
         return "its layers are split over pipeline stages, expected one stage"
     if not hasattr(runner, "input_batch") or not hasattr(runner, "query_start_loc"):
         return "its model runner does not tell which rows belong to a request: start it with VLLM_USE_V2_MODEL_RUNNER=0"
-    body = getattr(runner.model, "model", None)
-    if not hasattr(body, "layers") or not hasattr(runner.model, "logits_processor"):
+    layers = getattr(getattr(runner.model, "model", None), "layers", None)
+    if layers is None or not hasattr(runner.model, "logits_processor"):
         return f"its model {type(runner.model).__name__} is not of a family whose operations are known"
-    if config.parallel_config.tensor_parallel_size > 1 and any(hasattr(layer, "linear_attn") for layer in body.layers):
+    if config.parallel_config.tensor_parallel_size > 1 and any(hasattr(layer, "linear_attn") for layer in layers):
         return "its delta nets are split over workers, expected --tensor-parallel-size 1"
     return ""
 
