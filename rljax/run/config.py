@@ -217,6 +217,11 @@ class Config:
                 f"correction.level = {correction.level}: loss.mini_batches and loss.epochs must be 1, got "
                 f"{self.loss.mini_batches} and {self.loss.epochs}"
             )
+        if self.loss.kind == "vespo" and updates == 1 and self.loss.old_logprobs == "trainer":
+            raise ValueError(
+                "loss.kind = vespo is policy_gradient where the ratio is 1: set loss.old_logprobs = rollout, or "
+                "several mini_batches or epochs"
+            )
         if self.loss.clips_stale and updates == 1 and self.loss.old_logprobs == "trainer":
             raise ValueError(
                 "loss.stale_clip_low and stale_clip_high do nothing where the ratio is 1: set loss.old_logprobs = "
