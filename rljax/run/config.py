@@ -247,10 +247,11 @@ class Config:
             raise ValueError(
                 "rollout.engine = exact makes one update a step: loss.mini_batches and loss.epochs must be 1"
             )
-        if self.advantage.estimator == "optimal_token":
+        key = "correction.region = moment" if self.correction.cuts_batch else ""
+        key = "advantage.estimator = optimal_token" if self.advantage.estimator == "optimal_token" else key
+        if key:
             raise ValueError(
-                "advantage.estimator = optimal_token needs a forward before the update, which rollout.engine = exact "
-                "does not make: choose another estimator"
+                f"{key} needs a forward before the update, which rollout.engine = exact does not make: choose another"
             )
         if self.correction.part != "whole":
             raise ValueError(
