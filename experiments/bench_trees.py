@@ -87,11 +87,11 @@ def sequences_of(case: Case, vocabulary: int) -> list[TrainSequence]:
     return made
 
 
-def row_lengths(case: Case, config: Config, sequences: Sequence[TrainSequence]) -> list[Config]:
+def row_lengths(case: Case, config: Config, policy: PolicyConfig, sequences: Sequence[TrainSequence]) -> list[Config]:
     """Returns the configuration, and it with rows of the longest sequence and with rows of the fewest places in all."""
 
     def places(each: Config) -> int:
-        batch = make_pack(each, each.num_sequences)(sequences)
+        batch = make_pack(each, policy, each.num_sequences)(sequences)
         return int(batch.used) * (batch if batch.trees is None else batch.trees).tokens[0].size
 
     lengths = [case.prompt + n * case.response for n in range(1, case.group + 1)]
@@ -108,7 +108,7 @@ class Side:
     def __init__(self, config: Config, policy: PolicyConfig, sequences: Sequence[TrainSequence]):
         """Packs the sequences, compiles the step, and makes one."""
         mesh, tx = make_mesh(MeshConfig(1, 1)), make_optimizer(config.optimizer)
-        self.batch: PackedBatch = make_pack(config, config.num_sequences)(sequences)
+        self.batch: PackedBatch = make_pack(config, policy, config.num_sequences)(sequences)
         self.step = make_step(config, policy, tx, mesh)
         self.state = create_state(init_params(policy, 0), policy, tx, mesh, dynamic_scale=False)
         trees = self.batch.trees
@@ -143,7 +143,7 @@ def compare(case: Case, width: int, rounds: int) -> dict[str, Any]:
     policy, config = policy_of(width), config_of(case)
     sequences = sequences_of(case, policy.vocab_size)
     sides = {
-        name: [Side(one, policy, sequences) for one in row_lengths(case, each, sequences)]
+        name: [Side(one, policy, sequences) for one in row_lengths(case, each, policy, sequences)]
         for name, each in {"trees": config, "apart": with_separate_rows(config)}.items()
     }
     for side in (side for _ in range(rounds) for each in sides.values() for side in each):

@@ -99,7 +99,7 @@ def packed(case: Case) -> Any:
     each = [sum(n) for n in case.lengths()]
     if case.prompt:
         sizes = bench_trees.Case(case.prompt, case.group, case.tokens, case.sequences // case.group)
-        return make_pack(bench_trees.config_of(sizes), case.sequences)(sequences)
+        return make_pack(bench_trees.config_of(sizes), policy_of(case), case.sequences)(sequences)
     rows = len(first_fit(each, sorted(range(len(each)), key=lambda i: -each[i]), max(each)))
     return pack(sequences, row_tokens=max(each), rows_per_micro_batch=rows, micro_batches=1)
 

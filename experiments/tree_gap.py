@@ -89,9 +89,9 @@ def score(config: Config, sequences: Sequence[TrainSequence]) -> dict[str, Gaps]
     params = load_params(config.model.path, policy, param_shardings(policy, mesh))
     apart, count = with_separate_rows(config), config.num_sequences
     packs: dict[str, Pack] = {
-        "trees": make_pack(config, count),
-        "apart": make_pack(apart, count),
-        "apart, another shape": make_pack(apart, count, other_rows(apart)),
+        "trees": make_pack(config, policy, count),
+        "apart": make_pack(apart, policy, count),
+        "apart, another shape": make_pack(apart, policy, count, other_rows(apart)),
     }
     forward, _ = make_forwards(apart, make_step(apart, policy, make_optimizer(config.optimizer), mesh))
     found = {}

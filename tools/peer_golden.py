@@ -272,6 +272,17 @@ def binary_kl(f: Any, b: Batch, bound: float) -> dict[str, Any]:
     return {"keep": result.loss_mask, "weights": result.behave_imp_weight}
 
 
+def second_moment(f: Any, b: Batch, bound: float) -> dict[str, Any]:
+    """Computes the loss of AReaL's M2PO, with the ratio of trainer and sampler as the weight of each token."""
+    keep = f._apply_m2po_masking(b.q, b.old, b.mask, bound)
+    weights = SimpleNamespace(metric="ratio", level="token", action="clamp", upper=1e9, lower=None, agg="mean")
+    logprobs = {"logprobs": b.p, "proximal_logprobs": b.old, "old_logprobs": b.q}
+    loss, _ = f.ppo_actor_loss_fn(
+        **logprobs, advantages=b.advantages, eps_clip=0.2, loss_mask=keep, rejection_sampling=weights
+    )
+    return {"loss": loss, "keep": keep}
+
+
 def gates(f: Any, b: Batch, gating: str, level: str, low: float, high: float) -> dict[str, Any]:
     """Computes OpenRLHF's filter of tokens or sequences.
 
@@ -362,6 +373,15 @@ AREAL = {
         "apply_rejection_sampling",
     )
 }
+AREAL_MOMENT = {
+    "areal/trainer/ppo/actor.py": ("_get_m2po_loss_mask", "_apply_m2po_masking"),
+    "areal/utils/functional/functional.py": (
+        "RejectionSamplingResult",
+        "_check_bounds",
+        "apply_rejection_sampling",
+        "ppo_actor_loss_fn",
+    ),
+}
 OPENRLHF = {
     "openrlhf/models/utils.py": ("masked_mean",),
     "openrlhf/models/loss.py": ("aggregate_loss", "PolicyLoss"),
@@ -408,6 +428,8 @@ def cases() -> dict[str, Case]:
     for epsilon in (0.2, 12.5):
         made[f"penalty/{epsilon}/unirl"] = Case("unirl-1a7b501", UNIRL, {"epsilon": epsilon}, penalty)
     made["kpop/areal"] = Case("areal-cbff54d", AREAL, {"bound": 0.08}, binary_kl)
+    for bound in (0.04, 0.3):
+        made[f"moment/{bound}/areal"] = Case("areal-cbff54d", AREAL_MOMENT, {"bound": bound}, second_moment)
     for gating, high in (("ratio", 1.5), ("binary_kl", 0.08), ("tv", 0.094)):
         low = 0.61 if gating == "ratio" else 0.0
         settings = {"gating": gating, "level": "token", "low": low, "high": high}

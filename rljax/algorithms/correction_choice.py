@@ -58,14 +58,18 @@ class CorrectionConfig:
     """Drop a sequence if exp(lr) - lr - 1 of any of its tokens is above this value (nats). 0: off."""
     reject_abs_ratio: float = 0.0
     """Drop a sequence if its mean over tokens of exp(abs(lr)) is above this value, which is at least 1. 0: off."""
-    region: Literal["none", "tv", "kl", "kpop", "smooth"] = "none"
+    region: Literal["none", "tv", "kl", "kpop", "smooth", "moment"] = "none"
     """Trust region of single tokens, with p the trained policy's probability of the token and q the rollout's. A token
     at a distance above region_threshold weighs 0. tv: the distance is abs(p - q). kl: it is KL(q || p) of the events
     "this token" and "any other". kpop: it is the larger of KL(q || p) and KL(p || q). smooth: no mask, but weights are
     multiplied by 1 - (p - q) / region_threshold, or by 1 + (p - q) / region_threshold if the advantage is not
-    positive."""
+    positive. moment (M2PO): the distance is (log p - log q)^2, with p before the first update. The largest distances
+    of the batch are outside, so many that the mean of the others is at most region_threshold. region_sides away is the
+    paper's form: only tokens that move away count. both is AReaL's: all tokens count, and the ones outside
+    leave the denominator. It costs one forward of the batch, unless there are several updates."""
     region_threshold: float = 0.0
-    """Largest distance inside the region: a probability, or nats for kl and kpop. 0 without a region."""
+    """Largest distance inside the region: a probability, or nats for kl and kpop. Largest mean distance for moment
+    (nats^2). 0 without a region."""
     region_sides: Literal["both", "away"] = "both"
     """both: every token outside the region weighs 0. away: a token outside weighs 0 only if its update would move it
     further away. That is the case if p is above q and the advantage is positive, or p is below q and the advantage is
@@ -142,6 +146,11 @@ class CorrectionConfig:
                 f"score_centering cannot be combined with a rejection of sequences, got {names}: "
                 "the expectation over the kept sequences is not known"
             )
+        if config.cuts_batch:
+            raise ValueError(
+                "score_centering cannot be combined with region moment: the expectation over the tokens inside is not "
+                "known"
+            )
         if config.part != "whole":
             raise ValueError(
                 f"score_centering needs part whole, got {config.part}: older policies' likeliest tokens are not kept"
@@ -184,6 +193,11 @@ class CorrectionConfig:
             return None
         sides, over = config.region_sides == "away", config.region_over == "tops"
         return Region(config.region, config.region_threshold, one_sided=sides, over_tops=over)
+
+    @property
+    def cuts_batch(self) -> bool:
+        """Whether the bound of the trust region depends on the whole batch."""
+        return self.resolved().region == "moment"
 
     @property
     def is_off(self) -> bool:

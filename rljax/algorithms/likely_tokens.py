@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.mismatch.centering import center
 from rljax.mismatch.correction import ratio_weight
-from rljax.mismatch.regions import is_finite, region_factor, tops_distance
+from rljax.mismatch.regions import Region, is_finite, region_factor, tops_distance
 
 
 class LikelyTokens(NamedTuple):
@@ -68,14 +68,13 @@ def read_likely_tokens(
 
 
 def region_weights(
-    config: CorrectionConfig, sides: Sides, likely: LikelyTokens | None
+    region: Region, sides: Sides, likely: LikelyTokens | None
 ) -> tuple[Float[Array, "b t"], Any, dict[str, Any]]:
-    """Computes the factor by which the trust region multiplies each token's loss, without gradient.
+    """Computes the factor by which a trust region multiplies each token's loss, without gradient.
 
     A region over the likeliest tokens needs ``likely``. Returns the factors (0 at invalid tokens), the distances [b, t]
     of such a region or None, and the sums that ``token_row`` reads.
     """
-    region: Any = config.trust_region
     over_tops = None
     if region.over_tops and likely is not None:
         over_tops = _distance_over_tops(region.kind, sides, likely)

@@ -23,6 +23,8 @@ Preset = Literal[
     "two_sided_tv",
     "two_sided_kl",
     "smooth_tv",
+    "m2po",
+    "m2po_areal",
     "max_k3",
     "abs_ratio",
 ]
@@ -34,6 +36,7 @@ _TRUNCATE = {"level": "token", "mode": "truncate"}
 _MASK = {"level": "token", "mode": "mask"}
 _BAND = {"level": "token", "mode": "band"}
 _ONE_SIDED = _TRUNCATE | {"threshold": 20.0, "region_sides": "away"}
+_MOMENT = _TRUNCATE | {"threshold": UNCAPPED, "region": "moment", "region_threshold": 0.04}
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Equations 4-6 of arXiv 2602.01826.
@@ -61,6 +64,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "two_sided_kl": _TRUNCATE | {"threshold": UNCAPPED, "region": "kpop", "region_threshold": 0.1},
     # DRPO, arXiv 2606.09821.
     "smooth_tv": _TRUNCATE | {"threshold": UNCAPPED, "region": "smooth", "region_threshold": 12.5},
+    # M2PO, arXiv 2510.01161: Algorithm 1, and the form of AReaL.
+    "m2po": _MOMENT | {"region_sides": "away"},
+    "m2po_areal": _MOMENT,
     # Trust Region Masking, arXiv 2512.23075. The paper leaves the number open.
     "max_k3": {"reject_max_k3": 0.05},
     # ``seq_logprob_error_threshold`` of NeMo-RL and tunix.

@@ -119,7 +119,7 @@ def check_step(
     analysis = memory_analysis(step.lower().compile())
     found["compile_s"] = time.perf_counter() - start
     sequences = random_sequences(size, config.num_sequences, policy.vocab_size)
-    batch = make_pack(config, config.num_sequences)(sequences)
+    batch = make_pack(config, policy, config.num_sequences)(sequences)
     state, seconds = random_state(config, policy, mesh), []
     for _ in range(WARM_UP + steps):
         start = time.perf_counter()

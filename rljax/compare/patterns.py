@@ -14,6 +14,7 @@ import numpy as np
 
 from rljax.mismatch.accurate import exp_minus_one_minus_x
 from rljax.mismatch.signs import WORSE_THAN_UNIFORM
+from rljax.record.dump_facts import TokenPair, pad
 
 LEAST_UNCERTAINTY = 0.02
 """The least uncertainty by which a log-ratio is divided: less is rounding of the log-probability itself."""
@@ -37,16 +38,16 @@ Pattern = tuple[str, str, str]
 
 
 def find_patterns(
-    x: np.ndarray, y: np.ndarray, mask: np.ndarray, valid: np.ndarray, ids: np.ndarray
+    pair: TokenPair, x: np.ndarray, y: np.ndarray, mask: np.ndarray, valid: np.ndarray
 ) -> Iterator[Pattern]:
     """Yields what the pattern of a gap shows. Only the first finding counts, because it may cause the later ones.
 
     Args:
+      pair: The two columns.
       x: The first column, float64 [b, t] (nats).
       y: The second column, float64 [b, t] (nats).
       mask: The marks of response tokens, bool [b, t].
       valid: The marks of response tokens with a finite number in both columns, bool [b, t].
-      ids: The token ids, int [b, t], negative where there is no token.
     """
     lr = np.subtract(x, y, out=np.zeros(x.shape), where=valid)
     if valid.sum() < 2 * _FEWEST or np.abs(lr).max() <= _LEAST:
@@ -54,8 +55,8 @@ def find_patterns(
     uncertainty = np.where(valid, -np.expm1(np.minimum(np.minimum(x, y), 0.0)), 0.0)
     yield from _one_side(x[valid], y[valid])
     yield from _responses(lr, np.where(uncertainty > _UNCERTAIN, uncertainty, 0.0))
-    yield from _places(lr, uncertainty, valid, mask, ids)
-    yield from find_cut(distinct(x[valid], y[valid]))
+    yield from _places(lr, uncertainty, valid, mask, pad(pair.dump.token_ids, range(len(x)), -1))
+    yield from find_cut(pair.distinct_lr)
 
 
 def _one_side(x: np.ndarray, y: np.ndarray) -> Iterator[Pattern]:
@@ -134,13 +135,6 @@ def _kinds(
         if len(found := tokens[far & (tokens >= 0)]):
             one = int(np.bincount(found).argmax())
             yield "one_token", f"{words} {one}", tokens == one
-
-
-def distinct(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Returns the log-ratios of two columns [n], one for equal pairs of numbers, as in responses that begin alike."""
-    pairs = np.unique(np.stack([x, y], axis=1), axis=0)
-    found: np.ndarray = pairs[:, 0] - pairs[:, 1]
-    return found
 
 
 def ratio_bias(lr: np.ndarray) -> float:

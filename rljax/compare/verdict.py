@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.compare.patterns import distinct, find_cut, find_patterns, missing_mass
+from rljax.compare.patterns import find_cut, find_patterns, missing_mass
 from rljax.mismatch import framework_metrics
 from rljax.mismatch.names import PUBLISHED_BARS
 from rljax.mismatch.regions import LARGEST_LOGPROB
 from rljax.mismatch.signs import FILL_SPREAD, FILL_TOKENS
-from rljax.record.dump_facts import TokenPair, pad
+from rljax.record.dump_facts import TokenPair
 from rljax.record.token_dumps import ColumnSource
 
 # The normalised gap is the mean |difference| per token (nats) over the mean of 1 - p. It is normalised because an error
@@ -99,8 +99,8 @@ def judge(pair: TokenPair, *, same_weights: bool = False) -> Verdict:
     findings = itertools.chain(
         _fill_findings(x, y, mask),
         _findings(x, y, valid, a, b, _cut_of(pair)),
-        find_patterns(x, y, mask, valid, pad(pair.dump.token_ids, range(len(x)), -1)),
-        _temperature_findings(x[valid], y[valid]),
+        find_patterns(pair, x, y, mask, valid),
+        _temperature_findings(pair),
         _gap_findings(pair, a, b),
         _bar_findings(bars),
         _left_out_findings(x, y, mask, left_out),
@@ -265,18 +265,19 @@ def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Findin
         yield "refused", "temperature", f"{said} instead of logits"
 
 
-def _temperature_findings(x: np.ndarray, y: np.ndarray) -> Iterator[_Finding]:
+def _temperature_findings(pair: TokenPair) -> Iterator[_Finding]:
     """Yields a finding if one column is the other at a temperature T < 1.
 
     A temperature adds a term that depends on the context to log p / T, so no single factor fits. But the regression of
     the sharper column on the other has a slope near 1 / T. Relative to 1 - p certain tokens differ most, all in one
     direction; between different weights uncertain ones do.
     """
+    x, y = pair.x[pair.valid], pair.y[pair.valid]
     lr, uncertainty = x - y, -np.expm1(np.minimum(np.minimum(x, y), 0.0))
     low, high = sorted((float(np.std(x)), float(np.std(y)))) if len(x) >= _FEWEST else (0.0, 0.0)
     if low == 0.0 or np.mean(np.abs(lr)) <= _CLEAR_GAP:
         return
-    if missing_mass(distinct(x, y)) > _LACK:  # rather a cut, in too few tokens to be called one
+    if missing_mass(pair.distinct_lr) > _LACK:  # rather a cut, in too few tokens to be called one
         return
     correlation = float(np.corrcoef(x, y)[0, 1])
     slope, is_sharper = correlation * high / low, False
@@ -286,7 +287,7 @@ def _temperature_findings(x: np.ndarray, y: np.ndarray) -> Iterator[_Finding]:
         certain, uncertain = (size / float(np.sum(uncertainty[side])) for size, side in zip(sizes, sides, strict=True))
         if certain < uncertain:
             return
-        is_sharper = abs(np.sum(lr[sides[0]])) > _ONE_SIGN * sizes[0] and certain > _FALL * uncertain
+        is_sharper = abs(float(np.sum(lr[sides[0]]))) > _ONE_SIGN * sizes[0] and certain > _FALL * uncertain
     if (is_sharper and correlation > _LEAST_CORRELATION) or (correlation > _CORRELATION and slope > _SLOPE):
         times = f", as if their temperatures were {1 / slope:.2g} to 1" if slope > _SLOPE else ""
         reason = f"one column is a sharpened form of the other{times}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rljax.compare.patterns import LEAST_UNCERTAINTY, distinct, ratio_bias
+from rljax.compare.patterns import LEAST_UNCERTAINTY, ratio_bias
 from rljax.compare.verdict import Verdict, is_beyond, judge
 from rljax.diagnose.evidence import EFFECTS, Size
 from rljax.diagnose.token_causes import DECISIVE
@@ -120,7 +120,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
         outlier_share=float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,
         effect_without=_OF_MEDIAN * median,
         far_share=float(np.mean(size > _FAR * median * np.maximum(uncertainty, LEAST_UNCERTAINTY))),
-        ratio_bias=ratio_bias(distinct(pair.x[pair.valid], pair.y[pair.valid])) if len(lr) else math.nan,
+        ratio_bias=ratio_bias(pair.distinct_lr) if len(lr) else math.nan,
         by_position=ratios(of["gap"], of["doubt"], of["at"], POSITION_EDGES),
         by_uncertainty=ratios(of["gap"], of["doubt"], of["doubt"], UNCERTAINTY_EDGES),
         effects=ratios(of["k3"], of["gap"], of["at"], POSITION_EDGES),

@@ -4,7 +4,7 @@ Every function takes log-probabilities (nats) and the array namespace ``xp``, so
 
 Sources: the binary total variation and KL, their forms over the likeliest tokens and the one-sided rule come from DPPO
 (arXiv 2602.04879). The rule without a side is prime-rl's. The larger of both binary KLs is KPop's. The smooth form is
-DRPO's (arXiv 2606.09821).
+DRPO's (arXiv 2606.09821). The second moment of the log-ratio is M2PO's (arXiv 2510.01161).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rljax.mismatch.tokens import LARGEST_LOGPROB
 
-RegionKind = Literal["tv", "kl", "kpop", "smooth"]
+RegionKind = Literal["tv", "kl", "kpop", "smooth", "moment"]
 
 SMALLEST_PROBABILITY = 1e-8
 """Bound of a probability from 0 and from 1 in the binary KL."""
@@ -30,9 +30,16 @@ class Region:
     """A trust region around the rollout's distribution at each token."""
 
     kind: RegionKind  # the distance, or the smooth form
-    threshold: float  # the largest distance inside the region; for "smooth", the distance at which the factor is 0
+    # The largest distance inside the region; for "smooth", the distance at which the factor is 0; for "moment", the
+    # largest mean distance of a batch, from which ``moment_bound`` finds the largest distance.
+    threshold: float
     one_sided: bool = False  # whether a token outside is kept if its update moves it towards the rollout
     over_tops: bool = False  # whether the distance is over the likeliest tokens and all others together
+
+    @property
+    def shrinks_batch(self) -> bool:
+        """Whether tokens outside leave the denominator of the loss, as in AReaL's form of M2PO."""
+        return self.kind == "moment" and not self.one_sided
 
 
 def is_finite(xp: ModuleType, logprobs: Any) -> Any:
@@ -63,7 +70,10 @@ def token_distance(xp: ModuleType, kind: RegionKind, trainer: Any, rollout: Any)
     """Computes the distance of the two probabilities of each token.
 
     "tv" and "smooth" are abs(p - q), "kl" is the binary KL(rollout || trainer), and "kpop" is the larger binary KL.
+    "moment" is the squared log-ratio.
     """
+    if kind == "moment":
+        return xp.square(trainer - rollout)
     if kind in ("tv", "smooth"):
         return xp.abs(probability_gap(xp, trainer, rollout))
     if kind == "kl":
@@ -91,15 +101,49 @@ def tops_distance(xp: ModuleType, kind: RegionKind, trainer: Any, rollout: Any, 
     return xp.sum(q * (rollout - trainer), axis=-1) + rest
 
 
+def moment_bound(xp: ModuleType, region: Region, trainer: Any, rollout: Any, counted: Any, advantages: Any) -> Any:
+    """Computes the largest distance inside a region of the kind "moment", for the tokens of a whole batch.
+
+    The largest distances leave the region until the mean of the others is at most ``region.threshold``. Equal distances
+    stay or leave together. With ``one_sided``, only tokens count whose update moves them further away.
+
+    Args:
+      trainer, rollout, advantages: The arguments of ``region_factor``, arrays of one shape. They are finite.
+      counted: Whether a token counts, bool in the same shape.
+
+    Returns:
+      The bound, a scalar; 0 if every distance above 0 leaves.
+    """
+    distance = token_distance(xp, region.kind, trainer, rollout)
+    if region.one_sided:
+        counted = counted & (moves_away(xp, region.kind, trainer, rollout, advantages) > 0)
+    ordered = xp.sort(xp.where(counted, distance, xp.inf).reshape(-1))
+    means = xp.cumsum(xp.where(ordered < xp.inf, ordered, 0)) / xp.arange(1, ordered.size + 1, dtype=ordered.dtype)
+    first_outside = xp.min(xp.where(means > region.threshold, ordered, xp.inf))
+    return xp.max(xp.where(ordered < first_outside, ordered, 0))
+
+
+def moves_away(xp: ModuleType, kind: RegionKind, trainer: Any, rollout: Any, advantages: Any) -> Any:
+    """Returns numbers above 0 where the update moves a token further from the rollout.
+
+    That is so for p > q with a positive advantage, and for p < q with any other advantage; with "moment" not for an
+    advantage of 0.
+    """
+    if kind == "moment":
+        return xp.sign(advantages) * (trainer - rollout)
+    gap = probability_gap(xp, trainer, rollout)
+    return xp.where(advantages > 0, gap, -gap)
+
+
 def region_factor(
     xp: ModuleType, region: Region, trainer: Any, rollout: Any, advantages: Any, distance: Any = None
 ) -> tuple[Any, Any]:
     """Computes the factor of each token's loss.
 
     A mask gives 1 inside the region and 0 outside. With ``one_sided``, a token outside keeps the factor 1 unless its
-    update moves it further away. That is so for p > q with a positive advantage, and for p < q with any other
-    advantage. The smooth form gives 1 - (p - q) / threshold for a positive advantage, and 1 + (p - q) / threshold for
-    any other. It is the factor that DRPO's quadratic penalty gives to the importance-weighted gradient.
+    update moves it further away (``moves_away``). The smooth form gives 1 - (p - q) / threshold for a positive
+    advantage, and 1 + (p - q) / threshold for any other. It is the factor that DRPO's quadratic penalty gives to the
+    importance-weighted gradient.
 
     Args:
       trainer, rollout: The log-probabilities of the tokens under p and q, float.
@@ -109,8 +153,7 @@ def region_factor(
     Returns:
       The factors and the distances.
     """
-    gap = probability_gap(xp, trainer, rollout)
-    away = xp.where(advantages > 0, gap, -gap)
+    away = moves_away(xp, region.kind, trainer, rollout, advantages)
     if distance is None:
         distance = token_distance(xp, region.kind, trainer, rollout)
     if region.kind == "smooth":

@@ -118,6 +118,13 @@ class TokenPair:
             metrics["logprob_abs_diff_p99"], metrics["logprob_abs_diff_p999"] = map(float, exact)
         return metrics
 
+    @functools.cached_property
+    def distinct_lr(self) -> np.ndarray:
+        """The log-ratios of valid tokens, one for equal pairs of numbers, as in responses that begin alike."""
+        pairs = np.unique(np.stack([self.x, self.y], axis=1)[self.valid], axis=0)
+        found: np.ndarray = pairs[:, 0] - pairs[:, 1]
+        return found
+
     @property
     def uncertainty(self) -> np.ndarray:
         """The uncertainty 1 - p of each valid token, float64."""

@@ -217,6 +217,11 @@ class Config:
                 f"correction.level = {correction.level}: loss.mini_batches and loss.epochs must be 1, got "
                 f"{self.loss.mini_batches} and {self.loss.epochs}"
             )
+        if self.loss.kind == "vespo" and updates == 1 and self.loss.old_logprobs == "trainer":
+            raise ValueError(
+                "loss.kind = vespo is policy_gradient where the ratio is 1: set loss.old_logprobs = rollout, or "
+                "several mini_batches or epochs"
+            )
         if self.loss.clips_stale and updates == 1 and self.loss.old_logprobs == "trainer":
             raise ValueError(
                 "loss.stale_clip_low and stale_clip_high do nothing where the ratio is 1: set loss.old_logprobs = "
@@ -242,10 +247,11 @@ class Config:
             raise ValueError(
                 "rollout.engine = exact makes one update a step: loss.mini_batches and loss.epochs must be 1"
             )
-        if self.advantage.estimator == "optimal_token":
+        key = "correction.region = moment" if self.correction.cuts_batch else ""
+        key = "advantage.estimator = optimal_token" if self.advantage.estimator == "optimal_token" else key
+        if key:
             raise ValueError(
-                "advantage.estimator = optimal_token needs a forward before the update, which rollout.engine = exact "
-                "does not make: choose another estimator"
+                f"{key} needs a forward before the update, which rollout.engine = exact does not make: choose another"
             )
         if self.correction.part != "whole":
             raise ValueError(

@@ -14,7 +14,6 @@ import jax
 from rljax.policy.attention import find_implementation
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import state_heads
-from rljax.policy.splash import LANES
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, read_document
@@ -98,10 +97,10 @@ def flat_rows(config: Config, row_tokens: int) -> int:
     return flat_row_tokens(row_tokens, *_sizes(config))
 
 
-def has_two_levels(config: Config) -> bool:
+def has_two_levels(config: Config, policy: PolicyConfig) -> bool:
     """Returns whether trees have only a root and branches. The kernels of cuDNN and splash take no deeper ones."""
     dtype = config.precision.compute_dtype
-    return find_implementation(config.policy.attention, jax.devices()[0], dtype, LANES) != "xla"
+    return find_implementation(config.policy.attention, jax.devices()[0], dtype, policy.head_dim) != "xla"
 
 
 def _sizes(config: Config) -> tuple[int, int, int]:
@@ -130,13 +129,15 @@ def batch_shape(
     return max_micro_batches(num_sequences or config.num_sequences, longest, tokens, rows), rows, tokens
 
 
-def make_pack(config: Config, num_sequences: int, micro_batch: tuple[int, int] | None = None) -> Pack:
+def make_pack(
+    config: Config, policy: PolicyConfig, num_sequences: int, micro_batch: tuple[int, int] | None = None
+) -> Pack:
     """Returns a function that packs ``num_sequences`` responses into a batch of the shape of ``batch_shape``."""
     micro, rows, tokens = batch_shape(config, num_sequences, micro_batch)
     sizes: dict[str, Any] = {"row_tokens": tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
     tops = config.trained_tops > 0
     if flat := flat_rows(config, tokens):
-        levels = has_two_levels(config)
+        levels = has_two_levels(config, policy)
         return functools.partial(pack_trees, **sizes, flat_tokens=flat, with_tops=tops, two_levels=levels)
     return functools.partial(pack, **sizes, with_tops=tops)
 

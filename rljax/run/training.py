@@ -200,7 +200,11 @@ def make_update(
         return update
     apart, count = with_separate_rows(config), min(MOST, config.num_sequences)
     _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
-    packs = make_pack(config, count), make_pack(apart, count), make_pack(apart, count, other_rows(apart))
+    packs = (
+        make_pack(config, policy, count),
+        make_pack(apart, policy, count),
+        make_pack(apart, policy, count, other_rows(apart)),
+    )
     floor = FLOORS[config.precision.compute_dtype]
     return CheckedTrees(update, forward, packs, floor, lambda: _make_update(apart, policy, tx, mesh, reference, merged))
 
@@ -230,7 +234,7 @@ def _make_update(
     step = make_step(config, policy, tx, mesh, merged)
     forward, forward_of_state = make_forwards(config, step, merged)
     score = None if reference is None else functools.partial(reference_logprobs, forward, reference)
-    pack_all = make_pack(config, config.num_sequences)
+    pack_all = make_pack(config, policy, config.num_sequences)
     update: Update
     if not has_separate_forward(config):
         update = SingleUpdate(step, forward_of_state, pack_all, score)
@@ -239,7 +243,7 @@ def _make_update(
             step,
             forward_of_state,
             pack_all,
-            make_pack(config, responses_per_update(config)),
+            make_pack(config, policy, responses_per_update(config)),
             mini_batches=config.loss.mini_batches,
             epochs=config.loss.epochs,
             group_size=config.rollout.group_size,
@@ -248,7 +252,7 @@ def _make_update(
             baseline=make_baseline(config),
             for_dumps=config.rollout.dump_every > 0,
         )
-    update = _with_split_mismatch(config, update, forward_of_state)
+    update = _with_split_mismatch(config, policy, update, forward_of_state)
     return _with_turns(config, _with_self_check(config, update, policy, tx, mesh, merged))
 
 
@@ -270,7 +274,7 @@ def make_baseline(config: Config) -> Baseline | None:
     return functools.partial(subtract_baselines, group_size=size, correction=correction)
 
 
-def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Update:
+def _with_split_mismatch(config: Config, policy: PolicyConfig, update: Update, forward: Forward) -> Update:
     """Wraps ``update`` to split the mismatch of stale rollouts into parts; returns it as it is if none can be stale."""
     for_correction = config.correction.part != "whole"
     count = min(config.diagnosis.behaviour_responses, config.num_sequences)
@@ -281,7 +285,7 @@ def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Up
     return SplitUpdate(
         update,
         forward,
-        make_pack(config, count or config.num_sequences),
+        make_pack(config, policy, count or config.num_sequences),
         copy=make_copy(dtype),
         versions=config.max_version_lag,
         sample=count,
@@ -303,7 +307,7 @@ def _with_self_check(
         return update
     count, checks = min(SELF_RESPONSES, config.num_sequences), dict[Cause, Check]()
     _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
-    checks["shape"] = at_other_shape(forward, make_pack(config, count, other_rows(config)), sample=count)
+    checks["shape"] = at_other_shape(forward, make_pack(config, policy, count, other_rows(config)), sample=count)
     if (other := other_mesh(mesh)) is not None:
         _, forward_there = make_forwards(config, make_step(config, policy, tx, other, merged), merged)
         checks["mesh"] = in_other_program(lambda state, batch: forward_there(state.params, batch)[1], sample=count)

@@ -13,7 +13,7 @@ from rljax.policy.model import Params
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.sharding import constrain, narrow_gradient_sums
 from rljax.trainer.micro_batches import batch_axes
-from rljax.trainer.objective import Objective
+from rljax.trainer.objective import NO_NUMBERS, BatchNumbers, Objective
 from rljax.trainer.packing import PackedBatch
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.router import balance_loss, replayed_choices
@@ -29,14 +29,14 @@ def micro_gradients(
     score: Any,
     scale: jax.Array,
     provisional: jax.Array,
-    mean_weight: jax.Array | float = 1.0,
+    numbers: BatchNumbers = NO_NUMBERS,
 ) -> tuple[Params, Statistics, Scores]:
     """Computes the forward and backward of one micro-batch [b, t].
 
     ``compute`` has the parameters in the compute dtype, with respect to which the gradient is taken. ``score`` is a
     function of such parameters and a micro-batch. ``scale`` is the factor of the loss. ``Objective`` computes
-    ``provisional``, a denominator of the loss, and ``mean_weight``. Returns the gradients in the compute dtype, the
-    statistics of the loss, and the scores.
+    ``provisional``, a denominator of the loss, and the ``numbers`` of the whole batch. Returns the gradients in the
+    compute dtype, the statistics of the loss, and the scores.
     """
 
     def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:
@@ -44,7 +44,7 @@ def micro_gradients(
         balance: jax.Array | float = 0.0
         if objective.loss.router_balance and scores.stats.router is not None:
             balance = balance_loss(scores.stats.router)
-        loss, statistics = objective.micro_loss(scores, micro, provisional, mean_weight, balance)
+        loss, statistics = objective.micro_loss(scores, micro, provisional, numbers, balance)
         return loss * scale, (statistics, scores)
 
     (_, (statistics, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)

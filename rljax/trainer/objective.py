@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,19 @@ from rljax.algorithms.likely_tokens import (
 from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
 from rljax.mismatch import Statistics
 from rljax.mismatch.correction import finalize_correction
+from rljax.mismatch.regions import moment_bound
 from rljax.sharding import constrain
 from rljax.trainer.packing import PackedBatch
+
+
+class BatchNumbers(NamedTuple):
+    """The numbers that a micro-batch's loss needs of the whole batch. The defaults are for a loss that needs none."""
+
+    mean_weight: Float[Array, ""] | float = 1.0  # the mean weight that ``rescaling`` will divide by
+    largest_distance: Any = None  # the bound of a region of the kind "moment", float32 []
+
+
+NO_NUMBERS = BatchNumbers()
 
 
 @dataclass(frozen=True)
@@ -46,15 +57,19 @@ class Objective:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a batch must have ``old_logprobs``, because weights are normalised and the loss has a penalty."""
-        return (self.loss.kl != "none" or self.loss.router_balance > 0) and self.correction.normalize
+        """Whether a batch must have ``old_logprobs``, because its loss needs ``batch_numbers``.
+
+        A loss with a penalty and normalised weights needs the mean weight, and a region may need its bound.
+        """
+        has_penalty = self.loss.kl != "none" or self.loss.router_balance > 0
+        return (has_penalty and self.correction.normalize) or self.correction.cuts_batch
 
     def micro_loss(
         self,
         scores: Any,
         micro: PackedBatch,
         provisional: Float[Array, ""],
-        mean_weight: Float[Array, ""] | float = 1.0,
+        numbers: BatchNumbers = NO_NUMBERS,
         balance: Float[Array, ""] | float = 0.0,
     ) -> tuple[Float[Array, ""], Statistics]:
         """Computes the micro-batch's share of the loss, over the provisional denominator, and its statistics.
@@ -69,9 +84,9 @@ class Objective:
         - ``denominator``: the micro-batch's part of the denominator.
 
         ``scores`` are the ``Scores`` of the micro-batch under the trained parameters, or an object with the same
-        ``logprobs`` and, where the correction needs them, ``tops``. ``provisional`` and ``mean_weight`` are the values
-        of these methods. ``balance`` is the ``router.balance_loss`` of the micro-batch, which weighs by the
-        micro-batch's share of the denominator.
+        ``logprobs`` and, where the correction needs them, ``tops``. ``provisional`` is the value of that method, and
+        ``numbers`` the value of ``batch_numbers``. ``balance`` is the ``router.balance_loss`` of the micro-batch, which
+        weighs by the micro-batch's share of the denominator.
         """
         logprobs = scores.logprobs
         where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
@@ -79,8 +94,8 @@ class Objective:
         weights, kept, correction = correct(self.correction, *self._sides(before, micro), micro.loss_mask, **where)
         old = micro.rollout_logprobs if self.loss.old_logprobs == "rollout" else before
         staleness = micro.staleness if self.loss.clips_stale else None
+        weights, kept, centering, of_tokens = self._correct_tokens(weights, scores, micro, kept, numbers)
         losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, staleness=staleness, **where)
-        weights, centering, of_tokens = self._correct_tokens(weights, scores, micro, kept)
         constant = self.loss.sequence_constant or self.max_response_tokens
         share, denominator = aggregation_weights(self.loss.aggregation, kept, constant=constant, **where)
         terms = share * weights * losses
@@ -89,8 +104,8 @@ class Objective:
         kl = jnp.float32(0.0)
         if self.loss.kl != "none":
             penalty = kl_penalty(self.loss.kl, logprobs, micro.reference_logprobs, kept)
-            kl = jnp.sum(share * penalty) * (mean_weight / provisional)
-        balanced = balance * jnp.sum(share) * (mean_weight / provisional)
+            kl = jnp.sum(share * penalty) * (numbers.mean_weight / provisional)
+        balanced = balance * jnp.sum(share) * (numbers.mean_weight / provisional)
         sums = {
             "policy": policy,
             "kl": kl,
@@ -104,13 +119,20 @@ class Objective:
         return loss, jax.lax.stop_gradient(statistics)
 
     def _correct_tokens(
-        self, weights: Float[Array, "b t"], scores: Any, micro: PackedBatch, kept: Any
-    ) -> tuple[Float[Array, "b t"], Float[Array, "b t"] | None, dict[str, Any]]:
-        """Returns the weights within the trust region, the losses of score centering or None, and sums for the row."""
+        self, weights: Float[Array, "b t"], scores: Any, micro: PackedBatch, kept: Any, numbers: BatchNumbers
+    ) -> tuple[Float[Array, "b t"], Any, Float[Array, "b t"] | None, dict[str, Any]]:
+        """Returns the weights within the trust region, the mask, the losses of score centering or None, and sums.
+
+        The sums are for the row. The mask omits tokens of ``kept`` outside the region if these leave the denominator.
+        """
         region, centers = self.correction.trust_region, self.correction.score_centering
         if region is None and not centers:
-            return weights, None, {}
-        sides = read_sides(*self._sides(jax.lax.stop_gradient(scores.logprobs), micro), kept, micro.advantages)
+            return weights, kept, None, {}
+        compared = jax.lax.stop_gradient(scores.logprobs)
+        if region is not None and self.correction.cuts_batch:
+            # The bound is of the log-probabilities before the first update.
+            compared, region = micro.old_logprobs, dataclasses.replace(region, threshold=numbers.largest_distance)
+        sides = read_sides(*self._sides(compared, micro), kept, micro.advantages)
         likely: LikelyTokens | None = None
         if self.correction.needs_tops:
             lists = (scores.tops, micro.top_logprobs, micro.top_ids)
@@ -118,12 +140,13 @@ class Objective:
         sums: dict[str, Any] = {}
         distance, centering = None, None
         if region is not None:
-            factor, distance, sums = region_weights(self.correction, sides, likely)
+            factor, distance, sums = region_weights(region, sides, likely)
             weights = weights * factor
+            kept = kept & (factor > 0) if region.shrinks_batch else kept
         if centers and likely is not None:
             centering, of_center = centering_losses(self.correction, sides, likely, distance)
             sums = sums | of_center
-        return weights, centering, sums
+        return weights, kept, centering, sums
 
     def _sides(self, before: Any, batch: PackedBatch) -> tuple[Any, Any]:
         """Returns the two log-probabilities whose difference is corrected.
@@ -143,17 +166,24 @@ class Objective:
             return jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
         return jnp.float32(self.num_sequences)
 
-    def mean_weight(self, batch: PackedBatch) -> Float[Array, ""] | float:
-        """Returns the mean weight that ``rescaling`` will divide by; 1 if no penalty has to be protected from it.
+    def batch_numbers(self, batch: PackedBatch) -> BatchNumbers:
+        """Returns what the loss of each micro-batch needs of the batch [m, b, t].
 
-        The batch [m, b, t] must have ``old_logprobs`` if ``needs_old_logprobs`` is True.
+        The batch must have ``old_logprobs`` if ``needs_old_logprobs`` is True.
         """
         if not self.needs_old_logprobs:
-            return 1.0
-        arrays = (*self._sides(batch.old_logprobs, batch), batch.loss_mask, batch.sequence_ids)
-        *rows, ids = (constrain(array, None, None, None).reshape(-1, array.shape[-1]) for array in arrays)
-        statistics = correct(self.correction, *rows, sequence_ids=ids, num_sequences=self.num_sequences)[2]
-        return gradient_divisor(self.correction, statistics)
+            return NO_NUMBERS
+        arrays = (*self._sides(batch.old_logprobs, batch), batch.loss_mask, batch.sequence_ids, batch.advantages)
+        first, second, mask, ids, advantages = (
+            constrain(array, None, None, None).reshape(-1, array.shape[-1]) for array in arrays
+        )
+        where: dict[str, Any] = {"sequence_ids": ids, "num_sequences": self.num_sequences}
+        _, kept, statistics = correct(self.correction, first, second, mask, **where)
+        numbers, region = BatchNumbers(gradient_divisor(self.correction, statistics)), self.correction.trust_region
+        if region is None or not self.correction.cuts_batch:
+            return numbers
+        bound = moment_bound(jnp, region, *read_sides(first, second, kept, advantages))
+        return numbers._replace(largest_distance=bound)
 
     def rescaling(self, statistics: Statistics, provisional: Float[Array, ""]) -> Float[Array, ""]:
         """Returns the factor of the summed policy gradient; 0 if every token was rejected."""

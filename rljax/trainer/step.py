@@ -136,7 +136,8 @@ class StepFunctions:
 
         ``counts`` are the numbers of micro-batches with loss and with sequences. ``compute`` has the weights in the
         compute dtype, and ``needed`` the residuals that the gradients of adapters need. With ``noise`` the noise of the
-        gradients is measured. ``of_loss`` is the factor of the loss, its provisional denominator, and the mean weight.
+        gradients is measured. ``of_loss`` is the factor of the loss, its provisional denominator, and the numbers of
+        ``Objective.batch_numbers``.
         """
         trained, objective = self.trained, self.objective
         score = self.score(tops=objective.correction.needs_tops)
@@ -185,7 +186,7 @@ class StepFunctions:
         with jax.default_matmul_precision(matmul_precision(self.dtype)):
             compute = state.params if weights is None else weights
             compute = compute if casts_alone else self.copy_weights(compute)
-            of_loss = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
+            of_loss = (state.loss_scale.scale, objective.provisional(batch), objective.batch_numbers(batch))
             shared = (compute, self.trained.residuals(state.params), controls.measure_noise, *of_loss)
             return on_each_replica(work, add_up_replicas, batch, *shared)
 

@@ -153,7 +153,7 @@ def _weigh(pair: TokenPair, correction: CorrectionConfig | None) -> tuple[list[n
     if config.part != "whole":
         return [], [f"The correction is of the part {config.part}, so its weights are not known here."]
     region, notes = config.trust_region, []
-    if region is not None and (region.over_tops or "advantage" not in values):
+    if region is not None and (region.over_tops or config.cuts_batch or "advantage" not in values):
         notes.append("The trust region needs numbers that the dump lacks, so the weights are without it.")
         region = None
     found = [np.zeros(0, np.float32) for _ in pair.dump.sequence_ids]

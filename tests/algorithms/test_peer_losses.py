@@ -10,6 +10,8 @@ Ours differs on purpose in these points:
   sampled token. Ours adds the sampled token. The lists of these cases contain it.
 - Where all tokens are listed, miles keeps a floor of 1e-6 for both tails. It changes the value of the loss, but not its
   gradient. Ours has no tail there.
+- AReaL applies M2PO to each micro-batch, and keeps at least one token. Ours applies it to the batch. The peer's case
+  is one micro-batch.
 - verl adds 1e-8 inside the logarithm of the binary KL, and AReaL bounds probabilities by 1e-8. Ours bounds them.
 """
 
@@ -83,8 +85,12 @@ def ours(correction, ids=None, *, has_tail=True, cut=False):
         def loss(logits, shift):
             normalised = jax.nn.log_softmax(jnp.where(allowed, logits, -jnp.inf))
             sampled = jnp.take_along_axis(normalised, tokens[..., None], -1)[..., 0] + shift
-            tops = None if ids is None else jnp.take_along_axis(normalised, ids, -1)
-            return objective.micro_loss(SimpleNamespace(logprobs=sampled, tops=tops), micro, jnp.float32(1))[0]
+            scores = SimpleNamespace(logprobs=sampled, tops=None)
+            if ids is not None:
+                scores.tops = jnp.take_along_axis(normalised, ids, -1)
+            known = micro._replace(old_logprobs=jax.lax.stop_gradient(sampled))
+            numbers = objective.batch_numbers(jax.tree.map(lambda array: jnp.asarray(array)[None], known))
+            return objective.micro_loss(scores, known, jnp.float32(1), numbers)[0]
 
         value, gradients = jax.value_and_grad(loss, (0, 1))(
             jnp.asarray(INPUTS["trainer_logits"]), jnp.zeros(MASK.shape)
@@ -169,6 +175,16 @@ def test_the_weight_of_a_token_is_the_peers(case):
         fields = {"mode": "band", "threshold_low": settings["low"], "threshold": settings["high"]}
     coefficients = ours(CorrectionConfig(**WEIGHTED | fields))[2]
     check(case, "weights", -coefficients / ADVANTAGES)
+
+
+@pytest.mark.parametrize("case", named("moment/"))
+def test_the_second_moment_is_areals(case):
+    """AReaL divides by the number of tokens that it keeps."""
+    moment = {"region": "moment", "region_threshold": CASES[case]["settings"]["bound"]}
+    _, gradient, coefficients = ours(CorrectionConfig(**WEIGHTED | moment))
+    kept = FILE[f"{case}/keep"]
+    np.testing.assert_array_equal(coefficients != 0, kept)
+    check(case, "gradient", gradient / kept.sum())
 
 
 @pytest.mark.parametrize("case", named("reject/"))

@@ -9,8 +9,8 @@ import pytest
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig, policy_loss
-from rljax.mismatch import rejection_mask
-from rljax.mismatch.regions import binary_kl, probability_gap, tops_distance
+from rljax.mismatch import merge, rejection_mask
+from rljax.mismatch.regions import Region, binary_kl, moment_bound, probability_gap, tops_distance
 from rljax.policy.score import Scores
 from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch
@@ -90,6 +90,52 @@ def test_a_smooth_region_pulls_tokens_back():
     assert float(row["correction/distance_mean"]) == pytest.approx(0.3, rel=1e-5)
     negative = micro._replace(advantages=-micro.advantages)
     np.testing.assert_allclose(weights_of(smooth, negative, lp, tops)[0][micro.loss_mask], 2.5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("preset", "objective", "count", "outside"), [("m2po", 0.4206, 5, 0.2), ("m2po_areal", 0.4988, 3, 0.4)]
+)
+def test_the_second_moment_by_hand(preset, objective, count, outside):
+    """Five tokens in three micro-batches have the squared log-ratios 0.36, 0.09, 0.01, 0.25 and 0.0025.
+
+    In the paper the token of 0.25 does not count, because its update moves it towards the rollout. The mean of the
+    others is 0.1156, and 0.0342 without the first token. AReaL's means are 0.1425, 0.0881 and 0.0342, so two tokens
+    leave the batch. The ratios of the last four tokens are 1.3499, 0.9048, 0.6065 and 1.0513.
+    """
+    ratios, advantages = np.float32([0.6, 0.3, -0.1, -0.5, 0.05]), np.float32([1, 1, -1, 1, 1])
+    at = np.array([0, 0, 1, 1, 2]), np.array([1, 4, 0, 7, 3])
+    micro, old = batch(0)[0], np.full((B, T), -1.0, np.float32)
+    rollout, of_tokens, mask = old.copy(), np.ones((B, T), np.float32), np.zeros((B, T), bool)
+    rollout[at], of_tokens[at], mask[at] = -1 - ratios, advantages, True
+    micro = micro._replace(rollout_logprobs=rollout, old_logprobs=old, advantages=of_tokens, loss_mask=mask)
+    whole = jax.tree.map(lambda array: array[:, None], micro)
+    made = Objective(LossConfig(), CorrectionConfig(preset=preset), B, T)
+    assert made.needs_old_logprobs
+    numbers = jax.jit(made.batch_numbers)(whole)
+
+    def statistics(i):
+        scores = Scores(old[i : i + 1], 0 * old[i : i + 1], None)
+        return made.micro_loss(scores, jax.tree.map(lambda array: array[i], whole), jnp.float32(1.0), numbers)[1]
+
+    total = functools.reduce(merge, map(statistics, range(B)))
+    row = loss_row(made, total, made.rescaling(total, jnp.float32(1.0)))
+    assert float(total["denominator"]) == count
+    assert float(row["policy/loss"]) == pytest.approx(-objective, abs=5e-5)
+    assert float(row["correction/outside_fraction"]) == pytest.approx(outside)
+    assert float(row["correction/distance_mean"]) == pytest.approx(0.1425)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "counted", "bound"),
+    [(0.055, True, 0.01), (0.064, True, 0.09), (0.001, True, 0.0), (0.001, False, 0.0)],
+)
+def test_equal_distances_leave_together(threshold, counted, bound):
+    """The mean of 0.01 and 0.09 is 0.05, and 0.0633 with another 0.09."""
+    ratios = np.float32([0.3, -0.3, 0.1])
+    for xp in (np, jnp):
+        arrays = ratios, 0 * ratios, np.full(3, counted), np.ones(3)
+        found = moment_bound(xp, Region("moment", threshold), *map(xp.asarray, arrays))
+        assert float(found) == pytest.approx(bound, rel=1e-6)
 
 
 @pytest.mark.parametrize("part", ["numerics", "drift"])
@@ -180,6 +226,10 @@ def test_distances_over_lists_by_hand():
         ({"region": "tv"}, r"region_threshold must be finite and above 0, got 0\.0"),
         ({"region": "smooth", "region_threshold": 1.0, "region_sides": "away"}, "region smooth has no sides"),
         ({"region": "kpop", "region_threshold": 1.0, "region_over": "tops"}, "region_over tops is for the regions tv"),
+        (
+            {"preset": "m2po", "score_centering": True},
+            "score_centering cannot be combined with region moment",
+        ),
         ({"preset": "one_sided_tops_tv", "part": "drift"}, "region_over tops needs part whole, got drift"),
         ({"preset": "two_sided_tv", "region_threshold": 0.1}, "sets the other fields, got region_threshold as well"),
         ({"reject_abs_ratio": 0.9}, r"reject_abs_ratio must be 0 or at least 1, got 0\.9"),

@@ -49,6 +49,10 @@ POLICY = {
             {"correction": CorrectionConfig(), "loss": LossConfig(stale_clip_low=0.1, old_logprobs="rollout")},
             "are for rollouts that may be stale: give rollout.max_staleness",
         ),
+        (
+            {"correction": CorrectionConfig(), "loss": LossConfig(kind="vespo")},
+            "loss.kind = vespo is policy_gradient where the ratio is 1: set loss.old_logprobs = rollout",
+        ),
     ],
 )
 def test_settings_that_rule_a_correction_out(settings, message):
@@ -64,6 +68,8 @@ def test_settings_that_rule_a_correction_out(settings, message):
         ({"rollout": TOPS, "correction": CENTERED, "loss": LossConfig(kind="policy_gradient", epochs=2)}, True),
         ({"rollout": TOPS, "correction": CorrectionConfig(preset="one_sided_tops_tv", score_centering=True)}, True),
         ({"correction": CorrectionConfig(preset="two_sided_tv"), "loss": LossConfig(mini_batches=2)}, False),
+        ({"loss": LossConfig(kind="vespo", old_logprobs="rollout")}, False),
+        ({"loss": LossConfig(kind="vespo", epochs=2)}, False),
         ({"rollout": STALE, "loss": LossConfig(stale_clip_low=0.1, old_logprobs="rollout")}, False),
     ],
 )

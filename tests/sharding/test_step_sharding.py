@@ -86,10 +86,11 @@ REGION = CorrectionConfig(region="tv", region_over="tops", region_threshold=0.3)
                 (CENTERED, True, MeshConfig(2, 4)),
                 (REGION, True, MeshConfig(2, 2, replica=2)),
                 (CENTERED, False, MeshConfig(2, 2, replica=2)),
+                (CorrectionConfig(preset="m2po_areal"), False, MeshConfig(2, 2, replica=2)),
             ]
         ),
     ],
-    ids=["shared rows", "wide", "region", "whole"],
+    ids=["shared rows", "wide", "region", "whole", "second moment"],
 )
 def test_a_step_with_tops_does_not_depend_on_the_mesh(correction, cut, mesh):
     made = with_supports(batch(), CONFIG.vocab_size, 6)

@@ -302,6 +302,10 @@ def test_what_does_not_fit_is_refused():
             },
             "correction.normalize must be false",
         ),
+        (
+            {"rollout": RolloutConfig(engine="exact"), "correction": CorrectionConfig(preset="m2po")},
+            "correction.region = moment needs a forward before the update",
+        ),
     ],
 )
 def test_one_executable_means_one_dtype_and_one_update(settings, said):

@@ -58,5 +58,5 @@ def test_only_what_the_loss_reads_is_packed(centers):
         rollout=RolloutConfig(group_size=4, max_response_tokens=22, top_logprobs=2),
         correction=CorrectionConfig(score_centering=centers),
     )
-    packed = make_pack(config, config.num_sequences)(every)
+    packed = make_pack(config, CONFIG, config.num_sequences)(every)
     assert (packed.top_ids is not None) == (packed.top_logprobs is not None) == centers

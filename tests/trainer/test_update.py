@@ -124,6 +124,11 @@ OBJECTIVES = {
         CorrectionConfig(reject_geometric_low=0.93, reject_geometric_high=1.07),
         None,
     ),
+    "gspo, second moment": (
+        LossConfig(kind="gspo", clip_low=0.05, clip_high=0.05),
+        CorrectionConfig(preset="m2po_areal"),
+        0.1,
+    ),
     "policy gradient, token mean, bypass": (
         LossConfig(kind="ppo_clip", old_logprobs="rollout"),
         CorrectionConfig(),
@@ -182,6 +187,8 @@ def test_no_cut_changes_the_gradient_of_any_objective(name):
         assert np.abs(g - e).max() / np.abs(e).max() < 1e-5
     for key in ("policy/loss", "policy/clip_fraction", *(k for k in whole if k.startswith("correction/"))):
         assert cut[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-7), key
+    if correction.cuts_batch:
+        assert 0 < whole["correction/outside_fraction"] < 1
     if correction.rejections:
         assert 0 < whole["correction/rejected_sequence_fraction"] < 1
     assert np.isnan(whole["optimizer/grad_noise"])

@@ -156,6 +156,7 @@ def test_each_side_has_its_own_likeliest_tokens(tmp_path):
         ({"level": "token", "normalize": True}, [2 / (3.5 / 3), 0.5 / (3.5 / 3), 1 / (3.5 / 3)]),
         ({"level": "sequence"}, [1.5, 1.5, 1.5]),  # 3 x 0.5 x 1
         ({"veto": 0.6}, [0, 0, 0]),
+        ({"level": "token", "region": "moment", "region_threshold": 0.04}, [2, 0.5, 1]),  # without the region
         ({"region": "tv", "region_threshold": 0.3}, [0, 1, 1]),  # the probabilities differ by 0.5, 0.25 and 0
     ],
 )
