@@ -33,8 +33,12 @@ PRODUCT_LIMITS = {"float32": 2e-6, "float16": 1.25e-4, "bfloat16": 1e-3}
 OTHER_DTYPE = 2.0  # the factor of the limits where the dtypes of the scorers differ
 EXPERTS = 2.0  # the factor of the limits for all experts together: engines round between their products, or do not
 ONE_PLACE = 3.0  # the factor of the limits for a single channel and for a single token
-BIAS, BIAS_ACTIVATION = 0.03, 0.08  # the factors of the limits for a scale: rounding up and down cancels in the mean
+BIAS = 0.03  # the factor of the limits for a scale: rounding up and down cancels in the mean
+BIASES = {"activation": 0.08, "gated_norm": 0.08, "delta_rule": 0.25}
+"""Other such factors. A gate's rounding cancels less, and one rounded rate moves a whole head of a delta net."""
 BIAS_NOISE = 5.0  # a scale must also be this many times its standard error, and 1 + 4 / t times that for t tokens
+CANCELLING = ("delta_rule",)
+"""The operations that have no limit for a single token, whose value may be a small difference of large numbers."""
 EFFECTS = 12  # the number of operations whose effect on log-probabilities is measured, those nearest to their limits
 _NARROW = ("delta_rate", "delta_step")
 """The products with one number for each head. One that is rounded the other way is a large share of a token's error."""
@@ -164,10 +168,11 @@ def _difference(
     )
     error = _relative(value, expected)
     factor, bias_error = _scale(gap, wide)
-    bias = BIAS_ACTIVATION if operation.kind == "activation" else BIAS
+    bias = BIASES.get(operation.kind, BIAS)
     bias_limit = max(bias * limit, BIAS_NOISE * (1 + 4 / len(wide)) * bias_error)
     worst = float(channels.max()), float(tokens.max())
-    ratio = max(error / limit, max(worst) / (ONE_PLACE * limit), abs(factor - 1) / bias_limit)
+    in_one_place = worst[0] if operation.kind in CANCELLING else max(worst)
+    ratio = max(error / limit, in_one_place / (ONE_PLACE * limit), abs(factor - 1) / bias_limit)
     hints = [f"with the {IN_BLOCK[each.kind]}" for each in hidden]
     if ratio > 1:
         is_scaled = abs(factor - 1) > bias_limit
