@@ -202,11 +202,12 @@ def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
 
     These are four arrays of the MLP's width, seven of the heads' width, and three of the model's width. The gradients
     of the heads are in float32. The weights of one product are complete, and the gradients of two. A delta net has
-    float32 arrays of its value heads in place of the arrays of the heads' width.
+    float32 arrays of its value heads in place of the arrays of the heads' width. There are two to three times as many
+    as the backward pass of one block needs, because the compiler lets the blocks of a period overlap.
     """
     heads = part.num_heads * part.head_dim
     inner = 0 if part.num_experts else part.intermediate_size
-    rule = part.delta_value_heads * (8 * (part.delta_key_dim + part.delta_value_dim) + 12 * CHUNK)
+    rule = part.delta_value_heads * (24 * (part.delta_key_dim + part.delta_value_dim) + 22 * CHUNK)
     of_mixer = max(itemsize * 7 * heads + _FLOAT32 * 3 * heads // 2, _FLOAT32 * rule)
     weight = part.hidden_size * inner
     return places * (itemsize * (4 * inner + 3 * part.hidden_size) + of_mixer) + weight * (itemsize + 2 * _FLOAT32)

@@ -288,8 +288,8 @@ class DeltaNet(nnx.Module):
         """Computes ``_of_heads`` of folded rows: each of the ``parts`` devices of a row computes whole rows."""
 
         def of_device(qkv: Array, log_decay: Array, rate: Array, positions: Array, kernel: Array) -> tuple[Array]:
-            (whole,), rates = whole_tokens([qkv], parts), whole_tokens([log_decay, rate], parts)
-            y, _ = self._of_heads(whole, *rates, gather_tokens(positions), kernel, None)
+            (whole,), (decays, rates) = whole_tokens([qkv], parts), whole_tokens([log_decay, rate], parts)
+            y, _ = self._of_heads(whole, decays, rates, gather_tokens(positions), kernel, None)
             return (exchange_back(y, parts, rate.shape[2]),)
 
         heads = ("rows", "tokens", "act_heads")

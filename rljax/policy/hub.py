@@ -69,9 +69,9 @@ KNOWN_SHAPES["HuggingFaceTB/SmolLM2-135M-Instruct"] = PolicyConfig(
     49_152, *(576, 1536, 30, 9, 3, 64), rope_theta=1e5, rms_norm_eps=1e-5, tie_word_embeddings=True, **_SMOL
 )
 _DELTA = {"delta_key_heads": 16, "delta_value_heads": 32, "delta_key_dim": 128, "delta_value_dim": 128, "conv_width": 4}
-_QWEN3_5: dict[str, Any] = {"family": "qwen3_5_text", "max_position_embeddings": 262_144, "eos_token_id": 248_046}
+_QWEN3_5: dict[str, Any] = {"family": "qwen3_5_text", "rotary_share": 0.25, "rope_theta": 1e7, **_DELTA}
 KNOWN_SHAPES["Qwen/Qwen3.5-4B"] = PolicyConfig(
-    248_320, *(2560, 9216, 32, 16, 4, 256), 1e7, tie_word_embeddings=True, rotary_share=0.25, **_DELTA, **_QWEN3_5
+    248_320, *(2560, 9216, 32, 16, 4, 256), tie_word_embeddings=True, max_position_embeddings=262_144, **_QWEN3_5
 )
 
 
