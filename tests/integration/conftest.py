@@ -51,7 +51,7 @@ SHAPES = {
     HYBRID: PolicyConfig(
         **SIZES | {"num_layers": 4}, num_kv_heads=1, head_dim=32, family=HYBRID, max_position_embeddings=1024,
         initializer_range=0.1, rotary_share=0.25, delta_key_heads=2, delta_value_heads=4, delta_key_dim=128,
-        delta_value_dim=128, conv_width=4,
+        delta_value_dim=128, conv_width=4, rope_scaling=RopeScaling("yarn", 32.0, 32, attention_factor=1.1),
     ),
 }  # fmt: skip
 

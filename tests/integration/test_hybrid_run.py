@@ -36,7 +36,7 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path, capl
     for row in rows:
         assert row["optimizer/skipped_updates"] == 0
         assert row["optimizer/grad_norm"] > 0
-        assert 0 < row["mismatch/logprob_abs_diff_max"] < 2e-5
+        assert 0 < row["mismatch/logprob_abs_diff_max"] < 5e-5
     printed(export_main, [tmp_path / "whole", tmp_path / "out", "--dtype", "bfloat16"])
     tensors = open_tensors(tmp_path / "out" / SINGLE_NAME)
     wide = {name for name, tensor in tensors.items() if tensor.get_dtype() == "F32"}
@@ -53,8 +53,8 @@ def test_the_numerics_of_float32_are_rounding(more, base, tmp_path):
     assert [row["rollout/staleness"] for row in rows] == ([0, 1, 1, 1] if more == AHEAD else [0] * 4)
     for row in rows:
         numerics = "mismatch_numerics" if row["rollout/staleness"] else "mismatch"
-        assert 0 < row[f"{numerics}/logprob_abs_diff_max"] < 2e-5
-        assert more == AHEAD or row["turns/max"] == 3
+        assert 0 < row[f"{numerics}/logprob_abs_diff_max"] < 5e-5
+        assert more == AHEAD or row["turns/max"] > 1
         assert row.get("mismatch_drift/logprob_abs_diff_max", 1.0) > 1e-4
 
 
