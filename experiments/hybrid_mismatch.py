@@ -1,8 +1,8 @@
 """Splits the mismatch of a hybrid into form, dtype of the state and path. This design was written before any run.
 
-    XLA_FLAGS=--xla_allow_excess_precision=false python experiments/hybrid_mismatch.py jax --output FILE
-    python experiments/hybrid_mismatch.py vllm --output FILE
-    python experiments/hybrid_mismatch.py tables FILE...
+    XLA_FLAGS=--xla_allow_excess_precision=false python experiments/hybrid_mismatch.py jax FILE
+    python experiments/hybrid_mismatch.py vllm FILE --widths 256
+    python experiments/hybrid_mismatch.py tables FILE
 
 **Subject.** Random Qwen3.5 policies of four blocks (three delta nets, one attention), of width 256 and 512, with seeds
 0, 1 and 2: six models. Their heads are slow: A is between 1e-4 and 1e-2, so a head remembers hundreds of tokens.
@@ -246,22 +246,22 @@ def main(argv: Sequence[str]) -> int:
     """Measures one part and writes its rows, or prints the tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["jax", "vllm", "tables"])
-    parser.add_argument("files", nargs="*", type=Path, help="files of rows, for tables")
+    parser.add_argument(
+        "rows", type=Path, help="Parquet file to which rows are added after each arm, or the file to show"
+    )
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the model (bfloat16)")
     parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS, help="seeds of the models of vLLM (0 1 2)")
-    parser.add_argument("--output", type=Path, help="Parquet file of the rows")
     options = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(options.rows).to_pylist() if options.rows.exists() else []
     if options.what == "tables":
-        tables([row for file in options.files for row in pyarrow.parquet.read_table(file).to_pylist()])
+        tables(rows)
         return 0
-    rows: list[dict[str, Any]] = []
     for some in measured(options.what, options.dtype, options.widths, options.seeds):
         rows += some
         print(*(f"{some[0][key]}" for key in ("path", "form", "state", "width", "seed")), f"{mean_gap(some):.3g}")
         sys.stdout.flush()
-        if options.output:  # after each arm, because a part takes minutes
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.output, compression="zstd")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.rows, compression="zstd")
     return 0
 
 
