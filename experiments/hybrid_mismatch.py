@@ -198,44 +198,48 @@ def measured(what: str, dtype: str, widths: Sequence[int], seeds: Sequence[int])
                 yield rows_of(names | known, scored, reference[seed])
 
 
-def mean_gap(rows: Sequence[dict[str, Any]]) -> float:
-    return float(np.average([row["gap"] for row in rows], weights=[row["tokens"] for row in rows]))
+def over_tokens(rows: Sequence[dict[str, Any]], unit: str = "gap") -> float:
+    """Returns the mean of ``unit`` over the tokens of the rows."""
+    return float(np.average([row[unit] for row in rows], weights=[row["tokens"] for row in rows]))
 
 
-def bootstrap(rows: Sequence[dict[str, Any]], draws: int = 2000) -> tuple[float, float]:
-    """Returns the 95% interval of the mean gap of one piece of positions: models are drawn, and then sequences."""
+def bootstrap(rows: Sequence[dict[str, Any]], unit: str = "gap", draws: int = 2000) -> tuple[float, float, float]:
+    """Returns the mean of ``unit``, and the ends of its 95% interval: models are drawn, and then sequences."""
+    of_sequence: dict[int, dict[int, list[dict[str, Any]]]] = {}
+    for row in rows:
+        of_sequence.setdefault(row["seed"], {}).setdefault(row["sequence"], []).append(row)
+    means = np.array([[over_tokens(each, unit) for each in of_model.values()] for of_model in of_sequence.values()])
     rng = np.random.default_rng(0)
-    seeds = sorted({row["seed"] for row in rows})
-    gaps = np.array([[row["gap"] for row in rows if row["seed"] == seed] for seed in seeds])
-    models = rng.integers(0, len(gaps), (draws, len(gaps), 1))
-    means = gaps[models, rng.integers(0, gaps.shape[1], (draws, *gaps.shape))].mean(axis=(1, 2))
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
+    models = rng.integers(0, len(means), (draws, len(means), 1))
+    drawn = means[models, rng.integers(0, means.shape[1], (draws, *means.shape))].mean(axis=(1, 2))
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return over_tokens(rows, unit), float(low), float(high)
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the gaps by position, the growth, and the shares of the state's dtype, as Markdown."""
+    """Prints the gaps by position, the growth, and the shares of the state's dtype. Arms without a gap are left out."""
     keys = ("engine", "dtype", "path", "form", "state", "width", "seed")
     of_model: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         of_model.setdefault(tuple(row[key] for key in keys), []).append(row)
+    of_model = {key: found for key, found in of_model.items() if over_tokens(found)}
     starts = range(0, TOKENS, PIECE)
-    print("| engine | model | path, form | state | width | " + " | ".join(map(str, starts)) + " |")
+    print(f"| {' | '.join(keys[:6])} | all | k3 | {' | '.join(map(str, starts))} |\n|{'---|' * (8 + len(starts))}")
     for arm in sorted({key[:6] for key in of_model}):
         here = [row for key, found in of_model.items() if key[:6] == arm for row in found]
         pieces = [[row for row in here if row["from"] == start] for start in starts]
-        cells = ("{:.4f} ({:.4f}-{:.4f})".format(mean_gap(piece), *bootstrap(piece)) for piece in pieces)
-        print(f"| {arm[0]} | {arm[1]} | {arm[2]}, {arm[3]} | {arm[4]} | {arm[5]} | {' | '.join(cells)} |")
-    growth: dict[Any, list[float]] = {}
-    shares: dict[Any, list[float]] = {}
+        numbers = [bootstrap(here), bootstrap(here, "k3"), *map(bootstrap, pieces)]
+        cells = ("{:.3g} ({:.3g}-{:.3g})".format(*each) for each in numbers)
+        print(f"| {' | '.join(map(str, arm))} | {' | '.join(cells)} |")
+    growth: dict[tuple[str, ...], list[float]] = {}
+    shares: dict[tuple[str, ...], list[float]] = {}
     for key, found in of_model.items():
         first, last = ([row for row in found if row["from"] == start] for start in (PIECE, TOKENS - PIECE))
-        growth.setdefault(key[:5], []).append(mean_gap(last) / max(mean_gap(first), 1e-30))
+        growth.setdefault(key[:5], []).append(over_tokens(last) / over_tokens(first))
         other = of_model.get((*key[:4], "float32", *key[5:]))
-        if key[4] == "bfloat16" and other:
-            for unit in ("gap", "k3"):
-                parts = (sum(row[unit] * row["tokens"] for row in each) for each in (other, found))
-                shares.setdefault((*key[:4], unit), []).append(1 - next(parts) / next(parts))
+        for unit in ("gap", "k3") if key[4] == "bfloat16" and other else ():
+            share = 1 - over_tokens(other or (), unit) / over_tokens(found, unit)
+            shares.setdefault((*key[:4], unit), []).append(share)
     for name, values in (("growth", growth), ("share of the state's dtype", shares)):
         for key, each in sorted(values.items()):
             said = "{:.3g} ({:.3g} to {:.3g})".format(*median_interval(each)) if len(each) > 5 else "too few models"
@@ -259,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for some in measured(options.what, options.dtype, options.widths, options.seeds):
         rows += some
-        print(*(f"{some[0][key]}" for key in ("path", "form", "state", "width", "seed")), f"{mean_gap(some):.3g}")
+        print(*(f"{some[0][key]}" for key in ("path", "form", "state", "width", "seed")), f"{over_tokens(some):.3g}")
         sys.stdout.flush()
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.rows, compression="zstd")
     return 0
