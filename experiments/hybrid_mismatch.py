@@ -83,7 +83,7 @@ Rule = Callable[[delta_net.DeltaTokens, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def config_of(width: int) -> PolicyConfig:
-    policy = policy_of(Case(width, vocab=1024, hybrid=True))
+    policy = policy_of(Case(width, vocab=1024, value_heads=width // 64))
     return dataclasses.replace(policy, initializer_range=width**-0.5, tie_word_embeddings=False)
 
 

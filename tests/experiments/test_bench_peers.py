@@ -27,9 +27,9 @@ def test_a_card_gets_the_shape_of_qwen3():
 
 
 def test_a_hybrid_has_the_attention_of_the_dense_policy():
-    dense, hybrid = (peer_steps.policy_of(peer_steps.Case(width=512, hybrid=mixed)) for mixed in (False, True))
+    dense, hybrid = (peer_steps.policy_of(peer_steps.Case(width=512, value_heads=n)) for n in (0, 8))
     assert all(getattr(dense, name) == getattr(hybrid, name) for name in SIZES)
-    assert (dense.delta_value_heads, hybrid.delta_value_heads * hybrid.delta_value_dim) == (0, 2 * 512)
+    assert (dense.delta_key_heads, hybrid.delta_key_heads, hybrid.delta_value_heads) == (0, 4, 8)
 
 
 class Card:
