@@ -13,9 +13,10 @@ OUT. With --layers it compares the operations inside the scorers, and writes lay
 With --serve it starts the vLLM servers that the scorers need, in the environment .venv-vllm or $RLJAX_VLLM_VENV. For
 each length the model continues the prompts by so many tokens, and each scorer is a row of one table. A row has the gap
 to the reference in nats per token: mean, k3, largest, and share beyond 0.5. It also has the difference in
-log-perplexity and the floors, which are gaps of the scorer to itself: "shape" at half the batch size, and "repeat" at
-the same size. A row that fails has its reason, and the others go on. Started again with the same OUT, the program
-measures the rows that have no numbers. OUT has bench.json, and the tokens in tokens-LENGTH.parquet.
+log-perplexity and the floors, which are gaps of the scorer to itself: "shape" at half the batch size, "repeat" at the
+same size, and of a decode "path" to the prefill of its own engine. A row that fails has its reason, and the others go
+on. Started again with the same OUT, the program measures the rows that have no numbers. OUT has bench.json, and the
+tokens in tokens-LENGTH.parquet.
 
 The exit status is 0 when every pair of columns passes, and 1 when a pair fails or is refused, or a row of --serve. It
 is 2 when an argument is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a

@@ -96,11 +96,21 @@ class BenchForm(NamedTuple):
         return cls(*(row[name] for name in cls._fields))
 
     @property
+    def kind(self) -> str:
+        """The kind of the form's scorer."""
+        words = self.engine.removesuffix(ON_TPU), self.path
+        return next(kind for kind, known in ROWS.items() if known == words)
+
+    @property
     def column(self) -> str:
         """The name of the form's column in the dump of its length, as ``rljax compare`` names columns."""
-        plain = self.engine.removesuffix(ON_TPU)
-        kind = next(kind for kind, words in ROWS.items() if words == (plain, self.path))
-        return f"{kind}:{self.dtype}".replace("vllm-decode", "vllm-forced").replace(plain, self.engine, 1)
+        named = f"{self.kind}:{self.dtype}".replace("vllm-decode", "vllm-forced")
+        return named.replace(self.engine.removesuffix(ON_TPU), self.engine, 1)
+
+    @property
+    def prefill(self) -> BenchForm:
+        """The form in which the same engine computes the same tokens at once."""
+        return self._replace(path="prefill")
 
 
 def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
@@ -276,6 +286,10 @@ class Bench:
         spec = self._todo[form]
         if is_started(spec):
             spec = f"{spec.partition(':')[0]}:{address}"
+        if form.path == "decode" and form.prefill.column not in dump.logprobs:
+            at_once = f"{form.prefill.kind}:{spec.partition(':')[2]}"
+            scored = score_column(at_once, dump, config.model, batch_size=config.batch_size)
+            dump = dump.with_column(form.prefill.column, *scored)
 
         form_of = (form, dump, reference, lambda size: score_column(spec, dump, config.model, batch_size=size))
         numbers, dump = measure_form(*form_of, config.batch_size, shape=config.second_run, repeat=config.repeat)
@@ -291,7 +305,8 @@ def measure_form(
 
     Args:
       form: The scorer and the length of the row.
-      dump: The tokens. It has the column ``reference``, unless this is the form's own.
+      dump: The tokens. It has the column ``reference``, unless this is the form's own. For a path "decode" it has the
+        column of the same engine's prefill, too.
       reference: The name of the column that the gap is measured against.
       score: A function that scores the dump in batches of the size that it gets.
       batch_size: The number of sequences that are scored at the same time.
@@ -312,6 +327,8 @@ def measure_form(
         raise ValueError("the engine holds other weights than the reference")
     row: dict[str, Any] = {"program": source.engine, "form": source.form, "reference": reference}
     row |= _gap(dump, reference, form.column) | {"seconds": seconds}
+    if form.path == "decode":
+        row["floor_path"] = _gap(dump, form.prefill.column, form.column)["logprob_abs_diff_mean"]
     if shape:
         dump = dump.with_column(again, score(batch_size // 2 or 2)[0], source)
         row["floor_shape"] = _gap(dump, form.column, again)["logprob_abs_diff_mean"]
@@ -346,8 +363,8 @@ def without_places(text: str) -> str:
 
 
 HEAD = (
-    *("engine", "path", "dtype", "length", "tokens", "mean gap", "floor: shape", "floor: repeat", "k3", "max gap"),
-    *("beyond 0.5", "log_ppl_abs_diff", "seconds", "note"),
+    *("engine", "path", "dtype", "length", "tokens", "mean gap", "floor: shape", "floor: repeat", "floor: path"),
+    *("k3", "max gap", "beyond 0.5", "log_ppl_abs_diff", "seconds", "note"),
 )
 
 
@@ -362,7 +379,7 @@ def _cells(row: Mapping[str, Any], parameters: int) -> list[str]:
     form[2] += f" ({row['form']})" if row.get("form") else ""
     if "reason" in row:
         return [*form, *[""] * (len(HEAD) - len(form) - 1), row["reason"]]
-    names = ("logprob_abs_diff_mean", "floor_shape", "floor_repeat", *METRICS[1:], "seconds")
+    names = ("logprob_abs_diff_mean", "floor_shape", "floor_repeat", "floor_path", *METRICS[1:], "seconds")
     numbers = [f"{row[name]:.3g}" if name in row else "" for name in names]
     lost = f"{row['nonfinite_count']:.0f} tokens are not finite" if row["nonfinite_count"] else ""
     note = "the reference" if row["reference"] == BenchForm.of(row).column else lost or _standing(row, parameters)

@@ -19,20 +19,23 @@ FORM = BenchForm("transformers", "float32", "forward", 2)
 FILES = Path(__file__).parents[2] / "benchmarks" / "mismatch_bench"
 
 
-def measured(by_size, *, reference=((-1.0, -2.0), (-1.5, -0.5)), source=SOURCE, shape=True, repeat=1):
+def measured(
+    by_size, *, reference=((-1.0, -2.0), (-1.5, -0.5)), source=SOURCE, shape=True, repeat=1, form=FORM, others=None
+):
     """Measures two sequences of one prompt token.
 
-    ``by_size`` has the numbers of each call, by the batch size.
+    ``by_size`` has the numbers of each call, by the batch size, and ``others`` those of further columns.
     """
     whole = {size: [[[math.nan, *row] for row in rows] for rows in calls] for size, calls in by_size.items()}
-    column = {"jax:float32": [[math.nan, *row] for row in reference]}
+    columns = {"jax:float32": reference, **(others or {})}
+    column = {name: [[math.nan, *row] for row in rows] for name, rows in columns.items()}
     sources = {"jax:float32": ColumnSource("jax", "float32", "sha256:aa")}
     dump = make_dump(["a", "b"], [[1, 2, 3]] * 2, [[False, True, True]] * 2, column, sources)
 
     def score(size):
         return list(map(np.float32, whole[size].pop(0))), source
 
-    return measure_form(FORM, dump, "jax:float32", score, 4, shape=shape, repeat=repeat)
+    return measure_form(form, dump, "jax:float32", score, 4, shape=shape, repeat=repeat)
 
 
 def test_a_row_has_the_numbers_worked_by_hand():
@@ -55,6 +58,15 @@ def test_of_several_repeats_the_farthest_counts():
     row, _ = measured({4: [[[-1.0, -2.0], [-1.5, -0.5]], near, far]}, shape=False, repeat=2)
     assert row["floor_repeat"] == (0.5 + 0.5) / 4
     assert "floor_shape" not in row
+
+
+def test_a_decode_has_its_gap_to_the_prefill_of_its_own_engine():
+    form = FORM._replace(engine="vllm", path="decode")
+    decoded, prefilled = [[-1.0, -2.5], [-1.5, -0.5]], [[-1.25, -2.0], [-1.5, -0.25]]
+    row, _ = measured({4: [decoded]}, shape=False, repeat=0, form=form, others={"vllm:float32": prefilled})
+    assert (row["logprob_abs_diff_mean"], row["floor_path"]) == (0.5 / 4, (0.25 + 0.5 + 0.25) / 4)
+    head, cells = bench_rows({"rows": [form._asdict() | row], "model": {"parameters": 10**6}})
+    assert cells[head.index("floor: path")] == "0.25"
 
 
 def test_tokens_that_are_not_finite_are_counted():
@@ -131,14 +143,16 @@ def test_a_bench_of_the_toy_goes_on_where_it_stopped(tmp_path, capsys, monkeypat
     document = json.loads(text)
     document["rows"] = [row | {"seconds": 12345} if "reason" not in row else row for row in document["rows"]]
     path.write_text(json.dumps(document))
-    assert main([*words, *scorers("jax:float32", "exact:float32", "hf:float32"), "--lengths", "6"]) == 0
+    more = scorers("jax:float32", "exact:float32", "hf:float32", "jax-decode:float32")
+    assert main([*words, *more, "--lengths", "6"]) == 0
     rows = {(row["engine"], row["path"]): row for row in json.loads(path.read_text())["rows"]}
-    assert set(rows) == {("jax", "forward"), ("exact", "forward"), ("transformers", "forward")}
+    assert set(rows) == {("jax", "forward"), ("exact", "forward"), ("transformers", "forward"), ("jax", "decode")}
     assert rows["jax", "forward"]["logprob_abs_diff_mean"] == 0
     assert rows["exact", "forward"]["logprob_abs_diff_mean"] < 1e-5
     assert rows["transformers", "forward"]["seconds"] == 12345
+    assert 0 <= rows["jax", "decode"]["floor_path"] < 1e-5
     columns = read_dump(tmp_path / "bench" / "tokens-6.parquet").logprobs
-    assert set(columns) == {"jax:float32", "exact:float32", "hf:float32", "jax-decode:float32"}
+    assert set(columns) == {f"{kind}:float32" for kind in ("jax", "exact", "hf", "jax-decode", "jax-prefill")}
 
     with pytest.raises(ConfigError, match="another settings"):
         main([*words, "--seed", "1"])

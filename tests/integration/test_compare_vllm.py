@@ -187,6 +187,7 @@ def test_a_server_is_started_for_the_rows_that_need_one(vllm_interpreter, monkey
         assert (row["token_count"], row["nonfinite_count"], row["reference"]) == (32, 0, "jax:bfloat16")
         assert 0 <= row["floor_repeat"] <= row["logprob_abs_diff_mean"] + 0.02 < 0.1
     assert rows["vllm", "decode"]["program"].startswith("vllm ")
+    assert 0 <= rows["vllm", "decode"]["floor_path"] < 0.02
     columns = read_dump(out / "tokens-8.parquet").logprobs
     assert {"vllm:bfloat16", "vllm:bfloat16@2", "vllm-forced:bfloat16"} < set(columns)
 
