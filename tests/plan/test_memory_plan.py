@@ -16,6 +16,7 @@ from rljax.plan.memory import (
 )
 from rljax.policy.attention import packed_attention
 from rljax.policy.config import PolicyConfig
+from rljax.policy.hub import KNOWN_SHAPES
 from rljax.run.config import Config
 from rljax.run.packing import with_separate_rows
 from rljax.sharding import MeshConfig, make_mesh
@@ -40,6 +41,10 @@ def test_a_device_has_its_part_of_heads_and_mlp():
     # Two kv heads are not split over 4.
     whole = local_policy(POLICY, shape_mesh(MeshConfig(1, 4)))
     assert (whole.num_heads, whole.num_kv_heads) == (1, 1)
+    # A value head is where its key head is: 16 key heads are split over 8, and not over 3.
+    hybrid = KNOWN_SHAPES["Qwen/Qwen3.5-4B"]
+    parts = (local_policy(hybrid, shape_mesh(MeshConfig(1, tp))) for tp in (8, 3))
+    assert [(part.delta_key_heads, part.delta_value_heads) for part in parts] == [(2, 4), (16, 32)]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])

@@ -59,7 +59,7 @@ def test_devices_of_tp_hold_a_part_of_each_product():
     assert shapes == {"qkv": (16, 64), "gate": (16, 32), "rate": (16, 4), "output": (32, 16), "kernel": (128, 1, 4)}
 
 
-def test_devices_of_a_row_divide_the_key_heads():
+def test_devices_that_share_a_row_must_divide_the_key_heads():
     said = r"mesh.context x mesh.tp = 2 x 4 must divide the 4 heads whose state a qwen3_5_text policy passes from token"
     with pytest.raises(ValueError, match=said):
         make_step(MeshConfig(1, 4, context=2), config=CONFIG)
