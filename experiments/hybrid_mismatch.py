@@ -2,6 +2,7 @@
 
     XLA_FLAGS=--xla_allow_excess_precision=false python experiments/hybrid_mismatch.py jax FILE
     python experiments/hybrid_mismatch.py vllm FILE --widths 256
+    python experiments/hybrid_mismatch.py cache FILE.json --widths 256
     python experiments/hybrid_mismatch.py tables FILE
 
 **Subject.** Random Qwen3.5 policies of four blocks (three delta nets, one attention), of width 256 and 512, with seeds
@@ -17,8 +18,13 @@ alone. The surroundings are the same in all arms: the rule is between barriers, 
 (the flag), and the head is float32. The arm *control* has another program with the rule's bits; its gap must be 0.
 
 *vllm*: a real vLLM on a CPU with the models of width 256 in bfloat16, started once with each dtype of the state. Its
-decode of the same tokens is compared with its own prefill. The prefix cache is left out: on a CPU it needs chunked
-prefill, which ends the engine at seeded prompts.
+decode of the same tokens is compared with its own prefill.
+
+*cache*: on a CPU a prefix cache needs chunked prefill, which ends the engine at a seeded prompt of 129 tokens. So this
+part is greedy and without seeds, and in no test. Each model of width 256 continues two prompts of 700 and two of 1,300
+tokens by 256. A server with the cache answers twice, and one without it once. The gaps are those of the second answer
+to the first, and of the first to the server without the cache, over the tokens before two answers differ. The first is
+expected to be 0: the state that the cache keeps has the dtype of the state in the decode.
 
 **Outcome.** The gap of a token is the absolute difference of two log-probabilities in nats: an arm's, and that of the
 reference. The reference is the trainer's form: prefill, chunked, float32 state. For vLLM it is its own prefill. Gaps
@@ -39,6 +45,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import sys
 import tempfile
@@ -47,6 +54,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,6 +171,43 @@ def served_scores(width: int, seed: int, state_dtype: str) -> dict[str, Vectors]
     return {path: [vector[mask] for vector in vectors] for path, vectors in scored.items()}
 
 
+def greedy_answers(config: vllm.VllmConfig, prompts: Sequence[np.ndarray], times: int) -> list[list[dict[str, Any]]]:
+    """Returns a new server's answer to each prompt, each time: ids, log-probabilities and cached prompt tokens."""
+
+    def answer(url: str, ids: np.ndarray) -> dict[str, Any]:
+        asked = {"model": "policy", "prompt": ids.tolist(), "max_tokens": 256, "temperature": 0, "logprobs": 0}
+        asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True}
+        reply = httpx.post(f"{url}/v1/completions", json=asked, timeout=300).raise_for_status().json()
+        (choice,) = reply["choices"]
+        cached = (reply["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        return {"ids": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"], "cached": cached}
+
+    with vllm.start(config) as process:
+        return [[answer(process.url, ids) for ids in prompts] for _ in range(times)]
+
+
+def cache_rows(width: int, seed: int, state_dtype: str) -> list[dict[str, Any]]:
+    """Returns a row for each prompt: its cached tokens, and the gaps that the prefix cache makes."""
+    prompts = [ids[:n] for n, ids in zip((700, 700, 1300, 1300), tokens_of(seed), strict=True)]
+    with tempfile.TemporaryDirectory() as directory:
+        save_params(directory, params_of(width, seed), config_of(width), jnp.bfloat16)
+        extra = ["--mamba-ssm-cache-dtype", state_dtype, "--enable-prompt-tokens-details"]
+        plain = vllm.VllmConfig(directory, str(environment_python("vllm")), "bfloat16", max_model_len=TOKENS)
+        cached = [*extra, "--enable-prefix-caching", "--enable-chunked-prefill"]
+        first, second = greedy_answers(dataclasses.replace(plain, extra_args=cached), prompts, 2)
+        (without,) = greedy_answers(dataclasses.replace(plain, extra_args=extra), prompts, 1)
+    rows = []
+    for ids, one, two, other in zip(prompts, first, second, without, strict=True):
+        row = {"width": width, "seed": seed, "state": state_dtype, "prompt": len(ids)}
+        row |= {"cached": [one["cached"], two["cached"]]}
+        for name, (a, b) in {"second to first": (two, one), "first to none": (one, other)}.items():
+            common = next((i for i, pair in enumerate(zip(a["ids"], b["ids"], strict=True)) if len({*pair}) > 1), 256)
+            apart = np.subtract(a["logprobs"][:common], b["logprobs"][:common])
+            row[name] = {"tokens": common, "gap": float(np.abs(apart).mean()) if common else None}
+        rows.append(row)
+    return rows
+
+
 def rows_of(names: dict[str, Any], scored: Vectors, reference: Vectors) -> list[dict[str, Any]]:
     """Returns a row for each sequence and each piece of 256 positions, with its mean gap, k3 and tokens."""
     rows = []
@@ -249,14 +294,22 @@ def tables(rows: Sequence[dict[str, Any]]) -> None:
 def main(argv: Sequence[str]) -> int:
     """Measures one part and writes its rows, or prints the tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["jax", "vllm", "tables"])
+    parser.add_argument("what", choices=["jax", "vllm", "cache", "tables"])
     parser.add_argument(
-        "rows", type=Path, help="Parquet file to which rows are added after each arm, or the file to show"
+        "rows",
+        type=Path,
+        help="Parquet file to which rows are added after each arm, or the file to show; for cache a JSON file",
     )
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the model (bfloat16)")
     parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS, help="seeds of the models of vLLM (0 1 2)")
     options = parser.parse_args(argv)
+    if options.what == "cache":
+        servers = itertools.product(options.widths, options.seeds, STATES)
+        answers = [row for server in servers for row in cache_rows(*server)]
+        options.rows.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
+        print(*answers, sep="\n")
+        return 0
     rows: list[dict[str, Any]] = pyarrow.parquet.read_table(options.rows).to_pylist() if options.rows.exists() else []
     if options.what == "tables":
         tables(rows)
