@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
 LINES = 52_330
 TEST_LINES = 63_610
-EXPERIMENT_LINES = 7_105
+EXPERIMENT_LINES = 7_160
 KEYS = 182
 WORDS = 80_000
 PAGE_COUNT = 46
