@@ -13,10 +13,6 @@ H100 instead.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -28,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from peer_steps import Case, first_weights, packed, policy_of, rljax
+from reports import write_report
 
 from rljax.policy.delta_net import CHUNK, DeltaTokens, chunked
 from rljax.policy.model import cast_params
@@ -130,10 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         memory = ", ".join(f"{one['temporary_bytes'][side] / 2**20:.0f}" for side in ("dense", "hybrid"))
         steps = f"{seconds['dense step']:.2f} | {seconds['hybrid step']:.2f}"
         print(f"| {name} | {steps} | {' | '.join(ratios)} | {rule:.2f} | {memory} |", flush=True)
-        if options.json:
-            machine = f"{platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}"
-            report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "cases": results}
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(options.json, results)
     return 0
 
 

@@ -12,10 +12,7 @@ Markdown table; a ratio above 1 means that rljax is faster.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -24,10 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 from peer_steps import CLIP, DECAY, EPSILON, RATE, Case, first_weights, policy_of, rljax, sequences_of
+from reports import write_report
 from transformers import Qwen3ForCausalLM
 
 from rljax.policy.hf import save_params
@@ -112,10 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         low, high = one["ratio_range"]
         print(f"| {name} | {own:.0f} | {theirs:.0f} | {one['ratio']:.2f} | {low:.2f} - {high:.2f} | {own / base:.2f} |")
         sys.stdout.flush()
-        if options.json:  # written after each case, because torch takes minutes in bfloat16
-            machine = f"{platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}, torch {torch.__version__}"
-            report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "cases": results}
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        # After each case, because torch takes minutes in bfloat16.
+        write_report(options.json, results, f"torch {torch.__version__}")
     return 0
 
 

@@ -13,10 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -27,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from reports import write_report
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
@@ -191,10 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in [CASES[i] for i in options.only] if options.only else CASES:
         results.append(compare(case, options.width, options.rounds))
         print(row_of(case, results[-1]), flush=True)
-        if options.json:
-            machine = f"{platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}"
-            report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "cases": results}
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(options.json, results)
     return 0
 
 

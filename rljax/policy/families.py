@@ -193,7 +193,7 @@ def blocks_of(config: PolicyConfig) -> tuple[Block, ...]:
 
 
 def state_heads(config: PolicyConfig) -> int:
-    """Returns the number of heads whose state passes along a row (``Mixer.state_heads``); 0 if no block has such."""
+    """Returns the number of heads whose state passes along a row (``Mixer.state_heads``); 0 if there are none."""
     return math.gcd(*(block.attention.state_heads for block in blocks_of(config)))
 
 

@@ -31,8 +31,8 @@ _OPTIONAL = {
 }
 _TYPES = {"truncate": (bool,), _LENGTH: (int,)}
 """The types of the values that are not any number."""
-_OTHER = ("rope_theta", "partial_rotary_factor")
-"""The keys beside the scaling: the base, and the share of a head that turns."""
+BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")
+"""The keys of rotary settings beside the scaling: the base, and the share of a head that turns."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_rope(rope: Mapping[str, Any], longest: int) -> RopeScaling | None:
     Raises:
       ValueError: No policy here computes the setting. The message names the key and its value.
     """
-    given = {name: value for name, value in rope.items() if value is not None and name not in _OTHER}
+    given = {name: value for name, value in rope.items() if value is not None and name not in BESIDE_SCALING}
     kind = given.pop("rope_type", given.get("type", "default"))
     if kind not in list(_NEEDED):
         why = " (its angles depend on the other sequences of a batch)" if kind == "dynamic" else ""

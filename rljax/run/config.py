@@ -247,11 +247,14 @@ class Config:
             raise ValueError(
                 "rollout.engine = exact makes one update a step: loss.mini_batches and loss.epochs must be 1"
             )
-        key = "correction.region = moment" if self.correction.cuts_batch else ""
-        key = "advantage.estimator = optimal_token" if self.advantage.estimator == "optimal_token" else key
-        if key:
+        scores_first = {
+            "advantage.estimator = optimal_token": self.advantage.estimator == "optimal_token",
+            "correction.region = moment": self.correction.cuts_batch,
+        }
+        if keys := [key for key, is_set in scores_first.items() if is_set]:
             raise ValueError(
-                f"{key} needs a forward before the update, which rollout.engine = exact does not make: choose another"
+                f"{keys[0]} needs a forward before the update, which rollout.engine = exact does not make: choose "
+                "another"
             )
         if self.correction.part != "whole":
             raise ValueError(

@@ -68,7 +68,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
 
 
 def _weight_decay(factor: float) -> optax.GradientTransformation:
-    """Adds ``factor`` times each parameter, but not those of ``NOT_DECAYED``.
+    """Adds ``factor`` times each parameter to its update, but leaves the parameters in ``NOT_DECAYED`` alone.
 
     Unlike ``optax.add_decayed_weights`` with a mask, it adds nothing to the state of the optimizer.
     """

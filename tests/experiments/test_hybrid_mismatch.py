@@ -19,11 +19,11 @@ def tokens_of(t):
 
 def test_only_the_rounded_state_differs():
     tokens, state = tokens_of(128)
-    for form, rule, far in (("recurrent", recurrent, 2e-2), ("chunked", chunked, 1e-2)):
+    for form, rule, far in (("recurrent", recurrent, 2e-2), ("chunked", chunked, 3.5e-3)):
         y, after = rule(tokens, state)
         kept = rule_of(form, "float32")(tokens, state)
-        np.testing.assert_allclose(kept[0], y, atol=2e-6)
-        np.testing.assert_allclose(kept[1], after, atol=2e-6)
+        np.testing.assert_allclose(kept[0], y, atol=5e-7)
+        np.testing.assert_allclose(kept[1], after, atol=5e-7)
         rounded = rule_of(form, "bfloat16")(tokens, state)
         np.testing.assert_array_equal(rounded[1], rounded[1].astype(jnp.bfloat16).astype(jnp.float32))
         assert 1e-4 < np.abs(rounded[0] - kept[0]).max() < far

@@ -187,8 +187,10 @@ def test_a_server_is_started_for_the_rows_that_need_one(vllm_interpreter, monkey
         assert (row["token_count"], row["nonfinite_count"], row["reference"]) == (32, 0, "jax:bfloat16")
         assert 0 <= row["floor_repeat"] <= row["logprob_abs_diff_mean"] + 0.02 < 0.1
     assert rows["vllm", "decode"]["program"].startswith("vllm ")
-    assert 0 <= rows["vllm", "decode"]["floor_path"] < 0.02
     columns = read_dump(out / "tokens-8.parquet").logprobs
+    decoded, prefilled = (np.concatenate(columns[f"vllm{form}:bfloat16"]) for form in ("-forced", ""))
+    gap = np.nanmean(np.abs(np.subtract(decoded, prefilled, dtype=np.float64)))
+    assert 0.016 > rows["vllm", "decode"]["floor_path"] == pytest.approx(gap, abs=1e-9)
     assert {"vllm:bfloat16", "vllm:bfloat16@2", "vllm-forced:bfloat16"} < set(columns)
 
 

@@ -38,7 +38,7 @@ BIASES = {"activation": 0.08, "gated_norm": 0.08, "delta_rule": 0.25}
 """Other such factors. A gate's rounding cancels less, and one rounded rate moves a whole head of a delta net."""
 BIAS_NOISE = 5.0  # a scale must also be this many times its standard error, and 1 + 4 / t times that for t tokens
 CANCELLING = ("delta_rule",)
-"""The operations that have no limit for a single token, whose value may be a small difference of large numbers."""
+"""The operations without a limit for a single token: a value may be a small difference of large numbers."""
 EFFECTS = 12  # the number of operations whose effect on log-probabilities is measured, those nearest to their limits
 _NARROW = ("delta_rate", "delta_step")
 """The products with one number for each head. One that is rounded the other way is a large share of a token's error."""
@@ -135,7 +135,7 @@ def _logits(reference: Tracer, tokens: np.ndarray, name: str, values: OperationV
 def _shown(
     known: Iterable[Operation], theirs: OperationValues, own: OperationValues
 ) -> Iterator[tuple[Operation, ...]]:
-    """Yields each operation that both scorers show, after those that a scorer computes in one kernel with it."""
+    """Yields each operation that both scorers show, after the ones that a scorer computes in one kernel with it."""
     joint: tuple[Operation, ...] = ()
     for operation in known:
         joint = (*joint, operation)

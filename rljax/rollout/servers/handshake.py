@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
-from rljax.policy.rope import read_rope
+from rljax.policy.rope import BESIDE_SCALING, read_rope
 from rljax.rollout.form import ServerForm
 from rljax.rollout.kinds import can, platform_differences
 from rljax.rollout.servers.requests import Remote, ServerInfo
@@ -165,9 +165,10 @@ def longest_asked(described: Mapping[str, Any], expected: Expectation) -> int:
 
 def _equal(key: str, theirs: Any, wanted: Any, hf_config: Mapping[str, Any]) -> bool:
     """Returns whether two values of a ``config.json`` mean the same, whose rotary settings may have default values."""
-    others = ("rope_theta", "partial_rotary_factor")
-    if theirs == wanted or key != "rope_parameters" or any(theirs.get(name) != wanted.get(name) for name in others):
+    if theirs == wanted or key != "rope_parameters":
         return bool(theirs == wanted)
+    if any(theirs.get(name) != wanted.get(name) for name in BESIDE_SCALING):
+        return False
     longest = hf_config.get("max_position_embeddings", 1)
     try:
         return read_rope(theirs, longest) == read_rope(wanted, longest)
