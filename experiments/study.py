@@ -9,7 +9,8 @@ The same command resumes a study: it skips complete runs and continues stopped o
 directories, --rows names the rows.parquet of the earlier runs. Runs are ordered by seed, so that an unfinished study
 has all arms of its first seeds.
 
-``comparisons`` are pairs of arms for experiments/study_claims.py. ``claims`` are figures for
+``comparisons`` are pairs of arms, and ``trend`` is a list of arms by size of a cause, for experiments/study_area.py.
+``outcome`` is the metric of a step that they compare. ``claims`` are figures for
 experiments/study_figures.py, each a name with ``title``, ``arms`` and ``metrics``.
 
 ``forks`` maps an arm to another one that differs from it only in settings of the schedule, and not in what calls a
@@ -91,6 +92,8 @@ class Study:
     comparisons: list[list[str]]
     claims: dict[str, dict[str, Any]]
     seeds_of: dict[str, tuple[int, ...]]
+    outcome: str
+    trend: list[str]
 
     def runs(self, arms: Collection[str] = (), seeds: Collection[int] = ()) -> list[tuple[str, int]]:
         """Returns each (arm, seed) in the order of the runs; ``arms`` and ``seeds`` select some, and all by default.
@@ -133,6 +136,7 @@ def read_study(path: Path, readers: Sequence[Path] = ()) -> Study:
         raise ConfigError(f"{path}: a study has config, seeds, arms, and may have {others}")
     arms = {name: dict(settings or {}) for name, settings in document["arms"].items()}
     comparisons, claims = document.get("comparisons", []), document.get("claims", {})
+    trend = document.get("trend", [])
     if wrong := [name for name, claim in claims.items() if set(claim) != {"title", "arms", "metrics"}]:
         raise ConfigError(f"{path}: a claim has title, arms and metrics, and {', '.join(wrong)} has others")
     if wrong := [name for name, claim in claims.items() if len(claim["arms"]) > len(COLORS)]:
@@ -140,10 +144,12 @@ def read_study(path: Path, readers: Sequence[Path] = ()) -> Study:
     seeds_of = {arm: tuple(seeds) for arm, seeds in document.get("seeds_of", {}).items()}
     of_claims = [claim["arms"] for claim in claims.values()]
     named = {
-        name for names in [*document.get("figures", {}).values(), *comparisons, *of_claims, seeds_of] for name in names
+        name
+        for names in [*document.get("figures", {}).values(), *comparisons, *of_claims, seeds_of, trend]
+        for name in names
     }
     if unknown := named - set(arms):
-        places = "figures, comparisons, claims and seeds_of"
+        places = "figures, comparisons, claims, seeds_of and trend"
         raise ConfigError(f"{path}: {places} name arms that are not there: {', '.join(sorted(unknown))}")
     forks, drawn = document.get("forks", {}), document.get("drawn", {})
     check_forks(path, arms, forks)
@@ -160,6 +166,8 @@ def read_study(path: Path, readers: Sequence[Path] = ()) -> Study:
         comparisons,
         claims,
         seeds_of,
+        document.get("outcome", "reward/mean"),
+        trend,
     )
 
 

@@ -70,10 +70,10 @@ def sample_tokens(
       temperature: The sampling temperature.
       greedy: Whether the likeliest token is taken.
       selection: The tokens that can be sampled and the tokens that are reported.
-      inject: The noise that is first put on the logits (``with_noise``), or None.
+      inject: The noise that is first put on the logits (``with_noise``), or None. Greedy sampling has none.
     """
     keys = jax.vmap(token_key, (None, 0, 0))(seed, numbers, position)
-    if inject is not None and inject.logit_noise:
+    if inject is not None and inject.logit_noise and not greedy:
         log_softmax = jax.nn.log_softmax(with_noise(log_softmax, keys, temperature, inject))
     if selection.top_k:
         return sample_support(keys, log_softmax, selection)

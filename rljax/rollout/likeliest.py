@@ -178,7 +178,7 @@ def next_tokens(
     kept = jnp.finfo(hidden.dtype)
     logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
     logits = logits if greedy else logits / temperature
-    if keys is not None:
+    if keys is not None and not greedy:
         logits = with_noise(logits, keys, temperature, inject)
     if selection.top_k:
         assert keys is not None

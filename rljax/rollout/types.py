@@ -54,7 +54,7 @@ class InjectConfig:
     """The dtype that the weights are rounded to. same: the weights stay as published."""
     logit_noise: float = 0.0
     """The standard deviation of the Gaussian noise on each logit before sampling. A token, or a version of the weights,
-    gets the same noise each time it is sampled."""
+    gets the same noise each time it is sampled. Greedy sampling, as in an evaluation, has none."""
     staleness: int = 0
     """The number of policy versions by which the sampling weights are older than the published ones."""
 
