@@ -3,15 +3,19 @@
     python experiments/study_area.py configs/study/collapse.yaml benchmarks/study_collapse.parquet --json areas.json
     python experiments/study_area.py configs/study/collapse.yaml benchmarks/study_collapse.parquet --power constant
 
-The area of a run is the mean reward of its steps from the surge on. Every arm of a seed counts from the same step: the
-one after the surge was called in the seed's run of the arm ``constant``, or step 1 where none was called. A step that a
-stopped run lacks does not count.
+The area of a run is the mean reward of its steps from the surge on, or the mean of the study's ``outcome`` in the steps
+that have it. Every arm of a seed counts from the same step: the one after the surge was called in the seed's run of the
+arm ``constant``, or step 1 where none was called. A step that a stopped run lacks does not count.
 
 A pair of arms is compared by the differences of the areas of the same seeds. The p value is exact (exact_tests.py).
 With m planned pairs the corrected p value is m times the first, and an interval covers 1 - 0.05 / m. Falls, collapses
 and final accuracies are those of study_outcome.py.
 
---figure draws the differences of each planned pair, with the mean and the interval.
+A study with a ``trend`` has arms by size of a mismatch. The slope of the area on the number of the arm is tested over
+the seeds, and the table gives the gap of each arm in nats: the mean of its first 100 steps.
+
+--figure draws the differences of each planned pair, with the mean and the interval. With a trend it draws the
+difference to the first arm against the gap.
 
 --power draws the areas of both sides from the runs of some arms, with replacement. A shift is added to one side. The
 table gives, for each shift and each number of seeds, the share of drawn studies whose corrected p value is under 0.05.
@@ -42,6 +46,7 @@ from rljax.run.options import Positional, parse_arguments
 REFERENCE = "constant"  # the arm whose surge begins the area of each seed
 SHIFTS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
 DRAWS = 2000
+GAP_STEPS = 100  # the first steps of a run, whose mean gap is the size of its mismatch
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,12 @@ class Arguments:
     seeds: tuple[int, ...] = (6, 9)
 
 
-def area(rows: Sequence[Row], after: int) -> float:
-    """Computes the mean reward of the steps after ``after``. Raises ValueError if there are none."""
-    rewards = [row["reward/mean"] for row in rows if row["step"] > after]
-    if not rewards:
-        raise ValueError(f"no step after {after}")
-    return float(np.mean(rewards))
+def area(rows: Sequence[Row], after: int, outcome: str = "reward/mean") -> float:
+    """Computes the mean ``outcome`` of the steps after ``after`` that have it. Raises ValueError if there are none."""
+    values = [row[outcome] for row in rows if row["step"] > after and row.get(outcome) is not None]
+    if not values:
+        raise ValueError(f"no step after {after} has {outcome}")
+    return float(np.mean(values))
 
 
 def start_of(rows: Sequence[Row]) -> int:
@@ -78,13 +83,13 @@ def start_of(rows: Sequence[Row]) -> int:
     return last_value(rows, "schedule/surge_step") or 0
 
 
-def areas_of(runs: Runs) -> dict[str, dict[int, float]]:
+def areas_of(runs: Runs, outcome: str = "reward/mean") -> dict[str, dict[int, float]]:
     """Computes the area of each run, by arm and seed; a seed without the reference arm is left out."""
     starts = {seed: start_of(rows) for (arm, seed), rows in runs.items() if arm == REFERENCE}
     found: dict[str, dict[int, float]] = {}
     for (arm, seed), rows in runs.items():
         if seed in starts:
-            found.setdefault(arm, {})[seed] = area(rows, starts[seed])
+            found.setdefault(arm, {})[seed] = area(rows, starts[seed], outcome)
     return found
 
 
@@ -109,6 +114,27 @@ def compare(one: Mapping[int, float], other: Mapping[int, float], count: int) ->
     }
 
 
+def trend_of(arms: Sequence[str], areas: Mapping[str, Mapping[int, float]], runs: Runs) -> dict[str, Any]:
+    """Tests the trend of the areas over ``arms``, which are ordered by the size of a mismatch.
+
+    Returns:
+      The mean slope of the area on the number of the arm with its exact test (``paired_test``), the slope of each seed
+      that has all arms, and the gap of each arm in nats.
+
+    Raises:
+      ValueError: No seed has all arms.
+    """
+    seeds = sorted(set.intersection(*(set(areas.get(arm, ())) for arm in arms)))
+    if not seeds:
+        raise ValueError(f"no seed has all of the arms {', '.join(arms)}")
+    slopes = [float(np.polyfit(range(len(arms)), [areas[arm][seed] for arm in arms], 1)[0]) for seed in seeds]
+    gaps = {
+        arm: float(np.mean([row["mismatch/logprob_abs_diff_mean"] for s in seeds for row in runs[arm, s][:GAP_STEPS]]))
+        for arm in arms
+    }
+    return {**paired_test(slopes, 1), "slopes": dict(zip(map(str, seeds), slopes, strict=True)), "gaps": gaps}
+
+
 def arm_row(areas: Mapping[int, float], outcomes: Mapping[int, Outcome]) -> dict[str, Any]:
     """Computes the line of one arm."""
     collapsed = sum(outcome.collapse_step is not None for outcome in outcomes.values())
@@ -127,7 +153,7 @@ def arm_row(areas: Mapping[int, float], outcomes: Mapping[int, Outcome]) -> dict
 
 def tables(study: Study, runs: Runs) -> dict[str, Any]:
     """Computes a line for each arm and each planned comparison, and the outcome of each run."""
-    areas = areas_of(runs)
+    areas = areas_of(runs, study.outcome)
     outcomes: dict[str, dict[int, Outcome]] = {arm: {} for arm in study.arms if arm in areas}
     for (arm, seed), rows in runs.items():
         if seed in areas.get(arm, {}):
@@ -145,6 +171,7 @@ def tables(study: Study, runs: Runs) -> dict[str, Any]:
     return {
         "arms": {arm: arm_row(areas[arm], of_arm) for arm, of_arm in outcomes.items()},
         "comparisons": comparisons,
+        "trend": trend_of(study.trend, areas, runs) if study.trend else None,
         "runs": {arm: {str(s): asdict(run) for s, run in of_arm.items()} for arm, of_arm in outcomes.items()},
     }
 
@@ -193,6 +220,10 @@ def markdown(found: Mapping[str, Any]) -> str:
         ]
         cells += [f"{row['corrected_p']:.2g}", "{}, {}".format(*row["collapsed"]), f"{row['fisher_p']:.2g}"]
         lines.append(f"| {' | '.join(cells)} |")
+    if trend := found["trend"]:
+        bounds = "none" if trend["interval"] is None else "{:+.3f} to {:+.3f}".format(*trend["interval"])
+        lines += ["", f"trend: {trend['difference']:+.3f} for each level ({bounds}), p {trend['p']:.2g}"]
+        lines += ["gaps (nats): " + ", ".join(f"{arm} {gap:.2g}" for arm, gap in trend["gaps"].items())]
     return "\n".join(lines)
 
 
@@ -218,12 +249,36 @@ def comparison_figure(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def dose_figure(found: Mapping[str, Any]) -> Figure:
+    """Draws the difference to the first arm against the gap in nats: each seed, the mean, and its 95% interval."""
+    trend = found["trend"]
+    first, *others = trend["gaps"]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axis = figure.subplots()
+    style_axis(axis, 0, 1)
+    axis.axhline(0, color=INK, linewidth=0.8)
+    for arm in others:
+        gap, areas, of_first = trend["gaps"][arm], found["arms"][arm]["areas"], found["arms"][first]["areas"]
+        differences = [areas[seed] - of_first[seed] for seed in trend["slopes"]]
+        test = paired_test(differences, 1)
+        if test["interval"] is not None:
+            axis.plot([gap, gap], test["interval"], color=COLORS[0], linewidth=2)
+        axis.plot([gap] * len(differences), differences, "o", color=COLORS[0], alpha=0.45, markersize=5)
+        axis.plot(gap, test["difference"], "D", color=COLORS[0], markersize=7)
+    axis.set_xscale("log")
+    axis.set_xlim(min(map(trend["gaps"].get, others)) / 1.5, max(trend["gaps"].values()) * 1.5)
+    axis.set_xlabel("mean gap of a token in the first 100 steps (nats)", fontsize=8.5, color=QUIET)
+    title = "Accuracy after the surge, less that without a mismatch"
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    return figure
+
+
 def power_table(study: Study, runs: Runs, arguments: Arguments) -> dict[str, Any]:
     """Prints and returns the power for each shift and number of seeds."""
     drawn_from = [rows for (arm, _), rows in runs.items() if arm in arguments.power]
     if not drawn_from:
         raise ConfigError(f"{arguments.rows} has no run of the arms {', '.join(arguments.power)}")
-    areas = [area(rows, start_of(rows)) for rows in drawn_from]
+    areas = [area(rows, start_of(rows), study.outcome) for rows in drawn_from]
     print(f"areas of {len(areas)} runs: {' '.join(f'{value:.2f}' for value in areas)}")
     heads = " | ".join(f"{count} seeds" for count in arguments.seeds)
     print(f"\n| shift | {heads} |\n|{'---|' * (len(arguments.seeds) + 1)}")
@@ -245,7 +300,8 @@ def main(argv: Sequence[str]) -> int:
         found = tables(study, runs)
         print(markdown(found))
         if arguments.figure is not None:
-            save_figure(comparison_figure(found["comparisons"]), arguments.figure)
+            drawn = dose_figure(found) if study.trend else comparison_figure(found["comparisons"])
+            save_figure(drawn, arguments.figure)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

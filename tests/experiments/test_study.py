@@ -71,7 +71,7 @@ def test_a_study_becomes_command_lines(study_file, tmp_path):
         ("arms: [", "is not YAML"),
         ("config: a\nseeds: [0]", "a study has config, seeds, arms"),
         ("config: a\nseeds: [0]\narms: {x: }\nfigure: {}", "a study has config, seeds, arms"),
-        ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "seeds_of name arms that are not there: y"),
+        ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "seeds_of and trend name arms that are not there: y"),
         ("{like: bad.yaml, seeds: [0], arms: {x: }}", "bad.yaml: like leads back to bad.yaml"),
         ("{like: other.yaml, seeds: [0], arms: {x: }}", "other.yaml: like leads back to bad.yaml"),
     ],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from exact_tests import sign_flip_p
 from study import read_study
-from study_area import area, areas_of, compare, comparison_figure, power, tables
+from study_area import area, areas_of, compare, comparison_figure, dose_figure, markdown, power, tables
 
 
 def rows(rewards, surge=None):
@@ -61,6 +61,32 @@ def test_tables_leave_out_what_was_not_run(tmp_path):
     assert [line["arms"] for line in found["comparisons"]] == [["slow", "constant"]]
     assert found["arms"]["slow"]["areas"] == {"0": 0.75, "1": 0.625}
     assert found["arms"]["constant"]["surge_steps"] == [2, None]
+
+
+def test_the_trend_of_another_outcome_by_hand(tmp_path):
+    """The outcome stands in each second row. Both slopes of the areas 1, 0.75, 0.5 are -0.25; the gaps are 0 to 0.2."""
+    runs = {
+        (arm, seed): [
+            row
+            | {"eval/held/accuracy": 1 - size / 4 if row["step"] % 2 else None}
+            | {"mismatch/logprob_abs_diff_mean": gap}
+            for row in rows([0.0] * 200, surge=10)
+            for gap in [size / 10 * (row["step"] <= 100)]
+        ]
+        for size, arm in enumerate(("constant", "slow", "never_run"))
+        for seed in (0, 1)
+    }
+    study = tmp_path / "study.yaml"
+    study.write_text(STUDY + "outcome: eval/held/accuracy\ntrend: [constant, slow, never_run]\n")
+    found = tables(read_study(study), runs)
+    trend = found["trend"]
+    assert trend["slopes"] == pytest.approx({"0": -0.25, "1": -0.25})
+    assert (trend["p"], trend["interval"]) == (0.5, None)
+    assert trend["gaps"] == pytest.approx({"constant": 0.0, "slow": 0.1, "never_run": 0.2})
+    assert "trend: -0.250 for each level (none), p 0.5" in markdown(found)
+    (axis,) = dose_figure(found).axes
+    means = [line.get_xydata()[0] for line in axis.lines if line.get_marker() == "D"]
+    np.testing.assert_allclose(means, [[0.1, -0.25], [0.2, -0.5]])
 
 
 def test_the_figure_has_each_seed_the_mean_and_the_interval():
