@@ -28,4 +28,6 @@ case "${1:-}" in
     ;;
   *) prepare_trainer_environment ;;
 esac
+# A run's share of each device's memory. JAX refuses to have both variables.
+[[ -n "${XLA_PYTHON_CLIENT_MEM_FRACTION:-}" ]] || export XLA_CLIENT_MEM_FRACTION="${XLA_CLIENT_MEM_FRACTION:-0.92}"
 exec "$RLJAX_BIN/python" -m rljax.cli check "$@"

