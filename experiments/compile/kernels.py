@@ -1,7 +1,7 @@
 """Counts by formula the products inside custom calls, which the program's text does not show.
 
-Attention: `rljax.plan.flops` says what a product costs. A forward pass makes two products, and a backward pass five, or
-four and three if it has two kernels.
+Attention: a product of one query with one key costs two operations for each element of a head. A forward pass makes two
+products, and a backward pass five, or four and three if it has two kernels.
 
 Grouped products of a mixture's experts: each of m rows [m, d] multiplies one of e matrices [e, d, f], or adds to one of
 e outer products. These are 2 m d f operations. m counts all rows for which there is room.
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compile.count import Work
+from compile.flops import causal_pairs
 from compile.hlo import Computation, Instruction
-from rljax.plan.flops import causal_pairs
 
 # Patterns of a call's name or metadata, with the number of products for each pair; the first match counts.
 _PRODUCTS = (

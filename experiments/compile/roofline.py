@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from compile.count import Collective, Work
 from compile.kernels import KernelUse
-from rljax.plan.machines import Card
+from compile.rates import Rates
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Times:
         return {name: round(getattr(self, name), 6) for name in ("products", "memory", "links", "total")}
 
 
-def times(work: Work, kernels: Iterable[KernelUse], card: Card, nodes: Sequence[int]) -> Times:
-    """Models the seconds that a device's work takes at the card's published rates.
+def times(work: Work, kernels: Iterable[KernelUse], rates: Rates, nodes: Sequence[int]) -> Times:
+    """Models the seconds that a device's work takes at the published rates of a card.
 
     ``kernels`` are the custom calls of the work, from ``kernel_uses``; ``nodes`` has the node of each partition.
     """
-    products = sum(count / card.product_rate(*kind) for kind, count in work.flops.items())
-    products += sum(use.flops / card.product_rate(use.dtype, "default") for use in kernels if use.flops)
-    links = sum(collective_seconds(one, card, nodes) for one in work.merged_collectives())
-    return Times(products, work.memory_bytes / card.memory_rate, links)
+    products = sum(count / rates.of_products(*kind) for kind, count in work.flops.items())
+    products += sum(use.flops / rates.of_products(use.dtype, "default") for use in kernels if use.flops)
+    links = sum(collective_seconds(one, rates, nodes) for one in work.merged_collectives())
+    return Times(products, work.memory_bytes / rates.memory, links)
 
 
 def crosses_nodes(collective: Collective, nodes: Sequence[int]) -> bool:
@@ -49,16 +49,16 @@ def crosses_nodes(collective: Collective, nodes: Sequence[int]) -> bool:
     return any(len({nodes[member] for member in group}) > 1 for group in collective.groups)
 
 
-def collective_seconds(collective: Collective, card: Card, nodes: Sequence[int]) -> float:
+def collective_seconds(collective: Collective, rates: Rates, nodes: Sequence[int]) -> float:
     """Models the seconds of a collective as rings over its slowest group, limited by links inside or between nodes.
 
     Each of n members sends (n - 1) / n of the bytes, in an all-reduce twice as many. If a ring crosses nodes, every
     member of a node sends a part over its own network adapter. An all-to-all sends each member its own part.
     """
-    return max((_group_seconds(collective, group, card, nodes) for group in collective.groups), default=0.0)
+    return max((_group_seconds(collective, group, rates, nodes) for group in collective.groups), default=0.0)
 
 
-def _group_seconds(collective: Collective, group: Sequence[int], card: Card, nodes: Sequence[int]) -> float:
+def _group_seconds(collective: Collective, group: Sequence[int], rates: Rates, nodes: Sequence[int]) -> float:
     members = len(set(group))
     if members < 2:
         return 0.0
@@ -67,8 +67,8 @@ def _group_seconds(collective: Collective, group: Sequence[int], card: Card, nod
     else:
         sent = collective.bytes * (members - 1) / members * (2 if collective.kind == "all-reduce" else 1)
     in_nodes = Counter(nodes[member] for member in group)
-    if len(in_nodes) == 1 or card.network_rate is None:
-        return sent / card.link_rate
+    if len(in_nodes) == 1 or rates.network is None:
+        return sent / rates.link
     fewest = min(in_nodes.values())
     if collective.kind in ("all-to-all", "ragged-all-to-all"):
         across = collective.bytes * (members - fewest) / members
@@ -76,5 +76,5 @@ def _group_seconds(collective: Collective, group: Sequence[int], card: Card, nod
         across = sent
     else:
         across = sent / fewest
-    inside = sent / card.link_rate if fewest > 1 else 0.0
-    return max(inside, across / card.network_rate)
+    inside = sent / rates.link if fewest > 1 else 0.0
+    return max(inside, across / rates.network)

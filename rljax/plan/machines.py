@@ -1,9 +1,4 @@
-"""The machines that a step can be compiled for, with the published rates of their cards and JAX's devices.
-
-A rate is a card's peak without sparsity, published by its maker: NVIDIA's H100 and H200 data sheets, the H100 white
-paper, and Google's pages of TPU v4, v5e, v5p, v6e and 7x (docs.cloud.google.com/tpu/docs). The rate of a link counts
-one direction, which is half of the advertised rate.
-"""
+"""The machines that a step can be compiled for, with the memory of their cards and JAX's devices."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 _NO_TPU_HOST = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -24,22 +19,11 @@ INSTALL = {  # the advice of an error message, by platform
 }
 
 
-@dataclass(frozen=True)
-class Card:
-    """The memory and the rates of one device."""
+class Card(NamedTuple):
+    """One device."""
 
     name: str  # the maker's name of the card
-    flops: dict[tuple[str, str], float]  # products' operations per second, by (dtype of the operands, precision)
     memory_bytes: int  # the size of the main memory
-    memory_rate: float  # bytes read or written per second
-    link_rate: float  # bytes per second and direction to the other cards of the node, or over all links of a TPU
-    network_rate: float | None = None  # bytes per second and direction to other nodes; None if all links are equal
-
-    def product_rate(self, dtype: str, precision: str) -> float:
-        """Returns the floating-point operations per second of products of a dtype. Of two dtypes the slower counts."""
-        pairs = [(part, precision) for part in dtype.split("x")]
-        pairs = [pair if pair in self.flops else (pair[0], "default") for pair in pairs]
-        return min(self.flops.get(pair, self.flops["float32", "highest"]) for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -53,45 +37,13 @@ class Machine:
     nodes: int  # the number of hosts of a GPU machine; a TPU's slice counts as one
 
 
-_SIXTEEN_BIT = ("bfloat16", "float16")
-H100 = Card(
-    name="NVIDIA H100 SXM 80 GB",
-    # A float32 product runs as TF32 unless its precision is highest.
-    flops={
-        **{(dtype, "default"): 989.4e12 for dtype in _SIXTEEN_BIT},
-        ("float32", "default"): 494.7e12,
-        ("float32", "high"): 494.7e12,
-        ("float32", "highest"): 66.9e12,
-    },
-    memory_bytes=84_942_979_072,
-    memory_rate=3.35e12,
-    link_rate=450e9,  # NVLink 4: 18 links of 25 GB/s
-    network_rate=50e9,  # one 400 Gb/s InfiniBand adapter a card
-)
-
-
-def _tpu(name: str, tflops: float, memory_gib: int, memory_gb_s: float, link_gb_s: float) -> Card:
-    """Returns a TPU's card. A float32 product takes one, three or six passes of bfloat16 products."""
-    passes = {"default": 1, "high": 3, "highest": 6}
-    return Card(
-        name=name,
-        flops={
-            **{(dtype, "default"): tflops * 1e12 for dtype in _SIXTEEN_BIT},
-            **{("float32", precision): tflops * 1e12 / count for precision, count in passes.items()},
-        },
-        memory_bytes=memory_gib * 2**30,
-        memory_rate=memory_gb_s * 1e9,
-        link_rate=link_gb_s * 1e9,
-    )
-
-
+H100 = Card("NVIDIA H100 SXM 80 GB", 84_942_979_072)
 TPUS = {
-    "v4": _tpu("TPU v4", 275, 32, 1228, 300),
-    "v5e": _tpu("TPU v5e", 197, 16, 819, 200),
-    "v5p": _tpu("TPU v5p", 459, 95, 2765, 600),
-    "v6e": _tpu("TPU v6e", 918, 32, 1638, 400),
-    # A chip is two devices that share its links.
-    "tpu7x": _tpu("TPU7x, half a chip", 2307 / 2, 96, 7380 / 2, 300),
+    "v4": Card("TPU v4", 32 * 2**30),
+    "v5e": Card("TPU v5e", 16 * 2**30),
+    "v5p": Card("TPU v5p", 95 * 2**30),
+    "v6e": Card("TPU v6e", 32 * 2**30),
+    "tpu7x": Card("TPU7x, half a chip", 96 * 2**30),
 }
 
 

@@ -1,9 +1,8 @@
-"""Counts by formula the floating-point operations of attention and of a training step; a multiply-add is two."""
+"""Counts by formula the floating-point operations of a training step; a multiply-add is two."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 
@@ -13,13 +12,6 @@ from rljax.policy.lora import OFF, LoraConfig, targets_of
 from rljax.policy.model import abstract_params, logical_axes
 
 
-class AttentionFlops(NamedTuple):
-    """The operations of one layer's products."""
-
-    forward: int  # scores, output
-    backward: int  # scores again, gradients of the probabilities, and of queries, keys and values
-
-
 def causal_pairs(segments: Sequence[int]) -> int:
     """Counts the (query, key) pairs of a row with segments of these lengths. A token sees itself and earlier tokens.
 
@@ -27,16 +19,6 @@ def causal_pairs(segments: Sequence[int]) -> int:
     7
     """
     return sum(length * (length + 1) // 2 for length in segments)
-
-
-def attention_flops(lengths: Sequence[int], *, num_heads: int, head_dim: int) -> AttentionFlops:
-    """Counts the operations that causal attention inside segments of ``lengths`` (tokens) needs in one layer.
-
-    A product of one query with one key costs two operations for each element of a head. ``num_heads`` is the number of
-    query heads; key-value heads do not matter.
-    """
-    product = 2 * causal_pairs(lengths) * num_heads * head_dim
-    return AttentionFlops(2 * product, 5 * product)
 
 
 def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: LoraConfig = OFF) -> int:
@@ -55,7 +37,7 @@ def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: Lora
     trained = multiplying
     if lora.rank:
         trained = sum(leaf.size for leaf in jax.tree.leaves(targets_of(abstract_params(policy), policy, lora)))
-    of_layer = attention_flops(segments, num_heads=policy.num_heads, head_dim=policy.head_dim).forward
+    of_layer = 4 * causal_pairs(segments) * policy.num_heads * policy.head_dim  # two products of a forward pass
     kinds = FAMILIES[policy.family].layer_types(policy.num_layers)
     of_state = 6 * policy.delta_value_heads * policy.delta_key_dim * policy.delta_value_dim * sum(segments)
     attention = 3 * (kinds.count("full_attention") * of_layer + kinds.count("linear_attention") * of_state)
