@@ -59,7 +59,7 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     config = settle_prefixes(config, policy, says=False)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
-    lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)
+    lines = _batch(config) | _model(config, policy, mesh)
     lines |= _sampling(config, sizes)
     demands, decoding = find_demands(config, policy, mesh, card)
     if decoding is not None:
@@ -294,46 +294,3 @@ def _sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> dict[str, st
     others = sum(part for name, (_, part) in sizes.items() if name.endswith(frozen))
     waiting = f"{in_units(sum(of_state))} of state" + (f" and {in_units(others)} of weights" if others else "")
     return {"while servers sample": f"0 B of the trainer on each device; {waiting} wait in the host's memory"}
-
-
-def _recipe(config: Config) -> dict[str, str]:
-    loss, correction, schedule = config.loss, config.correction.resolved(), config.schedule
-    rate = f"{schedule.kind} from {config.optimizer.learning_rate:g}"
-    if schedule.kind == "length_triggered":
-        rate += f", period {schedule.multiplier:g} x surge step, x {schedule.decay_factor:g} each"
-    elif schedule.kind == "length_decay":
-        rate += f", x {schedule.decay_factor:g} every {schedule.decay_period} steps"
-    if schedule.kind != "constant":
-        rate += f", floor {schedule.floor_ratio:g}"
-    weights = "none"
-    if correction.level != "none":
-        low = f"{correction.threshold_low:g} to " if correction.mode == "band" else ""
-        weights = f"{correction.level} level, {correction.mode} at {low}{correction.threshold:g}"
-        weights += "" if correction.part == "whole" else f" of {correction.part} alone"
-    if correction.rejections:
-        weights += ", with rejection of responses"
-    if correction.trust_region is not None:
-        over = "" if correction.region_over == "token" else " over the likeliest tokens"
-        weights += f", region {correction.region} at {correction.region_threshold:g}{over}"
-    if correction.score_centering:
-        weights += f", score centering over {config.rollout.reported} tokens"
-    wanted = config.eval
-    evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
-    sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
-    rollout = config.rollout
-    urls = rollout.urls if can(rollout.engine, "serves") else ()
-    where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(urls)
-    servers = f" at {where} (not asked)" if where else ""
-    servers += ", whose servers sleep while the trainer trains" if rollout.colocated else ""
-    head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""
-    return {
-        "loss": f"{config.advantage.estimator}, {loss.kind}, clip {loss.clip_low:g} / {loss.clip_high:g}, "
-        f"{loss.aggregation}",
-        "correction": weights,
-        "schedule": rate,
-        "precision": f"{config.precision.compute_dtype}{head}, "
-        f"{'adapters' if config.lora.rank else 'masters'} and moments float32",
-        "engine": f"{config.rollout.engine}{servers}, {config.rollout.dtype}, "
-        f"temperature {config.rollout.temperature:g}",
-        "evaluation": sampled,
-    }

@@ -34,7 +34,6 @@ class Machine:
     card: Card  # the card of every device
     platform: str  # cuda or tpu
     topology: str  # JAX's name for the arrangement of the cards
-    nodes: int  # the number of hosts of a GPU machine; a TPU's slice counts as one
 
 
 H100 = Card("NVIDIA H100 SXM 80 GB", 84_942_979_072)
@@ -55,11 +54,11 @@ def parse_machine(name: str) -> Machine:
     """
     if gpus := re.fullmatch(r"h100:([1-9]\d*)x([1-9]\d*)", name):
         nodes, cards = int(gpus.group(1)), int(gpus.group(2))
-        return Machine(name, H100, "cuda", f"{nodes}x1x{cards}", nodes)
+        return Machine(name, H100, "cuda", f"{nodes}x1x{cards}")
     kinds = "|".join(TPUS)
     if tpu := re.fullmatch(rf"tpu:({kinds}):((?:[1-9]\d*x)*[1-9]\d*)", name):
         kind, shape = tpu.groups()
-        return Machine(name, TPUS[kind], "tpu", f"{kind}:{shape}", 1)
+        return Machine(name, TPUS[kind], "tpu", f"{kind}:{shape}")
     raise ValueError(
         f"--compile: no machine {name!r}; give h100:NODESxCARDS, such as h100:1x8, or tpu:KIND:SHAPE with one of "
         f"{', '.join(TPUS)}, such as tpu:v5p:2x2x4"
