@@ -79,7 +79,7 @@ def versions(size: Size, model: Path | None) -> Found:
     """Says what the machine is: devices, driver, packages, and what rljax misses."""
     import jax
 
-    from rljax.commands.check_machine import nvidia_smi
+    from rljax.commands.check_device import nvidia_smi
 
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "transformers", "numpy", "triton")
     here = {}

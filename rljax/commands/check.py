@@ -1,15 +1,15 @@
-"""Checks rljax on this machine, from the driver to a training step, and writes one JSON file to send.
+"""Checks rljax on the accelerators of this machine, and writes one JSON file to send.
 
     rljax check                              # Qwen3-0.6B's shapes
     rljax check --models 0.6B 1.7B 4B
-    rljax check --only driver packages --json result.json
+    rljax check --only device step --json result.json
     rljax check --tiny                       # tries the kernels and the step too on a CPU
 
-First come the driver, the packages, the compiler and /dev/shm. Then all devices add up an array. Attention and the head
-are compared with float32. A packed sequence must not influence another one. A training step is compiled and timed, and
-its memory is compared with the plan. Weights and tokens are random; nothing is downloaded. Each part is ok, failed or
-skipped, with the remedy. A part that fails is recorded with its error, and the others still run; the exit status is
-then 1. The parts run in another process, so a crash loses only the part that runs then.
+All devices add up an array. Attention and the head are compared with float32. A packed sequence must not influence
+another one. A training step is compiled and timed, and its memory is compared with the plan. Weights and tokens are
+random; nothing is downloaded. Each part is ok, failed or skipped, with the remedy. A part that fails is recorded with
+its error, and the others still run; the exit status is then 1. The parts run in another process, so a crash loses only
+the part that runs then.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ import jax
 from tqdm import tqdm
 
 from rljax.commands import check_device as device
-from rljax.commands import check_machine as machine
 from rljax.commands.check_device import CheckFacts
 from rljax.distributed.answering import answer_requests
 from rljax.distributed.child import Child, Decoder, LostError
 from rljax.distributed.files import write_whole
 from rljax.distributed.frames import Frames
-from rljax.errors import install_words
 from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import MAX_CHUNK
 from rljax.policy.hub import KNOWN_SHAPES
@@ -56,10 +54,6 @@ _LIMIT_S = 240.0  # the longest time of one part
 _FACTS = Decoder(CheckFacts)
 _REMEDIES = {
     "device": "reinstall jax for this machine (jax[cuda12] or jax[tpu]), and look at its driver",
-    "driver": "update the driver of this machine",
-    "packages": install_words("train") + "; the extra gpu for NVIDIA GPUs",
-    "compiler": "install gcc and python3-dev (Debian, Ubuntu) or gcc and python3-devel (Red Hat)",
-    "shm": "start the container with --ipc=host or --shm-size, or set rollout.transfer_dir",
     "collective": "NCCL_DEBUG=INFO names the link that fails; start containers with --ipc=host",
     "attention": "train with policy.attention xla, and send the file",
     "head": "send the file",
@@ -89,14 +83,9 @@ def make_parts(arguments: CheckArguments) -> Parts:
     tiny, part = arguments.tiny, functools.partial
     policies = {"tiny": TINY} if tiny else {size: KNOWN_SHAPES[f"Qwen/Qwen3-{size}"] for size in arguments.models}
     smallest = next(iter(policies.values()), TINY)
-    largest = max(policies.items(), key=lambda one: one[1].hidden_size, default=("tiny", TINY))
     size, steps, repeats = (device.TINY, 2, 2) if tiny else (device.StepSize(), 5, 7)
     parts: dict[str, Callable[[], CheckFacts]] = {
-        "device": machine.check_devices,
-        "driver": machine.check_driver,
-        "packages": machine.check_packages,
-        "compiler": machine.check_compiler,
-        "shm": part(machine.check_shm, *largest),
+        "device": device.check_devices,
         "collective": part(device.check_collective, 1 if tiny else 256, repeats),
     }
     for dtype in _DTYPES:
@@ -117,10 +106,10 @@ def run_parts(parts: Parts, arguments: CheckArguments) -> Iterator[tuple[str, Ch
     The process is replaced after a part that fails, because its device may be in a bad state, and before each step,
     whose use of memory is measured. On a CPU without --tiny the kernels and the step would take hours, and are skipped.
     """
-    end, on_cpu = time.monotonic() + arguments.limit_s, False
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "output")
         child = Child("process of checks", f"{__name__}:answer_checks", (dict(parts), str(log)))
+        end, on_cpu = time.monotonic() + arguments.limit_s, False
         try:
             for name in (bar := tqdm(parts, unit="part", file=sys.stderr)):
                 bar.set_postfix_str(name)

@@ -1,19 +1,25 @@
-"""Checks of what a run computes on the devices of this machine, for ``rljax check``.
+"""Checks of the devices of this machine and of what a run computes on them, for ``rljax check``.
 
 These are attention, the head, a sum over all devices, and a training step with a model's shapes. Weights, tokens and
 rows are random. Everything else of the step is a run's own: ``rljax.run.training.make_step`` and the plan of the dry
-run. Each function returns plain values for JSON, with a line for each fault under ``problems``.
+run. Each function returns plain values for JSON. ``says`` is a line about them, ``problems`` has a line for each fault,
+and ``skipped`` gives the reason if nothing was checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import math
+import os
+import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +28,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax.data.prompts import DataConfig
+from rljax.distributed.processes import unused_gpus
+from rljax.errors import ConfigError
 from rljax.plan.compile import memory_by_kind
 from rljax.plan.dry_run import beside_bytes, in_units, planned_bytes
 from rljax.policy.attention import PackedAttention, choose_attention, find_implementation
@@ -52,9 +60,47 @@ WARM_UP = 2  # steps before the timed ones; the first step compiles
 _NUMBERS = ("policy/loss", "policy/entropy", "optimizer/grad_norm", "optimizer/skipped_updates")
 
 
+def said(*words: str) -> str | None:
+    """Returns the standard output of a program, or None if it is not installed or fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return None
+
+
+def nvidia_smi(field: str) -> list[str]:
+    """Returns a field of nvidia-smi for each GPU of this machine. The list is empty if nvidia-smi does not answer."""
+    return (said("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "").splitlines()
+
+
 def device_memory() -> int | None:
     """Returns the bytes of a device that JAX may use, or None if JAX does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def check_devices() -> CheckFacts:
+    """Returns the devices, their drivers and the versions of the installed packages."""
+    device, memory = jax.devices()[0], device_memory()
+    try:
+        unused = unused_gpus(jax.local_device_count() if device.platform == "gpu" else 0)
+    except ConfigError as error:
+        unused = str(error)
+    of_memory = in_units(memory) if memory else "memory not said"
+    return {
+        "says": f"{jax.device_count()} x {device.device_kind}, {of_memory}, jax {jax.__version__}",
+        "kind": device.device_kind,
+        "platform": device.platform,
+        "count": jax.device_count(),
+        "processes": jax.process_count(),
+        "memory_bytes": memory,
+        "compute_capability": getattr(device, "compute_capability", None),
+        "runtime": device.client.platform_version,
+        "driver": nvidia_smi("name,driver_version,memory.total"),
+        "python": platform.python_version(),
+        "packages": {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()},
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "commit": said("git", "-C", str(Path(__file__).parents[2]), "rev-parse", "HEAD"),
+        "problems": [unused] if unused else [],
+    }
 
 
 def median_ms(run: Callable[[], Any], repeats: int) -> float:
