@@ -1,4 +1,4 @@
-"""The published rates of the cards of ``rljax.plan.machines``.
+"""The published rates of the cards of ``rljax.plan.budget``.
 
 A rate is a card's peak without sparsity, published by its maker: NVIDIA's H100 data sheet, the H100 white paper, and
 Google's pages of TPU v4, v5e, v5p, v6e and 7x (docs.cloud.google.com/tpu/docs). The rate of a link counts one
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rljax.plan.machines import H100, TPUS
+from rljax.plan.budget import H100, TPUS
 
 _SIXTEEN_BIT = ("bfloat16", "float16")
 

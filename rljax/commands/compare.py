@@ -222,13 +222,11 @@ def distributions(
 
     ``columns`` has the column name of each scorer's spec.
     """
-    likeliest = Likeliest(options.top_k)
+    likeliest = Likeliest(dump, columns, options.top_k)
     with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
-        given, temperature = (options.scorer, dump, options.model), options.temperature
-        pairs = compare_distributions(
-            *given, temperature=temperature, top_k=options.top_k, progress=bar.update, keep=likeliest
-        )
-    return pairs, likeliest.added(dump, columns)
+        how = {name: getattr(options, name) for name in ("temperature", "top_k")}
+        pairs = compare_distributions(options.scorer, dump, options.model, **how, progress=bar.update, keep=likeliest)
+    return pairs, likeliest.added()
 
 
 def named_roles(options: CompareArguments, columns: Collection[str]) -> dict[str, str]:

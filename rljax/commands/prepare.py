@@ -102,8 +102,8 @@ class PrepareArguments:
     answer_key: str = ""
     model: str | None = None
     max_prompt_tokens: int | None = None
-    chat_template: Literal["auto", "true", "false"] = "auto"
-    enable_thinking: Literal["true", "false"] | None = None
+    chat_template: bool | Literal["auto"] = "auto"
+    enable_thinking: bool | None = None
     chat_template_kwargs: tuple[str, ...] = ()
     check_answers: int = 1000
     hold_out: int = 0
@@ -151,13 +151,7 @@ class PrepareArguments:
     @property
     def template_arguments(self) -> dict[str, Any]:
         """The arguments of the chat template by name."""
-        thinking = None if self.enable_thinking is None else self.enable_thinking == "true"
-        return template_arguments(thinking, self.chat_template_kwargs)
-
-    @property
-    def template(self) -> bool | Literal["auto"]:
-        """The value of ``chat_template`` as a boolean, or auto."""
-        return "auto" if self.chat_template == "auto" else self.chat_template == "true"
+        return template_arguments(self.enable_thinking, self.chat_template_kwargs)
 
 
 @dataclass
@@ -277,8 +271,9 @@ def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tok
         pool = RewardPool(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s)
         prompt_tokens = max(len(prompt_ids(problem, tokenizer)) for problem in problems)
         limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
-    names = ("model", "samples", "temperature", "reward", "seed", "chat_template")
-    settings = {name: getattr(arguments, name) for name in names} | {"max_response_tokens": limit}
+    names = ("model", "samples", "temperature", "reward", "seed")
+    settings = {name: getattr(arguments, name) for name in names}
+    settings |= {"chat_template": str(arguments.chat_template).lower(), "max_response_tokens": limit}
     settings["template_arguments"] = arguments.template_arguments or None
     scores = ScoreFile(arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl"), settings)
     keys = [problem_key(problem) for problem in problems]
@@ -353,9 +348,9 @@ def main(argv: Sequence[str]) -> int:
         source = find_source(arguments.source)
         tally = Tally(source.name)
         tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
-        given = arguments.template_arguments
+        given = arguments.chat_template, arguments.template_arguments
         selection = read_distinct(source, arguments.own_form, tally, whole=is_own(arguments.reward))
-        selection.problems = [render_problem(each, tokenizer, arguments.template, given) for each in selection.problems]
+        selection.problems = [render_problem(each, tokenizer, *given) for each in selection.problems]
         if tokenizer is not None:
             say_prefix(selection.problems, tokenizer)
     if tokenizer is not None and arguments.max_prompt_tokens is not None:

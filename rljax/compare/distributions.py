@@ -126,44 +126,36 @@ def compare_distributions(
 
 
 class Likeliest:
-    """A ``Keep`` that collects each scorer's k likeliest tokens, and the entropy (nats) of one whole distribution.
+    """A ``Keep`` that adds each scorer's k likeliest tokens to a dump, and the entropy (nats) of a whole distribution.
 
-    The entropy comes from the first scorer that knows every token.
+    The entropy comes from the first scorer that knows every token. ``names`` has the name of each spec's column.
     """
 
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self._tops: dict[str, dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-        self._entropy: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._whole = ""
+    def __init__(self, dump: TokenDump, names: Mapping[str, str], k: int) -> None:
+        self._dump, self._names, self._k, self._whole = dump, names, k, ""
+        self._columns: dict[str, tuple[np.ndarray, ...]] = {}
 
     def __call__(self, spec: str, sequence: int, places: np.ndarray, known: TokenLogprobs) -> None:
-        """Collects the distributions of a sequence at its response tokens."""
+        """Adds the distributions of a sequence at its response tokens."""
         k = min(self._k, known.logprobs.shape[1])
         best = np.argsort(-known.logprobs, axis=1, kind="stable")[:, :k]
         ids = best if known.ids is None else np.take_along_axis(known.ids, best, axis=1)
-        self._tops.setdefault(spec, {})[sequence] = places, ids, np.take_along_axis(known.logprobs, best, axis=1)
+        logprobs = np.take_along_axis(known.logprobs, best, axis=1)
+        self._column(f"top_ids/{self._names[spec]}", np.int32(-1), self._k)[sequence][places, :k] = ids
+        self._column(f"top_logprobs/{self._names[spec]}", np.float32(-np.inf), self._k)[sequence][places, :k] = logprobs
         if known.ids is None and self._whole in ("", spec):
             self._whole, wide = spec, known.logprobs.astype(np.float64)
-            self._entropy[sequence] = places, -np.where(np.isneginf(wide), 0.0, np.exp(wide) * wide).sum(axis=1)
+            entropy = -np.where(np.isneginf(wide), 0.0, np.exp(wide) * wide).sum(axis=1)
+            self._column("values/entropy", np.float32(np.nan))[sequence][places] = entropy
 
-    def added(self, dump: TokenDump, columns: Mapping[str, str]) -> TokenDump:
-        """Returns the dump with the collected tokens and entropies. ``columns`` has the name of each spec's column."""
-        lengths = [len(ids) for ids in dump.token_ids]
-        further: dict[str, tuple[np.ndarray, ...]] = {}
-        for spec, found in self._tops.items():
-            ids = [np.full((length, self._k), -1, np.int32) for length in lengths]
-            logprobs = [np.full((length, self._k), -np.inf, np.float32) for length in lengths]
-            for sequence, (places, *both) in found.items():
-                for matrix, part in zip((ids[sequence], logprobs[sequence]), both, strict=True):
-                    matrix[places, : part.shape[1]] = part
-            further |= {f"top_ids/{columns[spec]}": tuple(ids), f"top_logprobs/{columns[spec]}": tuple(logprobs)}
-        if self._whole:
-            entropy = [np.full(length, np.nan, np.float32) for length in lengths]
-            for sequence, (places, part) in self._entropy.items():
-                entropy[sequence][places] = part
-            further["values/entropy"] = tuple(entropy)
-        return dataclasses.replace(dump, columns={**dump.columns, **further})
+    def _column(self, name: str, fill: np.generic, *shape: int) -> tuple[np.ndarray, ...]:
+        if name not in self._columns:
+            self._columns[name] = tuple(np.full((len(ids), *shape), fill) for ids in self._dump.token_ids)
+        return self._columns[name]
+
+    def added(self) -> TokenDump:
+        """Returns the dump with what was added so far."""
+        return dataclasses.replace(self._dump, columns={**self._dump.columns, **self._columns})
 
 
 def with_distributions(specs: Sequence[str]) -> list[str]:

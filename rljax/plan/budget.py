@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 
 from rljax.distributed.files import VERSIONS, free_memory, memory_directory
-from rljax.plan.machines import H100, Card
 from rljax.plan.memory import TOP_BYTES
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
@@ -31,6 +30,23 @@ CHECKPOINT_COPIES = 1
 _DEVICES_A_HOST = 8  # the devices of one host, for a mesh whose devices are not present
 # The ends of the names of arrays in ``dry_run.state_bytes`` that exist only during an update.
 _OF_AN_UPDATE = ("gradients", " copy", " gathered")
+
+
+class Card(NamedTuple):
+    """One device."""
+
+    name: str  # the maker's name of the card
+    memory_bytes: int  # the size of the main memory
+
+
+H100 = Card("NVIDIA H100 SXM 80 GB", 84_942_979_072)
+TPUS = {
+    "v4": Card("TPU v4", 32 * 2**30),
+    "v5e": Card("TPU v5e", 16 * 2**30),
+    "v5p": Card("TPU v5p", 95 * 2**30),
+    "v6e": Card("TPU v6e", 32 * 2**30),
+    "tpu7x": Card("TPU7x, half a chip", 96 * 2**30),
+}
 
 
 class Decoding(NamedTuple):

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from rljax.data.gym_problems import task_names
 from rljax.plan.budget import (
+    Card,
     Decoding,
     Demand,
     device_demands,
@@ -25,7 +26,6 @@ from rljax.plan.budget import (
     resident_bytes,
     route_bytes,
 )
-from rljax.plan.machines import Card
 from rljax.plan.memory import working_bytes, working_top_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape

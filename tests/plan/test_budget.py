@@ -5,6 +5,7 @@ import pytest
 from changed_configs import changed
 
 from rljax.plan.budget import (
+    H100,
     PROCESS_BYTES,
     Devices,
     device_demands,
@@ -17,7 +18,6 @@ from rljax.plan.budget import (
     top_bytes,
 )
 from rljax.plan.dry_run import dry_run, lacks_at_start, shape_mesh, state_bytes
-from rljax.plan.machines import H100
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.rollout.decode_sizes import cache_row_bytes, free_cache_room

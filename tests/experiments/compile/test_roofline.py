@@ -9,7 +9,7 @@ from compile.kernels import KernelUse, full_row, kernel_uses
 from compile.rates import RATES, Rates
 from compile.roofline import collective_seconds, crosses_nodes, times
 
-from rljax.plan.machines import H100, TPUS
+from rljax.plan.budget import H100, TPUS
 
 # A card does 1e12 operations in a second. It moves 1e9 bytes of memory, 1e8 between cards and 1e7 between nodes.
 CARD = Rates(
