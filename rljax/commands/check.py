@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import re
 import shlex
@@ -42,6 +41,8 @@ from rljax.distributed.frames import Frames
 from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import MAX_CHUNK
 from rljax.policy.hub import KNOWN_SHAPES
+from rljax.record.rows import finite_json
+from rljax.record.text_tables import text_table
 from rljax.run.options import parse_arguments
 from rljax.trainer.precision import ComputeDtype
 
@@ -125,7 +126,7 @@ def run_parts(parts: Parts, arguments: CheckArguments) -> Iterator[tuple[str, Ch
                     found = _ask(child, name, min(left, _LIMIT_S), log)
                 if name == "device":
                     on_cpu = found.get("platform") == "cpu" and not arguments.tiny
-                failed = found.get("error") or found.get("problems")
+                failed = found.get("problems")
                 remedy = found.get("remedy") or (_REMEDIES[kind] if failed else None)
                 status = "failed" if failed else "skipped" if "skipped" in found else "ok"
                 yield name, {"status": status, **found, "remedy": remedy}
@@ -142,11 +143,11 @@ def _ask(child: Child, name: str, limit_s: float, log: Path) -> CheckFacts:
     except (LostError, RuntimeError) as error:
         reason = f"the process {error}"
     else:
-        if "error" in found:
+        if "traceback" in found:
             child.replace()
         return found
     words = log.read_text(errors="replace")[-_TRACE:] if log.exists() else ""
-    return {"error": f"{reason}: {words}"}
+    return {"problems": [f"{reason}: {words}".splitlines()[0][:200]], "output": words}
 
 
 def answer_checks(frames: Frames, parts: Parts, log: str) -> None:
@@ -166,8 +167,8 @@ def answer_checks(frames: Frames, parts: Parts, log: str) -> None:
         try:
             found = parts[name]()
         except Exception as error:  # of any kind: the other parts go on
-            reason = f"{type(error).__name__}: {error}"
-            found = {"error": reason[:_TRACE], "traceback": traceback.format_exc()[-_TRACE:]}
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            found = {"problems": [reason], "traceback": traceback.format_exc()[-_TRACE:]}
         return found | {"seconds": round(time.perf_counter() - start, 2)}
 
     answer_requests(frames, answer)
@@ -175,8 +176,7 @@ def answer_checks(frames: Frames, parts: Parts, log: str) -> None:
 
 def line(found: CheckFacts) -> str:
     """Returns one line about a part: its status, its findings or its problems, and the remedy."""
-    problems = [found["error"].strip().splitlines()[0][:200]] if "error" in found else found.get("problems", [])
-    what = "; ".join(problems) or found.get("skipped") or found.get("says", "")
+    what = "; ".join(found.get("problems", [])) or found.get("skipped") or found.get("says", "")
     remedy = f" -> {found['remedy']}" if found["remedy"] else ""
     return f"{found['status']}: {what}{remedy}"
 
@@ -195,9 +195,9 @@ def main(argv: Sequence[str]) -> int:
         if path is not None:
             document = {"command": shlex.join(["rljax", "check", *argv]), "parts": found, "failed": failed}
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(document, indent=1) + "\n")
-    width, counts = max(map(len, found)), Counter(one["status"] for one in found.values())
-    print("\n".join(f"{name:<{width}}  {line(one)}" for name, one in found.items()))
+            write_whole(path, finite_json(document))
+    print(text_table([[name, line(one)] for name, one in found.items()]))
+    counts = Counter(one["status"] for one in found.values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("ok", "failed", "skipped"))
     print(f"{said} in {time.monotonic() - began:.0f} s")
     if path is not None:

@@ -54,7 +54,8 @@ _HEAD_ERRORS = (
     *("relative_error_of_d_hidden", "relative_error_of_d_table"),
 )
 _CALLS = 4
-# Triton's products are switched off, because under the first option XLA chooses no tiling for them.
+# A GPU then adds in the same order each time. By default cuDNN's backward pass adds in any order. Triton's products are
+# switched off, because under the first option XLA chooses no tiling for them.
 _FIXED_SUMS: CheckFacts = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 WARM_UP = 2  # steps before the timed ones; the first step compiles
 _NUMBERS = ("policy/loss", "policy/entropy", "optimizer/grad_norm", "optimizer/skipped_updates")
@@ -154,19 +155,6 @@ def _unequal(x: jax.Array, y: jax.Array, where: jax.Array) -> jax.Array:
     return jnp.sum((x != y) & where[:, :, None, None])
 
 
-def compile_with_fixed_sums(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
-    """Compiles a program so that a GPU adds in the same order each time. Returns it, and whether the order is fixed.
-
-    By default cuDNN's backward pass adds in any order. If XLA refuses the fixed order, the default is compiled.
-    """
-    if jax.default_backend() != "gpu":
-        return lowered.compile(), True
-    try:
-        return lowered.compile(compiler_options=_FIXED_SUMS), True
-    except jax.errors.JaxRuntimeError:
-        return lowered.compile(), False
-
-
 def find_leaks(lowered: jax.stages.Lowered, arrays: Sequence[jax.Array], ends: np.ndarray) -> CheckFacts:
     """Counts the values in other segments that change when the whole second segment is changed.
 
@@ -174,7 +162,11 @@ def find_leaks(lowered: jax.stages.Lowered, arrays: Sequence[jax.Array], ends: n
     """
     changed = ends == np.unique(ends)[2]
     others = [jnp.where(changed[:, :, None, None], x * 3 + 1, x).astype(x.dtype) for x in arrays]
-    program, fixed = compile_with_fixed_sums(lowered)
+    fixed, on_gpu = True, jax.default_backend() == "gpu"
+    try:
+        program = lowered.compile(compiler_options=_FIXED_SUMS if on_gpu else None)
+    except jax.errors.JaxRuntimeError:  # XLA refuses the fixed order
+        fixed, program = False, lowered.compile()
     before, again, after = (program(*x, ends) for x in (arrays, arrays, others))
 
     def unequal(xs: Any, ys: Any, where: np.ndarray) -> dict[str, int]:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.compare.scorers import check_vocabulary, hf_log_softmax, open_server, split_model, split_spec
+from rljax.compare.scorers import check_vocabulary, load_hf, open_server, split_model, split_spec
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.head import all_logits, matmul_precision
@@ -286,5 +286,12 @@ def _jax_scorer(directory: Path, dtype: str, temperature: float) -> Distribution
 
 
 def _hf_scorer(directory: Path, dtype: str, temperature: float) -> DistributionsAt:
-    rows = hf_log_softmax(directory, dtype, temperature)
-    return lambda ids, places: TokenLogprobs(rows(ids, places))
+    torch, model, device = load_hf(directory, dtype)
+
+    def distributions_at(ids: np.ndarray, places: np.ndarray) -> TokenLogprobs:
+        with torch.inference_mode():
+            tokens = torch.tensor(ids[None], dtype=torch.long, device=device)
+            logits = model(input_ids=tokens).logits[0, torch.tensor(places - 1, device=device)].float() / temperature
+            return TokenLogprobs(torch.log_softmax(logits, dim=-1).cpu().numpy())
+
+    return distributions_at

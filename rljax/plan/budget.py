@@ -53,7 +53,6 @@ class Decoding(NamedTuple):
     """The batch that the embedded engine decodes at once."""
 
     slots: int  # the number of responses that are decoded at once
-    rows: int  # the number of responses of a step
     places: int  # the tokens of the cache for one response
     bytes: int  # the bytes of the cache on one device
 
@@ -127,7 +126,7 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
     if rollout.environment is not None:
         rows, n = padded_rows(rows), 1
     slots = batch_sizes(rows, n, budget, row_ways(mesh)).slots
-    return Decoding(slots, config.num_sequences, places, math.ceil(slots * of_row))
+    return Decoding(slots, places, math.ceil(slots * of_row))
 
 
 def route_bytes(config: Config, policy: PolicyConfig) -> int:

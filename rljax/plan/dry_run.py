@@ -6,14 +6,12 @@ The command is ``rljax train CONFIG.yaml --dry-run``. The mesh may have more dev
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from rljax.data.gym_problems import task_names
 from rljax.plan.budget import (
     Card,
     Decoding,
@@ -32,6 +30,7 @@ from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_mesh
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
+from rljax.record.text_tables import text_table
 from rljax.rollout.build import version_bytes
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
@@ -64,20 +63,18 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     demands, decoding = find_demands(config, policy, mesh, card)
     if decoding is not None:
         lines["decoding"] = (
-            f"{decoding.slots:,} of {decoding.rows:,} responses at once, whose cache of "
+            f"{decoding.slots:,} of {config.num_sequences:,} responses at once, whose cache of "
             f"{decoding.slots * decoding.places:,} tokens takes {in_units(decoding.bytes)} of each device"
         )
     lines |= {demand.label: _describe(demand) for demand in demands}
-    width = max(map(len, lines))
     head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
     in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
     rows = {name: map(in_units, pair) for name, pair in (sizes | {"sum": (in_all, per_device)}).items()}
     table = [(name, *pair) for name, pair in ({"bytes": ("in all", "per device")} | rows).items()]
     column = max(len(name) for name, *_ in table)
-    described = [f"{key:<{width}}  {text}" for key, text in lines.items()]
     missing = [f"does not fit  {_describe_lack(each)}" for each in demands if not each.fits]
     bytes_lines = [f"{name:<{column}}  {whole:>12}  {part:>12}" for name, whole, part in table]
-    return "\n".join([head, *described, *bytes_lines, *missing])
+    return "\n".join([head, text_table(list(lines.items())), *bytes_lines, *missing])
 
 
 def find_demands(
@@ -241,15 +238,9 @@ def _batch(config: Config) -> dict[str, str]:
     of_update, updates = count // config.loss.mini_batches, config.loss.mini_batches * config.loss.epochs
     micro, rows, tokens = batch_shape(config, of_update)
     each = f", {updates} updates of {of_update}" if updates > 1 else ""
-    of_task = f"{config.data.task_problems:,} problems of" if task_names(config.data.task) else "the embedded task"
-    source, reward = config.data.path or f"{of_task} {config.data.task}", config.data.reward_name
-    absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
-    share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
     at_most = prompts * (1 + REFILL_LIMIT)
     refill = {"refill": f"a step samples {prompts} to {at_most} prompts"} if config.rollout.refill else {}
     return {
-        "steps": f"{config.run.steps}, seed {config.run.seed}",
-        "data": f"{source}{absent}{share}, reward {reward}",
         "a step": f"{prompts} prompts x {group} responses = {count:,} responses{each}",
         **refill,
         "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "

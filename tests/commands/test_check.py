@@ -150,7 +150,8 @@ def test_a_part_that_fails_is_recorded_and_the_others_run():
     assert check.line(found["step 0"]) == f"failed: RuntimeError: RESOURCE_EXHAUSTED: out of memory -> {words}"
     words = "train with policy.attention xla, and send the file"
     assert check.line(found["attention xla"]) == f"failed: 2 values of dq leaked -> {words}"
-    assert found["head 2"]["error"] == "the process died (exit status 3): the last words\n"
+    assert found["head 2"]["problems"] == ["the process died (exit status 3): the last words"]
+    assert found["head 2"]["output"] == "the last words\n"
     assert found["head"]["process"] == found["collective"]["process"]
     assert len({found[name]["process"] for name in ("head", "step 1", "head 3")}) == 3
 
@@ -162,7 +163,7 @@ def test_a_process_over_the_time_leaves_none_for_the_others(tmp_path):
     parts = json.loads(output.read_text())["parts"]
     assert status == 1
     assert list(parts) == ["device", "head bfloat16", "head float16"]
-    assert parts["device"]["error"].startswith("not done within 0 s")
+    assert parts["device"]["problems"][0].startswith("not done within 0 s")
     assert parts["head float16"]["skipped"] == "no time is left of --limit-s 0.01"
     assert "0 ok, 1 failed, 2 skipped" in out
 

@@ -1,4 +1,4 @@
-"""Tests of ``--compile``: machines, the words of the command line, and the compiled step's report (marker compilers)."""
+"""Tests of ``--compile``: machines, the words of the command line, and the report of a step (marker compilers)."""
 
 import importlib.util
 import json
