@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from collections.abc import Iterator
@@ -187,32 +188,32 @@ def host_demand(
     ``decoding`` is the batch of the embedded engine, or None.
     """
     resident, state = resident_bytes(sizes), saved_bytes(sizes)[1] * devices.on_host
-    served = can(config.rollout.engine, "serves")
-    weights = version_bytes(policy, config.rollout.dtype)
-    parts = {"the process": PROCESS_BYTES}
-    remedy = "adapters (lora.rank)"
-    if served and transfer_directory(config) == Path("/dev/shm"):
-        parts[f"{VERSIONS} versions in /dev/shm"] = VERSIONS * weights
+    served, on_cpu, remedy = can(config.rollout.engine, "serves"), devices.memory is None, "adapters (lora.rank)"
+    weights, tops = version_bytes(policy, config.rollout.dtype), top_bytes(config)
+    in_memory = served and transfer_directory(config) == Path("/dev/shm")
+    if in_memory:
         remedy = "rollout.transfer_dir on a disk"
-    if served and config.publish.store != "shared":
-        parts["the last version for deltas"] = weights
-    # The batches of this step, and the batches sampled ahead for later steps.
-    # The batches of responses that a step holds; with refilling there is also one further round.
-    batches = 1 + config.rollout.refill + config.rollout.max_staleness
-    if tops := top_bytes(config):  # one more batch is packed into rows
-        packed = math.prod(batch_shape(config)) * config.trained_tops * TOP_BYTES
-        parts["likeliest tokens"] = batches * tops + packed
-    if routes := route_bytes(config, policy):
-        parts["routes"] = batches * routes
-    if devices.memory is None:
-        sampling = 0 if decoding is None else resident + decoding.bytes + top_bytes(config)
-        parts["arrays of an update"] = devices.number * max(training, sampling)
+    if on_cpu:
         remedy = ", ".join(name for name in _device_settings(config) if "mesh" not in name and "offload" not in name)
     elif config.rollout.colocated:
-        parts["arrays between updates"] = devices.on_host * resident + state  # the state is there twice for a moment
         remedy = "rollout.colocated: false"
-    if devices.memory is not None:  # on a CPU the state is copied only where there is room for it
-        parts["a checkpoint on its way"] = CHECKPOINT_COPIES * state
+    # The batches of responses that a step holds, with refilling one further round, and those sampled ahead.
+    batches = 1 + config.rollout.refill + config.rollout.max_staleness
+    packed = math.prod(batch_shape(config)) * config.trained_tops * TOP_BYTES
+    sampling = 0 if decoding is None else resident + decoding.bytes + tops
+    parts = {
+        "the process": PROCESS_BYTES,
+        f"{VERSIONS} versions in /dev/shm": VERSIONS * weights * in_memory,
+        "the last version for deltas": weights * (served and config.publish.store != "shared"),
+        "likeliest tokens": batches * tops + packed,  # one more batch is packed into rows
+        "routes": batches * route_bytes(config, policy),
+        "arrays of an update": devices.number * max(training, sampling) * on_cpu,
+        # The state is there twice for a moment.
+        "arrays between updates": (devices.on_host * resident + state) * (config.rollout.colocated and not on_cpu),
+        # On a CPU the state is copied only where there is room for it.
+        "a checkpoint on its way": CHECKPOINT_COPIES * state * (not on_cpu),
+    }
+    parts = {name: size for name, size in parts.items() if size}
     return Demand("on the host", parts, "in the host's memory", free_memory() if devices.is_here else None, remedy)
 
 
@@ -248,11 +249,7 @@ def transfer_directory(config: Config) -> Path:
 
 def free_space(path: Path) -> int | None:
     """Returns the free bytes on the disk of a directory, which may not exist yet; None if they are not known."""
-    path = path.absolute()
-    for place in (path, *path.parents):
-        if place.exists():
-            try:
-                return shutil.disk_usage(place).free
-            except OSError:
-                return None
+    existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(existing).free
     return None
