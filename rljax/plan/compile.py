@@ -203,7 +203,7 @@ def report(compiled: CompiledStep) -> CompiledReport:
 
 def describe(facts: CompiledReport) -> str:
     """Formats a report as lines of text."""
-    sizes, batch, cost = facts["bytes"], facts["batch"], facts["cost"]
+    sizes, cost = facts["bytes"], facts["cost"]
     mesh = " x ".join(f"{name} {size}" for name, size in facts["mesh"].items())
     against = sizes["needed"] / sizes["planned"] - 1
     lines = [
@@ -212,8 +212,6 @@ def describe(facts: CompiledReport) -> str:
         f"{in_units(sizes['beside'])} beside the step, {in_units(sizes['needed'])} at a time",
         f"  fits         {'yes' if sizes['fits'] else 'NO'}: the card has {in_units(sizes['device'])}; "
         f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
-        f"  micro-batch  {batch['rows']} rows of {batch['tokens']:,} tokens on all devices; "
-        f"at most {batch['micro_batches']} a step",
     ]
     if "flops" in cost:
         lines.append(
