@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rljax.compare.scorers import check_vocabulary, load_hf, open_server, split_model, split_spec
-from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.head import all_logits, matmul_precision
 from rljax.policy.hf import load_params
@@ -249,29 +247,19 @@ def _read_top(tops: Sequence[dict[int, float]], places: np.ndarray) -> TokenLogp
     return TokenLogprobs(logprobs, ids)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"))
-def _log_softmax(
-    params: Params,
-    tokens: jax.Array,
-    segments: jax.Array,
-    before: jax.Array,
-    temperature: jax.Array,
-    *,
-    config: PolicyConfig,
-    dtype: str,
-) -> jax.Array:
-    """Computes the log-softmax after the positions ``before`` [n] of one row ``tokens`` [1, t], float32 [n, v]."""
-    with jax.default_matmul_precision(matmul_precision(dtype)):
-        cast = cast_params(params, dtype)
-        positions = jnp.arange(tokens.shape[1])[None]
-        hidden, _ = hidden_states(cast, config, tokens, segment_ends(segments), positions)
-        logits = all_logits(hidden[0, before], lm_head_table(cast))
-    return jax.nn.log_softmax(logits / temperature, axis=-1)
-
-
 def _jax_scorer(directory: Path, dtype: str, temperature: float) -> DistributionsAt:
     config = read_config(directory)
     params = load_params(directory, config)
+
+    @jax.jit
+    def log_softmax(params: Params, tokens: Any, segments: Any, before: Any, temperature: Any) -> jax.Array:
+        """Computes the log-softmax after the positions ``before`` [n] of one row ``tokens`` [1, t], float32 [n, v]."""
+        with jax.default_matmul_precision(matmul_precision(dtype)):
+            cast = cast_params(params, dtype)
+            positions = jnp.arange(tokens.shape[1])[None]
+            hidden, _ = hidden_states(cast, config, tokens, segment_ends(segments), positions)
+            logits = all_logits(hidden[0, before], lm_head_table(cast))
+        return jax.nn.log_softmax(logits / temperature, axis=-1)
 
     def distributions_at(ids: np.ndarray, places: np.ndarray) -> TokenLogprobs:
         width, count = (math.ceil(n / _MULTIPLE) * _MULTIPLE for n in (len(ids), len(places)))
@@ -279,7 +267,7 @@ def _jax_scorer(directory: Path, dtype: str, temperature: float) -> Distribution
         tokens[0, : len(ids)], segments[0, : len(ids)] = ids, 1
         before = np.zeros(count, np.int32)
         before[: len(places)] = places - 1
-        rows = _log_softmax(params, tokens, segments, before, np.float32(temperature), config=config, dtype=dtype)
+        rows = log_softmax(params, tokens, segments, before, np.float32(temperature))
         return TokenLogprobs(np.asarray(rows[: len(places)]))
 
     return distributions_at
