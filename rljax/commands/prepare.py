@@ -148,11 +148,6 @@ class PrepareArguments:
         keys = OwnKeys(self.prompt_key, self.answer_key)
         return keys if any(keys) else self.form
 
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """The arguments of the chat template by name."""
-        return template_arguments(self.enable_thinking, self.chat_template_kwargs)
-
 
 @dataclass
 class KeptRows:
@@ -274,7 +269,8 @@ def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tok
     names = ("model", "samples", "temperature", "reward", "seed")
     settings = {name: getattr(arguments, name) for name in names}
     settings |= {"chat_template": str(arguments.chat_template).lower(), "max_response_tokens": limit}
-    settings["template_arguments"] = arguments.template_arguments or None
+    of_template = template_arguments(arguments.enable_thinking, arguments.chat_template_kwargs)
+    settings["template_arguments"] = of_template or None
     scores = ScoreFile(arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl"), settings)
     keys = [problem_key(problem) for problem in problems]
     done = sum(key in scores.rewards for key in keys)
@@ -348,9 +344,9 @@ def main(argv: Sequence[str]) -> int:
         source = find_source(arguments.source)
         tally = Tally(source.name)
         tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
-        given = arguments.chat_template, arguments.template_arguments
+        how = arguments.chat_template, template_arguments(arguments.enable_thinking, arguments.chat_template_kwargs)
         selection = read_distinct(source, arguments.own_form, tally, whole=is_own(arguments.reward))
-        selection.problems = [render_problem(each, tokenizer, *given) for each in selection.problems]
+        selection.problems = [render_problem(each, tokenizer, *how) for each in selection.problems]
         if tokenizer is not None:
             say_prefix(selection.problems, tokenizer)
     if tokenizer is not None and arguments.max_prompt_tokens is not None:

@@ -23,6 +23,7 @@ from rljax.plan.budget import H100, TPUS, Card
 from rljax.plan.dry_run import beside_bytes, check_shapes, in_units, planned_bytes
 from rljax.plan.memory import compiled_for_hopper
 from rljax.policy.hub import policy_shape
+from rljax.record.text_tables import text_table
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.packing import batch_shape, responses_per_update, settle_prefixes
@@ -202,20 +203,11 @@ def report(compiled: CompiledStep) -> CompiledReport:
 
 
 def describe(facts: CompiledReport) -> str:
-    """Formats a report as lines of text."""
-    sizes, cost = facts["bytes"], facts["cost"]
+    """Formats a report as a table of a device's bytes and of the compiler's counts."""
     mesh = " x ".join(f"{name} {size}" for name, size in facts["mesh"].items())
-    against = sizes["needed"] / sizes["planned"] - 1
-    lines = [
-        f"compiled for {facts['machine']} ({facts['card']}), mesh {mesh}, in {facts['compile_s']:.0f} s; a device:",
-        f"  bytes        {in_units(sizes['argument'])} of arguments, {in_units(sizes['temporary'])} of temporaries, "
-        f"{in_units(sizes['beside'])} beside the step, {in_units(sizes['needed'])} at a time",
-        f"  fits         {'yes' if sizes['fits'] else 'NO'}: the card has {in_units(sizes['device'])}; "
-        f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
-    ]
-    if "flops" in cost:
-        lines.append(
-            f"  cost         {cost['flops']:.3e} FLOPs and {in_units(int(cost.get('bytes_accessed', 0)))} moved by the "
-            "compiler's count, with each loop over micro-batches once and without custom calls"
-        )
-    return "\n".join(lines)
+    sizes = {name: in_units(size) for name, size in facts["bytes"].items() if name != "fits"}
+    sizes["fits"] = "yes" if facts["bytes"]["fits"] else "NO"
+    note = ", each loop over micro-batches once, without custom calls"
+    counts = {name.replace("_", " "): f"{count:.3e}{note}" for name, count in facts["cost"].items()}
+    head = f"compiled for {facts['machine']} ({facts['card']}), mesh {mesh}, in {facts['compile_s']:.0f} s; a device:"
+    return f"{head}\n{text_table(list((sizes | counts).items()))}"
