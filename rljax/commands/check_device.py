@@ -91,7 +91,6 @@ def check_devices() -> CheckFacts:
         "kind": device.device_kind,
         "platform": device.platform,
         "count": jax.device_count(),
-        "processes": jax.process_count(),
         "memory_bytes": memory,
         "compute_capability": getattr(device, "compute_capability", None),
         "runtime": device.client.platform_version,

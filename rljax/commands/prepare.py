@@ -121,26 +121,24 @@ class PrepareArguments:
     scores: Path | None = None
     seed: int = 0
 
-    def check(self) -> None:
-        """Raises ConfigError for arguments that make no sense together."""
+    def __post_init__(self) -> None:
         if self.out.suffix != ".parquet":
-            raise ConfigError(f"OUT must end in .parquet, got {self.out}")
+            raise ValueError(f"OUT must end in .parquet, got {self.out}")
         if self.model is None and (self.samples or self.max_prompt_tokens is not None):
-            raise ConfigError("--model is needed: its tokenizer counts prompt tokens, its policy is sampled")
+            raise ValueError("--model is needed: its tokenizer counts prompt tokens, its policy is sampled")
         if min(self.hold_out, self.samples, self.check_answers) < 0 or (self.max_prompt_tokens or 1) < 1:
-            raise ConfigError(
+            raise ValueError(
                 "--hold-out, --samples and --check-answers must not be negative, --max-prompt-tokens at least 1"
             )
-        if not 0.0 <= self.min_pass_rate <= self.max_pass_rate <= 1.0:
-            raise ConfigError(
-                f"pass rates must be 0 <= min <= max <= 1, got {self.min_pass_rate} and {self.max_pass_rate}"
-            )
+        low, high = self.min_pass_rate, self.max_pass_rate
+        if not 0.0 <= low <= high <= 1.0:
+            raise ValueError(f"pass rates must be 0 <= min <= max <= 1, got {low} and {high}")
         if self.form is not None and self.own_form != self.form:
-            raise ConfigError("--form names the keys already: leave out --prompt-key and --answer-key")
+            raise ValueError("--form names the keys already: leave out --prompt-key and --answer-key")
         if self.samples == 1 or (self.samples and not self.temperature > 0.0):
-            raise ConfigError("a pass rate needs at least 2 samples and a positive temperature")
-        if not self.samples and (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0):
-            raise ConfigError("pass rates are bounded but not measured: give --samples")
+            raise ValueError("a pass rate needs at least 2 samples and a positive temperature")
+        if not self.samples and (low, high) != (0.0, 1.0):
+            raise ValueError("pass rates are bounded but not measured: give --samples")
 
     @property
     def own_form(self) -> Form:
@@ -339,7 +337,6 @@ def hold_out(selection: KeptRows, count: int, seed: int) -> list[FileRow]:
 def main(argv: Sequence[str]) -> int:
     """Prepares the training file and returns the exit status."""
     arguments = parse_arguments(PrepareArguments, argv, prog="rljax prepare", description=__doc__ or "")
-    arguments.check()
     with caller_errors():
         source = find_source(arguments.source)
         tally = Tally(source.name)

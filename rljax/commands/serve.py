@@ -88,7 +88,6 @@ def serve(server: Any, argv: Sequence[str]) -> int:
     options = parse(kind, argv)
     url_file, timeout_s, follow_parent = (options.pop(name) for name in ("url_file", "timeout", "follow_parent"))
     parent = os.getppid()
-
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
     if follow_parent:

@@ -47,9 +47,6 @@ class TokenLogprobs(NamedTuple):
     ids: np.ndarray | None = None  # int32 [n, k], -1 as fill; None if every token of the vocabulary is known, in order
 
 
-Keep = Callable[[str, int, np.ndarray, TokenLogprobs], object]
-"""A function that gets a scorer's spec, the index of a sequence, its response places, and the distributions there."""
-
 DistributionsAt = Callable[[np.ndarray, np.ndarray], TokenLogprobs]
 """A function (token ids [t], places [n], each at least 1) -> the distributions of the tokens at these places."""
 
@@ -78,7 +75,7 @@ def compare_distributions(
     temperature: float = 1.0,
     top_k: int = 20,
     progress: Callable[[int], object] = lambda count: None,
-    keep: Keep = lambda spec, sequence, places, known: None,
+    keep: Callable[[str, int, np.ndarray, TokenLogprobs], object] = lambda *found: None,
 ) -> list[DistributionPair]:
     """Compares every two of the scorers that know distributions. Other scorers are left out.
 
@@ -94,7 +91,8 @@ def compare_distributions(
       top_k: The number of likeliest tokens that a server returns, at most its --max-logprobs (20 by default). A smaller
         vocabulary of another scorer's model limits it.
       progress: A function that gets the number of newly compared sequences.
-      keep: A function that gets each distribution, such as ``Likeliest``.
+      keep: A function, such as ``Likeliest``, that gets a scorer's spec, the index of a sequence, its response places,
+        and the distributions there.
 
     Raises:
       ValueError: Fewer than two specs know distributions, a server does not score the temperature, a scorer has no
@@ -124,7 +122,7 @@ def compare_distributions(
 
 
 class Likeliest:
-    """A ``Keep`` that adds each scorer's k likeliest tokens to a dump, and the entropy (nats) of a whole distribution.
+    """Adds each scorer's k likeliest tokens to a dump, and the entropy (nats) of a whole distribution.
 
     The entropy comes from the first scorer that knows every token. ``names`` has the name of each spec's column.
     """

@@ -58,8 +58,7 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     config = settle_prefixes(config, policy, says=False)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
-    lines = _batch(config) | _model(config, policy, mesh)
-    lines |= _sampling(config, sizes)
+    lines = _batch(config) | _model(config, policy, mesh) | _sampling(config, sizes)
     demands, decoding = find_demands(config, policy, mesh, card)
     if decoding is not None:
         lines["decoding"] = (
@@ -201,12 +200,10 @@ def beside_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> int:
 
 def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
     """Returns (bytes in total, bytes on one device) of the trainer's arrays and of the step's working memory."""
-    working = working_bytes(config, policy, mesh)
-    devices = math.prod(mesh.shape.values())
-    if routes := route_bytes(config, policy):
-        working["routes"] = routes // num_parts(mesh.shape, "rows")
-    if tops := working_top_bytes(config, mesh):
-        working["likeliest tokens"] = tops
+    working, devices = working_bytes(config, policy, mesh), math.prod(mesh.shape.values())
+    routes = route_bytes(config, policy) // num_parts(mesh.shape, "rows")
+    further = {"routes": routes, "likeliest tokens": working_top_bytes(config, mesh)}
+    working |= {name: size for name, size in further.items() if size}
     return state_bytes(config, policy, mesh) | {name: (size * devices, size) for name, size in working.items()}
 
 
