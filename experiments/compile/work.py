@@ -6,11 +6,9 @@ import dataclasses
 from typing import Any
 
 from compile.count import Work, by_dtype, count_program
-from compile.flops import model_flops
 from compile.hlo import parse_module
-from compile.kernels import KernelUse, full_row, kernel_uses
-from compile.rates import RATES
-from compile.roofline import crosses_nodes, times
+from compile.kernels import KernelUse, full_row, kernel_uses, model_flops
+from compile.roofline import RATES, crosses_nodes, times
 from rljax.plan.compile import CompiledStep
 from rljax.plan.dry_run import in_units
 from rljax.policy.config import PolicyConfig

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from compile.flops import causal_pairs, model_flops
+from compile.kernels import causal_pairs, model_flops
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import LoraConfig

@@ -6,8 +6,7 @@ import pytest
 from compile.count import Collective, Work
 from compile.hlo import parse_module
 from compile.kernels import KernelUse, full_row, kernel_uses
-from compile.rates import RATES, Rates
-from compile.roofline import collective_seconds, crosses_nodes, times
+from compile.roofline import RATES, Rates, collective_seconds, crosses_nodes, times
 
 from rljax.plan.budget import H100, TPUS
 
