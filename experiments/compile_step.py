@@ -16,8 +16,7 @@ from pathlib import Path
 from compile.work import describe_work, work_report
 
 from rljax.errors import caller_errors, run_cli
-from rljax.plan.compile import compile_step, describe, report
-from rljax.plan.machines import parse_machine
+from rljax.plan.compile import compile_step, describe, parse_machine, report
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 

@@ -133,8 +133,7 @@ def describe_run(config: Config, options: Options) -> None:
     if options.compile is None:
         print(dry_run(config))
         return
-    from rljax.plan.compile import compile_step, describe, report  # only ``--compile`` needs them
-    from rljax.plan.machines import parse_machine
+    from rljax.plan.compile import compile_step, describe, parse_machine, report  # only ``--compile`` needs them
 
     compiled = compile_step(config, parse_machine(options.compile))
     if options.hlo:

@@ -79,7 +79,7 @@ def versions(size: Size, model: Path | None) -> Found:
     """Says what the machine is: devices, driver, packages, and what rljax misses."""
     import jax
 
-    from rljax.commands.check_machine import nvidia_smi
+    from rljax.commands.check_device import nvidia_smi
 
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "transformers", "numpy", "triton")
     here = {}
@@ -126,19 +126,14 @@ def pinned(size: Size, model: Path | None) -> Found:
 
 def kernels(size: Size, model: Path | None) -> Found:
     """Measures attention and the head against float32, and looks for leaks between packed sequences."""
-    import jax
-
-    from rljax.commands import check_kernels as check
-    from rljax.policy.attention import choose_attention, find_implementation
+    from rljax.commands import check_device as check
     from rljax.policy.head import MAX_CHUNK
 
-    policy, device, found = policy_of(size), jax.devices()[0], {}
+    policy, found = policy_of(size), {}
     for dtype in DTYPES:
-        for name in dict.fromkeys((find_implementation("auto", device, dtype, policy.head_dim), "xla")):
-            attention = choose_attention(name, device, dtype, policy.head_dim)
-            given = (attention, size.row_tokens, dtype, policy)
-            yield_to(found, f"attention {name} {dtype}", check.check_attention, *given, size.repeats)
-            yield_to(found, f"leak {name} {dtype}", check.check_leak, *given)
+        for name in ("auto", "xla"):
+            given = (name, size.row_tokens, dtype, policy, size.repeats)
+            yield_to(found, f"attention {name} {dtype}", check.check_named_attention, *given)
         rows, chunk = (64, 128) if size.tiny else (2048, MAX_CHUNK)
         yield_to(found, f"head {dtype}", check.check_head, rows, dtype, policy, size.repeats, chunk)
     return found
@@ -146,7 +141,7 @@ def kernels(size: Size, model: Path | None) -> Found:
 
 def step(size: Size, model: Path | None, *, dtype: str, remat: str) -> Found:
     """Compiles and times a training step; compares the planned, compiled and used memory."""
-    from rljax.commands import check_step as check
+    from rljax.commands import check_device as check
 
     shape = check.TINY if size.tiny else check.StepSize()
     return check.check_step(MODEL, policy_of(size), dtype, size.steps, shape, remat)
@@ -158,7 +153,7 @@ def publish(size: Size, model: Path | None) -> Found:
     import jax.numpy as jnp
     import numpy as np
 
-    from rljax.commands import check_step as check
+    from rljax.commands import check_device as check
     from rljax.policy.hf import hf_tensors
     from rljax.policy.published import hf_checksums
     from rljax.run.checkpoint import Checkpointer

@@ -99,7 +99,7 @@ def precision(size: Size, model: Path | None) -> Found:
     import ml_dtypes
     import numpy as np
 
-    from rljax.commands.check_kernels import median_ms
+    from rljax.commands.check_device import median_ms
 
     n, found = 128 if size.tiny else 4096, {}
     a, b = (np.random.default_rng(seed).standard_normal((n, n), np.float32) for seed in (0, 1))
@@ -121,7 +121,7 @@ def precision(size: Size, model: Path | None) -> Found:
 
 def collective(size: Size, model: Path | None) -> Found:
     """Measures a sum over all chips of this host."""
-    from rljax.commands.check_kernels import check_collective
+    from rljax.commands.check_device import check_collective
 
     return check_collective(1 if size.tiny else 256, size.repeats)
 

@@ -1,7 +1,7 @@
-"""Counts by formula the products inside custom calls, which the program's text does not show.
+"""Counts by formula the products of a gradient, and of custom calls, which the program's text does not show.
 
-Attention: `rljax.plan.flops` says what a product costs. A forward pass makes two products, and a backward pass five, or
-four and three if it has two kernels.
+Attention: a product of one query with one key costs two operations for each element of a head. A forward pass makes two
+products, and a backward pass five, or four and three if it has two kernels.
 
 Grouped products of a mixture's experts: each of m rows [m, d] multiplies one of e matrices [e, d, f], or adds to one of
 e outer products. These are 2 m d f operations. m counts all rows for which there is room.
@@ -15,9 +15,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
+
 from compile.count import Work
 from compile.hlo import Computation, Instruction
-from rljax.plan.flops import causal_pairs
+from rljax.policy.config import PolicyConfig
+from rljax.policy.families import FAMILIES
+from rljax.policy.lora import OFF, LoraConfig, targets_of
+from rljax.policy.model import abstract_params, logical_axes
 
 # Patterns of a call's name or metadata, with the number of products for each pair; the first match counts.
 _PRODUCTS = (
@@ -39,6 +44,15 @@ class KernelUse:
     count: int  # the number of executions
     dtype: str  # the dtype of the operands; empty if the kernel is unknown
     flops: int | None  # the floating-point operations by formula; None if the kernel is unknown
+
+
+def causal_pairs(segments: Sequence[int]) -> int:
+    """Counts the (query, key) pairs of a row with segments of these lengths. A token sees itself and earlier tokens.
+
+    >>> causal_pairs([3, 1])
+    7
+    """
+    return sum(length * (length + 1) // 2 for length in segments)
 
 
 def full_row(row_tokens: int, longest: int) -> list[int]:
@@ -89,3 +103,26 @@ def _grouped_flops(computation: Computation, call: Instruction) -> tuple[str, in
     if not stacks or not rows:
         return None
     return rows[0].dtype, 2 * rows[0].dims[0] * math.prod(stacks[0].dims[1:])
+
+
+def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: LoraConfig = OFF) -> int:
+    """Counts the operations that a micro-batch's gradient needs on all devices, without recomputation.
+
+    Each token needs six operations for each parameter that it uses; an untied embedding table does not multiply, and of
+    a mixture's experts only ``experts_per_token`` do. A frozen parameter without adapters needs four. Attention is
+    causal inside each segment: each pair of a query and a key needs 12 operations for each layer and each element of
+    the query heads. A delta net has three products of each token with the state of each head. ``segments`` are lengths
+    in tokens.
+    """
+    multiplying = 0 if policy.tie_word_embeddings else -policy.vocab_size * policy.hidden_size
+    axes_of_leaves = jax.tree.leaves(logical_axes(policy), is_leaf=lambda node: isinstance(node, tuple))
+    for leaf, axes in zip(jax.tree.leaves(abstract_params(policy)), axes_of_leaves, strict=True):
+        multiplying += leaf.size * policy.experts_per_token // policy.num_experts if "experts" in axes else leaf.size
+    trained = multiplying
+    if lora.rank:
+        trained = sum(leaf.size for leaf in jax.tree.leaves(targets_of(abstract_params(policy), policy, lora)))
+    of_layer = 4 * causal_pairs(segments) * policy.num_heads * policy.head_dim  # two products of a forward pass
+    kinds = FAMILIES[policy.family].layer_types(policy.num_layers)
+    of_state = 6 * policy.delta_value_heads * policy.delta_key_dim * policy.delta_value_dim * sum(segments)
+    attention = 3 * (kinds.count("full_attention") * of_layer + kinds.count("linear_attention") * of_state)
+    return rows * ((4 * multiplying + 2 * trained) * sum(segments) + attention)

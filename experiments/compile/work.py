@@ -7,11 +7,10 @@ from typing import Any
 
 from compile.count import Work, by_dtype, count_program
 from compile.hlo import parse_module
-from compile.kernels import KernelUse, full_row, kernel_uses
-from compile.roofline import crosses_nodes, times
+from compile.kernels import KernelUse, full_row, kernel_uses, model_flops
+from compile.roofline import RATES, crosses_nodes, times
 from rljax.plan.compile import CompiledStep
 from rljax.plan.dry_run import in_units
-from rljax.plan.flops import model_flops
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
 from rljax.run.packing import batch_shape, responses_per_update
@@ -33,7 +32,7 @@ def work_report(compiled: CompiledStep) -> Report:
     policy = policy_shape(config.model.path)
     tokens = batch_shape(config, responses_per_update(config))[2]
     program = count_program(parse_module(compiled.text), mesh.size)
-    nodes = [device.process_index if machine.card.network_rate else 0 for device in mesh.devices.flat]
+    nodes = [device.process_index if RATES[machine.card.name].network else 0 for device in mesh.devices.flat]
     segments = full_row(tokens, config.max_sequence_tokens)
     works = {part: getattr(program, part) for part in PARTS}
     kernels = {part: kernel_uses(work, segments) for part, work in works.items()}
@@ -65,13 +64,13 @@ def _roofline(
     kernels: dict[str, list[KernelUse]],
     nodes: list[int],
 ) -> Report:
-    config, card = compiled.config, compiled.machine.card
+    config, rates = compiled.config, RATES[compiled.machine.card.name]
     micro, rows, tokens = batch_shape(config, responses_per_update(config))
-    by_part = {part: times(works[part], kernels[part], card, nodes) for part in PARTS}
+    by_part = {part: times(works[part], kernels[part], rates, nodes) for part in PARTS}
     seconds = micro * by_part["micro_batch"].total + by_part["step"].total
     flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens), config.lora)
     dtype = config.precision.compute_dtype
-    peak = card.product_rate(dtype, "highest" if dtype == "float32" else "default")
+    peak = rates.of_products(dtype, "highest" if dtype == "float32" else "default")
     return {
         "note": MODEL_NOTE,
         **{f"{part}_s": one.rounded() for part, one in by_part.items()},

@@ -1,22 +1,21 @@
-"""Checks rljax on this machine, from the driver to a training step, and writes one JSON file to send.
+"""Checks rljax on the accelerators of this machine, and writes one JSON file to send.
 
     rljax check                              # Qwen3-0.6B's shapes
     rljax check --models 0.6B 1.7B 4B
-    rljax check --only driver packages --json result.json
+    rljax check --only device step --json result.json
     rljax check --tiny                       # tries the kernels and the step too on a CPU
 
-First come the driver, the packages, the compiler and /dev/shm. Then all devices add up an array. Attention and the head
-are compared with float32. A packed sequence must not influence another one. A training step is compiled and timed, and
-its memory is compared with the plan. Weights and tokens are random; nothing is downloaded. Each part is ok, failed or
-skipped, with the remedy. A part that fails is recorded with its error, and the others still run; the exit status is
-then 1. The parts run in another process, so a crash loses only the part that runs then.
+All devices add up an array. Attention and the head are compared with float32. A packed sequence must not influence
+another one. A training step is compiled and timed, and its memory is compared with the plan. Weights and tokens are
+random; nothing is downloaded. Each part is ok, failed or skipped, with the remedy. A part that fails is recorded with
+its error, and the others still run; the exit status is then 1. The parts run in another process, so a crash loses only
+the part that runs then.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import re
 import shlex
@@ -28,47 +27,36 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from tqdm import tqdm
 
-from rljax.commands import check_kernels as kernels
-from rljax.commands import check_machine as machine
-from rljax.commands import check_step as training
-from rljax.commands.check_kernels import CheckFacts
+from rljax.commands import check_device as device
+from rljax.commands.check_device import CheckFacts
 from rljax.distributed.answering import answer_requests
 from rljax.distributed.child import Child, Decoder, LostError
 from rljax.distributed.files import write_whole
 from rljax.distributed.frames import Frames
-from rljax.errors import install_words
 from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import MAX_CHUNK
 from rljax.policy.hub import KNOWN_SHAPES
+from rljax.record.rows import finite_json
+from rljax.record.text_tables import text_table
 from rljax.run.options import parse_arguments
 from rljax.trainer.precision import ComputeDtype
 
 Parts = Mapping[str, Callable[[], CheckFacts]]
 TINY = PolicyConfig(512, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, tie_word_embeddings=True)
-DEVICE = "device"
-STEPS = 5  # the steps that are timed
 _DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float16")
 _ATTENTIONS: tuple[AttentionName, ...] = ("auto", "xla")
-_MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION"
-_OLD_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses to have both
 _TRACE = 4000  # characters of a failed part's traceback, or of a lost process's last words
 _LIMIT_S = 240.0  # the longest time of one part
 _FACTS = Decoder(CheckFacts)
-_SEND = "train with policy.attention xla, and send the file"
 _REMEDIES = {
-    DEVICE: "reinstall jax for this machine (jax[cuda12] or jax[tpu]), and look at its driver",
-    "driver": "update the driver of this machine",
-    "packages": install_words("train") + "; the extra gpu for NVIDIA GPUs",
-    "compiler": "install gcc and python3-dev (Debian, Ubuntu) or gcc and python3-devel (Red Hat)",
-    "shm": "start the container with --ipc=host or --shm-size, or set rollout.transfer_dir",
+    "device": "reinstall jax for this machine (jax[cuda12] or jax[tpu]), and look at its driver",
     "collective": "NCCL_DEBUG=INFO names the link that fails; start containers with --ipc=host",
-    "attention": _SEND,
-    "leak": _SEND,
+    "attention": "train with policy.attention xla, and send the file",
     "head": "send the file",
     "step": "try smaller --models, and send the file",
 }
@@ -96,27 +84,21 @@ def make_parts(arguments: CheckArguments) -> Parts:
     tiny, part = arguments.tiny, functools.partial
     policies = {"tiny": TINY} if tiny else {size: KNOWN_SHAPES[f"Qwen/Qwen3-{size}"] for size in arguments.models}
     smallest = next(iter(policies.values()), TINY)
-    largest = max(policies.items(), key=lambda one: one[1].hidden_size, default=("tiny", TINY))
-    size, repeats = (training.TINY, 2) if tiny else (training.StepSize(), 7)
+    size, steps, repeats = (device.TINY, 2, 2) if tiny else (device.StepSize(), 5, 7)
     parts: dict[str, Callable[[], CheckFacts]] = {
-        DEVICE: machine.check_device,
-        "driver": machine.check_driver,
-        "packages": machine.check_packages,
-        "compiler": machine.check_compiler,
-        "shm": part(machine.check_shm, *largest),
-        "collective": part(kernels.check_collective, 1 if tiny else 256, repeats),
+        "device": device.check_devices,
+        "collective": part(device.check_collective, 1 if tiny else 256, repeats),
     }
     for dtype in _DTYPES:
         for tokens, name in itertools.product((1152,) if tiny else (2048, 9216), _ATTENTIONS):
-            given, words = (name, tokens, dtype, smallest), f"{name} {tokens} {dtype}"
-            parts[f"attention {words}"] = part(kernels.on_named, kernels.check_attention, *given, repeats)
-            parts[f"leak {words}"] = part(kernels.on_named, kernels.check_leak, *given)
+            given = (name, tokens, dtype, smallest, repeats)
+            parts[f"attention {name} {tokens} {dtype}"] = part(device.check_named_attention, *given)
         rows, chunk = (64, 128) if tiny else (2048, MAX_CHUNK)
-        parts[f"head {dtype}"] = part(kernels.check_head, rows, dtype, smallest, repeats, chunk)
+        parts[f"head {dtype}"] = part(device.check_head, rows, dtype, smallest, repeats, chunk)
     for (model, policy), dtype in itertools.product(policies.items(), _DTYPES):
-        parts[f"step {model} {dtype}"] = part(training.check_step, model, policy, dtype, 2 if tiny else STEPS, size)
-    only = tuple(arguments.only)
-    return {name: one for name, one in parts.items() if not only or name == DEVICE or name.startswith(only)}
+        parts[f"step {model} {dtype}"] = part(device.check_step, model, policy, dtype, steps, size)
+    only = ("device", *arguments.only) if arguments.only else ("",)
+    return {name: one for name, one in parts.items() if name.startswith(only)}
 
 
 def run_parts(parts: Parts, arguments: CheckArguments) -> Iterator[tuple[str, CheckFacts]]:
@@ -125,31 +107,26 @@ def run_parts(parts: Parts, arguments: CheckArguments) -> Iterator[tuple[str, Ch
     The process is replaced after a part that fails, because its device may be in a bad state, and before each step,
     whose use of memory is measured. On a CPU without --tiny the kernels and the step would take hours, and are skipped.
     """
-    if _OLD_MEMORY_SHARE not in os.environ:
-        os.environ.setdefault(_MEMORY_SHARE, "0.92")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    end, on_cpu = time.monotonic() + arguments.limit_s, False
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "output")
         child = Child("process of checks", f"{__name__}:answer_checks", (dict(parts), str(log)))
+        end, on_cpu = time.monotonic() + arguments.limit_s, False
         try:
             for name in (bar := tqdm(parts, unit="part", file=sys.stderr)):
                 bar.set_postfix_str(name)
                 kind, left = name.partition(" ")[0], end - time.monotonic()
-                if on_cpu and kind in ("attention", "leak", "head", "step"):
+                if on_cpu and kind in ("attention", "head", "step"):
                     found = {"skipped": "JAX finds no accelerator here", "remedy": "--tiny tries the program on a CPU"}
                 elif left <= 0:
-                    found = {
-                        "skipped": f"no time is left of --limit-s {arguments.limit_s:g}",
-                        "remedy": f"--only '{name}'",
-                    }
+                    reason = f"no time is left of --limit-s {arguments.limit_s:g}"
+                    found = {"skipped": reason, "remedy": f"--only '{name}'"}
                 else:
                     if kind == "step":
                         child.replace()
                     found = _ask(child, name, min(left, _LIMIT_S), log)
-                if name == DEVICE:
+                if name == "device":
                     on_cpu = found.get("platform") == "cpu" and not arguments.tiny
-                failed = found.get("error") or found.get("problems")
+                failed = found.get("problems")
                 remedy = found.get("remedy") or (_REMEDIES[kind] if failed else None)
                 status = "failed" if failed else "skipped" if "skipped" in found else "ok"
                 yield name, {"status": status, **found, "remedy": remedy}
@@ -166,11 +143,11 @@ def _ask(child: Child, name: str, limit_s: float, log: Path) -> CheckFacts:
     except (LostError, RuntimeError) as error:
         reason = f"the process {error}"
     else:
-        if "error" in found:
+        if "traceback" in found:
             child.replace()
         return found
     words = log.read_text(errors="replace")[-_TRACE:] if log.exists() else ""
-    return {"error": f"{reason}: {words}"}
+    return {"problems": [f"{reason}: {words}".splitlines()[0][:200]], "output": words}
 
 
 def answer_checks(frames: Frames, parts: Parts, log: str) -> None:
@@ -190,8 +167,8 @@ def answer_checks(frames: Frames, parts: Parts, log: str) -> None:
         try:
             found = parts[name]()
         except Exception as error:  # of any kind: the other parts go on
-            reason = f"{type(error).__name__}: {error}"
-            found = {"error": reason[:_TRACE], "traceback": traceback.format_exc()[-_TRACE:]}
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            found = {"problems": [reason], "traceback": traceback.format_exc()[-_TRACE:]}
         return found | {"seconds": round(time.perf_counter() - start, 2)}
 
     answer_requests(frames, answer)
@@ -199,8 +176,7 @@ def answer_checks(frames: Frames, parts: Parts, log: str) -> None:
 
 def line(found: CheckFacts) -> str:
     """Returns one line about a part: its status, its findings or its problems, and the remedy."""
-    problems = [found["error"].strip().splitlines()[0][:200]] if "error" in found else found.get("problems", [])
-    what = "; ".join(problems) or found.get("skipped") or found.get("says", "")
+    what = "; ".join(found.get("problems", [])) or found.get("skipped") or found.get("says", "")
     remedy = f" -> {found['remedy']}" if found["remedy"] else ""
     return f"{found['status']}: {what}{remedy}"
 
@@ -208,24 +184,21 @@ def line(found: CheckFacts) -> str:
 def main(argv: Sequence[str]) -> int:
     """Runs the checks, prints a table, writes the JSON file after each part, and returns the exit status."""
     arguments = parse_arguments(CheckArguments, argv, prog="rljax check", description=__doc__ or "")
-    began, path = time.monotonic(), arguments.json
-    found: dict[str, CheckFacts] = {}
-    failed: list[str] = []
+    began, path, found = time.monotonic(), arguments.json, dict[str, CheckFacts]()
     for name, one in run_parts(make_parts(arguments), arguments):
         found[name] = one
-        failed += [name] if one["status"] == "failed" else []
         if path is None and not arguments.tiny:
             kind = re.sub(r"[^a-z0-9]+", "_", one.get("kind", "unknown").lower()).strip("_")
             path = Path(f"accelerator_{kind}.json")
         if path is not None:
-            document: dict[str, Any] = {"command": shlex.join(["rljax", "check", *argv]), "parts": found}
+            failed = [name for name, one in found.items() if one["status"] == "failed"]
+            document = {"command": shlex.join(["rljax", "check", *argv]), "parts": found, "failed": failed}
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(document | {"failed": failed}, indent=1) + "\n")
-    width = max(map(len, found))
-    print("\n".join(f"{name:<{width}}  {line(one)}" for name, one in found.items()))
+            write_whole(path, finite_json(document))
+    print(text_table([[name, line(one)] for name, one in found.items()]))
     counts = Counter(one["status"] for one in found.values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("ok", "failed", "skipped"))
     print(f"{said} in {time.monotonic() - began:.0f} s")
     if path is not None:
         print(f"written to {path}; send it to the developers of rljax")
-    return 1 if failed else 0
+    return 1 if counts["failed"] else 0

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from rljax import train
-from rljax.commands.check_kernels import CheckFacts
+from rljax.commands.check_device import CheckFacts
 from rljax.compare.report import GAP, compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import local_source, name_columns, score_column

@@ -222,13 +222,11 @@ def distributions(
 
     ``columns`` has the column name of each scorer's spec.
     """
-    likeliest = Likeliest(options.top_k)
+    likeliest = Likeliest(dump, columns, options.top_k)
     with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
-        given, temperature = (options.scorer, dump, options.model), options.temperature
-        pairs = compare_distributions(
-            *given, temperature=temperature, top_k=options.top_k, progress=bar.update, keep=likeliest
-        )
-    return pairs, likeliest.added(dump, columns)
+        how = {name: getattr(options, name) for name in ("temperature", "top_k")}
+        pairs = compare_distributions(options.scorer, dump, options.model, **how, progress=bar.update, keep=likeliest)
+    return pairs, likeliest.added()
 
 
 def named_roles(options: CompareArguments, columns: Collection[str]) -> dict[str, str]:
@@ -310,19 +308,15 @@ def run_bench(options: CompareArguments, argv: Sequence[str]) -> int:
         prompts = read_tokens(tokens) if tokens else toy_prompts(count, model)
         sample = options.sample or "jax-decode:bfloat16"
         split_sampler(sample)
+        same = ("lengths", "second_run", "repeat", "seed", "server_arg", "out")
         config = BenchConfig(
             model,
             options.model if is_hub_id(options.model) else Path(options.model).name,
             options.scorer or tuple(f"{kind}:{dtype}" for kind, dtype in itertools.product(ROWS, DTYPES)),
-            options.lengths,
             batch_size=min(options.batch_size, len(prompts.sequence_ids)),
-            second_run=options.second_run,
-            repeat=options.repeat,
             reference=reference,
             sample=sample,
-            seed=options.seed,
-            server_args=options.server_arg,
-            out=options.out,
+            **{name: getattr(options, name) for name in same},
         )
         command = shlex.join(["rljax", "compare", *(without_places("=".join(each)) for each in parts)])
         bench = Bench(config, prompts, tokens.name if tokens else None, command)

@@ -102,8 +102,8 @@ class PrepareArguments:
     answer_key: str = ""
     model: str | None = None
     max_prompt_tokens: int | None = None
-    chat_template: Literal["auto", "true", "false"] = "auto"
-    enable_thinking: Literal["true", "false"] | None = None
+    chat_template: bool | Literal["auto"] = "auto"
+    enable_thinking: bool | None = None
     chat_template_kwargs: tuple[str, ...] = ()
     check_answers: int = 1000
     hold_out: int = 0
@@ -121,43 +121,30 @@ class PrepareArguments:
     scores: Path | None = None
     seed: int = 0
 
-    def check(self) -> None:
-        """Raises ConfigError for arguments that make no sense together."""
+    def __post_init__(self) -> None:
         if self.out.suffix != ".parquet":
-            raise ConfigError(f"OUT must end in .parquet, got {self.out}")
+            raise ValueError(f"OUT must end in .parquet, got {self.out}")
         if self.model is None and (self.samples or self.max_prompt_tokens is not None):
-            raise ConfigError("--model is needed: its tokenizer counts prompt tokens, its policy is sampled")
+            raise ValueError("--model is needed: its tokenizer counts prompt tokens, its policy is sampled")
         if min(self.hold_out, self.samples, self.check_answers) < 0 or (self.max_prompt_tokens or 1) < 1:
-            raise ConfigError(
+            raise ValueError(
                 "--hold-out, --samples and --check-answers must not be negative, --max-prompt-tokens at least 1"
             )
-        if not 0.0 <= self.min_pass_rate <= self.max_pass_rate <= 1.0:
-            raise ConfigError(
-                f"pass rates must be 0 <= min <= max <= 1, got {self.min_pass_rate} and {self.max_pass_rate}"
-            )
+        low, high = self.min_pass_rate, self.max_pass_rate
+        if not 0.0 <= low <= high <= 1.0:
+            raise ValueError(f"pass rates must be 0 <= min <= max <= 1, got {low} and {high}")
         if self.form is not None and self.own_form != self.form:
-            raise ConfigError("--form names the keys already: leave out --prompt-key and --answer-key")
+            raise ValueError("--form names the keys already: leave out --prompt-key and --answer-key")
         if self.samples == 1 or (self.samples and not self.temperature > 0.0):
-            raise ConfigError("a pass rate needs at least 2 samples and a positive temperature")
-        if not self.samples and (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0):
-            raise ConfigError("pass rates are bounded but not measured: give --samples")
+            raise ValueError("a pass rate needs at least 2 samples and a positive temperature")
+        if not self.samples and (low, high) != (0.0, 1.0):
+            raise ValueError("pass rates are bounded but not measured: give --samples")
 
     @property
     def own_form(self) -> Form:
         """The name of the source's form, or the names of its keys."""
         keys = OwnKeys(self.prompt_key, self.answer_key)
         return keys if any(keys) else self.form
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """The arguments of the chat template by name."""
-        thinking = None if self.enable_thinking is None else self.enable_thinking == "true"
-        return template_arguments(thinking, self.chat_template_kwargs)
-
-    @property
-    def template(self) -> bool | Literal["auto"]:
-        """The value of ``chat_template`` as a boolean, or auto."""
-        return "auto" if self.chat_template == "auto" else self.chat_template == "true"
 
 
 @dataclass
@@ -277,9 +264,11 @@ def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tok
         pool = RewardPool(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s)
         prompt_tokens = max(len(prompt_ids(problem, tokenizer)) for problem in problems)
         limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
-    names = ("model", "samples", "temperature", "reward", "seed", "chat_template")
-    settings = {name: getattr(arguments, name) for name in names} | {"max_response_tokens": limit}
-    settings["template_arguments"] = arguments.template_arguments or None
+    names = ("model", "samples", "temperature", "reward", "seed")
+    settings = {name: getattr(arguments, name) for name in names}
+    settings |= {"chat_template": str(arguments.chat_template).lower(), "max_response_tokens": limit}
+    of_template = template_arguments(arguments.enable_thinking, arguments.chat_template_kwargs)
+    settings["template_arguments"] = of_template or None
     scores = ScoreFile(arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl"), settings)
     keys = [problem_key(problem) for problem in problems]
     done = sum(key in scores.rewards for key in keys)
@@ -348,14 +337,13 @@ def hold_out(selection: KeptRows, count: int, seed: int) -> list[FileRow]:
 def main(argv: Sequence[str]) -> int:
     """Prepares the training file and returns the exit status."""
     arguments = parse_arguments(PrepareArguments, argv, prog="rljax prepare", description=__doc__ or "")
-    arguments.check()
     with caller_errors():
         source = find_source(arguments.source)
         tally = Tally(source.name)
         tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
-        given = arguments.template_arguments
+        how = arguments.chat_template, template_arguments(arguments.enable_thinking, arguments.chat_template_kwargs)
         selection = read_distinct(source, arguments.own_form, tally, whole=is_own(arguments.reward))
-        selection.problems = [render_problem(each, tokenizer, arguments.template, given) for each in selection.problems]
+        selection.problems = [render_problem(each, tokenizer, *how) for each in selection.problems]
         if tokenizer is not None:
             say_prefix(selection.problems, tokenizer)
     if tokenizer is not None and arguments.max_prompt_tokens is not None:

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rljax.errors import ConfigError, caller_errors, import_for, print_end
 from rljax.mismatch.names import STEP_COLUMNS
@@ -35,14 +35,9 @@ from rljax.run.options import Positional, parse_arguments
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import RateLaw, RuleOutcome, largest_ratio, neighbours_of, replay_rule
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 SWEEP = {"ratio": (2.0, 2.5, 3.0, 3.5, 4.0), "window": (60, 80, 100, 150, 200), "persistence": (1, 3, 6, 9, 12)}
 FORMAT = 1  # the version of the JSON document
 _MOST_CHANGES = 12  # the most changes of the rate in the printed report
-_MOST_NAMES = 10  # the most names in the picture's legend
-_LONGEST_NAME = 40  # the most letters of a log's name in it
 
 
 @dataclass(frozen=True)
@@ -264,86 +259,28 @@ def numbers(found: dict[Path, Replay | str], options: ReplayArguments) -> dict[s
     return {"format": FORMAT, **rate, "logs": logs}
 
 
-def draw(results: Sequence[Replay], path: Path, style: Any) -> None:
-    """Writes one picture of all logs: their lengths, the call of each rule, and the rate. Raises OSError.
+def draw(results: Sequence[Replay], path: Path, figure: Any) -> None:
+    """Writes one picture of all logs: their lengths, and the call and the rates of the rule in use. Raises OSError.
 
-    ``style`` is the module ``panel_style``, which needs matplotlib.
+    ``figure`` is the module ``record.figure``, which needs matplotlib.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    rules = len(results[0].outcomes)
-    figure = Figure(figsize=(11, 7.0 + 0.24 * rules), layout="constrained")
-    length, calls, rate = figure.subplots(3, 1, sharex=True, height_ratios=(3.0, 0.6 + 0.24 * rules, 1.6))
-    last = max(len(result.log.lengths) for result in results)
-    for axis in (length, calls, rate):
-        style.style_axis(axis, 1, last)
-        axis.set_xlabel("")
-    rate.set_xlabel("step", fontsize=8.5, color=style.QUIET)
-    looks = list(zip(results, itertools.cycle(style.LINES), strict=False))
-    for result, look in looks:
-        draw_log(result, look, length, rate)
-    draw_calls(results, calls, style)
-    alone = f": {verdict(results[0].in_use)}" if len(results) == 1 else ""
-    style.head(length, f"Response length{alone}", "")
-    length.set_ylabel(results[0].log.column, fontsize=8.5, color=style.QUIET, parse_math=False)
-    style.head(calls, "Call of each rule", "")
-    style.head(rate, "Learning rate of the rule in use", "per update")
-    length.set_ylim(bottom=0)
-    rate.set_ylim(bottom=0)
-    rate.yaxis.set_major_formatter("{x:g}")
-    if len(results) > 1:
-        named = looks[:_MOST_NAMES]
-        lines = [Line2D([], [], ls=look[0], color=look[1], label=name_of(result)) for result, look in named]
-        figure.legend(
-            handles=lines, loc="outside upper right", ncols=2, frameon=False, fontsize=9, labelcolor=style.INK
-        )
-    style.save_figure(figure, path)
-
-
-def name_of(result: Replay) -> str:
-    """Returns the log's path for the legend, cut at the front to ``_LONGEST_NAME`` letters."""
-    name = str(result.path)
-    return name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
-
-
-def draw_log(result: Replay, look: tuple[str, str], length: Axes, rate: Axes) -> None:
-    """Draws the length of one log, and the rate and the call of the rule in use."""
-    line, color = look
-    steps, outcome = range(1, len(result.log.lengths) + 1), result.in_use
-    marker = "o" if len(steps) == 1 else ""
-    length.plot(steps, result.log.lengths, color=color, linestyle=line, linewidth=1.2, marker=marker)
-    rate.step(steps, outcome.rates, where="mid", color=color, linestyle=line, linewidth=1.5)
-    if outcome.surge_step is not None:
-        for axis in (length, rate):
-            axis.axvline(outcome.surge_step, color=color, linewidth=1.2, linestyle=(0, (4, 2)))
-
-
-def draw_calls(results: Sequence[Replay], axis: Axes, style: Any) -> None:
-    """Draws a row for each rule, with a point at the step of each log's call.
-
-    If a rule does not call on every log, a text says on how many it calls.
-    """
-    outcomes = [result.outcomes for result in results]
-    names = [one.rule.name for one in outcomes[0]]
-    for row in range(len(names)):
-        calls = [
-            (each[row].surge_step, look) for each, look in zip(outcomes, itertools.cycle(style.LINES), strict=False)
+    runs, names = [], figure.short_names([result.path for result in results])
+    for result, name, (line, color) in zip(results, names, itertools.cycle(figure.LINES), strict=False):
+        used = result.in_use
+        call = {"schedule/surge_step": used.surge_step, "schedule/decay_period": used.decay_period}
+        rows = [
+            {"step": step, "response_length/mean": length, "schedule/learning_rate": rate} | call
+            for step, (length, rate) in enumerate(zip(result.log.lengths, used.rates, strict=True), 1)
         ]
-        made = [(step, look) for step, look in calls if step is not None]
-        for step, (_, color) in made:
-            axis.plot(step, row, marker="o", markersize=7 if row == 0 else 5, color=color, linestyle="")
-        if len(made) < len(calls):
-            text, place = f"{len(made)} of {len(calls)} call" if made else "no call", axis.get_yaxis_transform()
-            axis.text(0.995, row, text, ha="right", va="center", transform=place, fontsize=8, color=style.QUIET)
-    axis.set_yticks(range(len(names)), names, fontsize=8.5)
-    axis.set_ylim(len(names) - 0.5, -0.5)
+        runs.append(figure.Run(name, rows, color, line))
+    title = verdict(results[0].in_use) if len(results) == 1 else ""
+    figure.save_figure(figure.plot_grid((("length",), ("learning_rate",)), runs, 0.0, title=title), path)
 
 
 def main(argv: Sequence[str]) -> int:
     """Replays the logs, prints the report, and writes the picture and the JSON; returns the exit status."""
     options = parse_arguments(ReplayArguments, argv, prog="rljax replay", description=__doc__ or "")
-    style = import_for("--picture", "rljax.record.panel_style", "replay") if options.picture else None
+    figure = import_for("--picture", "rljax.record.figure", "replay") if options.picture else None
     with caller_errors():
         LengthTriggeredLR(**options.law()._asdict())  # checks the rates
     found: dict[Path, Replay | str] = {}
@@ -359,7 +296,7 @@ def main(argv: Sequence[str]) -> int:
     prints_json = options.json == Path("-")
     with caller_errors():
         if options.picture and results:
-            draw(results, options.picture, style)
+            draw(results, options.picture, figure)
         if options.json:
             text = json.dumps(numbers(found, options), allow_nan=False)
             if prints_json:

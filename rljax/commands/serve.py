@@ -17,20 +17,18 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from rljax.errors import ConfigError, ServerFailedError
 from rljax.rollout.kinds import engines_that, named_engines
-from rljax.rollout.servers.process import Dtype, ServerConfig, ServerProcess, environment_python
+from rljax.rollout.servers.process import Dtype, environment_python
 from rljax.weights.access import find_key_file, make_own_key_file, private_address
 
 log = logging.getLogger(__name__)
-
-ServerKind = TypeVar("ServerKind", bound=ServerConfig)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in engines_that("serves"):
         raise ConfigError(f"expected a kind of server, {named_engines('serves')}, got {argv[0] if argv else 'nothing'}")
     server = importlib.import_module(f"rljax.rollout.servers.{argv[0]}.server")
-    return serve(server.CONFIG, server.start, server.CONFIG.kind, argv[1:])
+    return serve(server, argv[1:])
 
 
 def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
@@ -80,46 +78,40 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
     return vars(parser.parse_args(argv[:end])) | {"extra_args": tuple(argv[end + 1 :])}
 
 
-def serve(
-    make: Callable[..., ServerKind], start: Callable[[ServerKind, float], ServerProcess], kind: str, argv: Sequence[str]
-) -> int:
+def serve(server: Any, argv: Sequence[str]) -> int:
     """Serves until this program is interrupted or terminated, or the server ends. Returns the exit status.
 
-    It prints the URL of the server once the server is healthy. ``make`` makes the configuration of this ``kind`` of
-    server from the options. ``start`` starts the server, given the configuration and the longest wait (seconds).
+    It prints the URL of the server once the server is healthy. ``server`` is the module of its kind.
     """
+    kind = server.CONFIG.kind
     logging.basicConfig(level=logging.INFO, format=f"{kind.lower()}_server: %(message)s")
     options = parse(kind, argv)
     url_file, timeout_s, follow_parent = (options.pop(name) for name in ("url_file", "timeout", "follow_parent"))
     parent = os.getppid()
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, leave)
+        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
     if follow_parent:
         # Ctrl-C reaches the whole terminal group; the caller may want the server until it has saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        config = make(**_with_own_key(options))
+        config = server.CONFIG(**_with_own_key(options))
         if not (options.get("python") or importlib.util.find_spec(kind.lower()) or shutil.which(kind.lower())):
             config = dataclasses.replace(config, python=str(environment_python(kind)))
     except (RuntimeError, ValueError) as error:
         log.error("%s", error)
         return 2
     try:
-        with start(config, timeout_s) as server:
-            log.info("healthy, %s, log %s", config.dtype, server.log_path)
+        with server.start(config, timeout_s) as process:
+            log.info("healthy, %s, log %s", config.dtype, process.log_path)
             if url_file is not None:
-                url_file.write_text(server.url + "\n")
-            print(server.url, flush=True)
-            while server.alive():
+                url_file.write_text(process.url + "\n")
+            print(process.url, flush=True)
+            while process.alive():
                 if follow_parent and os.getppid() != parent:
                     log.info("the calling process has ended; stopping")
                     return 0
                 time.sleep(0.5)
-            log.error("the server ended; the end of %s:\n%s", server.log_path, server.log_tail())
+            log.error("the server ended; the end of %s:\n%s", process.log_path, process.log_tail())
             return 1
     except ServerFailedError as error:
         log.error("%s", error)

@@ -78,7 +78,7 @@ class BenchConfig:
     reference: str = "jax"  # the scorer that gaps are measured against; without a dtype it has the row's
     sample: str = "jax-decode:bfloat16"  # the engine that samples the tokens
     seed: int = 0  # the seed of the sampling
-    server_args: tuple[str, ...] = ()  # further arguments of the servers
+    server_arg: tuple[str, ...] = ()  # further arguments of the servers
     out: Path = Path("comparison")  # the directory to write
 
 
@@ -271,7 +271,7 @@ class Bench:
             dtype,  # type: ignore[arg-type]
             max_model_len=longest + 1,
             log_path=log,
-            extra_args=config.server_args,
+            extra_args=config.server_arg,
         )
         with vllm.start(serving) as process:
             yield process.url

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.compare.scorers import check_vocabulary, hf_log_softmax, open_server, split_model, split_spec
-from rljax.policy.config import PolicyConfig
+from rljax.compare.scorers import check_vocabulary, load_hf, open_server, split_model, split_spec
 from rljax.policy.families import read_config
 from rljax.policy.head import all_logits, matmul_precision
 from rljax.policy.hf import load_params
@@ -48,9 +46,6 @@ class TokenLogprobs(NamedTuple):
     logprobs: np.ndarray  # float32 [n, k], nats; -inf fills places with fewer than k known tokens
     ids: np.ndarray | None = None  # int32 [n, k], -1 as fill; None if every token of the vocabulary is known, in order
 
-
-Keep = Callable[[str, int, np.ndarray, TokenLogprobs], object]
-"""A function that gets a scorer's spec, the index of a sequence, its response places, and the distributions there."""
 
 DistributionsAt = Callable[[np.ndarray, np.ndarray], TokenLogprobs]
 """A function (token ids [t], places [n], each at least 1) -> the distributions of the tokens at these places."""
@@ -80,7 +75,7 @@ def compare_distributions(
     temperature: float = 1.0,
     top_k: int = 20,
     progress: Callable[[int], object] = lambda count: None,
-    keep: Keep = lambda spec, sequence, places, known: None,
+    keep: Callable[[str, int, np.ndarray, TokenLogprobs], object] = lambda *found: None,
 ) -> list[DistributionPair]:
     """Compares every two of the scorers that know distributions. Other scorers are left out.
 
@@ -96,7 +91,8 @@ def compare_distributions(
       top_k: The number of likeliest tokens that a server returns, at most its --max-logprobs (20 by default). A smaller
         vocabulary of another scorer's model limits it.
       progress: A function that gets the number of newly compared sequences.
-      keep: A function that gets each distribution, such as ``Likeliest``.
+      keep: A function, such as ``Likeliest``, that gets a scorer's spec, the index of a sequence, its response places,
+        and the distributions there.
 
     Raises:
       ValueError: Fewer than two specs know distributions, a server does not score the temperature, a scorer has no
@@ -126,44 +122,36 @@ def compare_distributions(
 
 
 class Likeliest:
-    """A ``Keep`` that collects each scorer's k likeliest tokens, and the entropy (nats) of one whole distribution.
+    """Adds each scorer's k likeliest tokens to a dump, and the entropy (nats) of a whole distribution.
 
-    The entropy comes from the first scorer that knows every token.
+    The entropy comes from the first scorer that knows every token. ``names`` has the name of each spec's column.
     """
 
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self._tops: dict[str, dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-        self._entropy: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._whole = ""
+    def __init__(self, dump: TokenDump, names: Mapping[str, str], k: int) -> None:
+        self._dump, self._names, self._k, self._whole = dump, names, k, ""
+        self._columns: dict[str, tuple[np.ndarray, ...]] = {}
 
     def __call__(self, spec: str, sequence: int, places: np.ndarray, known: TokenLogprobs) -> None:
-        """Collects the distributions of a sequence at its response tokens."""
+        """Adds the distributions of a sequence at its response tokens."""
         k = min(self._k, known.logprobs.shape[1])
         best = np.argsort(-known.logprobs, axis=1, kind="stable")[:, :k]
         ids = best if known.ids is None else np.take_along_axis(known.ids, best, axis=1)
-        self._tops.setdefault(spec, {})[sequence] = places, ids, np.take_along_axis(known.logprobs, best, axis=1)
+        logprobs = np.take_along_axis(known.logprobs, best, axis=1)
+        self._column(f"top_ids/{self._names[spec]}", np.int32(-1), self._k)[sequence][places, :k] = ids
+        self._column(f"top_logprobs/{self._names[spec]}", np.float32(-np.inf), self._k)[sequence][places, :k] = logprobs
         if known.ids is None and self._whole in ("", spec):
             self._whole, wide = spec, known.logprobs.astype(np.float64)
-            self._entropy[sequence] = places, -np.where(np.isneginf(wide), 0.0, np.exp(wide) * wide).sum(axis=1)
+            entropy = -np.where(np.isneginf(wide), 0.0, np.exp(wide) * wide).sum(axis=1)
+            self._column("values/entropy", np.float32(np.nan))[sequence][places] = entropy
 
-    def added(self, dump: TokenDump, columns: Mapping[str, str]) -> TokenDump:
-        """Returns the dump with the collected tokens and entropies. ``columns`` has the name of each spec's column."""
-        lengths = [len(ids) for ids in dump.token_ids]
-        further: dict[str, tuple[np.ndarray, ...]] = {}
-        for spec, found in self._tops.items():
-            ids = [np.full((length, self._k), -1, np.int32) for length in lengths]
-            logprobs = [np.full((length, self._k), -np.inf, np.float32) for length in lengths]
-            for sequence, (places, *both) in found.items():
-                for matrix, part in zip((ids[sequence], logprobs[sequence]), both, strict=True):
-                    matrix[places, : part.shape[1]] = part
-            further |= {f"top_ids/{columns[spec]}": tuple(ids), f"top_logprobs/{columns[spec]}": tuple(logprobs)}
-        if self._whole:
-            entropy = [np.full(length, np.nan, np.float32) for length in lengths]
-            for sequence, (places, part) in self._entropy.items():
-                entropy[sequence][places] = part
-            further["values/entropy"] = tuple(entropy)
-        return dataclasses.replace(dump, columns={**dump.columns, **further})
+    def _column(self, name: str, fill: np.generic, *shape: int) -> tuple[np.ndarray, ...]:
+        if name not in self._columns:
+            self._columns[name] = tuple(np.full((len(ids), *shape), fill) for ids in self._dump.token_ids)
+        return self._columns[name]
+
+    def added(self) -> TokenDump:
+        """Returns the dump with what was added so far."""
+        return dataclasses.replace(self._dump, columns={**self._dump.columns, **self._columns})
 
 
 def with_distributions(specs: Sequence[str]) -> list[str]:
@@ -257,29 +245,19 @@ def _read_top(tops: Sequence[dict[int, float]], places: np.ndarray) -> TokenLogp
     return TokenLogprobs(logprobs, ids)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"))
-def _log_softmax(
-    params: Params,
-    tokens: jax.Array,
-    segments: jax.Array,
-    before: jax.Array,
-    temperature: jax.Array,
-    *,
-    config: PolicyConfig,
-    dtype: str,
-) -> jax.Array:
-    """Computes the log-softmax after the positions ``before`` [n] of one row ``tokens`` [1, t], float32 [n, v]."""
-    with jax.default_matmul_precision(matmul_precision(dtype)):
-        cast = cast_params(params, dtype)
-        positions = jnp.arange(tokens.shape[1])[None]
-        hidden, _ = hidden_states(cast, config, tokens, segment_ends(segments), positions)
-        logits = all_logits(hidden[0, before], lm_head_table(cast))
-    return jax.nn.log_softmax(logits / temperature, axis=-1)
-
-
 def _jax_scorer(directory: Path, dtype: str, temperature: float) -> DistributionsAt:
     config = read_config(directory)
     params = load_params(directory, config)
+
+    @jax.jit
+    def log_softmax(params: Params, tokens: Any, segments: Any, before: Any, temperature: Any) -> jax.Array:
+        """Computes the log-softmax after the positions ``before`` [n] of one row ``tokens`` [1, t], float32 [n, v]."""
+        with jax.default_matmul_precision(matmul_precision(dtype)):
+            cast = cast_params(params, dtype)
+            positions = jnp.arange(tokens.shape[1])[None]
+            hidden, _ = hidden_states(cast, config, tokens, segment_ends(segments), positions)
+            logits = all_logits(hidden[0, before], lm_head_table(cast))
+        return jax.nn.log_softmax(logits / temperature, axis=-1)
 
     def distributions_at(ids: np.ndarray, places: np.ndarray) -> TokenLogprobs:
         width, count = (math.ceil(n / _MULTIPLE) * _MULTIPLE for n in (len(ids), len(places)))
@@ -287,12 +265,19 @@ def _jax_scorer(directory: Path, dtype: str, temperature: float) -> Distribution
         tokens[0, : len(ids)], segments[0, : len(ids)] = ids, 1
         before = np.zeros(count, np.int32)
         before[: len(places)] = places - 1
-        rows = _log_softmax(params, tokens, segments, before, np.float32(temperature), config=config, dtype=dtype)
+        rows = log_softmax(params, tokens, segments, before, np.float32(temperature))
         return TokenLogprobs(np.asarray(rows[: len(places)]))
 
     return distributions_at
 
 
 def _hf_scorer(directory: Path, dtype: str, temperature: float) -> DistributionsAt:
-    rows = hf_log_softmax(directory, dtype, temperature)
-    return lambda ids, places: TokenLogprobs(rows(ids, places))
+    torch, model, device = load_hf(directory, dtype)
+
+    def distributions_at(ids: np.ndarray, places: np.ndarray) -> TokenLogprobs:
+        with torch.inference_mode():
+            tokens = torch.tensor(ids[None], dtype=torch.long, device=device)
+            logits = model(input_ids=tokens).logits[0, torch.tensor(places - 1, device=device)].float() / temperature
+            return TokenLogprobs(torch.log_softmax(logits, dim=-1).cpu().numpy())
+
+    return distributions_at

@@ -340,20 +340,6 @@ def _split(dump: TokenDump) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return [ids[:start] for ids, start in pairs], [ids[start:] for ids, start in pairs]
 
 
-def hf_log_softmax(directory: Path, dtype: str, temperature: float) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Loads a transformers model as a function (token ids [t], places [n] >= 1) -> float32 log-softmax [n, v]."""
-    torch, model, device = load_hf(directory, dtype)
-
-    def rows(ids: np.ndarray, places: np.ndarray) -> np.ndarray:
-        with torch.inference_mode():
-            tokens = torch.tensor(ids[None], dtype=torch.long, device=device)
-            logits = model(input_ids=tokens).logits[0, torch.tensor(places - 1, device=device)].float() / temperature
-            logprobs: np.ndarray = torch.log_softmax(logits, dim=-1).cpu().numpy()
-        return logprobs
-
-    return rows
-
-
 def load_hf(directory: Path, dtype: str, attention: str | None = None) -> tuple[Any, Any, str]:
     """Loads a model with transformers and returns the torch module, the model and its device.
 

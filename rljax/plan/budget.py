@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 
 from rljax.distributed.files import VERSIONS, free_memory, memory_directory
-from rljax.plan.machines import H100, Card
 from rljax.plan.memory import TOP_BYTES
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
@@ -33,11 +33,27 @@ _DEVICES_A_HOST = 8  # the devices of one host, for a mesh whose devices are not
 _OF_AN_UPDATE = ("gradients", " copy", " gathered")
 
 
+class Card(NamedTuple):
+    """One device."""
+
+    name: str  # the maker's name of the card
+    memory_bytes: int  # the size of the main memory
+
+
+H100 = Card("NVIDIA H100 SXM 80 GB", 84_942_979_072)
+TPUS = {
+    "v4": Card("TPU v4", 32 * 2**30),
+    "v5e": Card("TPU v5e", 16 * 2**30),
+    "v5p": Card("TPU v5p", 95 * 2**30),
+    "v6e": Card("TPU v6e", 32 * 2**30),
+    "tpu7x": Card("TPU7x, half a chip", 96 * 2**30),
+}
+
+
 class Decoding(NamedTuple):
     """The batch that the embedded engine decodes at once."""
 
     slots: int  # the number of responses that are decoded at once
-    rows: int  # the number of responses of a step
     places: int  # the tokens of the cache for one response
     bytes: int  # the bytes of the cache on one device
 
@@ -111,7 +127,7 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
     if rollout.environment is not None:
         rows, n = padded_rows(rows), 1
     slots = batch_sizes(rows, n, budget, row_ways(mesh)).slots
-    return Decoding(slots, config.num_sequences, places, math.ceil(slots * of_row))
+    return Decoding(slots, places, math.ceil(slots * of_row))
 
 
 def route_bytes(config: Config, policy: PolicyConfig) -> int:
@@ -172,32 +188,32 @@ def host_demand(
     ``decoding`` is the batch of the embedded engine, or None.
     """
     resident, state = resident_bytes(sizes), saved_bytes(sizes)[1] * devices.on_host
-    served = can(config.rollout.engine, "serves")
-    weights = version_bytes(policy, config.rollout.dtype)
-    parts = {"the process": PROCESS_BYTES}
-    remedy = "adapters (lora.rank)"
-    if served and transfer_directory(config) == Path("/dev/shm"):
-        parts[f"{VERSIONS} versions in /dev/shm"] = VERSIONS * weights
+    served, on_cpu, remedy = can(config.rollout.engine, "serves"), devices.memory is None, "adapters (lora.rank)"
+    weights, tops = version_bytes(policy, config.rollout.dtype), top_bytes(config)
+    in_memory = served and transfer_directory(config) == Path("/dev/shm")
+    if in_memory:
         remedy = "rollout.transfer_dir on a disk"
-    if served and config.publish.store != "shared":
-        parts["the last version for deltas"] = weights
-    # The batches of this step, and the batches sampled ahead for later steps.
-    # The batches of responses that a step holds; with refilling there is also one further round.
-    batches = 1 + config.rollout.refill + config.rollout.max_staleness
-    if tops := top_bytes(config):  # one more batch is packed into rows
-        packed = math.prod(batch_shape(config)) * config.trained_tops * TOP_BYTES
-        parts["likeliest tokens"] = batches * tops + packed
-    if routes := route_bytes(config, policy):
-        parts["routes"] = batches * routes
-    if devices.memory is None:
-        sampling = 0 if decoding is None else resident + decoding.bytes + top_bytes(config)
-        parts["arrays of an update"] = devices.number * max(training, sampling)
+    if on_cpu:
         remedy = ", ".join(name for name in _device_settings(config) if "mesh" not in name and "offload" not in name)
     elif config.rollout.colocated:
-        parts["arrays between updates"] = devices.on_host * resident + state  # the state is there twice for a moment
         remedy = "rollout.colocated: false"
-    if devices.memory is not None:  # on a CPU the state is copied only where there is room for it
-        parts["a checkpoint on its way"] = CHECKPOINT_COPIES * state
+    # The batches of responses that a step holds, with refilling one further round, and those sampled ahead.
+    batches = 1 + config.rollout.refill + config.rollout.max_staleness
+    packed = math.prod(batch_shape(config)) * config.trained_tops * TOP_BYTES
+    sampling = 0 if decoding is None else resident + decoding.bytes + tops
+    parts = {
+        "the process": PROCESS_BYTES,
+        f"{VERSIONS} versions in /dev/shm": VERSIONS * weights * in_memory,
+        "the last version for deltas": weights * (served and config.publish.store != "shared"),
+        "likeliest tokens": batches * tops + packed,  # one more batch is packed into rows
+        "routes": batches * route_bytes(config, policy),
+        "arrays of an update": devices.number * max(training, sampling) * on_cpu,
+        # The state is there twice for a moment.
+        "arrays between updates": (devices.on_host * resident + state) * (config.rollout.colocated and not on_cpu),
+        # On a CPU the state is copied only where there is room for it.
+        "a checkpoint on its way": CHECKPOINT_COPIES * state * (not on_cpu),
+    }
+    parts = {name: size for name, size in parts.items() if size}
     return Demand("on the host", parts, "in the host's memory", free_memory() if devices.is_here else None, remedy)
 
 
@@ -233,11 +249,7 @@ def transfer_directory(config: Config) -> Path:
 
 def free_space(path: Path) -> int | None:
     """Returns the free bytes on the disk of a directory, which may not exist yet; None if they are not known."""
-    path = path.absolute()
-    for place in (path, *path.parents):
-        if place.exists():
-            try:
-                return shutil.disk_usage(place).free
-            except OSError:
-                return None
+    existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(existing).free
     return None

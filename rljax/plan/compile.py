@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import re
 import time
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from rljax.plan.budget import H100, TPUS, Card
 from rljax.plan.dry_run import beside_bytes, check_shapes, in_units, planned_bytes
-from rljax.plan.machines import Machine, topology_devices
 from rljax.plan.memory import compiled_for_hopper
 from rljax.policy.hub import policy_shape
+from rljax.record.text_tables import text_table
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.packing import batch_shape, responses_per_update, settle_prefixes
@@ -30,6 +35,25 @@ CompiledReport = dict[str, Any]
 # CUB's sort asks a GPU of this process how much memory it needs, so the program uses XLA's own sort.
 COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {"cuda": {"xla_gpu_enable_cub_radix_sort": False}}
 """The options of XLA for ahead-of-time compilation, by the platform of the machine."""
+_NO_TPU_HOST = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+INSTALL = {  # the advice of an error message, by platform
+    "tpu": "pip install 'jax[tpu]'",
+    "cuda": "pip install --no-deps nvidia-cudnn-cu12, and jax-cuda12-plugin and jax-cuda12-pjrt of jaxlib's version",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The cards that train together."""
+
+    name: str  # the name on the command line
+    card: Card  # the card of every device
+    platform: str  # cuda or tpu
+    topology: str  # JAX's name for the arrangement of the cards
 
 
 @dataclass(frozen=True)
@@ -43,6 +67,54 @@ class CompiledStep:
     text: str  # the text of the compiled program
     memory: dict[str, int]  # the bytes on a device by kind, from ``memory_by_kind``
     cost: dict[str, float]  # the compiler's counts on a device, from ``cost_by_kind``
+
+
+def parse_machine(name: str) -> Machine:
+    """Reads a machine's name: ``h100:NODESxCARDS``, such as h100:2x8, or ``tpu:KIND:SHAPE``, such as tpu:v5p:2x2x4.
+
+    Raises:
+      ValueError: There is no such machine.
+    """
+    if gpus := re.fullmatch(r"h100:([1-9]\d*)x([1-9]\d*)", name):
+        nodes, cards = int(gpus.group(1)), int(gpus.group(2))
+        return Machine(name, H100, "cuda", f"{nodes}x1x{cards}")
+    kinds = "|".join(TPUS)
+    if tpu := re.fullmatch(rf"tpu:({kinds}):((?:[1-9]\d*x)*[1-9]\d*)", name):
+        kind, shape = tpu.groups()
+        return Machine(name, TPUS[kind], "tpu", f"{kind}:{shape}")
+    raise ValueError(
+        f"--compile: no machine {name!r}; give h100:NODESxCARDS, such as h100:1x8, or tpu:KIND:SHAPE with one of "
+        f"{', '.join(TPUS)}, such as tpu:v5p:2x2x4"
+    )
+
+
+def topology_devices(machine: Machine) -> list[Any]:
+    """Returns the machine's devices (``jax.Device``) to compile for. They need not be present.
+
+    JAX runs on the CPU after this call, because a compiler's plug-in would otherwise ask for its own devices.
+
+    Raises:
+      ValueError: The compiler for the machine is not installed, or there is no such arrangement.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    if machine.platform == "tpu":
+        # Without these variables libtpu asks a metadata server about this host, and fails if there is none.
+        for variable, value in _NO_TPU_HOST.items():
+            os.environ.setdefault(variable, value)
+        options = {"topology_name": machine.topology}
+        if machine.topology.startswith("v4:"):
+            options["chip_config_name"] = "megacore"  # on Cloud TPU a v4 chip is one device
+    else:
+        target = files("rljax.plan").joinpath("h100_sxm.txtpb").read_text()
+        options = {"topology_name": "", "target_config": target, "topology": machine.topology}
+    try:
+        return list(topologies.get_topology_desc(platform=machine.platform, **options).devices)
+    except Exception as error:  # each plug-in raises errors of its own: RuntimeError, JaxRuntimeError and others
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"--compile {machine.name}: JAX has no compiler for it here, or knows no such arrangement "
+            f"({type(error).__name__}: {reason:.200}); {INSTALL[machine.platform]}"
+        ) from error
 
 
 def compile_step(config: Config, machine: Machine) -> CompiledStep:
@@ -131,22 +203,11 @@ def report(compiled: CompiledStep) -> CompiledReport:
 
 
 def describe(facts: CompiledReport) -> str:
-    """Formats a report as lines of text."""
-    sizes, batch, cost = facts["bytes"], facts["batch"], facts["cost"]
+    """Formats a report as a table of a device's bytes and of the compiler's counts."""
     mesh = " x ".join(f"{name} {size}" for name, size in facts["mesh"].items())
-    against = sizes["needed"] / sizes["planned"] - 1
-    lines = [
-        f"compiled for {facts['machine']} ({facts['card']}), mesh {mesh}, in {facts['compile_s']:.0f} s; a device:",
-        f"  bytes        {in_units(sizes['argument'])} of arguments, {in_units(sizes['temporary'])} of temporaries, "
-        f"{in_units(sizes['beside'])} beside the step, {in_units(sizes['needed'])} at a time",
-        f"  fits         {'yes' if sizes['fits'] else 'NO'}: the card has {in_units(sizes['device'])}; "
-        f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
-        f"  micro-batch  {batch['rows']} rows of {batch['tokens']:,} tokens on all devices; "
-        f"at most {batch['micro_batches']} a step",
-    ]
-    if "flops" in cost:
-        lines.append(
-            f"  cost         {cost['flops']:.3e} FLOPs and {in_units(int(cost.get('bytes_accessed', 0)))} moved by the "
-            "compiler's count, with each loop over micro-batches once and without custom calls"
-        )
-    return "\n".join(lines)
+    sizes = {name: in_units(size) for name, size in facts["bytes"].items() if name != "fits"}
+    sizes["fits"] = "yes" if facts["bytes"]["fits"] else "NO"
+    note = ", each loop over micro-batches once, without custom calls"
+    counts = {name.replace("_", " "): f"{count:.3e}{note}" for name, count in facts["cost"].items()}
+    head = f"compiled for {facts['machine']} ({facts['card']}), mesh {mesh}, in {facts['compile_s']:.0f} s; a device:"
+    return f"{head}\n{text_table(list((sizes | counts).items()))}"

@@ -6,15 +6,14 @@ The command is ``rljax train CONFIG.yaml --dry-run``. The mesh may have more dev
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from rljax.data.gym_problems import task_names
 from rljax.plan.budget import (
+    Card,
     Decoding,
     Demand,
     device_demands,
@@ -25,13 +24,13 @@ from rljax.plan.budget import (
     resident_bytes,
     route_bytes,
 )
-from rljax.plan.machines import Card
 from rljax.plan.memory import working_bytes, working_top_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_mesh
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
+from rljax.record.text_tables import text_table
 from rljax.rollout.build import version_bytes
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
@@ -59,25 +58,22 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     config = settle_prefixes(config, policy, says=False)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
-    lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)
-    lines |= _sampling(config, sizes)
+    lines = _batch(config) | _model(config, policy, mesh) | _sampling(config, sizes)
     demands, decoding = find_demands(config, policy, mesh, card)
     if decoding is not None:
         lines["decoding"] = (
-            f"{decoding.slots:,} of {decoding.rows:,} responses at once, whose cache of "
+            f"{decoding.slots:,} of {config.num_sequences:,} responses at once, whose cache of "
             f"{decoding.slots * decoding.places:,} tokens takes {in_units(decoding.bytes)} of each device"
         )
     lines |= {demand.label: _describe(demand) for demand in demands}
-    width = max(map(len, lines))
     head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
     in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
     rows = {name: map(in_units, pair) for name, pair in (sizes | {"sum": (in_all, per_device)}).items()}
     table = [(name, *pair) for name, pair in ({"bytes": ("in all", "per device")} | rows).items()]
     column = max(len(name) for name, *_ in table)
-    described = [f"{key:<{width}}  {text}" for key, text in lines.items()]
     missing = [f"does not fit  {_describe_lack(each)}" for each in demands if not each.fits]
     bytes_lines = [f"{name:<{column}}  {whole:>12}  {part:>12}" for name, whole, part in table]
-    return "\n".join([head, *described, *bytes_lines, *missing])
+    return "\n".join([head, text_table(list(lines.items())), *bytes_lines, *missing])
 
 
 def find_demands(
@@ -204,12 +200,10 @@ def beside_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> int:
 
 def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
     """Returns (bytes in total, bytes on one device) of the trainer's arrays and of the step's working memory."""
-    working = working_bytes(config, policy, mesh)
-    devices = math.prod(mesh.shape.values())
-    if routes := route_bytes(config, policy):
-        working["routes"] = routes // num_parts(mesh.shape, "rows")
-    if tops := working_top_bytes(config, mesh):
-        working["likeliest tokens"] = tops
+    working, devices = working_bytes(config, policy, mesh), math.prod(mesh.shape.values())
+    routes = route_bytes(config, policy) // num_parts(mesh.shape, "rows")
+    further = {"routes": routes, "likeliest tokens": working_top_bytes(config, mesh)}
+    working |= {name: size for name, size in further.items() if size}
     return state_bytes(config, policy, mesh) | {name: (size * devices, size) for name, size in working.items()}
 
 
@@ -241,15 +235,9 @@ def _batch(config: Config) -> dict[str, str]:
     of_update, updates = count // config.loss.mini_batches, config.loss.mini_batches * config.loss.epochs
     micro, rows, tokens = batch_shape(config, of_update)
     each = f", {updates} updates of {of_update}" if updates > 1 else ""
-    of_task = f"{config.data.task_problems:,} problems of" if task_names(config.data.task) else "the embedded task"
-    source, reward = config.data.path or f"{of_task} {config.data.task}", config.data.reward_name
-    absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
-    share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
     at_most = prompts * (1 + REFILL_LIMIT)
     refill = {"refill": f"a step samples {prompts} to {at_most} prompts"} if config.rollout.refill else {}
     return {
-        "steps": f"{config.run.steps}, seed {config.run.seed}",
-        "data": f"{source}{absent}{share}, reward {reward}",
         "a step": f"{prompts} prompts x {group} responses = {count:,} responses{each}",
         **refill,
         "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "
@@ -294,46 +282,3 @@ def _sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> dict[str, st
     others = sum(part for name, (_, part) in sizes.items() if name.endswith(frozen))
     waiting = f"{in_units(sum(of_state))} of state" + (f" and {in_units(others)} of weights" if others else "")
     return {"while servers sample": f"0 B of the trainer on each device; {waiting} wait in the host's memory"}
-
-
-def _recipe(config: Config) -> dict[str, str]:
-    loss, correction, schedule = config.loss, config.correction.resolved(), config.schedule
-    rate = f"{schedule.kind} from {config.optimizer.learning_rate:g}"
-    if schedule.kind == "length_triggered":
-        rate += f", period {schedule.multiplier:g} x surge step, x {schedule.decay_factor:g} each"
-    elif schedule.kind == "length_decay":
-        rate += f", x {schedule.decay_factor:g} every {schedule.decay_period} steps"
-    if schedule.kind != "constant":
-        rate += f", floor {schedule.floor_ratio:g}"
-    weights = "none"
-    if correction.level != "none":
-        low = f"{correction.threshold_low:g} to " if correction.mode == "band" else ""
-        weights = f"{correction.level} level, {correction.mode} at {low}{correction.threshold:g}"
-        weights += "" if correction.part == "whole" else f" of {correction.part} alone"
-    if correction.rejections:
-        weights += ", with rejection of responses"
-    if correction.trust_region is not None:
-        over = "" if correction.region_over == "token" else " over the likeliest tokens"
-        weights += f", region {correction.region} at {correction.region_threshold:g}{over}"
-    if correction.score_centering:
-        weights += f", score centering over {config.rollout.reported} tokens"
-    wanted = config.eval
-    evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
-    sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
-    rollout = config.rollout
-    urls = rollout.urls if can(rollout.engine, "serves") else ()
-    where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(urls)
-    servers = f" at {where} (not asked)" if where else ""
-    servers += ", whose servers sleep while the trainer trains" if rollout.colocated else ""
-    head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""
-    return {
-        "loss": f"{config.advantage.estimator}, {loss.kind}, clip {loss.clip_low:g} / {loss.clip_high:g}, "
-        f"{loss.aggregation}",
-        "correction": weights,
-        "schedule": rate,
-        "precision": f"{config.precision.compute_dtype}{head}, "
-        f"{'adapters' if config.lora.rank else 'masters'} and moments float32",
-        "engine": f"{config.rollout.engine}{servers}, {config.rollout.dtype}, "
-        f"temperature {config.rollout.temperature:g}",
-        "evaluation": sampled,
-    }

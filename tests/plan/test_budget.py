@@ -5,6 +5,7 @@ import pytest
 from changed_configs import changed
 
 from rljax.plan.budget import (
+    H100,
     PROCESS_BYTES,
     Devices,
     device_demands,
@@ -17,7 +18,6 @@ from rljax.plan.budget import (
     top_bytes,
 )
 from rljax.plan.dry_run import dry_run, lacks_at_start, shape_mesh, state_bytes
-from rljax.plan.machines import H100
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.rollout.decode_sizes import cache_row_bytes, free_cache_room
@@ -48,7 +48,7 @@ def test_the_cache_that_decode_tokens_allow(tokens, slots):
     """
     config = tiny(decode_tokens=tokens)
     found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
-    assert found == (slots, 8, 100, slots * 100 * 192)
+    assert found == (slots, 100, slots * 100 * 192)
 
 
 def test_trajectories_are_decoded_in_padded_rows():
@@ -56,7 +56,7 @@ def test_trajectories_are_decoded_in_padded_rows():
     for tokens, slots in ((10_000, 12), (799, 7)):
         config = tiny(decode_tokens=tokens, group_size=5, environment="package.module:Class")
         found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
-        assert found == (slots, 10, 100, slots * 100 * 192)
+        assert found == (slots, 100, slots * 100 * 192)
 
 
 def test_an_eight_bit_cache_takes_half():

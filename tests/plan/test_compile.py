@@ -1,18 +1,32 @@
-"""Tests of ``--compile``: the words of the command line, and the report of a compiled step (marker compilers)."""
+"""Tests of ``--compile``: machines, the words of the command line, and the report of a step (marker compilers)."""
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from rljax.errors import ConfigError, run_cli
-from rljax.plan.compile import cost_by_kind, needed_bytes
-from rljax.plan.machines import INSTALL, parse_machine
+from rljax.plan.budget import H100, TPUS
+from rljax.plan.compile import INSTALL, cost_by_kind, needed_bytes, parse_machine
 from rljax.train import Options, main, own_options
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
+
+
+def test_machines_by_name():
+    two = parse_machine("h100:2x8")
+    assert (two.platform, two.topology, two.card) == ("cuda", "2x1x8", H100)
+    pod = parse_machine("tpu:v6e:4x8")
+    assert (pod.platform, pod.topology, pod.card) == ("tpu", "v6e:4x8", TPUS["v6e"])
+
+
+@pytest.mark.parametrize("name", ["", "h100", "h100:8", "h100:0x8", "h100:1x8x2", "tpu:v9:2x2", "tpu:v5p", "cpu:4"])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match=r"--compile: no machine .* give h100:NODESxCARDS"):
+        parse_machine(name)
 
 
 def test_options_are_told_from_configuration_keys():
@@ -95,7 +109,7 @@ def test_a_step_is_described_with_its_memory_and_cost(machine, tmp_path, capfd):
     assert sizes["fits"]
     assert sizes["total"] == sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temporary"]
     assert found["cost"].get("flops", 0) > 0 or machine.startswith("h100")  # the compiler for GPUs counts nothing here
-    assert "fits         yes" in capfd.readouterr().out
+    assert re.search("^fits +yes$", capfd.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.compilers

@@ -103,8 +103,6 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
         rollout={"group_size": 4, "max_response_tokens": 900, "engine": "vllm", "urls": ("http://nowhere:1",)},
         packing={"row_tokens": 2048, "rows_per_micro_batch": 4},
         mesh={"fsdp": 4, "tp": 8},
-        correction={"preset": "token_mis"},
-        schedule={"kind": "length_decay", "decay_period": 204},
         loss={"mini_batches": 2},
     )
     text = dry_run(config)
@@ -121,13 +119,6 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
     assert lines["packing"] == "at most 2 micro-batches of 4 rows of 2,048 tokens"
     assert lines["parameters"] == "4,022,468,096"
     assert lines["mesh"] == "fsdp 4 x tp 8 = 32 devices; only 1 here"
-    assert lines["correction"] == "token level, mask at 2"
-    assert lines["schedule"] == "length_decay from 1e-06, x 0.5 every 204 steps, floor 0.1"
-    assert lines["engine"] == "vllm at http://nowhere:1 (not asked), bfloat16, temperature 1"
-    embedded = dry_run(changed(config, rollout={"engine": "jax"})).splitlines()  # it asks no server at the URL
-    assert [line.split()[1:] for line in embedded if line.startswith("engine")] == [
-        ["jax,", "bfloat16,", "temperature", "1"]
-    ]
     assert lines["masters"].split()[:2] == ["14.98", "GiB"]
     assert list(tmp_path.iterdir()) == []
 

@@ -6,8 +6,8 @@ import yaml
 from changed_configs import changed
 from toy_runs import TOY_BASE, comparable, completed, tiny
 
+from rljax.plan.budget import TPUS
 from rljax.plan.dry_run import dry_run
-from rljax.plan.machines import TPUS
 from rljax.policy.config import PolicyConfig
 from rljax.record.rows import read_rows
 from rljax.run.config import Config

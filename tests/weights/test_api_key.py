@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from rljax.record.token_dumps import make_dump
 from rljax.rollout.build import connect
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import ServerProcess
+from rljax.rollout.servers.vllm import server
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import VllmConfig, start
+from rljax.rollout.servers.vllm.server import VllmConfig
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, read_api_key
 from rljax.weights.sums import array_checksum
@@ -189,7 +191,7 @@ def test_a_private_address_needs_a_key_a_public_one_is_refused(host, key_file, m
         said = f"host must be a loopback or private address, got {host}"
         with pytest.raises(ValueError, match="host must be a loopback or private address"):
             VllmConfig("m", host=host, api_key_file=key_file)
-    assert serve(VllmConfig, start, VllmConfig.kind, ["m", "--host", host]) == 2
+    assert serve(server, ["m", "--host", host]) == 2
     assert len(caplog.records) == 1
     assert said in caplog.text
 
@@ -214,8 +216,10 @@ def test_a_server_on_loopback_has_a_key_by_default(monkeypatch, tmp_path, caplog
         asked.append(config.api_key_file)
         raise ValueError("that is all")
 
+    make.kind = VllmConfig.kind
+
     def key_of(*words):
-        assert serve(make, start, VllmConfig.kind, ["m", *words]) == 2
+        assert serve(SimpleNamespace(CONFIG=make), ["m", *words]) == 2
         return asked.pop() if asked else None
 
     own = tmp_path / ".rljax.key"

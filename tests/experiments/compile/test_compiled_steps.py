@@ -9,8 +9,7 @@ from compile.work import PARTS, describe_work, work_report
 from compile_step import main
 
 from rljax.errors import run_cli
-from rljax.plan.compile import CompiledStep
-from rljax.plan.machines import parse_machine
+from rljax.plan.compile import CompiledStep, parse_machine
 from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.run.config import Config

@@ -6,17 +6,16 @@ import pytest
 from compile.count import Collective, Work
 from compile.hlo import parse_module
 from compile.kernels import KernelUse, full_row, kernel_uses
-from compile.roofline import collective_seconds, crosses_nodes, times
+from compile.roofline import RATES, Rates, collective_seconds, crosses_nodes, times
 
-from rljax.plan.machines import H100
+from rljax.plan.budget import H100, TPUS
 
 # A card does 1e12 operations in a second. It moves 1e9 bytes of memory, 1e8 between cards and 1e7 between nodes.
-CARD = dataclasses.replace(
-    H100,
+CARD = Rates(
     flops={("bfloat16", "default"): 1e12, ("float32", "default"): 5e11, ("float32", "highest"): 1e11},
-    memory_rate=1e9,
-    link_rate=1e8,
-    network_rate=1e7,
+    memory=1e9,
+    link=1e8,
+    network=1e7,
 )
 TWO_NODES = [0, 0, 0, 0, 1, 1, 1, 1]
 ALL = (tuple(range(8)),)
@@ -49,7 +48,7 @@ def test_seconds_of_a_collective(kind, groups, seconds):
 
 
 def test_a_slice_of_tpus_has_one_kind_of_link():
-    card = dataclasses.replace(CARD, network_rate=None)
+    card = dataclasses.replace(CARD, network=None)
     assert collective_seconds(exchange("all-gather", ALL), card, [0] * 8) == pytest.approx(7 / 8)
 
 
@@ -105,3 +104,11 @@ def test_attention_kernels_by_formula():
         KernelUse("Other", 7, "", None),
         KernelUse("tpu_custom_call", 1, "bfloat16", 4 * a_product),
     ]
+
+
+def test_rates_of_dtypes():
+    h100 = RATES[H100.name].of_products
+    assert h100("bfloat16", "default") == h100("float16", "highest") == 989.4e12
+    assert h100("bfloat16xfloat32", "default") == 494.7e12
+    assert h100("float32", "highest") == 66.9e12
+    assert RATES[TPUS["v5p"].name].of_products("float32", "highest") == pytest.approx(459e12 / 6)

@@ -1,17 +1,16 @@
-"""The operations of attention and of a gradient are worked out by hand."""
+"""The pairs of attention and the operations of a gradient are worked out by hand."""
 
 import dataclasses
 
-from rljax.plan.flops import attention_flops, causal_pairs, model_flops
+from compile.kernels import causal_pairs, model_flops
+
 from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import LoraConfig
 
 
-def test_attention_by_hand():
-    # 2 tokens have 3 pairs and 1 token has one. So a product has 4 pairs x 3 heads x 5 multiply-adds = 120 operations.
+def test_pairs_by_hand():
     assert causal_pairs([3, 1]) == 6 + 1
-    assert attention_flops([2, 1], num_heads=3, head_dim=5) == (2 * 120, 5 * 120)
-    assert attention_flops([], num_heads=3, head_dim=5) == (0, 0)
+    assert causal_pairs([]) == 0
 
 
 def test_model_flops_by_hand():
