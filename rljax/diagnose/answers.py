@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from rljax.diagnose.course import FEWEST_STEPS, GAPS, Course
-from rljax.diagnose.evidence import Facts, Finding
-from rljax.diagnose.tables import CAUSES
+from rljax.diagnose.evidence import Facts
 from rljax.mismatch.atlas import normal_range
 
-UNKNOWN = "cannot tell"
 
-
-def answers(facts: Facts, cause: str, findings: Sequence[Finding]) -> dict[str, str]:
-    """Returns one sentence for each question. It begins with "cannot tell" if the facts do not answer the question."""
-    return {
-        "numerics or staleness": _kind(facts, cause, findings),
+def answers(facts: Facts) -> dict[str, str]:
+    """Returns one sentence for each question that the facts answer. ``to_measure`` says what the others take."""
+    course = facts.course
+    found = {
         "a few tokens or all": _concentration(facts),
-        "with length": _by_bucket(facts, "mismatch_position", "position", "length"),
-        "with entropy": _by_bucket(facts, "mismatch_entropy", "entropy", "entropy"),
-        **_by_turn(facts.course),
-        "with step": _with_step(facts.course),
-        "before or after the collapse": _lead(facts.course),
+        "with length": _by_bucket(facts, "position", "length"),
+        "with entropy": _by_bucket(facts, "entropy", "entropy"),
+        "with turns": _by_turn(course, "turns/turn"),
+        "after the environment's tokens": _by_turn(course, "turns/after"),
+        "with step": _with_step(course),
+        "before or after the collapse": _lead(course),
         "floor": _floor(facts),
         "among healthy runs": _among(facts),
     }
-
-
-def _kind(facts: Facts, cause: str, findings: Sequence[Finding]) -> str:
-    kind = CAUSES[cause][0]
-    if kind in ("numerics", "staleness"):
-        return f"{kind}: {next(f.evidence for f in findings if f.cause == cause)}"
-    course = facts.course
-    if course is None:
-        return f"{UNKNOWN}: a dump of one step does not say how old the weights were that sampled it"
-    if "staleness" not in course.largest:
-        return f"{UNKNOWN}: the log has no staleness of a known name"
-    if not course.is_stale:
-        return "numerics, as far as the log goes: it reports no staleness"
-    return f"{UNKNOWN}: rollouts are up to {course.largest['staleness']:.3g} versions old, and nothing splits the gap"
+    return {question: answer for question, answer in found.items() if answer}
 
 
 def _concentration(facts: Facts) -> str:
@@ -47,24 +32,18 @@ def _concentration(facts: Facts) -> str:
     if tokens is not None and math.isnan(tokens.effect_without):
         return f"see what compare says of the columns: {tokens.verdict.reason}"
     if tokens is not None:
-        count = int(tokens.metrics["token_count"])
-        share = (
-            f"{tokens.outliers} of {count} tokens are far beyond the rest and carry {tokens.outlier_share:.0%} of k3_kl"
-        )
+        far = f"{tokens.outliers} of {int(tokens.metrics['token_count'])} tokens are far beyond the rest"
+        share = f"{far} and carry {tokens.outlier_share:.0%} of k3_kl"
         return f"a few: {share}" if tokens.outlier_share > 0.5 else f"all: {share}"
-    first = course.first if course is not None else {}
-    if course is None or not {"k3_kl", "logprob_abs_diff_p99"} <= set(first):
-        largest, mean = (first.get(f"logprob_abs_diff_{name}", math.nan) for name in ("max", "mean"))
-        hint = f"; the largest abs(lr) is {largest / mean:.0f} times the mean" if largest / max(mean, 1e-12) > 0 else ""
-        return f"{UNKNOWN}: that takes a dump of the tokens, or quantiles of abs(lr){hint}"
-    rest = course.k3_of_most
+    if course is None or math.isnan(course.k3_of_most) or "k3_kl" not in course.first:
+        return ""
+    k3, p99, rest = course.first["k3_kl"], course.first["logprob_abs_diff_p99"], course.k3_of_most
     if course.is_of_few:
-        return f"a few: k3_kl is {first['k3_kl']:.2g}, and 99% of the tokens can make at most {rest:.2g} of it"
-    p99 = first["logprob_abs_diff_p99"]
+        return f"a few: k3_kl is {k3:.2g}, and 99% of the tokens can make at most {rest:.2g} of it"
     return f"all, or no few: 99% of the tokens are below {p99:.2g} nats, which explains a k3_kl of up to {rest:.2g}"
 
 
-def _by_bucket(facts: Facts, group: str, what: str, signal: str) -> str:
+def _by_bucket(facts: Facts, what: str, signal: str) -> str:
     course, tokens = facts.course, facts.tokens
     measures: dict[str, Mapping[str, float]] = {}
     if tokens is not None and what == "position":
@@ -72,39 +51,34 @@ def _by_bucket(facts: Facts, group: str, what: str, signal: str) -> str:
     elif tokens is not None:
         measures["the gap per uncertainty by uncertainty (1 - p)"] = tokens.by_uncertainty
     if course is not None:
-        measures[f"the error of the logits by {what}"] = course.effects.get(group, {})
+        measures[f"the error of the logits by {what}"] = course.effects.get(f"mismatch_{what}", {})
     for measure, values in measures.items():
         if len(values) >= 2:
-            listed = ", ".join(f"{label} {value:.2g}" for label, value in values.items())
             first, *_, last = values.values()
             change = last / first if first > 0 else math.nan
-            return f"{measure}: {listed} (last over first: {change:.1f})"
-    if course is not None and signal in course.correlations:
-        both = f"{course.correlations[signal]:+.2f}"
-        changes = course.correlations.get(f"changes/{signal}", math.nan)
-        return (
-            f"{UNKNOWN} for single tokens; over the steps the gap's rank correlation with mean {signal} is {both}, and "
-            f"{changes:+.2f} between their changes from step to step"
-        )
-    return f"{UNKNOWN}: neither buckets nor {signal} in the data"
+            return f"{measure}: {_listed(values)} (last over first: {change:.1f})"
+    if course is None or signal not in course.correlations:
+        return ""
+    changes = course.correlations.get(f"changes/{signal}", math.nan)
+    return (
+        f"over the steps the gap's rank correlation with mean {signal} is {course.correlations[signal]:+.2f}, and "
+        f"{changes:+.2f} between their changes from step to step"
+    )
 
 
-def _by_turn(course: Course | None) -> dict[str, str]:
-    """Returns the gap by turn and after the environment's tokens, if the log has several turns."""
-    questions = {"turns/turn": "with turns", "turns/after": "after the environment's tokens"}
-    gaps = {} if course is None else {group: course.gaps.get(group, {}) for group in questions}
-    return {
-        questions[group]: ", ".join(f"{label} {value:.2g}" for label, value in values.items()) + " (the gap, nats)"
-        for group, values in gaps.items()
-        if len(values) > 1
-    }
+def _by_turn(course: Course | None, group: str) -> str:
+    """Returns the gap by turn, or by the distance from the environment's tokens, if the log has several turns."""
+    gaps = {} if course is None else course.gaps.get(group, {})
+    return f"{_listed(gaps)} (the gap, nats)" if len(gaps) > 1 else ""
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{label} {value:.2g}" for label, value in values.items())
 
 
 def _with_step(course: Course | None) -> str:
-    if course is None or not course.gap_name:
-        return f"{UNKNOWN}: one dump is one step" if course is None else f"{UNKNOWN}: no mismatch in the log"
-    if course.steps < FEWEST_STEPS:
-        return f"{UNKNOWN}: {course.steps} steps are too few"
+    if course is None or not course.gap_name or course.steps < FEWEST_STEPS:
+        return ""
     name = course.gap_name
     said = f"{name} {course.first[name]:.2g} in the first steps, {course.last[name]:.2g} in the last"
     if not math.isnan(course.effect_first):
@@ -117,7 +91,7 @@ def _with_step(course: Course | None) -> str:
 
 def _lead(course: Course | None) -> str:
     if course is None or course.steps < FEWEST_STEPS or math.isnan(course.peak):
-        return f"{UNKNOWN}: that takes a log of {FEWEST_STEPS} steps or more with a reward"
+        return ""
     if course.decline is None:
         return "the reward does not collapse in this log"
     parts = []
@@ -148,12 +122,10 @@ def _floor(facts: Facts) -> str:
         what = max(floors, key=lambda each: floors[each])
         value, gap = floors[what], facts.course.last.get("logprob_abs_diff_mean", math.nan)
         share = f", {value / gap:.2g} of the gap" if gap > 0 else ""
-        said = f"at most {value:.2g} nats between the trainer and itself {what}{share}"
-        return f"{said}: no remedy goes below it"
+        return f"at most {value:.2g} nats between the trainer and itself {what}{share}: no remedy goes below it"
     if facts.tokens is not None and facts.tokens.floors:
-        listed = ", ".join(f"{column} {value:.2g}" for column, value in facts.tokens.floors.items())
-        return f"{listed} nats between two runs of one scorer: no remedy goes below the larger one"
-    return f"{UNKNOWN}: the trainer was not compared with itself"
+        return f"{_listed(facts.tokens.floors)} nats between two runs of one scorer: no remedy goes below the larger"
+    return ""
 
 
 def _among(facts: Facts) -> str:
@@ -161,23 +133,18 @@ def _among(facts: Facts) -> str:
     course, declared, metrics = facts.course, facts.declared, facts.tokens.metrics if facts.tokens else {}
     rollout = declared.forms or declared.rollout_dtype or "bfloat16"
     dtype = "exact" if declared.is_exact else f"{declared.trainer_dtype or 'bfloat16'} / {rollout}"
-    signals: Mapping[str, float] = metrics
+    signals: Mapping[str, float] = metrics or (course.last if course is not None else {})
     if metrics:
         known = {"tokens": metrics["token_count"] / max(metrics["sequence_count"], 1)}
-    elif course is not None and course.gap_name:
-        signals = course.last
+    else:
         names = {"tokens": "length", "entropy": "entropy"}
         known = {what: signals[name] for what, name in names.items() if signals.get(name, 0.0) > 0}
-    else:
-        return f"{UNKNOWN}: no mismatch was measured"
-    said = ""
     for name in GAPS:
         if math.isfinite(signals.get(name, math.nan)):
             found = normal_range(name, signals[name], dtype=dtype, **known)
             if found.standing != "unknown":
                 return f"{name} {found.sentence}"
-            said = said or f"{UNKNOWN}: {found.sentence}"
-    return said or f"{UNKNOWN}: no mismatch was measured"
+    return ""
 
 
 _NUMERICS = ("eight_bits", "sixteen_bits", "head_dtype", "length_growth", "mismatch_growth")

@@ -11,11 +11,22 @@ from typing import TYPE_CHECKING
 from rljax.diagnose.course import Course
 from rljax.diagnose.evidence import BEYOND, CONFIDENCES, DTYPES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
 from rljax.diagnose.log_causes import TOGETHER, find_log_causes
-from rljax.diagnose.token_causes import find_token_causes
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
 
+DECISIVE: Mapping[str, str] = {
+    **dict.fromkeys(("constant_fill", "off_by_one", "other_rows", "other_base", "no_tokens"), "not_comparable"),
+    **{cause: cause for cause in ("truncated_sampling", "some_responses", "first_token", "last_tokens", "one_token")},
+    **{cause: cause for cause in ("after_environment", "trainer_side", "engine_side")},
+}
+"""The cause that each cause of a verdict of ``compare`` shows, if it makes the other facts of a dump meaningless."""
+OF_VERDICTS = {**DECISIVE, "left_out": "missing_numbers", "temperature": "temperature"}
+"""The same for all causes of a verdict that show one."""
+
+_FAR_SHARE = 0.01  # the least share of tokens far above the median error; rounding and drift have less
+_CUT = 4.0  # the least lack of the mean ratio that lets a cut be possible (standard errors)
+_MOST_BIAS = 3.0  # the largest deviation of the mean ratio of noise from 1 (standard errors)
 _ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
 _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain
 _NEAR = ("1", "2_to_4")  # the buckets of the smallest distances from an environment's tokens
@@ -49,6 +60,29 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     else:
         is_sound = facts.tokens is not None and not crossed
     return ("healthy" if is_sound and not findings else "cannot_tell"), findings
+
+
+def find_token_causes(tokens: TokenFacts) -> Iterator[Finding]:
+    """Yields the cause of the verdict of ``compare`` on the dump, or the noise of a router."""
+    verdict = tokens.verdict
+    if count := tokens.repeated:
+        said = "responses have the tokens and, to the bit, the log-probabilities of one to another prompt"
+        yield Finding("not_comparable", SURE, f"{count} {said}")
+    if verdict.cause in DECISIVE or verdict.cause == "left_out":
+        is_likely = verdict.cause in ("trainer_side", "engine_side")
+        yield Finding(OF_VERDICTS[verdict.cause], LIKELY if is_likely else SURE, verdict.reason)
+    if tokens.is_beyond or tokens.effect_without >= EFFECTS["bfloat16"] or tokens.is_of_few:
+        return
+    if tokens.ratio_bias < -_CUT and verdict.cause != "truncated_sampling":
+        said = f"the mean ratio is {-tokens.ratio_bias:.1f} standard errors below 1, as below a cut of little mass"
+        yield Finding("truncated_sampling", POSSIBLE, said)
+    elif tokens.far_share > _FAR_SHARE and abs(tokens.ratio_bias) < _MOST_BIAS:
+        yield Finding(
+            "router_noise",
+            LIKELY,
+            f"the median error of the logits is {tokens.effect_without:.2g}, of rounding in 16 bits, and "
+            f"{tokens.far_share:.1%} of the tokens have 8 times that or more; the mean ratio is 1, as of noise",
+        )
 
 
 def _comparable(facts: Facts) -> Iterator[Finding]:

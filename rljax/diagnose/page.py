@@ -41,7 +41,7 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
             | {"measured": one.measured, "first": one.first}
             for one in facts.crossings
         ],
-        "answers": {} if facts.runs else answers(facts, cause, findings),
+        "answers": {} if facts.runs else answers(facts),
         "first_remedy": first_remedy(cause, facts.project),
         "remedies": None if cause == "healthy" else f"rljax docs diagnose#{cause}",
         "next": [f"one run: --run {shlex.quote(run)}" for run in facts.runs] or list(to_measure(facts, cause)),

@@ -5,7 +5,7 @@ import pytest
 
 from rljax.diagnose.course import effect, find_decline, rank_correlation, read_course, smooth, window
 from rljax.diagnose.signals import Log
-from rljax.diagnose.thresholds import THRESHOLDS, cross
+from rljax.diagnose.tables import THRESHOLDS, cross
 from rljax.mismatch.names import PUBLISHED_BARS
 
 STEPS = np.arange(1, 41)

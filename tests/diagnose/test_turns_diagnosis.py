@@ -46,8 +46,7 @@ def test_extreme_tokens_after_an_environment_are_the_cause():
         "100% of the 250 extreme tokens are among the first 4 after what the environment wrote, and 10.0% of all "
         "tokens are there"
     )
-    said = answers(facts, cause, findings)
-    assert said["after the environment's tokens"] == "1 0.01, 2_to_4 0.01, 5_to_16 0.01 (the gap, nats)"
+    assert answers(facts)["after the environment's tokens"] == "1 0.01, 2_to_4 0.01, 5_to_16 0.01 (the gap, nats)"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_a_log_whose_rewards_fail_is_not_healthy(fractions, cause):
     facts = Facts(read_course(log), None, [])
     found, findings = judge_cause(facts)
     assert found == cause
-    assert not any("turn" in question for question in answers(facts, found, findings))  # the log has no turns
+    assert not any("turn" in question for question in answers(facts))  # the log has no turns
 
 
 @pytest.mark.parametrize(
