@@ -12,8 +12,8 @@ import numpy as np
 
 from rljax.compare.patterns import LEAST_UNCERTAINTY, ratio_bias
 from rljax.compare.verdict import Verdict, is_beyond, judge
-from rljax.diagnose.evidence import EFFECTS, Size
 from rljax.diagnose.causes import DECISIVE
+from rljax.diagnose.evidence import EFFECTS, Size
 from rljax.mismatch.diagnosis import bucket_labels
 from rljax.mismatch.signs import find_repeats, is_no_chance
 from rljax.record.dump_facts import TokenPair, check_logprobs, choose_pair
