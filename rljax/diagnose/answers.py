@@ -15,8 +15,8 @@ def answers(facts: Facts) -> dict[str, str]:
     course = facts.course
     found = {
         "a few tokens or all": _concentration(facts),
-        "with length": _by_bucket(facts, "position", "length"),
-        "with entropy": _by_bucket(facts, "entropy", "entropy"),
+        "with length": _by_bucket(facts, "position"),
+        "with entropy": _by_bucket(facts, "entropy"),
         "with turns": _by_turn(course, "turns/turn"),
         "after the environment's tokens": _by_turn(course, "turns/after"),
         "with step": _with_step(course),
@@ -43,7 +43,7 @@ def _concentration(facts: Facts) -> str:
     return f"all, or no few: 99% of the tokens are below {p99:.2g} nats, which explains a k3_kl of up to {rest:.2g}"
 
 
-def _by_bucket(facts: Facts, what: str, signal: str) -> str:
+def _by_bucket(facts: Facts, what: str) -> str:
     course, tokens = facts.course, facts.tokens
     measures: dict[str, Mapping[str, float]] = {}
     if tokens is not None and what == "position":
@@ -57,13 +57,7 @@ def _by_bucket(facts: Facts, what: str, signal: str) -> str:
             first, *_, last = values.values()
             change = last / first if first > 0 else math.nan
             return f"{measure}: {_listed(values)} (last over first: {change:.1f})"
-    if course is None or signal not in course.correlations:
-        return ""
-    changes = course.correlations.get(f"changes/{signal}", math.nan)
-    return (
-        f"over the steps the gap's rank correlation with mean {signal} is {course.correlations[signal]:+.2f}, and "
-        f"{changes:+.2f} between their changes from step to step"
-    )
+    return ""
 
 
 def _by_turn(course: Course | None, group: str) -> str:
@@ -83,10 +77,9 @@ def _with_step(course: Course | None) -> str:
     said = f"{name} {course.first[name]:.2g} in the first steps, {course.last[name]:.2g} in the last"
     if not math.isnan(course.effect_first):
         said += f"; the error of the logits {course.effect_first:.2g} and {course.effect_last:.2g}"
-    rank = course.correlations.get("step", math.nan)
     onset = course.onsets["gap"].step
     grows = f"; above twice its first values for good from step {onset}" if onset else "; it does not double for good"
-    return f"{said}; rank correlation with the step {rank:+.2f}{grows}"
+    return said + grows
 
 
 def _lead(course: Course | None) -> str:

@@ -47,7 +47,6 @@ class Course:
     peak: float  # the highest smoothed reward
     decline: int | None  # the step at which the reward begins to fall for good; None: it does not collapse
     onsets: Mapping[str, Onset]  # the onsets of gap, grad_norm, entropy (its fall) and length
-    correlations: Mapping[str, float]  # Spearman's rank correlations of the gap with other signals
     # The error of the logits by bucket, over the whole log: group -> label -> effect.
     effects: Mapping[str, Mapping[str, float]]
     gaps: Mapping[str, Mapping[str, float]]  # the mean gap by bucket
@@ -91,20 +90,6 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     return np.where(n > 0, (padded[high] - padded[low]) / np.maximum(n, 1), np.nan)
 
 
-def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns Spearman's rank correlation over the indices at which both vectors are finite.
-
-    It is NaN for fewer than 8 such indices, or if a vector is constant at them.
-    """
-    both = np.isfinite(x) & np.isfinite(y)
-    if both.sum() < FEWEST_STEPS:
-        return math.nan
-    ranks = [np.argsort(np.argsort(values[both])).astype(float) for values in (x, y)]
-    if any(len(np.unique(values[both])) < 2 for values in (x, y)):
-        return math.nan
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
 def read_course(log: Log) -> Course:
     """Reads the facts of a log."""
     width = window(len(log.steps))
@@ -143,7 +128,6 @@ def read_course(log: Log) -> Course:
         peak=float(np.nanmax(reward)) if np.isfinite(reward).any() else math.nan,
         decline=None if decline is None else int(log.steps[decline]),
         onsets=onsets,
-        correlations=_correlations(log, gap),
         effects={group: {label: effect(k3, gap) for label, k3, gap in means} for group, means in buckets.items()},
         gaps={group: {label: gap for label, _, gap in means} for group, means in buckets.items()},
         tokens={group: _bucket_counts(labels, "token_count") for group, labels in log.buckets.items()},
@@ -225,21 +209,6 @@ def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) 
     if len(since) < 3 or np.mean(since > usual) < _MOST:
         return None, None
     return int(steps[at]), None if decline is None else int(steps[decline]) - int(steps[at])
-
-
-def _correlations(log: Log, gap: np.ndarray) -> dict[str, float]:
-    """Returns the rank correlations of the gap with other signals, by their names.
-
-    ``changes/<name>`` is the correlation between the changes of both from step to step.
-    """
-    others = {"step": log.steps.astype(float)} | {name: log.get(name) for name in ("entropy", "length", "grad_norm")}
-    found = {name: rank_correlation(gap, values) for name, values in others.items()}
-    found |= {
-        f"changes/{name}": rank_correlation(np.diff(gap), np.diff(values))
-        for name, values in others.items()
-        if name != "step"
-    }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def _bucket_counts(labels: Mapping[str, Mapping[str, np.ndarray]], name: str) -> dict[str, float]:
