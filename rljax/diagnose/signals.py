@@ -126,43 +126,30 @@ def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
     rows = [{name: cell for name, cell in row.items() if cell is not None} for row in rows]
     columns = columns_of(rows)
     project, found = choose_signals(columns, projects)
-    wanted = dict(found)
-    if project == "rljax":
-        groups = (*BUCKETED, *PARTS)
-        wanted |= {name: name for name in columns if name.startswith(tuple(f"{group}/" for group in groups))}
+    split = tuple(f"{group}/" for group in (*BUCKETED, *PARTS)) if project == "rljax" else ()
+    wanted = found | {name: name for name in columns if name.startswith(split)}
     dated = next((found[name] for name in ("length", *MISMATCH, *found) if name in found), "")
-    by_step = cells_by_step(rows, wanted, choose_step_column(rows, dated))
+    by_step = dict(sorted(cells_by_step(rows, wanted, choose_step_column(rows, dated)).items()))
     if not by_step:
         raise ConfigError("the log has no row with a step and a signal of a known name")
-    steps = np.array(sorted(by_step))
-    table = {name: np.array([by_step[at].get(name, math.nan) for at in sorted(by_step)]) for name in wanted}
+    table = {name: np.array([cells.get(name, math.nan) for cells in by_step.values()]) for name in wanted}
     buckets: dict[str, dict[str, dict[str, np.ndarray]]] = {}
-    for name, values in table.items():
-        group, _, rest = name.partition("/")
-        if group in BUCKETED and "/" in rest:
-            label, _, metric = rest.partition("/")
-            if group == "turns":
-                kind, _, label = label.partition("_")
-                group = f"turns/{kind}"
-            buckets.setdefault(group, {}).setdefault(label, {})[metric] = values
-    plain = {name: values for name, values in table.items() if name.partition("/")[0] not in BUCKETED}
-    for signal, endings in mismatch_names(project).items():
-        if any(ending.startswith("-") and found.get(signal, "").endswith(ending[1:]) for ending in endings):
-            plain[signal] = -plain[signal]
+    for name in [name for name in table if name.partition("/")[0] in BUCKETED]:
+        values, (group, label, *metric) = table.pop(name), name.split("/", 2)
+        if group == "turns":
+            kind, _, label = label.partition("_")
+            group = f"turns/{kind}"
+        if metric:
+            buckets.setdefault(group, {}).setdefault(label, {})[metric[0]] = values
     ordered = {
         group: dict(sorted(labels.items(), key=lambda item: _edge(item[0]))) for group, labels in buckets.items()
     }
-    lost = {
-        name: _last_finite([(at, by_step[at][name]) for at in sorted(by_step) if name in by_step[at]]) for name in found
-    }
-    return Log(
-        project,
-        steps,
-        plain | _derived(plain),
-        found,
-        ordered,
-        {name: at for name, at in lost.items() if at is not None},
-    )
+    for signal, endings in mismatch_names(project).items():
+        if any(ending.startswith("-") and found.get(signal, "").endswith(ending[1:]) for ending in endings):
+            table[signal] = -table[signal]
+    lost = {name: _last_finite([(at, cells[name]) for at, cells in by_step.items() if name in cells]) for name in found}
+    lost_at = {name: at for name, at in lost.items() if at is not None}
+    return Log(project, np.array([*by_step]), table | _derived(table), found, ordered, lost_at)
 
 
 def _derived(plain: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
