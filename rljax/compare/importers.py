@@ -20,7 +20,7 @@ from rljax.compare.sequences import Line, renamed, sequences_of
 from rljax.data.files import FileRow, json_lines
 from rljax.errors import parse_json
 from rljax.record.foreign_files import TRL_TEXTS, foreign_kind
-from rljax.record.parquet_files import parquet_file, parquet_rows
+from rljax.record.parquet_files import parquet_file
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
 
 PRIME_RL_SCHEMA = 1
@@ -239,11 +239,13 @@ def _reply_sequence(choice: FileRow, number: int) -> TokenDump:
 def _read_parquet(place: Path) -> TokenDump:
     """Reads a token dump, or the rollouts that Miles writes with ``--save-rollout-format parquet``."""
     with parquet_file(place) as file:
-        if {"prompt", "completion"} <= set(file.schema_arrow.names):
+        names = set(file.schema_arrow.names)
+        if {"prompt", "completion"} <= names:
             raise ValueError(f"{place} is {TRL_TEXTS}")
-    rows = parquet_rows(place, ("tokens", "response_length", "loss_mask", "rollout_log_probs"))
-    if not rows or not {"tokens", "response_length"} <= set(rows[0]):
-        return read_dump(place)
+        if not {"tokens", "response_length"} <= names:
+            return read_dump(place)
+        chosen = names & {"tokens", "response_length", "loss_mask", "rollout_log_probs"}
+        rows: list[FileRow] = file.read([*chosen]).to_pylist()
     if pickled := [name for row in rows for name, value in row.items() if isinstance(value, bytes)]:
         raise ValueError(f"{place}: Miles has pickled its column {pickled[0]!r}: {_RUNS_CODE}")
     lines = ((place, number, row) for number, row in enumerate(rows, 1))
@@ -262,9 +264,9 @@ def _prime_rl_sequence(record: FileRow, _: int) -> TokenDump:
         keys = {"token_ids": "id", "loss_mask": "loss_mask"}
         keys |= {f"{engine}_logprobs": f"{engine}_logprob" for engine in ("trainer", "inference")}
         record = {many: [token[one] for token in record["tokens"]] for many, one in keys.items()}
-    columns = {engine: [record[f"{engine}_logprobs"]] for engine in ("trainer", "inference")}
-    more = {f"values/{own}": [values] for own, values in renamed(record)["values"].items()}
-    return make_dump([name], [record["token_ids"]], [record["loss_mask"]], columns, columns=more)
+    columns = {engine: record[f"{engine}_logprobs"] for engine in ("trainer", "inference")}
+    own = {"sequence_id": name, "response_mask": record["loss_mask"], "logprobs": columns}
+    return _jsonl_sequence({"token_ids": record["token_ids"], "values": renamed(record)["values"], **own}, 0)
 
 
 def _assemble(

@@ -16,8 +16,7 @@ from rljax.compare.verdict import Verdict, judge
 from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
 from rljax.mismatch.turns import mismatch_by_turn
 from rljax.record.dump_facts import TokenPair, check_logprobs, turns_of
-from rljax.record.rows import finite_json
-from rljax.record.text_tables import text_table
+from rljax.record.rows import finite_json, text_table
 from rljax.record.token_dumps import OTHER_RUNS, PLACES, ColumnSource, TokenDump
 
 POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)

@@ -20,8 +20,7 @@ from tqdm import tqdm
 from rljax.distributed.files import write_durably
 from rljax.errors import NotWrittenError, writing
 from rljax.mismatch.histogram import bin_edges
-from rljax.record.rows import NONFINITE_KEYS, Row, is_accuracy, read_lines
-from rljax.record.text_tables import cell
+from rljax.record.rows import NONFINITE_KEYS, Row, cell, is_accuracy, read_lines
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
