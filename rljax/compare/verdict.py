@@ -119,10 +119,8 @@ def _findings(
     if not valid.any():
         yield "refused", "no_tokens", "no response token has a finite log-probability in both columns"
     if cut:
-        reason = (
-            f"the tokens were sampled with {cut}: their distribution is the engine's divided by the mass that remains "
-            "after the cut, so the ratio to it is not the mismatch of the engines"
-        )
+        divided = "their distribution is the engine's divided by the mass that remains after the cut"
+        reason = f"the tokens were sampled with {cut}: {divided}, so the ratio to it is not the mismatch of the engines"
         yield "refused", "truncated_sampling", reason
     if a.temperature is not None and b.temperature is not None and a.temperature != b.temperature:
         reason = f"log-probabilities at temperature {a.temperature:g} and {b.temperature:g}: different distributions"
@@ -137,10 +135,9 @@ def _findings(
             reason = f"the first column fits the second when moved by {shift:+d} position: one of them is off by one"
             yield "refused", "off_by_one", reason
         if rows := _other_rows(x, y, valid):
-            reason = (
-                f"{rows} of {valid.any(1).sum()} rows carry the gap, and there the first column fits another row of"
-            )
-            yield "refused", "other_rows", f"{reason} the second: the rows of one of them are permuted"
+            carry = f"{rows} of {valid.any(1).sum()} rows carry the gap"
+            reason = f"{carry}, and there the first column fits another row of the second"
+            yield "refused", "other_rows", f"{reason}: the rows of one of them are permuted"
         yield from _base_findings(x[valid], y[valid], gap)
 
 
@@ -170,12 +167,10 @@ def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_
             rest = known & np.isfinite(others) & ~at
             if value == 0.0 and any(find_cut(x[rest] - y[rest])):
                 continue  # the cut left one token there
-            reason = (
-                f"the {name} column holds {value:g} at {at.sum()} of {mask.sum()} response tokens "
-                f"({at.any(1).sum()} of {mask.any(1).sum()} sequences): a constant fill for missing numbers, such as "
-                "SkyRL's -9999 or slime's 0, not log-probabilities (processed numbers of greedy sampling are 0, too)"
-            )
-            yield "refused", "constant_fill", reason
+            tokens, rows = f"{at.sum()} of {mask.sum()}", f"{at.any(1).sum()} of {mask.any(1).sum()}"
+            holds = f"the {name} column holds {value:g} at {tokens} response tokens ({rows} sequences)"
+            fill = "a constant fill for missing numbers, such as SkyRL's -9999 or slime's 0, not log-probabilities"
+            yield "refused", "constant_fill", f"{holds}: {fill} (processed numbers of greedy sampling are 0, too)"
 
 
 def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
@@ -209,12 +204,10 @@ def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out:
             for name, gone in (("first", x[left_out]), ("second", y[left_out]))
         )
         lost = (left_out.sum(1) == mask.sum(1)) & mask.any(1)
-        reason = (
-            f"{left_out.sum()} of {mask.sum()} response tokens have no finite number in both columns "
-            f"({', '.join(counts)}), and {lost.sum()} of {mask.any(1).sum()} sequences have none at all: the rest is "
-            "within every published limit, but it is not the whole"
-        )
-        yield "refused", "left_out", reason
+        some = f"{left_out.sum()} of {mask.sum()} response tokens have no finite number in both columns"
+        whole = f"{lost.sum()} of {mask.any(1).sum()} sequences have none at all"
+        rest = "the rest is within every published limit, but it is not the whole"
+        yield "refused", "left_out", f"{some} ({', '.join(counts)}), and {whole}: {rest}"
 
 
 def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:

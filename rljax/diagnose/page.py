@@ -119,15 +119,12 @@ def _measured_lines(measured: Mapping[str, Any]) -> Iterator[str]:
             yield f"error of the logits (k3_kl / logprob_abs_diff_mean, free of entropy): {effects}"
     if tokens:
         roles = "" if tokens["roles_known"] else "; nothing says which column is the trainer's"
-        yield (
-            f"a dump of {int(tokens['token_count'])} tokens in {int(tokens['sequence_count'])} responses: "
-            f"{tokens['trainer']} against {tokens['rollout']}{roles}"
-        )
-        yield (
-            f"logprob_abs_diff_mean {_number(tokens['logprob_abs_diff_mean'])}, max "
-            f"{_number(tokens['logprob_abs_diff_max'])}, k3_kl {_number(tokens['k3_kl'])}, error of the logits "
-            f"{_number(tokens['effect'])}; compare says {tokens['compare']['status']} ({tokens['compare']['cause']})"
-        )
+        counts = f"{int(tokens['token_count'])} tokens in {int(tokens['sequence_count'])} responses"
+        yield f"a dump of {counts}: {tokens['trainer']} against {tokens['rollout']}{roles}"
+        labels = {"logprob_abs_diff_mean": "logprob_abs_diff_mean", "logprob_abs_diff_max": "max", "k3_kl": "k3_kl"}
+        labels["effect"] = "error of the logits"
+        numbers = ", ".join(f"{label} {_number(tokens[name])}" for name, label in labels.items())
+        yield f"{numbers}; compare says {tokens['compare']['status']} ({tokens['compare']['cause']})"
         for column, grid in tokens["grids"].items():
             yield f"the logits of column {column} lie on the grid of {grid}"
     declared = {name: value for name, value in measured["declared"].items() if value}
