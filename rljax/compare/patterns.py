@@ -86,8 +86,8 @@ def _responses(lr: np.ndarray, uncertainty: np.ndarray) -> Iterator[Pattern]:
     wrong = (error > _ROW_TIMES * usual) & (error > _ROW_LEAST)
     carried = size.sum(1)[there][wrong].sum() / np.abs(lr).sum()
     if wrong.any() and carried > _HALF:
-        size = f"a gap per uncertainty of {np.median(error[wrong]):.2g} where the others have {usual:.2g}"
-        whole = f"{wrong.sum()} of {there.sum()} responses are wrong as a whole, with {size}"
+        gap = f"a gap per uncertainty of {np.median(error[wrong]):.2g} where the others have {usual:.2g}"
+        whole = f"{wrong.sum()} of {there.sum()} responses are wrong as a whole, with {gap}"
         why = "they are paired with other prompts, or their numbers are shifted"
         yield "fail", "some_responses", f"{whole}, and carry {carried:.0%} of the gap: {why}"
 

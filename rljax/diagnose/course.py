@@ -81,13 +81,10 @@ def effect(k3: float, gap: float) -> float:
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
     """Returns the mean of the finite numbers in a window of ``width`` around each step, float64 [n]."""
-    half, known = width // 2, np.isfinite(values)
-    padded = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    at = np.arange(len(values))
-    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    n = counts[high] - counts[low]
-    return np.where(n > 0, (padded[high] - padded[low]) / np.maximum(n, 1), np.nan)
+    known, part = np.isfinite(values), slice(width // 2, width // 2 + len(values))
+    parts = (np.where(known, values, 0.0), known.astype(float))
+    sums, counts = (np.convolve(each, np.ones(width))[part] for each in parts)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def read_course(log: Log) -> Course:
