@@ -236,11 +236,9 @@ def _after_environment(facts: Facts) -> Iterator[Finding]:
     course = facts.course
     if course is None:
         return
-    every, extreme = (sum(counts.get("turns/turn", {}).values()) for counts in (course.tokens, course.extremes))
-    near, found = (
-        sum(counts.get("turns/after", {}).get(label, 0.0) for label in _NEAR)
-        for counts in (course.tokens, course.extremes)
-    )
+    turns, after = course.counts("turns/turn"), course.counts("turns/after")
+    every, extreme = (sum(each) for each in zip(*turns.values(), strict=True)) if turns else (0.0, 0.0)
+    near, found = (sum(after.get(label, (0.0, 0.0))[i] for label in _NEAR) for i in (0, 1))
     if extreme >= max(_FEWEST_EXTREMES, 1e-3 * every) and found > 0.5 * extreme and found / extreme > 3 * near / every:
         share = f"{found / extreme:.0%} of the {extreme:.0f} extreme tokens"
         said = f"{share} are among the first 4 after what the environment wrote"

@@ -50,8 +50,14 @@ class Course:
     # The error of the logits by bucket, over the whole log: group -> label -> effect.
     effects: Mapping[str, Mapping[str, float]]
     gaps: Mapping[str, Mapping[str, float]]  # the mean gap by bucket
-    tokens: Mapping[str, Mapping[str, float]]  # the tokens of all steps by bucket
-    extremes: Mapping[str, Mapping[str, float]]  # the extreme tokens of all steps by bucket, if the log has them
+
+    def counts(self, group: str) -> dict[str, tuple[float, float]]:
+        """Returns the tokens and the extreme tokens of all steps in each bucket of a group, if the log has both."""
+        return {
+            label: (float(np.nansum(each["token_count"])), float(np.nansum(each["token_count"] * each["extreme_rate"])))
+            for label, each in self.log.buckets.get(group, {}).items()
+            if {"token_count", "extreme_rate"} <= set(each)
+        }
 
     @property
     def is_stale(self) -> bool:
@@ -127,8 +133,6 @@ def read_course(log: Log) -> Course:
         onsets=onsets,
         effects={group: {label: effect(k3, gap) for label, k3, gap in means} for group, means in buckets.items()},
         gaps={group: {label: gap for label, _, gap in means} for group, means in buckets.items()},
-        tokens={group: _bucket_counts(labels, "token_count") for group, labels in log.buckets.items()},
-        extremes={group: _bucket_counts(labels, "extreme_rate") for group, labels in log.buckets.items()},
     )
 
 
@@ -206,15 +210,6 @@ def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) 
     if len(since) < 3 or np.mean(since > usual) < _MOST:
         return None, None
     return int(steps[at]), None if decline is None else int(steps[decline]) - int(steps[at])
-
-
-def _bucket_counts(labels: Mapping[str, Mapping[str, np.ndarray]], name: str) -> dict[str, float]:
-    """Returns a number of tokens by bucket, summed over all steps: ``token_count``, or the share ``name`` of it."""
-    return {
-        label: float(np.nansum(each["token_count"] * (1.0 if name == "token_count" else each[name])))
-        for label, each in labels.items()
-        if {"token_count", name} <= set(each)
-    }
 
 
 def _bucket_means(labels: Mapping[str, Mapping[str, np.ndarray]]) -> list[tuple[str, float, float]]:

@@ -6,6 +6,7 @@ import json
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 from rljax.diagnose.answers import answers, to_measure
@@ -37,8 +38,8 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
         "findings": [finding._asdict() | {"kind": CAUSES[finding.cause][0]} for finding in findings],
         "measured": _measured(facts, log),
         "limits": [
-            {**one.threshold._asdict(), "crossed": one.is_crossed, "value": one.value, "steps": one.steps}
-            | {"measured": one.measured, "first": one.first}
+            {name: value for name, value in one._asdict().items() if name != "threshold"}
+            | {"crossed": one.is_crossed, **one.threshold._asdict()}
             for one in facts.crossings
         ],
         "answers": {} if facts.runs else answers(facts),
@@ -133,13 +134,10 @@ def _measured_lines(measured: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _limit_lines(limits: list[Mapping[str, Any]]) -> Iterator[str]:
-    for one in limits:
+    for one in filter(itemgetter("crossed"), limits):
         times = f"{one['steps']} of {one['measured']} steps" + (f", first at {one['first']}" if one["first"] else "")
-        if not one["crossed"]:
-            continue
-        state = f"CROSSED, {one['meaning']}"
-        value = f"{one['signal']} {_number(one['value'])} against {one['limit']:g}: {state} ({times})"
-        yield f"{value} [{one['source']}]"
+        value = f"{one['signal']} {_number(one['value'])} against {one['limit']:g}"
+        yield f"{value}: CROSSED, {one['meaning']} ({times}) [{one['source']}]"
     if kept := [f"{one['signal']} {_number(one['value'])} of {one['limit']:g}" for one in limits if not one["crossed"]]:
         yield f"kept: {', '.join(kept)}"
 
@@ -149,12 +147,5 @@ def _number(value: float | None) -> str:
 
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:
-    lead = len(text) - len(text.lstrip())
-    return textwrap.wrap(
-        text.strip(),
-        WIDTH,
-        initial_indent=" " * (indent + lead),
-        subsequent_indent=" " * (indent + lead + 2),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    ends = (" " * indent, " " * (indent + 2))
+    return textwrap.TextWrapper(WIDTH, *ends, break_long_words=False, break_on_hyphens=False).wrap(text)

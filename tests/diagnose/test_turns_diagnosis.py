@@ -32,10 +32,9 @@ def facts_of(near_rate, far_rate=0.0, steps=10, tokens=1000):
 
 def test_turns_and_distances_are_groups_of_their_own():
     course = facts_of(0.25).course
-    assert list(course.tokens["turns/turn"].items()) == [("1", 4000), ("2", 6000)]
-    assert list(course.tokens["turns/after"]) == ["1", "2_to_4", "5_to_16"]
-    np.testing.assert_allclose(list(course.extremes["turns/after"].values()), [100, 150, 0])
-    np.testing.assert_allclose(list(course.extremes["turns/turn"].values()), [0, 250])
+    assert list(course.counts("turns/after")) == ["1", "2_to_4", "5_to_16"]
+    np.testing.assert_allclose([*course.counts("turns/after").values()], [[400, 100], [600, 150], [5000, 0]])
+    np.testing.assert_allclose([*course.counts("turns/turn").values()], [[4000, 0], [6000, 250]])
 
 
 def test_extreme_tokens_after_an_environment_are_the_cause():
