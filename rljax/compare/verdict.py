@@ -93,6 +93,7 @@ def judge(pair: TokenPair, *, same_weights: bool = False) -> Verdict:
         f"{peer} {name}": (framework_metrics(pair.statistics, peer)[name], bar)
         for (peer, name), bar in PUBLISHED_BARS.items()
     }
+    over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
     a, b = (pair.dump.sources[name] for name in (pair.trainer, pair.rollout))
     if same_weights:
         a, b = (dataclasses.replace(source, weights_hash="") for source in (a, b))
@@ -102,7 +103,7 @@ def judge(pair: TokenPair, *, same_weights: bool = False) -> Verdict:
         find_patterns(pair, x, y, mask, valid),
         _temperature_findings(pair),
         _gap_findings(pair, a, b),
-        _bar_findings(bars),
+        [("fail", "above_bar", f"above the published limit: {'; '.join(over)}")] if over else [],
         _left_out_findings(x, y, mask, left_out),
         [("pass", "none", "within every published limit")],
     )
@@ -150,12 +151,6 @@ def _cut_of(pair: TokenPair) -> str:
     is_sampled = sampler in names if sampler else "rollout" in map(dump.role, names)
     cut = ", ".join(f"{name} = {value:g}" for name, value in numbers.items() if is_sampled and not off[name](value))
     return "" if all(are_cut) else cut or ("top_k, top_p or min_p" if any(are_cut) else "")
-
-
-def _bar_findings(bars: Bars) -> Iterator[_Finding]:
-    over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
-    if over:
-        yield "fail", "above_bar", f"above the published limit: {'; '.join(over)}"
 
 
 def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_Finding]:

@@ -90,7 +90,9 @@ def choose_signals(columns: list[str], projects: Sequence[str] = PROJECTS) -> tu
     Raises ConfigError if the log has neither a mismatch nor a reward or gradient norm of a known name.
     """
     fits = {project: _fitting(project, columns) for project in projects}
-    project = max(projects, key=lambda name: _weight(fits[name]))  # the first of equals
+    # Long names of a project's own count more than "reward" or "kl". Of equal projects the first is taken.
+    words = {name: sum(one.count("/") + one.count("_") + 1 for one in fit.values()) for name, fit in fits.items()}
+    project = max(projects, key=lambda name: words[name])
     found = fits[project]
     if not {*MISMATCH, "reward", "grad_norm"} & set(found):
         raise ConfigError(
@@ -111,11 +113,6 @@ def _fitting(project: str, columns: list[str]) -> dict[str, str]:
         found["length"], truncated = choose_columns(columns, None, None)
         found |= {"truncated": truncated} if truncated else {}
     return found
-
-
-def _weight(found: Mapping[str, str]) -> int:
-    """Returns a score of how well names fit. Long names of a project's own count more than "reward" or "kl"."""
-    return sum(column.count("/") + column.count("_") + 1 for column in found.values())
 
 
 def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:

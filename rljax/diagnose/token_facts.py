@@ -197,7 +197,9 @@ def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
     """
     pairs = np.fromiter(_same_context(dump, column), float) * temperature
     if column == dump.sampling.get("column", "rollout") and dump.columns.get("top_logprobs"):
-        pairs = np.concatenate([pairs, *(_neighbours(values) for values in dump.columns["top_logprobs"][:64])])
+        with np.errstate(invalid="ignore"):
+            tops = [np.diff(np.asarray(values, float)).ravel() for values in dump.columns["top_logprobs"][:64]]
+        pairs = np.concatenate([pairs, *tops])
     pairs = pairs[np.isfinite(pairs) & (np.abs(pairs) > 1e-4)][:20_000]
     if len(pairs) < _FEWEST_PAIRS:
         return ""
@@ -206,11 +208,6 @@ def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
         if np.mean(off < _ON_GRID) >= _GRID_SHARE:
             return name
     return ""
-
-
-def _neighbours(values: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore"):
-        return np.diff(np.asarray(values, float), axis=1).ravel()
 
 
 def _same_context(dump: TokenDump, column: str) -> Iterator[float]:
