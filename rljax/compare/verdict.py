@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.compare.patterns import find_cut, find_patterns, missing_mass
+from rljax.compare.patterns import Pattern, find_cut, find_patterns, missing_mass
 from rljax.mismatch import framework_metrics
 from rljax.mismatch.names import PUBLISHED_BARS
 from rljax.mismatch.regions import LARGEST_LOGPROB
@@ -110,12 +110,9 @@ def judge(pair: TokenPair, *, same_weights: bool = False) -> Verdict:
     return Verdict(*next(findings), bars, int(left_out.sum()), int(mask.sum()))
 
 
-_Finding = tuple[str, str, str]  # status, cause, reason
-
-
 def _findings(
     x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource, cut: str
-) -> Iterator[_Finding]:
+) -> Iterator[Pattern]:
     """Yields the findings on a pair; only the first counts, because it may be the cause of the later ones."""
     if not valid.any():
         yield "refused", "no_tokens", "no response token has a finite log-probability in both columns"
@@ -153,7 +150,7 @@ def _cut_of(pair: TokenPair) -> str:
     return "" if all(are_cut) else cut or ("top_k, top_p or min_p" if any(are_cut) else "")
 
 
-def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_Finding]:
+def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[Pattern]:
     """Yields a finding if a column holds a constant for missing numbers."""
     for name, values, others in (("first", x, y), ("second", y, x)):
         known = mask & np.isfinite(values)
@@ -191,7 +188,7 @@ def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
     return float(value) if is_fill and varies and counts.max() >= 0.2 * same.sum() else None
 
 
-def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out: np.ndarray) -> Iterator[_Finding]:
+def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out: np.ndarray) -> Iterator[Pattern]:
     """Yields a finding if some response tokens have no finite number in both columns."""
     if left_out.any():
         counts = (
@@ -240,7 +237,7 @@ def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int:
     return found if found > 1 and carried >= _GAP_SHARE * gap else 0
 
 
-def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Finding]:
+def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[Pattern]:
     """Yields a finding if one column has logarithms to another base, or is the other times another factor."""
     for name, values, others in (("first", x, y), ("second", y, x)):
         for base in (2, 10):
@@ -253,7 +250,7 @@ def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Findin
         yield "refused", "temperature", f"{said} instead of logits"
 
 
-def _temperature_findings(pair: TokenPair) -> Iterator[_Finding]:
+def _temperature_findings(pair: TokenPair) -> Iterator[Pattern]:
     """Yields a finding if one column is the other at a temperature T < 1.
 
     A temperature adds a term that depends on the context to log p / T, so no single factor fits. But the regression of
@@ -291,7 +288,7 @@ def is_beyond(pair: TokenPair) -> bool:
     return is_unusual or gap > GAP_RANGES["bfloat16"][1]
 
 
-def _gap_findings(pair: TokenPair, a: ColumnSource, b: ColumnSource) -> Iterator[_Finding]:
+def _gap_findings(pair: TokenPair, a: ColumnSource, b: ColumnSource) -> Iterator[Pattern]:
     """Yields the findings from the normalised gap, and the 8-bit forms or else the coarser of the declared dtypes."""
     gap, forms = pair.normalised_gap, [source.form for source in (a, b) if source.form]
     if is_beyond(pair):
