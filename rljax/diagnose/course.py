@@ -101,16 +101,11 @@ def read_course(log: Log) -> Course:
     effects = np.array([effect(a, b) for a, b in zip(k3, log.get("logprob_abs_diff_mean"), strict=True)])
     reward = smooth(log.get("reward"), width)
     decline = find_decline(reward)
-    found = (Onset(*_onset(values, width, log.steps, decline)) for values in (gap, np.abs(k3)))
-    first = min(found, key=lambda onset: math.inf if onset.step is None else onset.step)
-    onsets = {"gap": first} | {
-        name: Onset(*_onset(values, width, log.steps, decline))
-        for name, values in {
-            "grad_norm": log.get("grad_norm"),
-            "entropy": 1.0 / np.where(log.get("entropy") > 0, log.get("entropy"), np.nan),
-            "length": log.get("length"),
-        }.items()
-    }
+    certainty = 1.0 / np.where(log.get("entropy") > 0, log.get("entropy"), np.nan)
+    grown = {"grad_norm": log.get("grad_norm"), "entropy": certainty, "length": log.get("length")}
+    onsets = {name: _onset(values, width, log.steps, decline) for name, values in grown.items()}
+    found = (_onset(values, width, log.steps, decline) for values in (gap, np.abs(k3)))
+    onsets["gap"] = min(found, key=lambda onset: math.inf if onset.step is None else onset.step)
     finite = effects[np.isfinite(effects)]
     names = [name for name in log.signals if log.has(name)]
     buckets = {group: _bucket_means(labels) for group, labels in log.buckets.items()}
@@ -186,7 +181,7 @@ def find_decline(reward: np.ndarray) -> int | None:
     return int(np.flatnonzero(height >= _NEAR_PEAK * peak)[-1])
 
 
-def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) -> tuple[int | None, int | None]:
+def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) -> Onset:
     """Returns the step from which a smoothed signal stays above twice its reference, and its lead over the decline.
 
     The reference is the median of the first quarter of the steps before the decline. Steps long after the decline do
@@ -195,21 +190,21 @@ def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) 
     """
     values = smooth(raw, width)
     if np.isfinite(values).sum() < FEWEST_STEPS:
-        return None, None
+        return Onset(None, None)
     end = len(values) if decline is None else min(len(values), decline + 1 + max(3, (len(values) - decline) // 2))
     quarter = max(4, (end if decline is None else decline) // 4)
     before = values[:quarter]
     reference = float(np.nanmedian(before)) if np.isfinite(before).any() else math.nan
     grown = values[:end] > _GROWN * reference
     if not math.isfinite(reference) or reference <= 0 or not grown.any() or not grown[-1]:
-        return None, None
+        return Onset(None, None)
     last_low = np.flatnonzero(~grown)
     at = int(last_low[-1]) + 1 if len(last_low) else 0
     since = raw[at:end][np.isfinite(raw[at:end])]
     usual = max(_GROWN * reference, float(np.nanquantile(raw[:quarter], 0.9)))
     if len(since) < 3 or np.mean(since > usual) < _MOST:
-        return None, None
-    return int(steps[at]), None if decline is None else int(steps[decline]) - int(steps[at])
+        return Onset(None, None)
+    return Onset(int(steps[at]), None if decline is None else int(steps[decline]) - int(steps[at]))
 
 
 def _bucket_means(labels: Mapping[str, Mapping[str, np.ndarray]]) -> list[tuple[str, float, float]]:

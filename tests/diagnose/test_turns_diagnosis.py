@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rljax.diagnose.answers import answers
 from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import read_course
 from rljax.diagnose.evidence import Facts
+from rljax.diagnose.page import answers
 from rljax.diagnose.signals import read_signals
 
 
