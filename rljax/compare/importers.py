@@ -229,10 +229,9 @@ def _reply_sequence(choice: FileRow, number: int) -> TokenDump:
     if ids is None and names and all(name.startswith(marker) for name in names):
         ids = [int(name.removeprefix(marker)) for name in names]
     if ids is None or prompt is None or not values:
-        raise ValueError(
-            "this is a server's reply without token ids of prompt and response or without log-probabilities, and "
-            f"{_NO_IDS}: ask vLLM with return_token_ids and logprobs, SGLang with return_logprob, logprob_start_len 0"
-        )
+        why = "this is a server's reply without token ids of prompt and response or without log-probabilities"
+        ask = "ask vLLM with return_token_ids and logprobs, SGLang with return_logprob, logprob_start_len 0"
+        raise ValueError(f"{why}, and {_NO_IDS}: {ask}")
     return _jsonl_sequence({"prompt_ids": prompt, "response_ids": ids, "logprobs": {"rollout": values}}, number)
 
 

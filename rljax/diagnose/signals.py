@@ -95,10 +95,8 @@ def choose_signals(columns: list[str], projects: Sequence[str] = PROJECTS) -> tu
     project = max(projects, key=lambda name: words[name])
     found = fits[project]
     if not {*MISMATCH, "reward", "grad_norm"} & set(found):
-        raise ConfigError(
-            f"no mismatch, reward or gradient norm of a known name in the log ({', '.join(PROJECTS)}); it has: "
-            f"{', '.join(columns[:20])}"
-        )
+        known = f"no mismatch, reward or gradient norm of a known name in the log ({', '.join(PROJECTS)})"
+        raise ConfigError(f"{known}; it has: {', '.join(columns[:20])}")
     return project, found
 
 

@@ -95,10 +95,8 @@ def _joined(path: Path, lines: Sequence[str], place: int, line: str, longest: in
             if not is_more or len(lines[at]) + _LOST_SPACES < len(after) or (is_wrapped and is_short):
                 break
         if is_wrapped:
-            raise ConfigError(
-                f"{path}: lines {at + 1} and {at + 2} seem to be one line that was wrapped inside a number or a name: "
-                "copy the log from its file, or from a wider terminal"
-            )
+            said = f"{path}: lines {at + 1} and {at + 2} seem to be one line that was wrapped inside a number or a name"
+            raise ConfigError(f"{said}: copy the log from its file, or from a wider terminal")
         if longer is None:
             break
         text, record = text + _squeezed(after), longer

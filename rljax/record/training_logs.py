@@ -359,10 +359,9 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
     """
     rows, chosen = read_log(path, lambda columns: choose_columns(columns, column, truncated_column))
     if column is None and (others := varying_lengths(rows, chosen[0][0])):
-        raise ConfigError(
-            f"column {chosen[0][0]!r} has one number in most rows, as a padded width has, beside lengths that vary: "
-            f"choose one with --column {' or --column '.join(map(shlex.quote, [*others, chosen[0][0]]))}"
-        )
+        said = f"column {chosen[0][0]!r} has one number in most rows, as a padded width has, beside lengths that vary"
+        choice = " or --column ".join(map(shlex.quote, [*others, chosen[0][0]]))
+        raise ConfigError(f"{said}: choose one with --column {choice}")
     column, truncated_column = chosen[0][0], chosen[-1][1]
     step_column = choose_step_column(rows, column)
     lengths, truncated = series(rows, column, truncated_column, step_column)

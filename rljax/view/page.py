@@ -148,9 +148,8 @@ def _notes(pair: TokenPair, of: dict[str, np.ndarray]) -> list[str]:
     if bare := count - len(np.unique(pair.sequence)):
         notes.append(f"{bare} of {count} sequences have no response token and are left out.")
     if lost := int(of["nonfinite"].sum()):
-        notes.append(
-            f"{lost} response tokens have no finite log-probability on one side. They are left out of every number."
-        )
+        lack = f"{lost} response tokens have no finite log-probability on one side"
+        notes.append(f"{lack}. They are left out of every number.")
     if above := int((pair.x > ABOVE_ZERO).sum() + (pair.y > ABOVE_ZERO).sum()):
         notes.append(f"{above} log-probabilities of response tokens are above 0, which no true one is.")
     if not pair.trainer:
@@ -215,10 +214,9 @@ class Page:
         rows, listed = measured.order[:shown], measured.order[:LISTED]
         facts = [*measured.notes]
         if shown < len(lengths):
-            facts.append(
-                f"The {shown} sequences that contribute most are here token by token, {lengths[:shown].sum():,} of "
-                f"{lengths.sum():,} tokens. Numbers and light bars are of all {len(lengths)} sequences."
-            )
+            part = f"{lengths[:shown].sum():,} of {lengths.sum():,} tokens"
+            facts.append(f"The {shown} sequences that contribute most are here token by token, {part}.")
+            facts[-1] += f" Numbers and light bars are of all {len(lengths)} sequences."
         if len(listed) < len(lengths):
             facts.append(f"The list has the first {len(listed)} of {len(lengths)} sequences.")
         self._ids += [np.unique(dump.token_ids[row]) for row in rows]
@@ -251,17 +249,14 @@ class Page:
 
         own = {name: each for name, each in sorted(dump.values.items()) if name not in _HIDDEN}
         ids, logprobs = dump.of_kind("top_ids"), dump.of_kind("top_logprobs")
-        tops = {side: (ids[name], logprobs[name]) for side, name in (("rollout", ""), *names.items()) if name in ids}
+        listed = (("rollout", ""), *names.items()) if len(rows) and alternatives else ()
+        tops = {side: (ids[name], logprobs[name]) for side, name in listed if name in ids}
         return {
             "ids": joined(dump.token_ids, "<u4"),
             "mask": joined(dump.response_mask, "<u1"),
             **{side: joined(dump.logprobs[name]) for side, name in names.items()},
             "values": {name: joined(each) for name, each in (own | measured.values).items()},
-            "tops": {
-                side: self._tops(rows, dump, each, alternatives)
-                for side, each in tops.items()
-                if len(rows) and alternatives
-            },
+            "tops": {side: self._tops(rows, dump, each, alternatives) for side, each in tops.items()},
         }
 
     def _tops(self, rows: np.ndarray, dump: TokenDump, tops: Tops, alternatives: int) -> dict[str, Any]:
