@@ -295,11 +295,9 @@ def _assemble(
     names, ids, masks = zip(*rows, strict=True)
     columns = {name: [part.logprobs[name][0] for part in parts] for name in parts[0].logprobs}
     unknown = [(np.full(len(part.token_ids[0]), np.nan, np.float32),) for part in parts]
-    further = sorted({name for part in parts for name in part.values})
-    values = {
-        f"values/{name}": [part.values.get(name, none)[0] for part, none in zip(parts, unknown, strict=True)]
-        for name in further
-    }
+    values = {}
+    for name in sorted({f"values/{name}" for part in parts for name in part.values}):
+        values[name] = [part.columns.get(name, none)[0] for part, none in zip(parts, unknown, strict=True)]
     try:
         return make_dump(names, ids, masks, columns, sources, sampling, values)
     except ValueError as error:

@@ -108,9 +108,8 @@ def _stale(facts: Facts) -> Iterator[Finding]:
     course, tokens, fresh, stale = facts.course, facts.tokens, math.nan, math.nan
     is_large, is_doubtful = facts.origin in ("8 bits", BEYOND), True
     if course is not None and course.is_stale:
-        fresh, stale = (
-            course.first.get(f"mismatch_{part}/logprob_abs_diff_mean", math.nan) for part in ("numerics", "drift")
-        )
+        names = (f"mismatch_{part}/logprob_abs_diff_mean" for part in ("numerics", "drift"))
+        fresh, stale = (course.first.get(name, math.nan) for name in names)
         buckets = course.gaps.get("mismatch_staleness", {})
         if math.isnan(stale) and len(buckets) > 1 and "0" in buckets:
             fresh, stale = buckets["0"], max(gap for label, gap in buckets.items() if label != "0")
@@ -189,20 +188,18 @@ def _weights(facts: Facts) -> Iterator[Finding]:
             if "staleness" not in course.last:
                 yield Finding("staleness", POSSIBLE, "the log has no staleness, and the mismatch begins after step 1")
             first = f"{start:.2g} at step {course.starts_at}, when both sides hold the weights that the run starts from"
-            said = (
-                f"the {name} is {first}, {early:.2g} times that within the first quarter of the steps, and {later:.2g}"
-            )
+            then = f"{early:.2g} times that within the first quarter of the steps, and {later:.2g} later"
             why = "no staleness is reported: the engine does not get all of the new weights"
-            yield Finding("other_weights", LIKELY, f"{said} later; {why}")
+            yield Finding("other_weights", LIKELY, f"the {name} is {first}, {then}; {why}")
     tokens = facts.tokens
     if any(finding.confidence != POSSIBLE for finding in _stale(facts)):
         return
     if tokens is not None and _are_two_states(tokens) and course is None and not facts.declared.forms:
         listed = ", ".join(f"{value:.2g} ({label})" for label, value in tokens.by_uncertainty.items())
         said = (
-            f"the gap per uncertainty rises with the uncertainty of the token: {listed}; rounding gives about the same "
+            f"the gap per uncertainty rises with the uncertainty of the token: {listed}; rounding gives about the same"
         )
-        said += "at each, two states of one policy differ where it is undecided (older weights give the same picture)"
+        said += " at each, two states of one policy differ where it is undecided (older weights give the same picture)"
         is_likely = _rises_with_uncertainty(tokens, _STEEP) or facts.origin == BEYOND
         yield Finding("other_weights", LIKELY if is_likely else POSSIBLE, said)
     elif facts.origin == BEYOND and not _is_late(course) and not any((*_extreme(facts), *_temperature(facts))):

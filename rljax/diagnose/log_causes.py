@@ -150,11 +150,8 @@ def _stale_cache(course: Course) -> Iterator[Finding]:
 
 def _rank_correlation(values: np.ndarray) -> float:
     """Returns Spearman's rank correlation of numbers with their indices; 0 for equal numbers."""
-    return (
-        0.0
-        if _is_constant(values)
-        else float(np.corrcoef(np.arange(len(values)), np.argsort(np.argsort(values)))[0, 1])
-    )
+    ranks = np.argsort(np.argsort(values))
+    return 0.0 if _is_constant(values) else float(np.corrcoef(np.arange(len(values)), ranks)[0, 1])
 
 
 def _cut(course: Course) -> Iterator[Finding]:

@@ -69,10 +69,9 @@ class RunConfig:
         check_at_least(self, -1, "process_id")
         if self.fork and self.resume not in ("auto", "never"):
             raise ValueError(f"fork and resume name two runs to begin from: {self.fork} and {self.resume}; give one")
-        if self.profile_steps and not (
-            len(self.profile_steps) == 2 and 1 <= self.profile_steps[0] <= self.profile_steps[1]
-        ):
-            raise ValueError(f"profile_steps must be two steps, the first at least 1, got {list(self.profile_steps)}")
+        steps = self.profile_steps
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ValueError(f"profile_steps must be two steps, the first at least 1, got {list(steps)}")
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,8 @@ class SamplesConfig:
         check_at_least(self, 1, "n")
         check_finite(self, "temperature")
         if self.temperature == 0.0 and self.n > 1:
-            raise ValueError(
-                f"temperature = 0 samples the same response each time, but n = {self.n}: set a temperature"
-            )
+            same = "temperature = 0 samples the same response each time"
+            raise ValueError(f"{same}, but n = {self.n}: set a temperature")
         if any(not 1 <= k <= self.n for k in self.pass_k):
             raise ValueError(f"pass_k = {list(self.pass_k)} must be from 1 to n = {self.n}")
         if self.max_response_tokens is not None:
@@ -177,10 +175,9 @@ class Config:
         if size % parts:
             yield f"data.batch_size = {size} does not divide into loss.mini_batches = {parts}"
         if self.rollout.refill and estimator == "reinforce":
-            yield (
-                "rollout.refill replaces groups whose rewards are all equal, but with advantage.estimator = reinforce "
-                "they carry loss, too: choose another estimator, or set rollout.refill = false"
-            )
+            carry = "with advantage.estimator = reinforce they carry loss, too"
+            remedy = "choose another estimator, or set rollout.refill = false"
+            yield f"rollout.refill replaces groups whose rewards are all equal, but {carry}: {remedy}"
         if self.loss.old_logprobs == "rollout" and correction.level != "none":
             yield "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
         if part != "whole" and self.max_version_lag == 0:
