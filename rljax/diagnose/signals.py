@@ -71,16 +71,13 @@ class Log:
         return all(bool(np.isfinite(self.get(name)).any()) for name in names)
 
 
-def mismatch_names(project: str) -> dict[str, tuple[str, ...]]:
-    """Returns the names under which a project logs the mismatch signals, by the name of the signal."""
-    if project == "rljax":
-        return {name: (f"mismatch/{name}",) for name in MISMATCH}
-    pairs = [(metric.ours, metric.name) for metric in NAME_TABLE if metric.framework == project and metric.ours]
-    pairs += [(signal, name) for signal, names in SIGNAL_NAMES[project].items() for name in names]
+def names_of(project: str) -> dict[str, tuple[str, ...]]:
+    """Returns the names under which a project logs each signal, the best first, by the name of the signal."""
+    table = [(one.ours, (one.name,)) for one in NAME_TABLE if one.framework == project and one.ours in MISMATCH]
+    table += [(name, (f"mismatch/{name}",)) for name in MISMATCH if project == "rljax"]
     known: dict[str, tuple[str, ...]] = {}
-    for ours, name in pairs:
-        if ours in MISMATCH:
-            known[ours] = (*known.get(ours, ()), name)
+    for signal, names in (*table, *SIGNAL_NAMES[project].items()):
+        known[signal] = (*known.get(signal, ()), *names)
     return known
 
 
@@ -101,9 +98,8 @@ def choose_signals(columns: list[str], projects: Sequence[str] = PROJECTS) -> tu
 
 
 def _fitting(project: str, columns: list[str]) -> dict[str, str]:
-    others = {name: endings for name, endings in SIGNAL_NAMES[project].items() if name not in MISMATCH}
     found: dict[str, str] = {}
-    for signal, endings in (mismatch_names(project) | others).items():
+    for signal, endings in names_of(project).items():
         matches = (column for ending in endings for column in matching(columns, ending.removeprefix("-")))
         if (column := next(matches, None)) is not None:
             found[signal] = column
@@ -139,7 +135,7 @@ def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
     ordered = {
         group: dict(sorted(labels.items(), key=lambda item: _edge(item[0]))) for group, labels in buckets.items()
     }
-    for signal, endings in mismatch_names(project).items():
+    for signal, endings in names_of(project).items():
         if any(ending.startswith("-") and found.get(signal, "").endswith(ending[1:]) for ending in endings):
             table[signal] = -table[signal]
     lost = {name: _last_finite([(at, cells[name]) for at, cells in by_step.items() if name in cells]) for name in found}
