@@ -187,7 +187,7 @@ def _of_file(keys: KnownKeys, file: Path, above: tuple[Path, ...] = ()) -> Itera
     if not isinstance(document, dict):
         got = "an empty file" if document is None else shown(document)
         raise ConfigError(f"{file}: expected a mapping, got {got}")
-    if BASE in document and BASE not in keys.defaults:
+    if BASE in document:
         base = _find_base(document.pop(BASE), places[BASE], file, above)
         yield from _of_file(keys, base, (*above, file.resolve()))
     for key, value in dotted(document):
