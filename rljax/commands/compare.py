@@ -57,7 +57,7 @@ from rljax.errors import ConfigError, caller_errors
 from rljax.policy.config import SIZES, PolicyConfig
 from rljax.policy.hub import is_hub_id, model_directory
 from rljax.record.dump_facts import check_logprobs
-from rljax.record.text_tables import text_table
+from rljax.record.rows import text_table
 from rljax.record.token_dumps import OTHER_RUNS, SECOND_RUN, TokenDump, write_dump
 from rljax.run.options import Positional, Repeated, parse_arguments
 from rljax.trainer.measure import Cause

@@ -28,11 +28,10 @@ import numpy as np
 from rljax.diagnose.course import Course, read_course
 from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.page import diagnose, to_text
-from rljax.diagnose.signals import Log, choose_signals, read_signals
-from rljax.diagnose.thresholds import cross
+from rljax.diagnose.signals import Log, choose_signals, read_signals, split_runs
+from rljax.diagnose.tables import cross
 from rljax.errors import ConfigError, MissingPackageError, caller_errors, import_for, parse_json
 from rljax.record.foreign_files import SUMMARY, foreign_kind
-from rljax.record.log_runs import split_runs
 from rljax.record.rows import finite_json, run_dumps
 from rljax.record.training_logs import flatten, read_log
 from rljax.run.options import Positional, parse_arguments

@@ -35,8 +35,7 @@ from rljax.record.rows import run_dumps
 from rljax.run.config import Config
 from rljax.run.directory import recorded_config
 from rljax.run.options import Positional, parse_arguments
-from rljax.view.measure import measure
-from rljax.view.page import Page
+from rljax.view.page import Page, measure
 
 CURVES = (("mismatch",), ("length", "learning_rate", "reward"), ("accuracy", "grad_norm", "entropy"))
 """The panels of report.png in fewer rows."""
@@ -160,7 +159,7 @@ def add_dumps(
             with tqdm(total=len(dump.sequence_ids), desc=path.name, unit="seq", delay=1, leave=False) as bar:
                 measured = measure(dump, columns, correction, progress=bar.update)
             limit = given.max_tokens // len(files)
-            page.add(path.name, dump, measured, tokens=limit, alternatives=given.alternatives)
+            page.add(path.name, measured, tokens=limit, alternatives=given.alternatives)
         except (ValueError, OSError) as error:
             if len(files) == 1:
                 raise

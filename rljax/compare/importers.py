@@ -20,7 +20,7 @@ from rljax.compare.sequences import Line, renamed, sequences_of
 from rljax.data.files import FileRow, json_lines
 from rljax.errors import parse_json
 from rljax.record.foreign_files import TRL_TEXTS, foreign_kind
-from rljax.record.parquet_files import parquet_file, parquet_rows
+from rljax.record.parquet_files import parquet_file
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
 
 PRIME_RL_SCHEMA = 1
@@ -229,21 +229,22 @@ def _reply_sequence(choice: FileRow, number: int) -> TokenDump:
     if ids is None and names and all(name.startswith(marker) for name in names):
         ids = [int(name.removeprefix(marker)) for name in names]
     if ids is None or prompt is None or not values:
-        raise ValueError(
-            "this is a server's reply without token ids of prompt and response or without log-probabilities, and "
-            f"{_NO_IDS}: ask vLLM with return_token_ids and logprobs, SGLang with return_logprob, logprob_start_len 0"
-        )
+        why = "this is a server's reply without token ids of prompt and response or without log-probabilities"
+        ask = "ask vLLM with return_token_ids and logprobs, SGLang with return_logprob, logprob_start_len 0"
+        raise ValueError(f"{why}, and {_NO_IDS}: {ask}")
     return _jsonl_sequence({"prompt_ids": prompt, "response_ids": ids, "logprobs": {"rollout": values}}, number)
 
 
 def _read_parquet(place: Path) -> TokenDump:
     """Reads a token dump, or the rollouts that Miles writes with ``--save-rollout-format parquet``."""
     with parquet_file(place) as file:
-        if {"prompt", "completion"} <= set(file.schema_arrow.names):
+        names = set(file.schema_arrow.names)
+        if {"prompt", "completion"} <= names:
             raise ValueError(f"{place} is {TRL_TEXTS}")
-    rows = parquet_rows(place, ("tokens", "response_length", "loss_mask", "rollout_log_probs"))
-    if not rows or not {"tokens", "response_length"} <= set(rows[0]):
-        return read_dump(place)
+        if not {"tokens", "response_length"} <= names:
+            return read_dump(place)
+        chosen = names & {"tokens", "response_length", "loss_mask", "rollout_log_probs"}
+        rows: list[FileRow] = file.read([*chosen]).to_pylist()
     if pickled := [name for row in rows for name, value in row.items() if isinstance(value, bytes)]:
         raise ValueError(f"{place}: Miles has pickled its column {pickled[0]!r}: {_RUNS_CODE}")
     lines = ((place, number, row) for number, row in enumerate(rows, 1))
@@ -262,9 +263,9 @@ def _prime_rl_sequence(record: FileRow, _: int) -> TokenDump:
         keys = {"token_ids": "id", "loss_mask": "loss_mask"}
         keys |= {f"{engine}_logprobs": f"{engine}_logprob" for engine in ("trainer", "inference")}
         record = {many: [token[one] for token in record["tokens"]] for many, one in keys.items()}
-    columns = {engine: [record[f"{engine}_logprobs"]] for engine in ("trainer", "inference")}
-    more = {f"values/{own}": [values] for own, values in renamed(record)["values"].items()}
-    return make_dump([name], [record["token_ids"]], [record["loss_mask"]], columns, columns=more)
+    columns = {engine: record[f"{engine}_logprobs"] for engine in ("trainer", "inference")}
+    own = {"sequence_id": name, "response_mask": record["loss_mask"], "logprobs": columns}
+    return _jsonl_sequence({"token_ids": record["token_ids"], "values": renamed(record)["values"], **own}, 0)
 
 
 def _assemble(
@@ -294,11 +295,9 @@ def _assemble(
     names, ids, masks = zip(*rows, strict=True)
     columns = {name: [part.logprobs[name][0] for part in parts] for name in parts[0].logprobs}
     unknown = [(np.full(len(part.token_ids[0]), np.nan, np.float32),) for part in parts]
-    further = sorted({name for part in parts for name in part.values})
-    values = {
-        f"values/{name}": [part.values.get(name, none)[0] for part, none in zip(parts, unknown, strict=True)]
-        for name in further
-    }
+    values = {}
+    for name in sorted({f"values/{name}" for part in parts for name in part.values}):
+        values[name] = [part.columns.get(name, none)[0] for part, none in zip(parts, unknown, strict=True)]
     try:
         return make_dump(names, ids, masks, columns, sources, sampling, values)
     except ValueError as error:

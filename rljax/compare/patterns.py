@@ -63,11 +63,9 @@ def _one_side(x: np.ndarray, y: np.ndarray) -> Iterator[Pattern]:
     """Yields a finding if one column finds hardly any token likely that the other finds likely."""
     for cause, name, wrong, right in (("trainer_side", "first", x, y), ("engine_side", "second", y, x)):
         if np.quantile(-wrong, 0.1) > WORSE_THAN_UNIFORM and -np.mean(right) < _PLAUSIBLE:
-            reason = (
-                f"the {name} column gives the tokens {-np.mean(wrong):.3g} nats in the mean, and nine in ten more than "
-                f"{WORSE_THAN_UNIFORM:g}: it finds them less likely than random tokens, while the other column gives "
-                f"them {-np.mean(right):.2g}"
-            )
+            size = f"{-np.mean(wrong):.3g} nats in the mean, and nine in ten more than {WORSE_THAN_UNIFORM:g}"
+            other = f"while the other column gives them {-np.mean(right):.2g}"
+            reason = f"the {name} column gives the tokens {size}: it finds them less likely than random tokens, {other}"
             yield "fail", cause, reason
 
 
@@ -88,12 +86,10 @@ def _responses(lr: np.ndarray, uncertainty: np.ndarray) -> Iterator[Pattern]:
     wrong = (error > _ROW_TIMES * usual) & (error > _ROW_LEAST)
     carried = size.sum(1)[there][wrong].sum() / np.abs(lr).sum()
     if wrong.any() and carried > _HALF:
-        reason = (
-            f"{wrong.sum()} of {there.sum()} responses are wrong as a whole, with a gap per uncertainty of "
-            f"{np.median(error[wrong]):.2g} where the others have {usual:.2g}, and carry {carried:.0%} of the gap: "
-            "they are paired with other prompts, or their numbers are shifted"
-        )
-        yield "fail", "some_responses", reason
+        gap = f"a gap per uncertainty of {np.median(error[wrong]):.2g} where the others have {usual:.2g}"
+        whole = f"{wrong.sum()} of {there.sum()} responses are wrong as a whole, with {gap}"
+        why = "they are paired with other prompts, or their numbers are shifted"
+        yield "fail", "some_responses", f"{whole}, and carry {carried:.0%} of the gap: {why}"
 
 
 def _places(
@@ -109,10 +105,9 @@ def _places(
         share, usual = k3[inside].sum() / max(k3[valid].sum(), 1e-30), float(np.median(error[others]))
         low, size = float(np.quantile(error[inside], 0.25)), float(np.median(np.abs(lr[inside])))
         if share > _SHARE and low > _TIMES * usual and size > _LEAST:
-            reason = (
-                f"{share:.0%} of k3_kl is at {words}: the median of abs(log-ratio) is {size:.2g} at these "
-                f"{inside.sum()} of {valid.sum()} tokens, and {np.median(np.abs(lr[others])):.2g} at uncertain others"
-            )
+            here = f"{size:.2g} at these {inside.sum()} of {valid.sum()} tokens"
+            there = f"{np.median(np.abs(lr[others])):.2g} at uncertain others"
+            reason = f"{share:.0%} of k3_kl is at {words}: the median of abs(log-ratio) is {here}, and {there}"
             yield "fail", cause, reason
             return
 
@@ -168,9 +163,7 @@ def find_cut(lr: np.ndarray) -> Iterator[Pattern]:
         usual = float(np.quantile(np.abs(signed), 0.8))
         if missing_mass(np.clip(signed, -usual, usual)) > _SIGMAS:
             mass, share = float(np.mean(np.exp(signed))), float(np.mean(signed[np.abs(signed) > _CLEAR] < 0))
-            reason = (
-                f"the mean ratio is {lacks:.0f} standard errors below 1, and {share:.0%} of the log-ratios have one "
-                f"sign: the {name} column is normalised over the tokens that a cut (top_p, top_k, min_p) left, with "
-                f"{mass:.1%} of the mass, and the other column over the whole vocabulary"
-            )
-            yield "refused", "truncated_sampling", reason
+            lack = f"{lacks:.0f} standard errors below 1, and {share:.0%} of the log-ratios have one sign"
+            left = f"the tokens that a cut (top_p, top_k, min_p) left, with {mass:.1%} of the mass"
+            reason = f"the {name} column is normalised over {left}, and the other column over the whole vocabulary"
+            yield "refused", "truncated_sampling", f"the mean ratio is {lack}: {reason}"

@@ -16,8 +16,7 @@ from rljax.compare.verdict import Verdict, judge
 from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
 from rljax.mismatch.turns import mismatch_by_turn
 from rljax.record.dump_facts import TokenPair, check_logprobs, turns_of
-from rljax.record.rows import finite_json
-from rljax.record.text_tables import text_table
+from rljax.record.rows import finite_json, text_table
 from rljax.record.token_dumps import OTHER_RUNS, PLACES, ColumnSource, TokenDump
 
 POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)
@@ -196,10 +195,8 @@ def _tables(comparison: Comparison) -> Iterator[tuple[str, _Rows]]:
         )
         yield f"{GAP} (and share of extreme tokens) by {what}", _by_pair(pairs, texts)
     ratios = ({name: f"{value:.4g}" for name, value in pair.ratios.items()} for pair in pairs)
-    yield (
-        "Ratios of single tokens (bias: the mean of the log-ratio; noise: its standard error)",
-        _by_pair(pairs, ratios),
-    )
+    title = "Ratios of single tokens (bias: the mean of the log-ratio; noise: its standard error)"
+    yield title, _by_pair(pairs, ratios)
     yield "Verdicts", _by_pair(pairs, (_verdict_cells(pair.verdict) for pair in pairs))
     numbers = ("kl", "kl_max", "reverse_kl", "total_variation", "top1_agreement", "rest_mass")
     if comparison.distributions:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.compare.patterns import find_cut, find_patterns, missing_mass
+from rljax.compare.patterns import Pattern, find_cut, find_patterns, missing_mass
 from rljax.mismatch import framework_metrics
 from rljax.mismatch.names import PUBLISHED_BARS
 from rljax.mismatch.regions import LARGEST_LOGPROB
@@ -93,6 +93,7 @@ def judge(pair: TokenPair, *, same_weights: bool = False) -> Verdict:
         f"{peer} {name}": (framework_metrics(pair.statistics, peer)[name], bar)
         for (peer, name), bar in PUBLISHED_BARS.items()
     }
+    over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
     a, b = (pair.dump.sources[name] for name in (pair.trainer, pair.rollout))
     if same_weights:
         a, b = (dataclasses.replace(source, weights_hash="") for source in (a, b))
@@ -102,27 +103,22 @@ def judge(pair: TokenPair, *, same_weights: bool = False) -> Verdict:
         find_patterns(pair, x, y, mask, valid),
         _temperature_findings(pair),
         _gap_findings(pair, a, b),
-        _bar_findings(bars),
+        [("fail", "above_bar", f"above the published limit: {'; '.join(over)}")] if over else [],
         _left_out_findings(x, y, mask, left_out),
         [("pass", "none", "within every published limit")],
     )
     return Verdict(*next(findings), bars, int(left_out.sum()), int(mask.sum()))
 
 
-_Finding = tuple[str, str, str]  # status, cause, reason
-
-
 def _findings(
     x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource, cut: str
-) -> Iterator[_Finding]:
+) -> Iterator[Pattern]:
     """Yields the findings on a pair; only the first counts, because it may be the cause of the later ones."""
     if not valid.any():
         yield "refused", "no_tokens", "no response token has a finite log-probability in both columns"
     if cut:
-        reason = (
-            f"the tokens were sampled with {cut}: their distribution is the engine's divided by the mass that remains "
-            "after the cut, so the ratio to it is not the mismatch of the engines"
-        )
+        divided = "their distribution is the engine's divided by the mass that remains after the cut"
+        reason = f"the tokens were sampled with {cut}: {divided}, so the ratio to it is not the mismatch of the engines"
         yield "refused", "truncated_sampling", reason
     if a.temperature is not None and b.temperature is not None and a.temperature != b.temperature:
         reason = f"log-probabilities at temperature {a.temperature:g} and {b.temperature:g}: different distributions"
@@ -137,10 +133,9 @@ def _findings(
             reason = f"the first column fits the second when moved by {shift:+d} position: one of them is off by one"
             yield "refused", "off_by_one", reason
         if rows := _other_rows(x, y, valid):
-            reason = (
-                f"{rows} of {valid.any(1).sum()} rows carry the gap, and there the first column fits another row of"
-            )
-            yield "refused", "other_rows", f"{reason} the second: the rows of one of them are permuted"
+            carry = f"{rows} of {valid.any(1).sum()} rows carry the gap"
+            reason = f"{carry}, and there the first column fits another row of the second"
+            yield "refused", "other_rows", f"{reason}: the rows of one of them are permuted"
         yield from _base_findings(x[valid], y[valid], gap)
 
 
@@ -155,13 +150,7 @@ def _cut_of(pair: TokenPair) -> str:
     return "" if all(are_cut) else cut or ("top_k, top_p or min_p" if any(are_cut) else "")
 
 
-def _bar_findings(bars: Bars) -> Iterator[_Finding]:
-    over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
-    if over:
-        yield "fail", "above_bar", f"above the published limit: {'; '.join(over)}"
-
-
-def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_Finding]:
+def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[Pattern]:
     """Yields a finding if a column holds a constant for missing numbers."""
     for name, values, others in (("first", x, y), ("second", y, x)):
         known = mask & np.isfinite(values)
@@ -170,12 +159,10 @@ def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_
             rest = known & np.isfinite(others) & ~at
             if value == 0.0 and any(find_cut(x[rest] - y[rest])):
                 continue  # the cut left one token there
-            reason = (
-                f"the {name} column holds {value:g} at {at.sum()} of {mask.sum()} response tokens "
-                f"({at.any(1).sum()} of {mask.any(1).sum()} sequences): a constant fill for missing numbers, such as "
-                "SkyRL's -9999 or slime's 0, not log-probabilities (processed numbers of greedy sampling are 0, too)"
-            )
-            yield "refused", "constant_fill", reason
+            tokens, rows = f"{at.sum()} of {mask.sum()}", f"{at.any(1).sum()} of {mask.any(1).sum()}"
+            holds = f"the {name} column holds {value:g} at {tokens} response tokens ({rows} sequences)"
+            fill = "a constant fill for missing numbers, such as SkyRL's -9999 or slime's 0, not log-probabilities"
+            yield "refused", "constant_fill", f"{holds}: {fill} (processed numbers of greedy sampling are 0, too)"
 
 
 def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
@@ -201,7 +188,7 @@ def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
     return float(value) if is_fill and varies and counts.max() >= 0.2 * same.sum() else None
 
 
-def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out: np.ndarray) -> Iterator[_Finding]:
+def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out: np.ndarray) -> Iterator[Pattern]:
     """Yields a finding if some response tokens have no finite number in both columns."""
     if left_out.any():
         counts = (
@@ -209,12 +196,10 @@ def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out:
             for name, gone in (("first", x[left_out]), ("second", y[left_out]))
         )
         lost = (left_out.sum(1) == mask.sum(1)) & mask.any(1)
-        reason = (
-            f"{left_out.sum()} of {mask.sum()} response tokens have no finite number in both columns "
-            f"({', '.join(counts)}), and {lost.sum()} of {mask.any(1).sum()} sequences have none at all: the rest is "
-            "within every published limit, but it is not the whole"
-        )
-        yield "refused", "left_out", reason
+        some = f"{left_out.sum()} of {mask.sum()} response tokens have no finite number in both columns"
+        whole = f"{lost.sum()} of {mask.any(1).sum()} sequences have none at all"
+        rest = "the rest is within every published limit, but it is not the whole"
+        yield "refused", "left_out", f"{some} ({', '.join(counts)}), and {whole}: {rest}"
 
 
 def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
@@ -252,7 +237,7 @@ def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int:
     return found if found > 1 and carried >= _GAP_SHARE * gap else 0
 
 
-def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Finding]:
+def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[Pattern]:
     """Yields a finding if one column has logarithms to another base, or is the other times another factor."""
     for name, values, others in (("first", x, y), ("second", y, x)):
         for base in (2, 10):
@@ -265,7 +250,7 @@ def _base_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Findin
         yield "refused", "temperature", f"{said} instead of logits"
 
 
-def _temperature_findings(pair: TokenPair) -> Iterator[_Finding]:
+def _temperature_findings(pair: TokenPair) -> Iterator[Pattern]:
     """Yields a finding if one column is the other at a temperature T < 1.
 
     A temperature adds a term that depends on the context to log p / T, so no single factor fits. But the regression of
@@ -303,7 +288,7 @@ def is_beyond(pair: TokenPair) -> bool:
     return is_unusual or gap > GAP_RANGES["bfloat16"][1]
 
 
-def _gap_findings(pair: TokenPair, a: ColumnSource, b: ColumnSource) -> Iterator[_Finding]:
+def _gap_findings(pair: TokenPair, a: ColumnSource, b: ColumnSource) -> Iterator[Pattern]:
     """Yields the findings from the normalised gap, and the 8-bit forms or else the coarser of the declared dtypes."""
     gap, forms = pair.normalised_gap, [source.form for source in (a, b) if source.form]
     if is_beyond(pair):

@@ -11,11 +11,22 @@ from typing import TYPE_CHECKING
 from rljax.diagnose.course import Course
 from rljax.diagnose.evidence import BEYOND, CONFIDENCES, DTYPES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
 from rljax.diagnose.log_causes import TOGETHER, find_log_causes
-from rljax.diagnose.token_causes import find_token_causes
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
 
+DECISIVE: Mapping[str, str] = {
+    **dict.fromkeys(("constant_fill", "off_by_one", "other_rows", "other_base", "no_tokens"), "not_comparable"),
+    **{cause: cause for cause in ("truncated_sampling", "some_responses", "first_token", "last_tokens", "one_token")},
+    **{cause: cause for cause in ("after_environment", "trainer_side", "engine_side")},
+}
+"""The cause that each cause of a verdict of ``compare`` shows, if it makes the other facts of a dump meaningless."""
+OF_VERDICTS = {**DECISIVE, "left_out": "missing_numbers", "temperature": "temperature"}
+"""The same for all causes of a verdict that show one."""
+
+_FAR_SHARE = 0.01  # the least share of tokens far above the median error; rounding and drift have less
+_CUT = 4.0  # the least lack of the mean ratio that lets a cut be possible (standard errors)
+_MOST_BIAS = 3.0  # the largest deviation of the mean ratio of noise from 1 (standard errors)
 _ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
 _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain
 _NEAR = ("1", "2_to_4")  # the buckets of the smallest distances from an environment's tokens
@@ -51,6 +62,26 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     return ("healthy" if is_sound and not findings else "cannot_tell"), findings
 
 
+def find_token_causes(tokens: TokenFacts) -> Iterator[Finding]:
+    """Yields the cause of the verdict of ``compare`` on the dump, or the noise of a router."""
+    verdict = tokens.verdict
+    if count := tokens.repeated:
+        said = "responses have the tokens and, to the bit, the log-probabilities of one to another prompt"
+        yield Finding("not_comparable", SURE, f"{count} {said}")
+    if verdict.cause in DECISIVE or verdict.cause == "left_out":
+        is_likely = verdict.cause in ("trainer_side", "engine_side")
+        yield Finding(OF_VERDICTS[verdict.cause], LIKELY if is_likely else SURE, verdict.reason)
+    if tokens.is_beyond or tokens.effect_without >= EFFECTS["bfloat16"] or tokens.is_of_few:
+        return
+    if tokens.ratio_bias < -_CUT and verdict.cause != "truncated_sampling":
+        said = f"the mean ratio is {-tokens.ratio_bias:.1f} standard errors below 1, as below a cut of little mass"
+        yield Finding("truncated_sampling", POSSIBLE, said)
+    elif tokens.far_share > _FAR_SHARE and abs(tokens.ratio_bias) < _MOST_BIAS:
+        said = f"the median error of the logits is {tokens.effect_without:.2g}, of rounding in 16 bits"
+        far = f"{tokens.far_share:.1%} of the tokens have 8 times that or more"
+        yield Finding("router_noise", LIKELY, f"{said}, and {far}; the mean ratio is 1, as of noise")
+
+
 def _comparable(facts: Facts) -> Iterator[Finding]:
     """Yields the findings that make all other numbers meaningless."""
     if facts.tokens is not None:
@@ -77,9 +108,8 @@ def _stale(facts: Facts) -> Iterator[Finding]:
     course, tokens, fresh, stale = facts.course, facts.tokens, math.nan, math.nan
     is_large, is_doubtful = facts.origin in ("8 bits", BEYOND), True
     if course is not None and course.is_stale:
-        fresh, stale = (
-            course.first.get(f"mismatch_{part}/logprob_abs_diff_mean", math.nan) for part in ("numerics", "drift")
-        )
+        names = (f"mismatch_{part}/logprob_abs_diff_mean" for part in ("numerics", "drift"))
+        fresh, stale = (course.first.get(name, math.nan) for name in names)
         buckets = course.gaps.get("mismatch_staleness", {})
         if math.isnan(stale) and len(buckets) > 1 and "0" in buckets:
             fresh, stale = buckets["0"], max(gap for label, gap in buckets.items() if label != "0")
@@ -115,12 +145,9 @@ def _temperature(facts: Facts) -> Iterator[Finding]:
         return
     fall = values[0] / values[-1]
     if fall > _ALONG and values[0] >= values[len(values) // 2] >= values[-1]:
-        yield Finding(
-            "temperature",
-            LIKELY,
-            f"from the first step on, the relative error falls with the entropy of the token, {fall:.1f} times from "
-            "the lowest to the highest bucket: certain tokens differ most, as at another temperature",
-        )
+        said = "from the first step on, the relative error falls with the entropy of the token"
+        size = f"{fall:.1f} times from the lowest to the highest bucket"
+        yield Finding("temperature", LIKELY, f"{said}, {size}: certain tokens differ most, as at another temperature")
 
 
 def _rises_with_uncertainty(tokens: TokenFacts, times: float = _ALONG) -> bool:
@@ -160,54 +187,39 @@ def _weights(facts: Facts) -> Iterator[Finding]:
         if start < later / 4 and early > 3 and early * start > later / 20 and not is_noise:
             if "staleness" not in course.last:
                 yield Finding("staleness", POSSIBLE, "the log has no staleness, and the mismatch begins after step 1")
-            yield Finding(
-                "other_weights",
-                LIKELY,
-                f"the {name} is {start:.2g} at step {course.starts_at}, when both sides hold the weights that the run "
-                f"starts from, {early:.2g} times that within the first quarter of the steps, and {later:.2g} later; no "
-                "staleness is reported: the engine does not get all of the new weights",
-            )
+            first = f"{start:.2g} at step {course.starts_at}, when both sides hold the weights that the run starts from"
+            then = f"{early:.2g} times that within the first quarter of the steps, and {later:.2g} later"
+            why = "no staleness is reported: the engine does not get all of the new weights"
+            yield Finding("other_weights", LIKELY, f"the {name} is {first}, {then}; {why}")
     tokens = facts.tokens
     if any(finding.confidence != POSSIBLE for finding in _stale(facts)):
         return
     if tokens is not None and _are_two_states(tokens) and course is None and not facts.declared.forms:
         listed = ", ".join(f"{value:.2g} ({label})" for label, value in tokens.by_uncertainty.items())
-        yield Finding(
-            "other_weights",
-            LIKELY if _rises_with_uncertainty(tokens, _STEEP) or facts.origin == BEYOND else POSSIBLE,
-            f"the gap per uncertainty rises with the uncertainty of the token: {listed}; rounding gives about the same "
-            "at each, two states of one policy differ where it is undecided (older weights give the same picture)",
+        said = (
+            f"the gap per uncertainty rises with the uncertainty of the token: {listed}; rounding gives about the same"
         )
+        said += " at each, two states of one policy differ where it is undecided (older weights give the same picture)"
+        is_likely = _rises_with_uncertainty(tokens, _STEEP) or facts.origin == BEYOND
+        yield Finding("other_weights", LIKELY if is_likely else POSSIBLE, said)
     elif facts.origin == BEYOND and not _is_late(course) and not any((*_extreme(facts), *_temperature(facts))):
-        pattern = ", and it does not have the pattern of a temperature" if facts.is_split else ""
-        yield Finding(
-            "other_weights",
-            LIKELY if facts.is_split else POSSIBLE,
-            f"{facts.size} is beyond what rounding in 8 bits gives, from the first step{pattern}",
-        )
+        said = f"{facts.size} is beyond what rounding in 8 bits gives, from the first step"
+        said += ", and it does not have the pattern of a temperature" if facts.is_split else ""
+        yield Finding("other_weights", LIKELY if facts.is_split else POSSIBLE, said)
 
 
 def _extreme(facts: Facts) -> Iterator[Finding]:
     tokens, course = facts.tokens, facts.course
     if tokens is not None and tokens.is_of_few:
-        count = int(tokens.metrics["token_count"])
-        yield Finding(
-            "extreme_tokens",
-            SURE,
-            f"{tokens.outliers} of {count} tokens carry {tokens.outlier_share:.0%} of k3_kl; without them the error of "
-            f"the logits is {tokens.effect_without:.2g}",
-        )
+        few = f"{tokens.outliers} of {int(tokens.metrics['token_count'])} tokens"
+        rest = f"without them the error of the logits is {tokens.effect_without:.2g}"
+        yield Finding("extreme_tokens", SURE, f"{few} carry {tokens.outlier_share:.0%} of k3_kl; {rest}")
     if course is None:
         return
     k3, p99 = course.first.get("k3_kl", math.nan), course.first.get("logprob_abs_diff_p99", math.nan)
     if course.is_of_few:
-        share = 1 - course.k3_of_most / k3
-        yield Finding(
-            "extreme_tokens",
-            SURE,
-            f"one token in a hundred carries at least {share:.1%} of k3_kl ({k3:.2g}): the others are below {p99:.2g} "
-            "nats",
-        )
+        said = f"one token in a hundred carries at least {1 - course.k3_of_most / k3:.1%} of k3_kl ({k3:.2g})"
+        yield Finding("extreme_tokens", SURE, f"{said}: the others are below {p99:.2g} nats")
     names = ("chi2_token", "logprob_abs_diff_mean", "logprob_abs_diff_std")
     chi2, mean, std = (course.first.get(name, math.nan) for name in names)
     if math.isnan(p99) and chi2 > 50 * k3:
@@ -221,18 +233,13 @@ def _after_environment(facts: Facts) -> Iterator[Finding]:
     course = facts.course
     if course is None:
         return
-    every, extreme = (sum(counts.get("turns/turn", {}).values()) for counts in (course.tokens, course.extremes))
-    near, found = (
-        sum(counts.get("turns/after", {}).get(label, 0.0) for label in _NEAR)
-        for counts in (course.tokens, course.extremes)
-    )
+    turns, after = course.counts("turns/turn"), course.counts("turns/after")
+    every, extreme = (sum(each) for each in zip(*turns.values(), strict=True)) if turns else (0.0, 0.0)
+    near, found = (sum(after.get(label, (0.0, 0.0))[i] for label in _NEAR) for i in (0, 1))
     if extreme >= max(_FEWEST_EXTREMES, 1e-3 * every) and found > 0.5 * extreme and found / extreme > 3 * near / every:
-        yield Finding(
-            "after_environment",
-            SURE,
-            f"{found / extreme:.0%} of the {extreme:.0f} extreme tokens are among the first 4 after what the "
-            f"environment wrote, and {near / every:.1%} of all tokens are there",
-        )
+        share = f"{found / extreme:.0%} of the {extreme:.0f} extreme tokens"
+        said = f"{share} are among the first 4 after what the environment wrote"
+        yield Finding("after_environment", SURE, f"{said}, and {near / every:.1%} of all tokens are there")
 
 
 def _length(facts: Facts) -> Iterator[Finding]:
@@ -249,12 +256,10 @@ def _length(facts: Facts) -> Iterator[Finding]:
         # errors of its cache add up (measured in the study at fixed weights).
         least = 4 * _ALONG if values and values[0] > EFFECTS["bfloat16"] else _ALONG
         if growth > least and 4 * falls < len(values) and not any(_extreme(facts)):
-            yield Finding(
-                "length_growth",
-                SURE if growth > 3 * _ALONG else LIKELY,
-                f"the error of the logits grows {growth:.1f} times along the response, from {values[0]:.2g} "
-                f"({labels[0]}) to {values[-1]:.2g} ({labels[-1]}); entropy does not enter this number",
-            )
+            ends = f"from {values[0]:.2g} ({labels[0]}) to {values[-1]:.2g} ({labels[-1]})"
+            said = f"the error of the logits grows {growth:.1f} times along the response, {ends}"
+            sure = SURE if growth > 3 * _ALONG else LIKELY
+            yield Finding("length_growth", sure, f"{said}; entropy does not enter this number")
             return
 
 
@@ -270,32 +275,23 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
     if tokens is not None and len(tokens.grids) == 1 and declared.coarser:
         column, grid = next(iter(tokens.grids.items()))
         if declared.coarser in DTYPES[: DTYPES.index(grid)]:
-            yield Finding(
-                "head_dtype",
-                SURE,
-                f"the logits of column {column!r} lie on {grid}'s grid, those of the other column do not, and both "
-                f"sides are said to compute in {declared.coarser}: only the head of one side is in {grid}",
-            )
+            said = f"the logits of column {column!r} lie on {grid}'s grid, those of the other column do not, and both"
+            said += f" sides are said to compute in {declared.coarser}: only the head of one side is in {grid}"
+            yield Finding("head_dtype", SURE, said)
             return
     if declared.coarser in ("float32", "float16") and origin == "bfloat16":
-        yield Finding(
-            "head_dtype",
-            LIKELY,
-            f"{size} is as of bfloat16, but both sides are said to compute in {declared.coarser}: a head in bfloat16 "
-            "is the likeliest place; the whole forward of one side is another",
-        )
+        said = f"{size} is as of bfloat16, but both sides are said to compute in {declared.coarser}"
+        place = "a head in bfloat16 is the likeliest place; the whole forward of one side is another"
+        yield Finding("head_dtype", LIKELY, f"{said}: {place}")
     if origin == "8 bits" and not _is_late(facts.course):
         if declared.forms:
             yield Finding("eight_bits", SURE, f"{size} is of 8 bits, and the engine is said to hold {declared.forms}")
         elif facts.is_split and not any(_explains(facts)):
             tokens = facts.tokens
             flat = tokens is None or (len(tokens.by_uncertainty) > 1 and not _rises_with_uncertainty(tokens))
-            said = (
-                f"{size} is of 8 bits rather than of 16, from the first step on, and neither a few tokens, nor length"
-            )
-            yield Finding(
-                "eight_bits", LIKELY if flat and facts.is_clear else POSSIBLE, f"{said}, nor a temperature makes it"
-            )
+            said = f"{size} is of 8 bits rather than of 16, from the first step on"
+            others = "neither a few tokens, nor length, nor a temperature makes it"
+            yield Finding("eight_bits", LIKELY if flat and facts.is_clear else POSSIBLE, f"{said}, and {others}")
 
 
 def _explains(facts: Facts) -> Iterator[Finding]:
@@ -318,19 +314,13 @@ def _failure(facts: Facts) -> Iterator[Finding]:
         rises = course.last.get("entropy", math.nan) > 1.5 * course.first.get("entropy", math.nan)
         is_early = course.decline - course.starts_at < 3
         if rises or is_early or any(lead is not None and lead > -TOGETHER for lead in leads_of):
-            yield Finding(
-                "high_rate",
-                LIKELY if facts.origin and growth.lead != 0 else POSSIBLE,
-                f"the reward falls for good from step {course.decline} on (peak {course.peak:.2g}, end "
-                f"{course.last.get('reward', math.nan):.2g}), {measured} and does not grow before",
-            )
+            heights = f"(peak {course.peak:.2g}, end {course.last.get('reward', math.nan):.2g})"
+            said = f"the reward falls for good from step {course.decline} on {heights}, {measured} and does not grow"
+            yield Finding("high_rate", LIKELY if facts.origin and growth.lead != 0 else POSSIBLE, f"{said} before")
     if growth.step is not None and (leads or course.decline is None) and not any(_explains(facts)):
         when = f", {growth.lead} steps before the reward falls" if leads else ""
-        yield Finding(
-            "mismatch_growth",
-            LIKELY,
-            f"the mismatch stays above twice its first values from step {growth.step} on{when}",
-        )
+        said = f"the mismatch stays above twice its first values from step {growth.step} on{when}"
+        yield Finding("mismatch_growth", LIKELY, said)
 
 
 def _rounding(facts: Facts) -> Iterator[Finding]:

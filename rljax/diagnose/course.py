@@ -47,12 +47,17 @@ class Course:
     peak: float  # the highest smoothed reward
     decline: int | None  # the step at which the reward begins to fall for good; None: it does not collapse
     onsets: Mapping[str, Onset]  # the onsets of gap, grad_norm, entropy (its fall) and length
-    correlations: Mapping[str, float]  # Spearman's rank correlations of the gap with other signals
     # The error of the logits by bucket, over the whole log: group -> label -> effect.
     effects: Mapping[str, Mapping[str, float]]
     gaps: Mapping[str, Mapping[str, float]]  # the mean gap by bucket
-    tokens: Mapping[str, Mapping[str, float]]  # the tokens of all steps by bucket
-    extremes: Mapping[str, Mapping[str, float]]  # the extreme tokens of all steps by bucket, if the log has them
+
+    def counts(self, group: str) -> dict[str, tuple[float, float]]:
+        """Returns the tokens and the extreme tokens of all steps in each bucket of a group, if the log has both."""
+        return {
+            label: (float(np.nansum(each["token_count"])), float(np.nansum(each["token_count"] * each["extreme_rate"])))
+            for label, each in self.log.buckets.get(group, {}).items()
+            if {"token_count", "extreme_rate"} <= set(each)
+        }
 
     @property
     def is_stale(self) -> bool:
@@ -82,27 +87,10 @@ def effect(k3: float, gap: float) -> float:
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
     """Returns the mean of the finite numbers in a window of ``width`` around each step, float64 [n]."""
-    half, known = width // 2, np.isfinite(values)
-    padded = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    at = np.arange(len(values))
-    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    n = counts[high] - counts[low]
-    return np.where(n > 0, (padded[high] - padded[low]) / np.maximum(n, 1), np.nan)
-
-
-def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns Spearman's rank correlation over the indices at which both vectors are finite.
-
-    It is NaN for fewer than 8 such indices, or if a vector is constant at them.
-    """
-    both = np.isfinite(x) & np.isfinite(y)
-    if both.sum() < FEWEST_STEPS:
-        return math.nan
-    ranks = [np.argsort(np.argsort(values[both])).astype(float) for values in (x, y)]
-    if any(len(np.unique(values[both])) < 2 for values in (x, y)):
-        return math.nan
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    known, part = np.isfinite(values), slice(width // 2, width // 2 + len(values))
+    parts = (np.where(known, values, 0.0), known.astype(float))
+    sums, counts = (np.convolve(each, np.ones(width))[part] for each in parts)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def read_course(log: Log) -> Course:
@@ -113,16 +101,11 @@ def read_course(log: Log) -> Course:
     effects = np.array([effect(a, b) for a, b in zip(k3, log.get("logprob_abs_diff_mean"), strict=True)])
     reward = smooth(log.get("reward"), width)
     decline = find_decline(reward)
-    found = (Onset(*_onset(values, width, log.steps, decline)) for values in (gap, np.abs(k3)))
-    first = min(found, key=lambda onset: math.inf if onset.step is None else onset.step)
-    onsets = {"gap": first} | {
-        name: Onset(*_onset(values, width, log.steps, decline))
-        for name, values in {
-            "grad_norm": log.get("grad_norm"),
-            "entropy": 1.0 / np.where(log.get("entropy") > 0, log.get("entropy"), np.nan),
-            "length": log.get("length"),
-        }.items()
-    }
+    certainty = 1.0 / np.where(log.get("entropy") > 0, log.get("entropy"), np.nan)
+    grown = {"grad_norm": log.get("grad_norm"), "entropy": certainty, "length": log.get("length")}
+    onsets = {name: _onset(values, width, log.steps, decline) for name, values in grown.items()}
+    found = (_onset(values, width, log.steps, decline) for values in (gap, np.abs(k3)))
+    onsets["gap"] = min(found, key=lambda onset: math.inf if onset.step is None else onset.step)
     finite = effects[np.isfinite(effects)]
     names = [name for name in log.signals if log.has(name)]
     buckets = {group: _bucket_means(labels) for group, labels in log.buckets.items()}
@@ -143,11 +126,8 @@ def read_course(log: Log) -> Course:
         peak=float(np.nanmax(reward)) if np.isfinite(reward).any() else math.nan,
         decline=None if decline is None else int(log.steps[decline]),
         onsets=onsets,
-        correlations=_correlations(log, gap),
         effects={group: {label: effect(k3, gap) for label, k3, gap in means} for group, means in buckets.items()},
         gaps={group: {label: gap for label, _, gap in means} for group, means in buckets.items()},
-        tokens={group: _bucket_counts(labels, "token_count") for group, labels in log.buckets.items()},
-        extremes={group: _bucket_counts(labels, "extreme_rate") for group, labels in log.buckets.items()},
     )
 
 
@@ -201,7 +181,7 @@ def find_decline(reward: np.ndarray) -> int | None:
     return int(np.flatnonzero(height >= _NEAR_PEAK * peak)[-1])
 
 
-def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) -> tuple[int | None, int | None]:
+def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) -> Onset:
     """Returns the step from which a smoothed signal stays above twice its reference, and its lead over the decline.
 
     The reference is the median of the first quarter of the steps before the decline. Steps long after the decline do
@@ -210,45 +190,21 @@ def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) 
     """
     values = smooth(raw, width)
     if np.isfinite(values).sum() < FEWEST_STEPS:
-        return None, None
+        return Onset(None, None)
     end = len(values) if decline is None else min(len(values), decline + 1 + max(3, (len(values) - decline) // 2))
     quarter = max(4, (end if decline is None else decline) // 4)
     before = values[:quarter]
     reference = float(np.nanmedian(before)) if np.isfinite(before).any() else math.nan
     grown = values[:end] > _GROWN * reference
     if not math.isfinite(reference) or reference <= 0 or not grown.any() or not grown[-1]:
-        return None, None
+        return Onset(None, None)
     last_low = np.flatnonzero(~grown)
     at = int(last_low[-1]) + 1 if len(last_low) else 0
     since = raw[at:end][np.isfinite(raw[at:end])]
     usual = max(_GROWN * reference, float(np.nanquantile(raw[:quarter], 0.9)))
     if len(since) < 3 or np.mean(since > usual) < _MOST:
-        return None, None
-    return int(steps[at]), None if decline is None else int(steps[decline]) - int(steps[at])
-
-
-def _correlations(log: Log, gap: np.ndarray) -> dict[str, float]:
-    """Returns the rank correlations of the gap with other signals, by their names.
-
-    ``changes/<name>`` is the correlation between the changes of both from step to step.
-    """
-    others = {"step": log.steps.astype(float)} | {name: log.get(name) for name in ("entropy", "length", "grad_norm")}
-    found = {name: rank_correlation(gap, values) for name, values in others.items()}
-    found |= {
-        f"changes/{name}": rank_correlation(np.diff(gap), np.diff(values))
-        for name, values in others.items()
-        if name != "step"
-    }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
-
-
-def _bucket_counts(labels: Mapping[str, Mapping[str, np.ndarray]], name: str) -> dict[str, float]:
-    """Returns a number of tokens by bucket, summed over all steps: ``token_count``, or the share ``name`` of it."""
-    return {
-        label: float(np.nansum(each["token_count"] * (1.0 if name == "token_count" else each[name])))
-        for label, each in labels.items()
-        if {"token_count", name} <= set(each)
-    }
+        return Onset(None, None)
+    return Onset(int(steps[at]), None if decline is None else int(steps[decline]) - int(steps[at]))
 
 
 def _bucket_means(labels: Mapping[str, Mapping[str, np.ndarray]]) -> list[tuple[str, float, float]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rljax.diagnose.course import FEWEST_STEPS, Course
-from rljax.diagnose.thresholds import Crossing
+from rljax.diagnose.tables import Crossing
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts

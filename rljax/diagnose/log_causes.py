@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rljax.diagnose.course import FEWEST_STEPS, Course, rank_correlation
+from rljax.diagnose.course import FEWEST_STEPS, Course
 from rljax.diagnose.evidence import LIKELY, POSSIBLE, SURE, Finding
 from rljax.mismatch.signs import WORSE_THAN_UNIFORM
 
@@ -141,11 +141,17 @@ def _stale_cache(course: Course) -> Iterator[Finding]:
     drops = [at for at in range(len(gap) - 1) if gap[at] > 2.5 * low and gap[at + 1 : at + 3].max() < 0.6 * gap[at]]
     edges = [-1, *drops]
     teeth = [gap[a + 1 : b + 1] for a, b in zip(edges, drops, strict=False)]
-    rises = [rank_correlation(np.arange(len(tooth), dtype=float), tooth) for tooth in teeth if len(tooth) >= 8]
+    rises = [_rank_correlation(tooth) for tooth in teeth if len(tooth) >= FEWEST_STEPS]
     if len(rises) >= 2 and len(rises) == len(teeth) and np.median(rises) > 0.7:
         lengths = ", ".join(str(len(tooth)) for tooth in teeth[:4])
         back = f"falls back to {_median(gap[np.array(drops) + 1]):.2g}, {len(drops)} times (after {lengths} steps)"
         yield Finding("stale_cache", LIKELY, f"{course.gap_name} rises step by step and {back}, as at restarts")
+
+
+def _rank_correlation(values: np.ndarray) -> float:
+    """Returns Spearman's rank correlation of numbers with their indices; 0 for equal numbers."""
+    ranks = np.argsort(np.argsort(values))
+    return 0.0 if _is_constant(values) else float(np.corrcoef(np.arange(len(values)), ranks)[0, 1])
 
 
 def _cut(course: Course) -> Iterator[Finding]:

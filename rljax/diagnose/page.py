@@ -1,19 +1,21 @@
-"""The diagnosis as one page of text and as a JSON object."""
+"""The diagnosis as one page of text and as a JSON object: what is measured, what it answers, and what is still open."""
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
-from rljax.diagnose.answers import answers, to_measure
 from rljax.diagnose.causes import judge_cause
-from rljax.diagnose.course import GAPS
+from rljax.diagnose.course import FEWEST_STEPS, GAPS, Course
 from rljax.diagnose.evidence import Facts
 from rljax.diagnose.signals import Log
 from rljax.diagnose.tables import CAUSES, first_remedy
+from rljax.mismatch.atlas import normal_range
 from rljax.record.rows import finite_json
 
 WIDTH = 110
@@ -37,11 +39,11 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
         "findings": [finding._asdict() | {"kind": CAUSES[finding.cause][0]} for finding in findings],
         "measured": _measured(facts, log),
         "limits": [
-            {**one.threshold._asdict(), "crossed": one.is_crossed, "value": one.value, "steps": one.steps}
-            | {"measured": one.measured, "first": one.first}
+            {name: value for name, value in one._asdict().items() if name != "threshold"}
+            | {"crossed": one.is_crossed, **one.threshold._asdict()}
             for one in facts.crossings
         ],
-        "answers": {} if facts.runs else answers(facts, cause, findings),
+        "answers": {} if facts.runs else answers(facts),
         "first_remedy": first_remedy(cause, facts.project),
         "remedies": None if cause == "healthy" else f"rljax docs diagnose#{cause}",
         "next": [f"one run: --run {shlex.quote(run)}" for run in facts.runs] or list(to_measure(facts, cause)),
@@ -119,15 +121,12 @@ def _measured_lines(measured: Mapping[str, Any]) -> Iterator[str]:
             yield f"error of the logits (k3_kl / logprob_abs_diff_mean, free of entropy): {effects}"
     if tokens:
         roles = "" if tokens["roles_known"] else "; nothing says which column is the trainer's"
-        yield (
-            f"a dump of {int(tokens['token_count'])} tokens in {int(tokens['sequence_count'])} responses: "
-            f"{tokens['trainer']} against {tokens['rollout']}{roles}"
-        )
-        yield (
-            f"logprob_abs_diff_mean {_number(tokens['logprob_abs_diff_mean'])}, max "
-            f"{_number(tokens['logprob_abs_diff_max'])}, k3_kl {_number(tokens['k3_kl'])}, error of the logits "
-            f"{_number(tokens['effect'])}; compare says {tokens['compare']['status']} ({tokens['compare']['cause']})"
-        )
+        counts = f"{int(tokens['token_count'])} tokens in {int(tokens['sequence_count'])} responses"
+        yield f"a dump of {counts}: {tokens['trainer']} against {tokens['rollout']}{roles}"
+        labels = {"logprob_abs_diff_mean": "logprob_abs_diff_mean", "logprob_abs_diff_max": "max", "k3_kl": "k3_kl"}
+        labels["effect"] = "error of the logits"
+        numbers = ", ".join(f"{label} {_number(tokens[name])}" for name, label in labels.items())
+        yield f"{numbers}; compare says {tokens['compare']['status']} ({tokens['compare']['cause']})"
         for column, grid in tokens["grids"].items():
             yield f"the logits of column {column} lie on the grid of {grid}"
     declared = {name: value for name, value in measured["declared"].items() if value}
@@ -136,13 +135,10 @@ def _measured_lines(measured: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _limit_lines(limits: list[Mapping[str, Any]]) -> Iterator[str]:
-    for one in limits:
+    for one in filter(itemgetter("crossed"), limits):
         times = f"{one['steps']} of {one['measured']} steps" + (f", first at {one['first']}" if one["first"] else "")
-        if not one["crossed"]:
-            continue
-        state = f"CROSSED, {one['meaning']}"
-        value = f"{one['signal']} {_number(one['value'])} against {one['limit']:g}: {state} ({times})"
-        yield f"{value} [{one['source']}]"
+        value = f"{one['signal']} {_number(one['value'])} against {one['limit']:g}"
+        yield f"{value}: CROSSED, {one['meaning']} ({times}) [{one['source']}]"
     if kept := [f"{one['signal']} {_number(one['value'])} of {one['limit']:g}" for one in limits if not one["crossed"]]:
         yield f"kept: {', '.join(kept)}"
 
@@ -152,12 +148,177 @@ def _number(value: float | None) -> str:
 
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:
-    lead = len(text) - len(text.lstrip())
-    return textwrap.wrap(
-        text.strip(),
-        WIDTH,
-        initial_indent=" " * (indent + lead),
-        subsequent_indent=" " * (indent + lead + 2),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    ends = (" " * indent, " " * (indent + 2))
+    return textwrap.TextWrapper(WIDTH, *ends, break_long_words=False, break_on_hyphens=False).wrap(text)
+
+
+def answers(facts: Facts) -> dict[str, str]:
+    """Returns one sentence for each question that the facts answer. ``to_measure`` says what the others take."""
+    course = facts.course
+    found = {
+        "a few tokens or all": _concentration(facts),
+        "with length": _by_bucket(facts, "position"),
+        "with entropy": _by_bucket(facts, "entropy"),
+        "with turns": _by_turn(course, "turns/turn"),
+        "after the environment's tokens": _by_turn(course, "turns/after"),
+        "with step": _with_step(course),
+        "before or after the collapse": _lead(course),
+        "floor": _floor(facts),
+        "among healthy runs": _among(facts),
+    }
+    return {question: answer for question, answer in found.items() if answer}
+
+
+def _concentration(facts: Facts) -> str:
+    tokens, course = facts.tokens, facts.course
+    if tokens is not None and math.isnan(tokens.effect_without):
+        return f"see what compare says of the columns: {tokens.verdict.reason}"
+    if tokens is not None:
+        far = f"{tokens.outliers} of {int(tokens.metrics['token_count'])} tokens are far beyond the rest"
+        share = f"{far} and carry {tokens.outlier_share:.0%} of k3_kl"
+        return f"a few: {share}" if tokens.outlier_share > 0.5 else f"all: {share}"
+    if course is None or math.isnan(course.k3_of_most) or "k3_kl" not in course.first:
+        return ""
+    k3, p99, rest = course.first["k3_kl"], course.first["logprob_abs_diff_p99"], course.k3_of_most
+    if course.is_of_few:
+        return f"a few: k3_kl is {k3:.2g}, and 99% of the tokens can make at most {rest:.2g} of it"
+    return f"all, or no few: 99% of the tokens are below {p99:.2g} nats, which explains a k3_kl of up to {rest:.2g}"
+
+
+def _by_bucket(facts: Facts, what: str) -> str:
+    course, tokens = facts.course, facts.tokens
+    measures: dict[str, Mapping[str, float]] = {}
+    if tokens is not None and what == "position":
+        measures["the gap per uncertainty by position"] = tokens.by_position
+    elif tokens is not None:
+        measures["the gap per uncertainty by uncertainty (1 - p)"] = tokens.by_uncertainty
+    if course is not None:
+        measures[f"the error of the logits by {what}"] = course.effects.get(f"mismatch_{what}", {})
+    for measure, values in measures.items():
+        if len(values) >= 2:
+            first, *_, last = values.values()
+            change = last / first if first > 0 else math.nan
+            return f"{measure}: {_listed(values)} (last over first: {change:.1f})"
+    return ""
+
+
+def _by_turn(course: Course | None, group: str) -> str:
+    """Returns the gap by turn, or by the distance from the environment's tokens, if the log has several turns."""
+    gaps = {} if course is None else course.gaps.get(group, {})
+    return f"{_listed(gaps)} (the gap, nats)" if len(gaps) > 1 else ""
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{label} {value:.2g}" for label, value in values.items())
+
+
+def _with_step(course: Course | None) -> str:
+    if course is None or not course.gap_name or course.steps < FEWEST_STEPS:
+        return ""
+    name = course.gap_name
+    said = f"{name} {course.first[name]:.2g} in the first steps, {course.last[name]:.2g} in the last"
+    if not math.isnan(course.effect_first):
+        said += f"; the error of the logits {course.effect_first:.2g} and {course.effect_last:.2g}"
+    onset = course.onsets["gap"].step
+    grows = f"; above twice its first values for good from step {onset}" if onset else "; it does not double for good"
+    return said + grows
+
+
+def _lead(course: Course | None) -> str:
+    if course is None or course.steps < FEWEST_STEPS or math.isnan(course.peak):
+        return ""
+    if course.decline is None:
+        return "the reward does not collapse in this log"
+    parts = []
+    labels = {"gap": "the mismatch", "grad_norm": "the gradient norm", "entropy": "the fall of entropy"}
+    for name, label in (labels | {"length": "length"}).items():
+        onset = course.onsets[name]
+        order = "does not double before it"
+        if onset.lead is not None:
+            order = f"{'leads' if onset.lead > 0 else 'follows'} by {abs(onset.lead)} steps"
+        parts.append(f"{label} {order}")
+    return f"the reward falls for good from step {course.decline} on: {'; '.join(parts)}"
+
+
+_FLOORS = {
+    "at another batch shape": "mismatch_self/logprob_abs_diff_mean",
+    "on another mesh": "mismatch_self/mesh/logprob_abs_diff_mean",
+    "with another remat": "mismatch_self/remat/logprob_abs_diff_mean",
+}
+"""The metrics of the trainer's difference from itself, by the cause of the difference."""
+
+
+def _floor(facts: Facts) -> str:
+    if facts.declared.is_exact:
+        return "0 between trainer and engine, which share one executable"
+    largest = {} if facts.course is None else facts.course.largest
+    floors = {what: largest[name] for what, name in _FLOORS.items() if name in largest}
+    if facts.course is not None and floors:
+        what = max(floors, key=lambda each: floors[each])
+        value, gap = floors[what], facts.course.last.get("logprob_abs_diff_mean", math.nan)
+        share = f", {value / gap:.2g} of the gap" if gap > 0 else ""
+        return f"at most {value:.2g} nats between the trainer and itself {what}{share}: no remedy goes below it"
+    if facts.tokens is not None and facts.tokens.floors:
+        return f"{_listed(facts.tokens.floors)} nats between two runs of one scorer: no remedy goes below the larger"
+    return ""
+
+
+def _among(facts: Facts) -> str:
+    """Returns where the mismatch lies among the healthy runs of the atlas that are like this one."""
+    course, declared, metrics = facts.course, facts.declared, facts.tokens.metrics if facts.tokens else {}
+    rollout = declared.forms or declared.rollout_dtype or "bfloat16"
+    dtype = "exact" if declared.is_exact else f"{declared.trainer_dtype or 'bfloat16'} / {rollout}"
+    signals: Mapping[str, float] = metrics or (course.last if course is not None else {})
+    if metrics:
+        known = {"tokens": metrics["token_count"] / max(metrics["sequence_count"], 1)}
+    else:
+        names = {"tokens": "length", "entropy": "entropy"}
+        known = {what: signals[name] for what, name in names.items() if signals.get(name, 0.0) > 0}
+    for name in GAPS:
+        if math.isfinite(signals.get(name, math.nan)):
+            found = normal_range(name, signals[name], dtype=dtype, **known)
+            if found.standing != "unknown":
+                return f"{name} {found.sentence}"
+    return ""
+
+
+_NUMERICS = ("eight_bits", "sixteen_bits", "head_dtype", "length_growth", "mismatch_growth")
+"""The causes in the arithmetic of the engines, which a comparison of their layers can locate."""
+
+
+def to_measure(facts: Facts, cause: str) -> Iterator[str]:
+    """Yields a line for each measurement that would answer an open question."""
+    course, tokens = facts.course, facts.tokens
+    names, is_own = set(course.last) if course is not None else set(), facts.project == "rljax"
+    if course is not None and not course.gap_name:
+        yield "the mismatch itself: log the engine's log-probabilities of its own tokens beside the trainer's"
+    if course is not None and cause == "cannot_tell" and "ratio_max" not in names:
+        yield "the mean, smallest and largest exp(lr) of tokens beside k3_kl: they show a cut or another temperature"
+    if tokens is None:
+        how = "--rollout.dump-every 20" if is_own else "rljax docs compare has the lines that write them"
+        yield f"the tokens: {how}, then rljax diagnose on the file"
+    elif len(tokens.by_position) < 2 and not math.isnan(tokens.effect_without):
+        yield "more tokens, or longer responses: the dump is too small for buckets by position"
+    if course is None:
+        yield "the log of the run, from step 1: it shows growth, and what fails before what"
+    elif course.starts_at > 2:
+        yield f"the first steps: the log begins at step {course.starts_at}; weights that are not loaded show at step 2"
+    if course is not None and "staleness" not in names:
+        yield "how old the weights are that sampled each batch"
+    if course is not None and "entropy" not in names:
+        yield "the policy's entropy: it tells a smaller error from a more certain policy"
+    has_floor = bool(names.intersection(_FLOORS.values())) or (tokens is not None and bool(tokens.floors))
+    if not has_floor and not facts.declared.is_exact:
+        yield f"the floor: {'--diagnosis.self-every 20, or ' * is_own}rljax compare with --second-run"
+    if not facts.declared.coarser:
+        yield "the dtypes of both sides: of the weights, the LM head and the key-value cache"
+    if cause in ("cannot_tell", "eight_bits", "sixteen_bits", "mismatch_growth"):
+        scorers = "--scorer jax:float32 --scorer jax:bfloat16"
+        yield f"the same tokens by other engines: rljax compare TOKENS --model DIR {scorers}"
+    if cause in (*_NUMERICS, "other_weights", "cannot_tell"):
+        scorers = "--scorer jax:DTYPE --scorer vllm:URL"
+        yield f"the layer and operation at which the engines part: rljax compare TOKENS --model DIR {scorers} --layers"
+    if tokens is not None and cause != "healthy":
+        yield "the tokens one by one, the worst sequences first: rljax view on the file or on the run"
+    if is_own and cause in ("high_rate", "mismatch_growth"):
+        yield "a short run with --rollout.engine exact: if it fails too, the mismatch is not the cause"

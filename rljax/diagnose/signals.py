@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rljax.errors import ConfigError
-from rljax.mismatch.names import NAME_TABLE, SIGNAL_NAMES
+from rljax.mismatch.names import NAME_TABLE, RUN_COLUMNS, SIGNAL_NAMES
 from rljax.record.training_logs import (
     Rows,
     cells_by_step,
@@ -71,16 +71,13 @@ class Log:
         return all(bool(np.isfinite(self.get(name)).any()) for name in names)
 
 
-def mismatch_names(project: str) -> dict[str, tuple[str, ...]]:
-    """Returns the names under which a project logs the mismatch signals, by the name of the signal."""
-    if project == "rljax":
-        return {name: (f"mismatch/{name}",) for name in MISMATCH}
-    pairs = [(metric.ours, metric.name) for metric in NAME_TABLE if metric.framework == project and metric.ours]
-    pairs += [(signal, name) for signal, names in SIGNAL_NAMES[project].items() for name in names]
+def names_of(project: str) -> dict[str, tuple[str, ...]]:
+    """Returns the names under which a project logs each signal, the best first, by the name of the signal."""
+    table = [(one.ours, (one.name,)) for one in NAME_TABLE if one.framework == project and one.ours in MISMATCH]
+    table += [(name, (f"mismatch/{name}",)) for name in MISMATCH if project == "rljax"]
     known: dict[str, tuple[str, ...]] = {}
-    for ours, name in pairs:
-        if ours in MISMATCH:
-            known[ours] = (*known.get(ours, ()), name)
+    for signal, names in (*table, *SIGNAL_NAMES[project].items()):
+        known[signal] = (*known.get(signal, ()), *names)
     return known
 
 
@@ -90,20 +87,19 @@ def choose_signals(columns: list[str], projects: Sequence[str] = PROJECTS) -> tu
     Raises ConfigError if the log has neither a mismatch nor a reward or gradient norm of a known name.
     """
     fits = {project: _fitting(project, columns) for project in projects}
-    project = max(projects, key=lambda name: _weight(fits[name]))  # the first of equals
+    # Long names of a project's own count more than "reward" or "kl". Of equal projects the first is taken.
+    words = {name: sum(one.count("/") + one.count("_") + 1 for one in fit.values()) for name, fit in fits.items()}
+    project = max(projects, key=lambda name: words[name])
     found = fits[project]
     if not {*MISMATCH, "reward", "grad_norm"} & set(found):
-        raise ConfigError(
-            f"no mismatch, reward or gradient norm of a known name in the log ({', '.join(PROJECTS)}); it has: "
-            f"{', '.join(columns[:20])}"
-        )
+        known = f"no mismatch, reward or gradient norm of a known name in the log ({', '.join(PROJECTS)})"
+        raise ConfigError(f"{known}; it has: {', '.join(columns[:20])}")
     return project, found
 
 
 def _fitting(project: str, columns: list[str]) -> dict[str, str]:
-    others = {name: endings for name, endings in SIGNAL_NAMES[project].items() if name not in MISMATCH}
     found: dict[str, str] = {}
-    for signal, endings in (mismatch_names(project) | others).items():
+    for signal, endings in names_of(project).items():
         matches = (column for ending in endings for column in matching(columns, ending.removeprefix("-")))
         if (column := next(matches, None)) is not None:
             found[signal] = column
@@ -111,11 +107,6 @@ def _fitting(project: str, columns: list[str]) -> dict[str, str]:
         found["length"], truncated = choose_columns(columns, None, None)
         found |= {"truncated": truncated} if truncated else {}
     return found
-
-
-def _weight(found: Mapping[str, str]) -> int:
-    """Returns a score of how well names fit. Long names of a project's own count more than "reward" or "kl"."""
-    return sum(column.count("/") + column.count("_") + 1 for column in found.values())
 
 
 def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
@@ -126,43 +117,30 @@ def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
     rows = [{name: cell for name, cell in row.items() if cell is not None} for row in rows]
     columns = columns_of(rows)
     project, found = choose_signals(columns, projects)
-    wanted = dict(found)
-    if project == "rljax":
-        groups = (*BUCKETED, *PARTS)
-        wanted |= {name: name for name in columns if name.startswith(tuple(f"{group}/" for group in groups))}
+    split = tuple(f"{group}/" for group in (*BUCKETED, *PARTS)) if project == "rljax" else ()
+    wanted = found | {name: name for name in columns if name.startswith(split)}
     dated = next((found[name] for name in ("length", *MISMATCH, *found) if name in found), "")
-    by_step = cells_by_step(rows, wanted, choose_step_column(rows, dated))
+    by_step = dict(sorted(cells_by_step(rows, wanted, choose_step_column(rows, dated)).items()))
     if not by_step:
         raise ConfigError("the log has no row with a step and a signal of a known name")
-    steps = np.array(sorted(by_step))
-    table = {name: np.array([by_step[at].get(name, math.nan) for at in sorted(by_step)]) for name in wanted}
+    table = {name: np.array([cells.get(name, math.nan) for cells in by_step.values()]) for name in wanted}
     buckets: dict[str, dict[str, dict[str, np.ndarray]]] = {}
-    for name, values in table.items():
-        group, _, rest = name.partition("/")
-        if group in BUCKETED and "/" in rest:
-            label, _, metric = rest.partition("/")
-            if group == "turns":
-                kind, _, label = label.partition("_")
-                group = f"turns/{kind}"
-            buckets.setdefault(group, {}).setdefault(label, {})[metric] = values
-    plain = {name: values for name, values in table.items() if name.partition("/")[0] not in BUCKETED}
-    for signal, endings in mismatch_names(project).items():
-        if any(ending.startswith("-") and found.get(signal, "").endswith(ending[1:]) for ending in endings):
-            plain[signal] = -plain[signal]
+    for name in [name for name in table if name.partition("/")[0] in BUCKETED]:
+        values, (group, label, *metric) = table.pop(name), name.split("/", 2)
+        if group == "turns":
+            kind, _, label = label.partition("_")
+            group = f"turns/{kind}"
+        if metric:
+            buckets.setdefault(group, {}).setdefault(label, {})[metric[0]] = values
     ordered = {
         group: dict(sorted(labels.items(), key=lambda item: _edge(item[0]))) for group, labels in buckets.items()
     }
-    lost = {
-        name: _last_finite([(at, by_step[at][name]) for at in sorted(by_step) if name in by_step[at]]) for name in found
-    }
-    return Log(
-        project,
-        steps,
-        plain | _derived(plain),
-        found,
-        ordered,
-        {name: at for name, at in lost.items() if at is not None},
-    )
+    for signal, endings in names_of(project).items():
+        if any(ending.startswith("-") and found.get(signal, "").endswith(ending[1:]) for ending in endings):
+            table[signal] = -table[signal]
+    lost = {name: _last_finite([(at, cells[name]) for at, cells in by_step.items() if name in cells]) for name in found}
+    lost_at = {name: at for name, at in lost.items() if at is not None}
+    return Log(project, np.array([*by_step]), table | _derived(table), found, ordered, lost_at)
 
 
 def _derived(plain: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -190,3 +168,24 @@ def _edge(label: str) -> float:
     """Returns the lower edge of a bucket's label: lt_64, 64_to_256, ge_256, or a number."""
     word = label.removeprefix("ge_").partition("_to_")[0]
     return -math.inf if word.startswith("lt_") else number_of(word)
+
+
+def split_runs(rows: Rows) -> dict[str, Rows]:
+    """Returns the rows of each run in one export, by the run's name; empty if the log has one run.
+
+    W&B's export of a chart names the columns ``RUN - NAME``. A table of several runs names them in a column.
+    """
+    columns = columns_of(rows)
+    pairs = [column.split(" - ", 1) for column in columns if " - " in column]
+    names = list(dict.fromkeys(run for run, _ in pairs))
+    if len(names) > 1 and len({name for _, name in pairs}) < len(pairs):
+        ours = {run: [name for name in columns if " - " not in name or name.startswith(f"{run} - ")] for run in names}
+        return {
+            run: [{name.removeprefix(f"{run} - "): row[name] for name in ours[run] if name in row} for row in rows]
+            for run in names
+        }
+    for column in RUN_COLUMNS:
+        named = [(str(row[column]), row) for row in rows if type(row.get(column)) in (str, int)]
+        if len(runs := dict.fromkeys(run for run, _ in named)) > 1:
+            return {run: [row for name, row in named if name == run] for run in runs}
+    return {}

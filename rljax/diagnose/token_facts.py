@@ -12,8 +12,8 @@ import numpy as np
 
 from rljax.compare.patterns import LEAST_UNCERTAINTY, ratio_bias
 from rljax.compare.verdict import Verdict, is_beyond, judge
+from rljax.diagnose.causes import DECISIVE
 from rljax.diagnose.evidence import EFFECTS, Size
-from rljax.diagnose.token_causes import DECISIVE
 from rljax.mismatch.diagnosis import bucket_labels
 from rljax.mismatch.signs import find_repeats, is_no_chance
 from rljax.record.dump_facts import TokenPair, check_logprobs, choose_pair
@@ -197,7 +197,9 @@ def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
     """
     pairs = np.fromiter(_same_context(dump, column), float) * temperature
     if column == dump.sampling.get("column", "rollout") and dump.columns.get("top_logprobs"):
-        pairs = np.concatenate([pairs, *(_neighbours(values) for values in dump.columns["top_logprobs"][:64])])
+        with np.errstate(invalid="ignore"):
+            tops = [np.diff(np.asarray(values, float)).ravel() for values in dump.columns["top_logprobs"][:64]]
+        pairs = np.concatenate([pairs, *tops])
     pairs = pairs[np.isfinite(pairs) & (np.abs(pairs) > 1e-4)][:20_000]
     if len(pairs) < _FEWEST_PAIRS:
         return ""
@@ -206,11 +208,6 @@ def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
         if np.mean(off < _ON_GRID) >= _GRID_SHARE:
             return name
     return ""
-
-
-def _neighbours(values: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore"):
-        return np.diff(np.asarray(values, float), axis=1).ravel()
 
 
 def _same_context(dump: TokenDump, column: str) -> Iterator[float]:

@@ -175,10 +175,9 @@ def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
                 hint = "all lie between 0 and 1: they look like probabilities, so write their logarithms"
         if len(above) > 1 and len(set(above)) == 1:
             hint = f"{counted} this same number: a fill for missing ones"
-        raise ValueError(
-            f"column {name!r:.60} has {above[0]:g} in sequence {dump.sequence_ids[pair.sequence[is_above][0]]!r:.60}, "
-            f"but a log-probability is never above 0; {hint}"
-        )
+        sequence = dump.sequence_ids[pair.sequence[is_above][0]]
+        said = f"column {name!r:.60} has {above[0]:g} in sequence {sequence!r:.60}"
+        raise ValueError(f"{said}, but a log-probability is never above 0; {hint}")
 
 
 def turns_of(dump: TokenDump) -> list[np.ndarray]:

@@ -50,11 +50,6 @@ def _is_whole(content: bytes) -> bool:
     return masked_crc32c(content[:-4]) == int.from_bytes(content[-4:], "little")
 
 
-def first_time(path: Path) -> float:
-    """Returns the time of the first event of an event file (seconds since 1970); 0 for an empty file."""
-    return next((event.wall_time for event in events_of(path)), 0.0)
-
-
 def scalar_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yields each scalar of an event file, with its step, as one row."""
     for event in events_of(path):

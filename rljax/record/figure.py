@@ -161,19 +161,12 @@ def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
             continue
         axis.axvline(surge, color=run.color, linewidth=1.3, linestyle=(0, (4, 2)), zorder=1.5)
         if labels:
-            is_late = surge > 0.6 * last_step
-            axis.annotate(
-                f"surge at {surge}" + (f", period {period}" if period else ""),
-                xy=(surge, 0.98 - 0.08 * (index % 8)),
-                xycoords=("data", "axes fraction"),
-                xytext=(-5 if is_late else 5, 0),
-                textcoords="offset points",
-                ha="right" if is_late else "left",
-                va="top",
-                fontsize=8.5,
-                color=run.color,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1.0},
-            )
+            text = f"surge at {surge}" + (f", period {period}" if period else "")
+            offset, side = (-5, "right") if surge > 0.6 * last_step else (5, "left")
+            look: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+            look["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1.0}
+            place = (surge, 0.98 - 0.08 * (index % 8))
+            axis.annotate(text, place, (offset, 0), ha=side, fontsize=8.5, color=run.color, **look)
 
 
 def plot_turns(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
@@ -187,9 +180,8 @@ def plot_turns(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     styles["after_1"] = "first after the environment", {"linestyle": (0, (3, 2))}
     drawn = []
     for bucket, (name, style) in styles.items():
-        values = draw(
-            axis, runs, f"turns/{bucket}/logprob_abs_diff_mean", smooth, positive=True, linewidth=1.6, **style
-        )
+        key = f"turns/{bucket}/logprob_abs_diff_mean"
+        values = draw(axis, runs, key, smooth, positive=True, linewidth=1.6, **style)
         drawn.append(values)
         if len(values):
             color = runs[0].color if len(runs) == 1 else QUIET

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,7 @@ def _first_object(path: Path) -> tuple[dict[str, Any], bool]:
     with path.open("rb") as file:
         start = file.read(_MOST_BYTES)
     for text, is_whole in ((start, path.suffix == ".json"), (start.partition(b"\n")[0], False)):
-        try:
+        with contextlib.suppress(ValueError):
             found = parse_json(text)
-        except ValueError:
-            continue
-        return (found, is_whole) if isinstance(found, dict) else ({}, False)
+            return (found, is_whole) if isinstance(found, dict) else ({}, False)
     return {}, False

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,16 +35,6 @@ def parquet_file(path: str | os.PathLike[str]) -> Iterator[pq.ParquetFile]:
             yield file
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(path, error) from error
-
-
-def parquet_rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the rows of a Parquet file with the columns among ``columns`` that it has.
-
-    The list is empty if the file has none of them. Raises OSError or ValueError if the file cannot be read.
-    """
-    with parquet_file(path) as file:
-        names = [name for name in file.schema_arrow.names if name in columns]
-        return file.read(names).to_pylist() if names else []
 
 
 def _unreadable(path: str | os.PathLike[str], error: Exception) -> ValueError:

@@ -1,4 +1,4 @@
-"""Reads the rows of ``metrics.jsonl`` back, takes single values from them, and summarizes a run from its rows."""
+"""Reads the rows of ``metrics.jsonl`` back, takes values from them, summarizes a run, and formats tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rljax.errors import parse_json
-from rljax.record.text_tables import cell
 
 Row = dict[str, Any]
 NONFINITE_KEYS = "nonfinite_keys"
@@ -201,3 +200,15 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(int(minutes), 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:04.1f} s" if minutes else f"{rest:.1f} s"
+
+
+def cell(value: Any, form: str = "") -> str:
+    """Returns a value in the form of ``format``, or - for None."""
+    return "-" if value is None else format(value, form)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows of cells, the head first, with each column padded to its widest cell and two spaces between."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in padded)

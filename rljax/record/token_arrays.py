@@ -34,19 +34,13 @@ def to_float32(what: str, values: Sequence[float | None] | np.ndarray) -> np.nda
     """
     array = _to_array(what, values)
     if array.dtype.kind in "OU":
-        try:
+        with contextlib.suppress(ValueError):
             numbers = [math.nan if value is None else value for value in values]
             array = _to_array(what, [float(value) if isinstance(value, str) else value for value in numbers])
-        except ValueError as error:
-            raise ValueError(_no_numbers(what, array)) from error
     if array.size and array.dtype.kind not in "iuf":
-        raise ValueError(_no_numbers(what, array))
+        raise ValueError(f"{what} must be numbers, got {array.dtype} {array[:4]}")
     with np.errstate(over="ignore"):
         return array.astype(np.float32)
-
-
-def _no_numbers(what: str, array: np.ndarray) -> str:
-    return f"{what} must be numbers, got {array.dtype} {array[:4]}"
 
 
 def _to_array(what: str, values: Any) -> np.ndarray:

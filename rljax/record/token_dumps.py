@@ -326,9 +326,8 @@ def _check_column(name: str, arrays: Sequence[Any], dump: TokenDump) -> None:
     lists = arrays[0].shape[1:] if arrays and _is_nested(name) else ()
     for sequence, array, ids in zip(names, arrays, tokens, strict=True):
         if ids.ndim != 1 or len(ids) < 1:
-            raise ValueError(
-                f"sequence {sequence!r}: token ids must be a vector of at least one, got shape {ids.shape}"
-            )
+            got = f"got shape {ids.shape}"
+            raise ValueError(f"sequence {sequence!r}: token ids must be a vector of at least one, {got}")
         if array.shape != (len(ids), *lists) or 0 in lists:
             entries = f"{len(ids)} lists of {lists[0] or 'at least 1'} tokens" if lists else f"{len(ids)} entries"
             raise ValueError(f"sequence {sequence!r}: {what} must have {entries}, got shape {array.shape}")

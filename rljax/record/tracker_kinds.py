@@ -46,23 +46,12 @@ class WandbTracker:
         import wandb
 
         self._image = wandb.Image
-        settings = wandb.Settings(
-            silent=True,
-            console="off",
-            save_code=False,
-            reinit="create_new",
-            finish_timeout=END_S / 2,
-            x_transaction_log_flush_interval=1.0,  # seconds between two writes of the rows to the disk
-        )
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.id,
-            resume="allow",
-            dir=os.environ.get("WANDB_DIR") or run.directory,
-            config=run.config,
-            settings=settings,
-        )
+        # The interval is the seconds between two writes of the rows to the disk.
+        times: dict[str, Any] = {"finish_timeout": END_S / 2, "x_transaction_log_flush_interval": 1.0}
+        settings = wandb.Settings(silent=True, console="off", save_code=False, reinit="create_new", **times)
+        names: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.id}
+        folder = os.environ.get("WANDB_DIR") or run.directory
+        self._run = wandb.init(**names, resume="allow", dir=folder, config=run.config, settings=settings)
         self.where = f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else str(self._run.url)
 
     def log(self, row: Row) -> None:

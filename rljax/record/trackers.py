@@ -170,8 +170,10 @@ class Trackers:
                     trackers[kind].log(row)
         for kind in [*self._fed]:
             with self._told(kind):
-                summary, figures = ({}, {}) if self._failed else _results(run.directory.parent)
-                trackers[kind].finish(summary, figures, self._failed)
+                summary, picture = (run.directory.parent / name for name in ("summary.json", "report.png"))
+                results = parse_json(summary.read_bytes()) if summary.exists() and not self._failed else {}
+                figures = {"report": picture} if picture.exists() and not self._failed else {}
+                trackers[kind].finish(results, figures, self._failed)
                 self._fed.remove(kind)
 
     @contextlib.contextmanager
@@ -219,9 +221,3 @@ def _find(kind: str) -> Callable[[TrackedRun], Tracker]:
 def _in_one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:_LONGEST]
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
-
-
-def _results(run_dir: Path) -> tuple[Row, dict[str, Path]]:
-    summary, picture = run_dir / "summary.json", run_dir / "report.png"
-    found = parse_json(summary.read_bytes()) if summary.exists() else {}
-    return found, {"report": picture} if picture.exists() else {}

@@ -100,7 +100,7 @@ def find_logs(directory: Path) -> Iterator[list[list[Path]]]:
 
     def start(path: Path) -> tuple[float, str]:
         with contextlib.suppress(MissingPackageError):
-            return event_files(path).first_time(path), path.name
+            return next((event.wall_time for event in event_files(path).events_of(path)), 0.0), path.name
         return 0.0, path.name
 
     top = directory / "metrics.jsonl"
@@ -359,21 +359,15 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
     """
     rows, chosen = read_log(path, lambda columns: choose_columns(columns, column, truncated_column))
     if column is None and (others := varying_lengths(rows, chosen[0][0])):
-        raise ConfigError(
-            f"column {chosen[0][0]!r} has one number in most rows, as a padded width has, beside lengths that vary: "
-            f"choose one with --column {' or --column '.join(map(shlex.quote, [*others, chosen[0][0]]))}"
-        )
+        said = f"column {chosen[0][0]!r} has one number in most rows, as a padded width has, beside lengths that vary"
+        choice = " or --column ".join(map(shlex.quote, [*others, chosen[0][0]]))
+        raise ConfigError(f"{said}: choose one with --column {choice}")
     column, truncated_column = chosen[0][0], chosen[-1][1]
     step_column = choose_step_column(rows, column)
     lengths, truncated = series(rows, column, truncated_column, step_column)
-    columns = columns_of(rows)
-    return LengthLog(column, runs_beside(columns, column), truncated_column, step_column, columns, lengths, truncated)
-
-
-def runs_beside(columns: list[str], column: str) -> list[str]:
-    """Returns the columns of the same name of other runs: W&B's export of a chart names them ``RUN - NAME``."""
-    _, dash, name = column.rpartition(" - ")
-    return [other for other in columns if dash and other != column and other.rpartition(" - ")[1:] == (dash, name)]
+    columns, (_, *of_run) = columns_of(rows), column.rpartition(" - ")  # W&B names a chart's columns ``RUN - NAME``
+    others = [one for one in columns if of_run[0] and one != column and [*one.rpartition(" - ")[1:]] == of_run]
+    return LengthLog(column, others, truncated_column, step_column, columns, lengths, truncated)
 
 
 def varying_lengths(rows: Rows, column: str) -> list[str]:

@@ -20,8 +20,7 @@ from tqdm import tqdm
 from rljax.distributed.files import write_durably
 from rljax.errors import NotWrittenError, writing
 from rljax.mismatch.histogram import bin_edges
-from rljax.record.rows import NONFINITE_KEYS, Row, is_accuracy, read_lines
-from rljax.record.text_tables import cell
+from rljax.record.rows import NONFINITE_KEYS, Row, cell, is_accuracy, read_lines
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
@@ -84,14 +83,8 @@ class Recorder:
             self._reports.append(_first_step(first_step))
         if progress:
             # disable=None: without a terminal there is no bar, and its methods do nothing.
-            bar = tqdm(
-                total=total_steps,
-                initial=first_step - 1,
-                unit="step",
-                file=sys.stderr,
-                dynamic_ncols=True,
-                disable=None,
-            )
+            form: dict[str, Any] = {"unit": "step", "file": sys.stderr, "dynamic_ncols": True, "disable": None}
+            bar = tqdm(total=total_steps, initial=first_step - 1, **form)
             self._reports.append(_Console(self._closing.enter_context(bar), total_steps, first_step))
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
@@ -151,10 +144,9 @@ class Recorder:
             said = f"was removed while the run went on; its rows up to step {last} are written again"
             raise NotWrittenError(f"{self._path} {said}") from None
         if not is_own or own.st_size != self._size:
-            said = (
-                "was replaced by another file" if not is_own else f"has {own.st_size} bytes, {self._size} were written"
-            )
-            raise NotWrittenError(f"{self._path} {said} while the run went on: rows up to step {last} may be lost")
+            changed = f"has {own.st_size} bytes, {self._size} were written"
+            said = f"{self._path} {changed if is_own else 'was replaced by another file'} while the run went on"
+            raise NotWrittenError(f"{said}: rows up to step {last} may be lost")
 
     def close(self) -> None:
         """Flushes and closes everything; a second call does nothing."""

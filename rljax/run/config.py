@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -67,10 +69,9 @@ class RunConfig:
         check_at_least(self, -1, "process_id")
         if self.fork and self.resume not in ("auto", "never"):
             raise ValueError(f"fork and resume name two runs to begin from: {self.fork} and {self.resume}; give one")
-        if self.profile_steps and not (
-            len(self.profile_steps) == 2 and 1 <= self.profile_steps[0] <= self.profile_steps[1]
-        ):
-            raise ValueError(f"profile_steps must be two steps, the first at least 1, got {list(self.profile_steps)}")
+        steps = self.profile_steps
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ValueError(f"profile_steps must be two steps, the first at least 1, got {list(steps)}")
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,8 @@ class SamplesConfig:
         check_at_least(self, 1, "n")
         check_finite(self, "temperature")
         if self.temperature == 0.0 and self.n > 1:
-            raise ValueError(
-                f"temperature = 0 samples the same response each time, but n = {self.n}: set a temperature"
-            )
+            same = "temperature = 0 samples the same response each time"
+            raise ValueError(f"{same}, but n = {self.n}: set a temperature")
         if any(not 1 <= k <= self.n for k in self.pass_k):
             raise ValueError(f"pass_k = {list(self.pass_k)} must be from 1 to n = {self.n}")
         if self.max_response_tokens is not None:
@@ -158,114 +158,86 @@ class Config:
     record: RecordConfig = field(default_factory=RecordConfig)
 
     def __post_init__(self) -> None:
-        if (self.data.prompt_key or self.data.answer_key) and self.data.task != "file" and not self.eval.datasets:
-            raise ValueError("data.prompt_key and data.answer_key are for files, but the run reads none")
-        size, parts = self.data.batch_size, self.loss.mini_batches
-        if size % parts:
-            raise ValueError(f"data.batch_size = {size} does not divide into loss.mini_batches = {parts}")
-        if self.rollout.refill and self.advantage.estimator == "reinforce":
-            raise ValueError(
-                "rollout.refill replaces groups whose rewards are all equal, but with advantage.estimator = reinforce "
-                "they carry loss, too: choose another estimator, or set rollout.refill = false"
-            )
+        """Raises ValueError for the first of the settings that exclude each other."""
         correction = self.correction.resolved()
-        if self.loss.old_logprobs == "rollout" and correction.level != "none":
-            raise ValueError(
-                "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
-            )
-        self._check_tokens(correction)
-        if correction.part != "whole" and self.max_version_lag == 0:
-            raise ValueError(
-                f"correction.part = {correction.part} is for rollouts that may be stale: give rollout.max_staleness"
-            )
+        conflicts = [self._conflicts(correction), self._token_conflicts(correction)]
         if can(self.rollout.engine, "is_exact"):
-            self._check_exact()
-        if self.advantage.estimator == "optimal_token" and correction.part != "whole":
-            raise ValueError(
-                f"advantage.estimator = optimal_token needs correction.part = whole, got {correction.part}: its "
-                "energies are weighted by the whole ratio"
-            )
-        if self.publish.store != "shared" and not can(self.rollout.engine, "serves"):
-            raise ValueError(
-                f"publish.store = {self.publish.store} is for servers: rollout.engine must be "
-                f"{named_engines('serves')}, got {self.rollout.engine}"
-            )
+            conflicts.append(self._exact_conflicts(correction))
+        if text := next(itertools.chain(*conflicts), ""):
+            raise ValueError(text)
 
-    def _check_tokens(self, correction: CorrectionConfig) -> None:
-        """Raises ValueError for settings that rule out the correction of single tokens or the clip of stale ones."""
+    def _conflicts(self, correction: CorrectionConfig) -> Iterator[str]:
+        """Yields a message for settings of two sections that exclude each other."""
+        size, parts, part = self.data.batch_size, self.loss.mini_batches, correction.part
+        estimator, engine, store = self.advantage.estimator, self.rollout.engine, self.publish.store
+        if (self.data.prompt_key or self.data.answer_key) and self.data.task != "file" and not self.eval.datasets:
+            yield "data.prompt_key and data.answer_key are for files, but the run reads none"
+        if size % parts:
+            yield f"data.batch_size = {size} does not divide into loss.mini_batches = {parts}"
+        if self.rollout.refill and estimator == "reinforce":
+            carry = "with advantage.estimator = reinforce they carry loss, too"
+            remedy = "choose another estimator, or set rollout.refill = false"
+            yield f"rollout.refill replaces groups whose rewards are all equal, but {carry}: {remedy}"
+        if self.loss.old_logprobs == "rollout" and correction.level != "none":
+            yield "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
+        if part != "whole" and self.max_version_lag == 0:
+            yield f"correction.part = {part} is for rollouts that may be stale: give rollout.max_staleness"
+        if estimator == "optimal_token" and part != "whole":
+            needed = f"advantage.estimator = optimal_token needs correction.part = whole, got {part}"
+            yield f"{needed}: its energies are weighted by the whole ratio"
+        if store != "shared" and not can(engine, "serves"):
+            needed = f"rollout.engine must be {named_engines('serves')}, got {engine}"
+            yield f"publish.store = {store} is for servers: {needed}"
+
+    def _token_conflicts(self, correction: CorrectionConfig) -> Iterator[str]:
+        """Yields a message for settings that rule out the correction of single tokens or the clip of stale ones."""
+        loss, updates = self.loss, self.loss.mini_batches * self.loss.epochs
         if correction.needs_tops and self.rollout.reported == 0:
             wish = "score_centering" if correction.score_centering else "region_over = tops"
-            raise ValueError(
-                f"correction.{wish} needs the sampler's likeliest tokens: set rollout.top_logprobs, such as 20, or "
-                "rollout.top_k"
-            )
-        updates = self.loss.mini_batches * self.loss.epochs
-        if correction.score_centering and self.loss.kind in ("gspo", "vespo"):
-            raise ValueError(
-                "correction.score_centering is for losses of single tokens: loss.kind must be policy_gradient, "
-                f"ppo_clip or cispo, got {self.loss.kind}"
-            )
-        if correction.score_centering and self.loss.old_logprobs == "rollout":
-            raise ValueError(
-                "correction.score_centering weights tokens by correction.level: loss.old_logprobs must be trainer, got "
-                "rollout"
-            )
-        is_plain = self.loss.kind == "policy_gradient" and correction.level == "none"
+            remedy = "set rollout.top_logprobs, such as 20, or rollout.top_k"
+            yield f"correction.{wish} needs the sampler's likeliest tokens: {remedy}"
+        if correction.score_centering and loss.kind in ("gspo", "vespo"):
+            kinds = "loss.kind must be policy_gradient, ppo_clip or cispo"
+            yield f"correction.score_centering is for losses of single tokens: {kinds}, got {loss.kind}"
+        if correction.score_centering and loss.old_logprobs == "rollout":
+            weights = "correction.score_centering weights tokens by correction.level"
+            yield f"{weights}: loss.old_logprobs must be trainer, got rollout"
+        is_plain = loss.kind == "policy_gradient" and correction.level == "none"
         if correction.score_centering and updates > 1 and not is_plain:
-            raise ValueError(
-                f"correction.score_centering needs one update a batch with loss.kind = {self.loss.kind} and "
-                f"correction.level = {correction.level}: loss.mini_batches and loss.epochs must be 1, got "
-                f"{self.loss.mini_batches} and {self.loss.epochs}"
-            )
-        if self.loss.kind == "vespo" and updates == 1 and self.loss.old_logprobs == "trainer":
-            raise ValueError(
-                "loss.kind = vespo is policy_gradient where the ratio is 1: set loss.old_logprobs = rollout, or "
-                "several mini_batches or epochs"
-            )
-        if self.loss.clips_stale and updates == 1 and self.loss.old_logprobs == "trainer":
-            raise ValueError(
-                "loss.stale_clip_low and stale_clip_high do nothing where the ratio is 1: set loss.old_logprobs = "
-                "rollout, or several mini_batches or epochs"
-            )
-        if self.loss.clips_stale and self.max_version_lag == 0:
-            raise ValueError(
-                "loss.stale_clip_low and stale_clip_high are for rollouts that may be stale: give rollout.max_staleness"
-            )
+            kinds = f"loss.kind = {loss.kind} and correction.level = {correction.level}"
+            got = f"loss.mini_batches and loss.epochs must be 1, got {loss.mini_batches} and {loss.epochs}"
+            yield f"correction.score_centering needs one update a batch with {kinds}: {got}"
+        if updates == 1 and loss.old_logprobs == "trainer":
+            remedy = "set loss.old_logprobs = rollout, or several mini_batches or epochs"
+            if loss.kind == "vespo":
+                yield f"loss.kind = vespo is policy_gradient where the ratio is 1: {remedy}"
+            if loss.clips_stale:
+                yield f"loss.stale_clip_low and stale_clip_high do nothing where the ratio is 1: {remedy}"
+        if loss.clips_stale and self.max_version_lag == 0:
+            remedy = "give rollout.max_staleness"
+            yield f"loss.stale_clip_low and stale_clip_high are for rollouts that may be stale: {remedy}"
 
-    def _check_exact(self) -> None:
-        """Raises ValueError for settings that one executable, which samples and trains, cannot have."""
+    def _exact_conflicts(self, correction: CorrectionConfig) -> Iterator[str]:
+        """Yields a message for settings that one executable, which samples and trains, cannot have."""
+        exact, part, dtype = "rollout.engine = exact", self.correction.part, self.precision.compute_dtype
         if self.mesh.context > 1:
-            raise ValueError(
-                f"rollout.engine = exact samples from whole rows: mesh.context = {self.mesh.context} must be 1"
-            )
-        if self.rollout.dtype != self.precision.compute_dtype:
-            raise ValueError(
-                f"rollout.engine = exact samples with the trainer's executable: rollout.dtype = {self.rollout.dtype} "
-                f"must be precision.compute_dtype = {self.precision.compute_dtype}"
-            )
+            yield f"{exact} samples from whole rows: mesh.context = {self.mesh.context} must be 1"
+        if self.rollout.dtype != dtype:
+            must = f"rollout.dtype = {self.rollout.dtype} must be precision.compute_dtype = {dtype}"
+            yield f"{exact} samples with the trainer's executable: {must}"
         if self.loss.mini_batches * self.loss.epochs > 1:
-            raise ValueError(
-                "rollout.engine = exact makes one update a step: loss.mini_batches and loss.epochs must be 1"
-            )
+            yield f"{exact} makes one update a step: loss.mini_batches and loss.epochs must be 1"
         scores_first = {
             "advantage.estimator = optimal_token": self.advantage.estimator == "optimal_token",
             "correction.region = moment": self.correction.cuts_batch,
         }
-        if keys := [key for key, is_set in scores_first.items() if is_set]:
-            raise ValueError(
-                f"{keys[0]} needs a forward before the update, which rollout.engine = exact does not make: choose "
-                "another"
-            )
-        if self.correction.part != "whole":
-            raise ValueError(
-                f"rollout.engine = exact has no older policies to tell apart: correction.part = {self.correction.part} "
-                "must be whole"
-            )
-        if self.loss.kl != "none" and self.correction.resolved().normalize:
-            raise ValueError(
-                "rollout.engine = exact knows the mean weight only after the KL penalty's gradient: "
-                "correction.normalize must be false, or loss.kl none"
-            )
+        for key in (key for key, is_set in scores_first.items() if is_set):
+            yield f"{key} needs a forward before the update, which {exact} does not make: choose another"
+        if part != "whole":
+            yield f"{exact} has no older policies to tell apart: correction.part = {part} must be whole"
+        if self.loss.kl != "none" and correction.normalize:
+            remedy = "correction.normalize must be false, or loss.kl none"
+            yield f"{exact} knows the mean weight only after the KL penalty's gradient: {remedy}"
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -78,21 +78,21 @@ def load_config(
       ConfigError: Anything is wrong with the arguments, the file or the values.
       SystemExit: The words ask for ``--help``.
     """
-    words, file, wants_help = list(argv), None, bool(HELP & set(argv))
+    words, file = list(argv), None
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):  # the form in which Python hands over other bytes
             raise ConfigError(f"{COMMAND_LINE}: {shown(word)} is not UTF-8 text")
     if words and not words[0].startswith("-"):
         file = words.pop(0)
-    if wants_help:
+    if HELP & set(argv):
         keys = _keys_of(root)
         values = keys.defaults | {key: one.value for key, one in _read_file(keys, file).items()}
-        is_short = common is not None and ALL not in words
-        if common is not None and is_short:
+        if common is not None and ALL not in words:
             count = len(keys.options)
             description += f"\n\nThese are the {len(common)} options that most runs set. --help all prints all {count}."
+        chosen = None if ALL in words else common
         print(f"usage: {prog} [CONFIG.yaml] [--a.b VALUE ...]\n\n{description.strip()}\n\noptions:")
-        print(help_text(root, values, common if is_short else None))
+        print(help_text(root, values, chosen))
         raise SystemExit(0)
     if file is None and example is not None:
         raise ConfigError(f"give a configuration first, as in: {prog} {example} (--help lists the options)")
@@ -187,17 +187,11 @@ def _of_file(keys: KnownKeys, file: Path, above: tuple[Path, ...] = ()) -> Itera
     if not isinstance(document, dict):
         got = "an empty file" if document is None else shown(document)
         raise ConfigError(f"{file}: expected a mapping, got {got}")
-    if BASE in document and BASE not in keys.defaults:
+    if BASE in document:
         base = _find_base(document.pop(BASE), places[BASE], file, above)
         yield from _of_file(keys, base, (*above, file.resolve()))
-    yield from _of_section(keys, document, "", places)
-
-
-def _of_section(
-    keys: KnownKeys, section: Mapping[str, Any], prefix: str, places: Mapping[str, str]
-) -> Iterator[tuple[str, Setting]]:
-    for name, value in section.items():
-        key, inner, place = prefix + name, f"{prefix}{name}.", places[prefix + name]
+    for key, value in dotted(document):
+        place = places[key]
         if key in keys.options:
             yield key, _checked(key, value, keys.options[key], place)
         elif key in keys.removed:
@@ -205,9 +199,8 @@ def _of_section(
             if value != default:
                 got = f"{key} was removed with the default {shown(default)}, got {shown(value)}"
                 raise ConfigError(f"{place}: {got}: {remedy}; delete this key")
-        elif isinstance(value, dict) and (key in keys.defaults or any(one.startswith(inner) for one in keys.removed)):
+        elif isinstance(value, dict) and any(one.startswith(f"{key}.") for one in (*keys.options, *keys.removed)):
             yield key, Setting(None, place)
-            yield from _of_section(keys, value, inner, places)
         elif key in keys.defaults:
             expected = f"a mapping with the keys {', '.join(keys.defaults[key])}"
             raise ConfigError(f"{place}: {key}: expected {expected}, got {shown(value)}")

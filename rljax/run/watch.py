@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rljax.diagnose.causes import OF_VERDICTS
 from rljax.mismatch.signs import FILL_SPREAD, FILL_TOKENS, find_constants, find_repeats, is_no_chance
 from rljax.record.rows import Row
 from rljax.trainer.packing import TrainSequence
@@ -159,8 +160,6 @@ def _signature(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -> 
 
 def _named(signature: str) -> str:
     """Returns the cause that ``rljax diagnose`` names for a signature, and the signature in words."""
-    from rljax.diagnose.token_causes import OF_VERDICTS  # pyarrow, for few runs
-
     if not signature:
         return f"cannot_tell: {_NO_SIGNATURE}"
     return f"{OF_VERDICTS[signature]}: {_SIGNATURES[signature]}"

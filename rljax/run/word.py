@@ -10,7 +10,7 @@ from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import read_course
 from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.signals import read_signals
-from rljax.diagnose.thresholds import cross
+from rljax.diagnose.tables import cross
 from rljax.record.rows import Row
 from rljax.rollout.kinds import can
 from rljax.run.config import Config

@@ -1,4 +1,7 @@
-"""One HTML file with dumps of tokens and the curves of a run. Any browser shows it without a network."""
+"""One HTML file with dumps of tokens and the curves of a run. Any browser shows it without a network.
+
+Of each dump it has the sequences by their contribution, histograms, the growth of the gap, and the tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,22 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 import numpy as np
 
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.data.tokenizer import Tokenizer
+from rljax.mismatch import Statistics, merge, read_tokens
+from rljax.mismatch.correction import correct_tokens, finalize_correction
 from rljax.mismatch.metrics import EXTREME_LOG_RATIO
-from rljax.mismatch.regions import LARGEST_LOGPROB
-from rljax.record.token_dumps import TokenDump, Tops
-from rljax.view.measure import EDGES, Measured
+from rljax.mismatch.regions import LARGEST_LOGPROB, region_factor
+from rljax.mismatch.turns import after_environment
+from rljax.record.dump_facts import TokenPair, entropies, pad, turns_of
+from rljax.record.token_dumps import ABOVE_ZERO, TokenDump, Tops
 
 LISTED = 2000
 """The most sequences in the list of a dump."""
@@ -25,6 +32,163 @@ LISTED = 2000
 _NONE = 2**32 - 1  # the id that stands for an absent token
 _COLUMNS = ("share", "sum", "mean", "largest", "tokens", "position")
 _HIDDEN = {"entropy", "in_loss"}  # values that the page shows in another form
+
+METRICS = (
+    *("k3_kl", "kl", "logprob_abs_diff_mean", "logprob_abs_diff_p99", "logprob_abs_diff_max", "log_ppl_abs_diff"),
+    *("extreme_rate", "nonfinite_count", "token_count", "sequence_count"),
+)
+"""The metrics of a dump that its page shows. The names are those of a run's rows."""
+
+_STEPS = np.asarray([digit * 10.0**power for power in range(-5, 1) for digit in (1, 3)] + [10.0])
+EDGES = {
+    "value": np.concatenate([-_STEPS[::-1], _STEPS]),  # of log-ratios, nats
+    "entropy": np.asarray([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 1, 1.5, 2, 3, 4, 6]),  # nats
+    "position": 2.0 ** np.arange(4, 20),  # the place among the sampled tokens of the response, from 1
+    "turn": np.asarray([2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 65]),  # the number of the turn, from 1
+    "after": np.asarray([2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025]),  # tokens since the environment's last, from 1
+}
+"""The edges of the buckets of each chart. Bucket i holds edges[i - 1] <= x < edges[i]."""
+
+GROWING = ("position", "turn", "after")
+"""The charts that show the mean of abs(log-ratio) in each bucket, not the number of tokens."""
+
+
+@dataclass
+class Measured:
+    """The numbers of the n sequences of a dump.
+
+    If the dump has only one column, its log-probability replaces the log-ratio everywhere.
+    """
+
+    pair: TokenPair  # the columns
+    sequences: dict[str, np.ndarray]  # numbers of the sequences by name, [n]
+    order: np.ndarray  # the indices of the sequences with a response token, the largest contribution first, int64
+    metrics: dict[str, float]  # the metrics of the whole dump, by name
+    histograms: dict[str, np.ndarray]  # the number of tokens in each bucket, int64, by the names of ``EDGES``
+    growth: dict[str, np.ndarray]  # the sum of abs(log-ratio) in each bucket, float64, by the names of ``GROWING``
+    # Further numbers of the tokens by name, [t] each, NaN if unknown: entropy (nats), turn, after (the distance from
+    # the environment's last token) and weight (of the correction).
+    values: dict[str, list[np.ndarray]]
+    entropy_of: str  # the source of the entropies, in words
+    notes: list[str]  # sentences on numbers that are left out or not known
+
+
+def measure(
+    dump: TokenDump,
+    columns: tuple[str, str],
+    correction: CorrectionConfig | None = None,
+    progress: Callable[[int], object] = lambda count: None,
+) -> Measured:
+    """Measures every sequence of a dump.
+
+    ``columns`` are the trainer's and the rollout engine's column, from ``choose_pair``. ``correction`` is the
+    correction of the run that wrote the dump. Without it the weights are unknown. ``progress`` is called with the
+    number of newly measured sequences. The contribution of a sequence is its share of the sum of k3 = exp(lr) - 1 - lr
+    over all tokens (Schulman, "Approximating KL Divergence", 2020). Here lr is the log-ratio. If there is only one
+    column, it is the share of the sum of abs(log p).
+
+    Raises:
+      ValueError: The dump has no sequence.
+    """
+    if not len(dump.sequence_ids):
+        raise ValueError("there is no sequence in the dump")
+    pair = TokenPair(dump, *columns, progress)
+    metrics = {name: pair.metrics[name] for name in METRICS}
+    if not pair.trainer:
+        metrics = {"mean_logprob": -pair.metrics["kl"], **{name: metrics[name] for name in METRICS[-3:]}}
+    (entropy, entropy_of), turns = entropies(dump), turns_of(dump)
+    after = [after_environment(each) for each in turns]
+    position = pair.places(np.ones(len(pair.lr), bool))
+    charted = {"value": pair.lr, "position": position}
+    charted |= {k: pair.of_tokens(v) for k, v in {"entropy": entropy, "turn": turns, "after": after}.items() if v}
+    histograms = {name: _histogram(pair, name, charted) for name in EDGES}
+    growth = {name: _histogram(pair, name, charted, np.abs(pair.lr)) for name in GROWING}
+    sequences, order = _of_sequences(pair, position)
+    weights, unknown = _weigh(pair, correction)
+    values = {
+        "entropy": entropy,
+        "weight": weights,
+        # NaN before the first sampled token, so that 0 marks only the environment
+        "turn": [np.where(np.cumsum(each) > 0, each, np.nan) for each in turns],
+        "after": [np.where(each > 0, each, np.nan) for each in after],
+    }
+    values, notes = {name: each for name, each in values.items() if each}, [*_notes(pair, sequences), *unknown]
+    return Measured(pair, sequences, order, metrics, histograms, growth, values, entropy_of, notes)
+
+
+def _histogram(
+    pair: TokenPair, name: str, of_tokens: dict[str, np.ndarray], weights: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns the number of tokens, or the sum of their weights, in each bucket of a chart."""
+    values = of_tokens.get(name, np.full(len(pair.lr), np.nan))
+    known = pair.valid & (np.isfinite(values) if name in ("value", "entropy") else values > 0)
+    index = np.searchsorted(EDGES[name], values[known], side="right")
+    return np.bincount(index, None if weights is None else weights[known], len(EDGES[name]) + 1)
+
+
+def _of_sequences(pair: TokenPair, position: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns the numbers of the sequences by name, and the order of the sequences with a response token."""
+    count, size = len(pair.dump.sequence_ids), np.abs(pair.lr)
+    names = {"sum": pair.lr, "size": size, "k3": pair.k3, "tokens": pair.valid, "nonfinite": ~pair.valid}
+    of: dict[str, np.ndarray] = {name: np.bincount(pair.sequence, weights, count) for name, weights in names.items()}
+    present, starts = np.unique(pair.sequence, return_index=True)
+    worst = np.lexsort((-size, pair.sequence))[starts]  # the first token with the largest size in each sequence
+    of["largest"], of["position"] = np.zeros(count), np.zeros(count)
+    of["largest"][present], of["position"][present] = size[worst], position[worst] * (size[worst] > 0)
+    amount = of["k3"] if pair.trainer else of["size"]
+    of["share"] = amount / (amount.sum() or 1.0)
+    of["mean"] = of["size"] / np.maximum(of["tokens"], 1)
+    order = np.lexsort((-of["size"], -amount))
+    return of, order[np.isin(order, present)]
+
+
+def _notes(pair: TokenPair, of: dict[str, np.ndarray]) -> list[str]:
+    """Returns a sentence on each kind of number that is left out or doubtful."""
+    notes, dump, count = [], pair.dump, len(pair.dump.sequence_ids)
+    if bare := count - len(np.unique(pair.sequence)):
+        notes.append(f"{bare} of {count} sequences have no response token and are left out.")
+    if lost := int(of["nonfinite"].sum()):
+        lack = f"{lost} response tokens have no finite log-probability on one side"
+        notes.append(f"{lack}. They are left out of every number.")
+    if above := int((pair.x > ABOVE_ZERO).sum() + (pair.y > ABOVE_ZERO).sum()):
+        notes.append(f"{above} log-probabilities of response tokens are above 0, which no true one is.")
+    if not pair.trainer:
+        notes.append(f"The dump has one column, {pair.rollout}: colours, order and charts show its log-probability.")
+    elif dump.role(pair.trainer) == dump.role(pair.rollout):
+        notes.append("The dump does not tell the roles of the columns: the sign of the log-ratio may be turned.")
+    return notes
+
+
+def _weigh(pair: TokenPair, correction: CorrectionConfig | None) -> tuple[list[np.ndarray], list[str]]:
+    """Returns the weights of a correction at each token, float32 [t] for each sequence, and notes on them.
+
+    The weights are [] if they are unknown. They are divided by their mean if the correction normalizes them.
+    """
+    if correction is None or not pair.trainer:
+        return [], []
+    config, values = correction.resolved(), pair.dump.values
+    if config.part != "whole":
+        return [], [f"The correction is of the part {config.part}, so its weights are not known here."]
+    region, notes = config.trust_region, []
+    if region is not None and (region.over_tops or config.cuts_batch or "advantage" not in values):
+        notes.append("The trust region needs numbers that the dump lacks, so the weights are without it.")
+        region = None
+    found = [np.zeros(0, np.float32) for _ in pair.dump.sequence_ids]
+    total: Statistics | None = None
+    for rows, (trainer, rollout, mask) in pair.chunks():
+        if "in_loss" in values:
+            mask = mask & (pad(values["in_loss"], rows, 0.0) != 0)
+        tokens = read_tokens(trainer, rollout, mask)
+        weights, kept, statistics = correct_tokens(tokens, config.weighting, config.rejections)
+        weights = np.where(kept, weights, 0.0)
+        if region is not None:
+            advantages = pad(values["advantage"], rows, 0.0)
+            weights = weights * region_factor(np, region, tokens.trainer, tokens.rollout, advantages)[0]
+        total = statistics if total is None else merge(total, statistics)
+        for row, line in zip(rows, weights, strict=True):
+            found[row] = line[: len(pair.dump.token_ids[row])].astype(np.float32)
+    mean = finalize_correction(total)["weight_mean"] if config.normalize and total is not None else 0.0
+    return [weights / np.float32(mean) for weights in found] if mean > 0 else found, notes
 
 
 @dataclass
@@ -38,21 +202,21 @@ class Page:
     dumps: list[dict[str, Any]] = field(default_factory=list)  # the JSON data of each dump
     _ids: list[np.ndarray] = field(default_factory=list)  # the token ids whose texts the page needs
 
-    def add(self, name: str, dump: TokenDump, measured: Measured, *, tokens: int, alternatives: int) -> None:
-        """Adds a dump, which the page calls ``name``, and the result of ``measure``.
+    def add(self, name: str, measured: Measured, *, tokens: int, alternatives: int) -> None:
+        """Adds a measured dump, which the page calls ``name``.
 
         At most ``tokens`` tokens are shown one by one. Whole sequences are shown, the largest contribution first. The
         first sequence is always shown. Each token has ``alternatives`` likeliest tokens.
         """
+        dump, pair = measured.pair.dump, measured.pair
         lengths = np.asarray([len(dump.token_ids[row]) for row in measured.order])
         shown = max(int((np.cumsum(lengths) <= tokens).sum()), min(len(lengths), 1))
         rows, listed = measured.order[:shown], measured.order[:LISTED]
         facts = [*measured.notes]
         if shown < len(lengths):
-            facts.append(
-                f"The {shown} sequences that contribute most are here token by token, {lengths[:shown].sum():,} of "
-                f"{lengths.sum():,} tokens. Numbers and light bars are of all {len(lengths)} sequences."
-            )
+            part = f"{lengths[:shown].sum():,} of {lengths.sum():,} tokens"
+            facts.append(f"The {shown} sequences that contribute most are here token by token, {part}.")
+            facts[-1] += f" Numbers and light bars are of all {len(lengths)} sequences."
         if len(listed) < len(lengths):
             facts.append(f"The list has the first {len(listed)} of {len(lengths)} sequences.")
         self._ids += [np.unique(dump.token_ids[row]) for row in rows]
@@ -60,8 +224,8 @@ class Page:
             {
                 "name": name,
                 "facts": facts,
-                "isPair": bool(measured.trainer),
-                "columns": {place: _source(dump, getattr(measured, place)) for place in ("trainer", "rollout")},
+                "isPair": bool(pair.trainer),
+                "columns": {"trainer": _source(dump, pair.trainer), "rollout": _source(dump, pair.rollout)},
                 "sampling": json.dumps(dict(dump.sampling), default=str),
                 "metrics": [[key, _short(value)] for key, value in measured.metrics.items()],
                 "edges": {key: edges.tolist() for key, edges in EDGES.items()},
@@ -71,42 +235,29 @@ class Page:
                 "names": [dump.sequence_ids[row] for row in listed],
                 "sequences": {key: [_short(measured.sequences[key][row]) for row in listed] for key in _COLUMNS},
                 "lengths": lengths[:shown].tolist(),
-                "tokens": self._tokens(dump, measured, rows, alternatives),
+                "tokens": self._tokens(measured, rows, alternatives),
             }
         )
 
-    def _tokens(self, dump: TokenDump, measured: Measured, rows: np.ndarray, alternatives: int) -> dict[str, Any]:
+    def _tokens(self, measured: Measured, rows: np.ndarray, alternatives: int) -> dict[str, Any]:
         """Returns the packed arrays of the shown tokens, one sequence after the other."""
+        dump, names = measured.pair.dump, {"trainer": measured.pair.trainer, "rollout": measured.pair.rollout}
+        names = {side: name for side, name in names.items() if name}
 
-        def joined(vectors: Sequence[np.ndarray], dtype: str) -> dict[str, str]:
+        def joined(vectors: Sequence[np.ndarray], dtype: str = "<f4") -> dict[str, str]:
             return packed(np.concatenate([np.asarray(vectors[row], dtype) for row in rows] or [np.zeros(0, dtype)]))
 
-        values = {name: joined(each, "<f4") for name, each in sorted(dump.values.items()) if name not in _HIDDEN}
-        if measured.entropy:
-            values["entropy"] = joined(measured.entropy, "<f4")
-        if measured.weights:
-            values["weight"] = joined(measured.weights, "<f4")
-        if measured.turns:
-            values["turn"] = joined([_after_prompt(turns) for turns in measured.turns], "<f4")
-            values["after"] = joined([np.where(after > 0, after, np.nan) for after in measured.after], "<f4")
-        found: dict[str, Any] = {
+        own = {name: each for name, each in sorted(dump.values.items()) if name not in _HIDDEN}
+        ids, logprobs = dump.of_kind("top_ids"), dump.of_kind("top_logprobs")
+        listed = (("rollout", ""), *names.items()) if len(rows) and alternatives else ()
+        tops = {side: (ids[name], logprobs[name]) for side, name in listed if name in ids}
+        return {
             "ids": joined(dump.token_ids, "<u4"),
             "mask": joined(dump.response_mask, "<u1"),
-            "rollout": joined(dump.logprobs[measured.rollout], "<f4"),
-            "values": values,
+            **{side: joined(dump.logprobs[name]) for side, name in names.items()},
+            "values": {name: joined(each) for name, each in (own | measured.values).items()},
+            "tops": {side: self._tops(rows, dump, each, alternatives) for side, each in tops.items()},
         }
-        if measured.trainer:
-            found["trainer"] = joined(dump.logprobs[measured.trainer], "<f4")
-        ids, logprobs = dump.of_kind("top_ids"), dump.of_kind("top_logprobs")
-        own = {"trainer": measured.trainer, "rollout": measured.rollout}
-        named = [("rollout", ""), *(pair for pair in own.items() if pair[1])]
-        sides: dict[str, Tops] = {side: (ids[name], logprobs[name]) for side, name in named if name in ids}
-        found["tops"] = {
-            side: self._tops(rows, dump, tops, alternatives)
-            for side, tops in sides.items()
-            if len(rows) and alternatives
-        }
-        return found
 
     def _tops(self, rows: np.ndarray, dump: TokenDump, tops: Tops, alternatives: int) -> dict[str, Any]:
         """Returns the likeliest tokens of one side at the shown tokens, and the rank of each token among them."""
@@ -165,11 +316,6 @@ def _source(dump: TokenDump, name: str) -> dict[str, str]:
     if source.temperature is not None:
         about.append(f"temperature {source.temperature:g}")
     return {"name": name, "about": ", ".join(word for word in about if word)}
-
-
-def _after_prompt(turns: np.ndarray) -> np.ndarray:
-    """Returns turns with NaN before the first sampled token, float64 [t], so that 0 marks only the environment."""
-    return np.where(np.cumsum(turns) > 0, turns, np.nan)
 
 
 def _ranks(token_ids: np.ndarray, tops: np.ndarray) -> np.ndarray:

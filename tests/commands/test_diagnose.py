@@ -18,8 +18,7 @@ from rljax.commands import compare, plot, replay, view
 from rljax.commands.diagnose import declared_of, main
 from rljax.compare.importers import read_tokens
 from rljax.diagnose.signals import PROJECTS
-from rljax.diagnose.tables import CAUSES, TABLES, first_remedy
-from rljax.diagnose.thresholds import THRESHOLDS
+from rljax.diagnose.tables import CAUSES, TABLES, THRESHOLDS, first_remedy
 from rljax.diagnose.token_facts import read_facts
 from rljax.rollout.form import ServerForm
 from rljax.rollout.types import RolloutConfig

@@ -7,7 +7,7 @@ import pytest
 from toy_runs import outcome
 
 from rljax.commands.docs import main, part_of
-from rljax.diagnose.thresholds import THRESHOLDS
+from rljax.diagnose.tables import THRESHOLDS
 
 ROOT = Path(__file__).parents[2]
 PAGE = """# Top

@@ -5,7 +5,7 @@ import pytest
 
 from rljax.compare.patterns import find_cut
 from rljax.compare.verdict import judge
-from rljax.diagnose.token_causes import OF_VERDICTS
+from rljax.diagnose.causes import OF_VERDICTS
 from rljax.record.dump_facts import TokenPair, pair_of
 from rljax.record.token_dumps import make_dump
 

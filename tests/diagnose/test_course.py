@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rljax.diagnose.course import effect, find_decline, rank_correlation, read_course, smooth, window
+from rljax.diagnose.course import effect, find_decline, read_course, smooth, window
 from rljax.diagnose.signals import Log
-from rljax.diagnose.thresholds import THRESHOLDS, cross
+from rljax.diagnose.tables import THRESHOLDS, cross
 from rljax.mismatch.names import PUBLISHED_BARS
 
 STEPS = np.arange(1, 41)
@@ -49,15 +49,6 @@ def test_growth_before_and_after_the_decline():
     assert course.onsets["gap"].lead == 9
     assert course.onsets["grad_norm"].lead < 0
     assert course.onsets["length"].step is None
-
-
-def test_growth_with_step_and_entropy():
-    gap = 0.01 + 0.001 * STEPS
-    course = read_course(log(logprob_abs_diff_mean=gap, entropy=1.0 / gap, length=np.full(40, 7.0)))
-    assert course.correlations["step"] == 1.0
-    assert course.correlations["entropy"] == -1.0
-    assert "length" not in course.correlations  # a constant has no rank
-    assert np.isnan(rank_correlation(np.arange(5.0), np.arange(5.0)))
 
 
 def test_buckets_are_weighted_by_their_tokens():

@@ -12,8 +12,7 @@ from rljax.diagnose.course import read_course
 from rljax.diagnose.evidence import Facts, Finding
 from rljax.diagnose.log_causes import find_log_causes
 from rljax.diagnose.signals import Log
-from rljax.diagnose.tables import CAUSES
-from rljax.diagnose.thresholds import cross
+from rljax.diagnose.tables import CAUSES, cross
 
 STEPS = np.arange(1, 41)
 WAVE = 1 + 0.1 * np.sin(STEPS)  # what a mean varies by from step to step

@@ -103,12 +103,15 @@ def test_the_answers_say_what_the_log_shows(folder):
     assert not [one for one in collapsed["limits"] if one["crossed"]]
     assert "the mismatch does not double before it" in collapsed["answers"]["before or after the collapse"]
     stale = found(folder / "staleness.jsonl")
-    assert stale["answers"]["numerics or staleness"].startswith("staleness: rollouts are 2 versions old")
+    assert stale["kind"] == "staleness"
+    assert stale["findings"][0]["evidence"].startswith("rollouts are 2 versions old")
     assert stale["remedies"] == "rljax docs diagnose#staleness"
     floor = found(folder / "healthy.jsonl")["answers"]["floor"]
     assert "between the trainer and itself" in floor
     assert floor.endswith("no remedy goes below it")
-    assert found(folder / "temperature.jsonl")["answers"]["floor"].startswith("cannot tell")
+    unknown = found(folder / "temperature.jsonl")
+    assert "floor" not in unknown["answers"]
+    assert any(line.startswith("the floor: ") for line in unknown["next"])
     said = found(folder / "entropy_collapse.jsonl", LOGS / "entropy_collapse.parquet")["answers"]
     assert said["with entropy"].startswith("the error of the logits by entropy: 0.01_to_0.1 ")
     assert said["with length"].startswith("the error of the logits by position: lt_4 ")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.diagnose.signals import PROJECTS, choose_signals, mismatch_names, read_signals
+from rljax.diagnose.signals import MISMATCH, PROJECTS, choose_signals, names_of, read_signals
 from rljax.errors import ConfigError
 from rljax.mismatch.names import NAME_TABLE, SIGNAL_NAMES
 from rljax.record.training_logs import read_rows
@@ -43,14 +43,14 @@ def test_each_project_is_known_by_its_names(project, columns):
     found, chosen = choose_signals(columns)
     assert found == project
     assert {"reward"} <= set(chosen)
-    assert set(chosen) & set(mismatch_names(project))
+    assert set(chosen) & set(MISMATCH)
 
 
 def test_every_project_has_mismatch_and_entropy():
     for project in PROJECTS:
         assert {"entropy", "learning_rate"} <= set(SIGNAL_NAMES[project])
         assert {"reward", "grad_norm"} & set(SIGNAL_NAMES[project])
-        assert mismatch_names(project)
+        assert set(names_of(project)) & set(MISMATCH)
     known = {(metric.framework, metric.name) for metric in NAME_TABLE}
     assert ("prime_rl", "mismatch_kl/mean") in known
 

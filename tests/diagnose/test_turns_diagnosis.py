@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rljax.diagnose.answers import answers
 from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import read_course
 from rljax.diagnose.evidence import Facts
+from rljax.diagnose.page import answers
 from rljax.diagnose.signals import read_signals
 
 
@@ -32,10 +32,9 @@ def facts_of(near_rate, far_rate=0.0, steps=10, tokens=1000):
 
 def test_turns_and_distances_are_groups_of_their_own():
     course = facts_of(0.25).course
-    assert list(course.tokens["turns/turn"].items()) == [("1", 4000), ("2", 6000)]
-    assert list(course.tokens["turns/after"]) == ["1", "2_to_4", "5_to_16"]
-    np.testing.assert_allclose(list(course.extremes["turns/after"].values()), [100, 150, 0])
-    np.testing.assert_allclose(list(course.extremes["turns/turn"].values()), [0, 250])
+    assert list(course.counts("turns/after")) == ["1", "2_to_4", "5_to_16"]
+    np.testing.assert_allclose([*course.counts("turns/after").values()], [[400, 100], [600, 150], [5000, 0]])
+    np.testing.assert_allclose([*course.counts("turns/turn").values()], [[4000, 0], [6000, 250]])
 
 
 def test_extreme_tokens_after_an_environment_are_the_cause():
@@ -46,8 +45,7 @@ def test_extreme_tokens_after_an_environment_are_the_cause():
         "100% of the 250 extreme tokens are among the first 4 after what the environment wrote, and 10.0% of all "
         "tokens are there"
     )
-    said = answers(facts, cause, findings)
-    assert said["after the environment's tokens"] == "1 0.01, 2_to_4 0.01, 5_to_16 0.01 (the gap, nats)"
+    assert answers(facts)["after the environment's tokens"] == "1 0.01, 2_to_4 0.01, 5_to_16 0.01 (the gap, nats)"
 
 
 @pytest.mark.parametrize(
@@ -58,9 +56,8 @@ def test_a_log_whose_rewards_fail_is_not_healthy(fractions, cause):
     row = {"mismatch/k3_kl": 1e-4, "mismatch/logprob_abs_diff_mean": 0.01, "reward/mean": 0.0}
     log = read_signals([row | {"step": i, "reward/error_fraction": one} for i, one in enumerate(fractions, 1)])
     facts = Facts(read_course(log), None, [])
-    found, findings = judge_cause(facts)
-    assert found == cause
-    assert not any("turn" in question for question in answers(facts, found, findings))  # the log has no turns
+    assert judge_cause(facts)[0] == cause
+    assert not any("turn" in question for question in answers(facts))  # the log has no turns
 
 
 @pytest.mark.parametrize(

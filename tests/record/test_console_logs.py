@@ -112,12 +112,13 @@ def test_lines_that_certainly_belong_together_are_joined(tmp_path, lines, found)
     assert read(tmp_path / "x.log", lines) == found
 
 
-def test_a_last_number_is_joined_if_the_width_is_known(tmp_path):
-    long, short = "step:1 - a/b:1.5 - c/d:25", "step:2 - a/b:1.5 - c/d:31"
-    with pytest.raises(ConfigError, match="lines 1 and 2 seem to be one line that was wrapped"):
-        read(tmp_path / "x.log", [long, "00.5", short])
-    rows = read(tmp_path / "x.log", [long, "00.5", short, " - e/f:2.0"])
-    assert [row["c/d"] for row in rows] == [2500.5, 31.0]
+def test_a_last_number_before_digits_is_refused_on_a_wrapped_line(tmp_path):
+    wide, short = "step:1 - a/b:1.5 - c/d:25", "step:2 - a/b:1.5"
+    for lines in ([wide, "00.5", short], [wide, " - e/f:3", "00.5", f"INFO {wide}"]):
+        with pytest.raises(ConfigError, match="seem to be one line that was wrapped"):
+            read(tmp_path / "x.log", lines)
+    rows = read(tmp_path / "x.log", [f"INFO {wide}", short, "00.5", "Killed"])
+    assert [row["a/b"] for row in rows] == [1.5, 1.5]
 
 
 def test_a_piece_that_fits_nowhere_is_refused(tmp_path):

@@ -70,13 +70,8 @@ class Config:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
 
 
-@dataclass(frozen=True)
-class HasBase:
-    base: str = "own"
-
-
-def load(*argv: str, root: type = Config):
-    return load_config(root, argv, prog="python -m rljax.example", description="An example.")
+def load(*argv: str):
+    return load_config(Config, argv, prog="python -m rljax.example", description="An example.")
 
 
 @pytest.fixture
@@ -90,9 +85,9 @@ def yaml_file(tmp_path: Path):
     return write
 
 
-def refusal(*argv: str, root: type = Config) -> str:
+def refusal(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load(*argv, root=root)
+        load(*argv)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -348,10 +343,6 @@ def test_a_mistake_names_the_file_it_is_in(yaml_file, tmp_path, arm, line):
     yaml_file("optimizer:\n  rat: 1\n", "wrong.yaml")
     yaml_file("steps: x\n", "worse.yaml")
     assert line.format(dir=tmp_path) in refusal(yaml_file(arm, "arm.yaml"))
-
-
-def test_a_configuration_with_a_key_named_base_keeps_it(yaml_file):
-    assert load(yaml_file("base: mine\n"), root=HasBase) == HasBase("mine")
 
 
 words = ["", "~", "null", "yes", "off", "1e-4", "010", "1:30", "2020-01-01", "<<", "=", "- a", "a: b", "#", "1_000"]

@@ -1,6 +1,6 @@
 """A run's rows under the names of another project, as that project would log them."""
 
-from rljax.diagnose.signals import mismatch_names
+from rljax.diagnose.signals import names_of
 from rljax.mismatch.names import SIGNAL_NAMES
 
 STEPS = {"verl": "training/global_step", "trl": "step", "slime": "rollout/step", "skyrl": "trainer/global_step"}
@@ -22,7 +22,7 @@ def renamed(rows, project):
     ``token_mult_prob_error`` is 1 + the mean of abs(log-ratio), to first order. A name that begins with ``-`` has the
     number with the other sign.
     """
-    names = mismatch_names(project)
+    names = names_of(project)
     found = []
     for row in rows:
         length = LENGTHS.get(project, "response_length/mean")

@@ -18,7 +18,7 @@ from rljax.mismatch import mismatch_metrics
 from rljax.record.dump_facts import choose_pair
 from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
 from rljax.tokens import TOPS
-from rljax.view.measure import measure
+from rljax.view.page import measure
 
 K3 = [math.exp(-0.25) - 1 + 0.25, math.exp(0.5) - 1.5 + math.exp(-1)]  # for the two sequences of ``small_dump``
 
@@ -162,9 +162,9 @@ def test_each_side_has_its_own_likeliest_tokens(tmp_path):
 )
 def test_the_weights_are_those_of_the_correction(correction, expected):
     found = measure(values_dump(), ("trainer", "rollout"), CorrectionConfig(**correction))
-    np.testing.assert_allclose(found.weights[0], [0, expected[0], 0, *expected[1:]], rtol=1e-6)
+    np.testing.assert_allclose(found.values["weight"][0], [0, expected[0], 0, *expected[1:]], rtol=1e-6)
     unknown = measure(values_dump(), ("trainer", "rollout"), CorrectionConfig(level="token", part="drift"))
-    assert (unknown.weights, "of the part drift" in unknown.notes[-1]) == ([], True)
+    assert ("weight" in unknown.values, "of the part drift" in unknown.notes[-1]) == (False, True)
 
 
 def test_a_large_dump_is_cut_to_what_contributes_most(tmp_path):

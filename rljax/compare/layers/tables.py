@@ -11,8 +11,7 @@ from rljax.compare.layers.differences import LayerComparison, OperationDifferenc
 from rljax.compare.layers.findings import LayerVerdict
 from rljax.compare.layers.operations import IN_BLOCK
 from rljax.compare.report import markdown_table
-from rljax.record.rows import finite_json
-from rljax.record.text_tables import text_table
+from rljax.record.rows import finite_json, text_table
 
 Judged = tuple[LayerComparison, LayerVerdict]
 _HEAD = ["operation", "own error", "limit", "error / limit", "fused", "error up to it", "effect (nats)", "note"]
