@@ -123,8 +123,6 @@ class FakeVllm:
         if path == "/update_weights":
             self.weights_path = body["update_info"]["path"]
         if path == ROLLOUTS:
-            if method == "DELETE":
-                return 200, {}
             return (200, self.lines(body)) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         if path.endswith("/generate"):
             return self._sample(body) if method == "POST" else (405, {"detail": "Method Not Allowed"})
@@ -322,7 +320,7 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
                 for part in parts:
                     self.wfile.write(part)
 
-        do_GET = do_POST = do_DELETE = _answer
+        do_GET = do_POST = _answer
 
         def log_message(self, *args) -> None:
             pass

@@ -4,9 +4,7 @@ vLLM's own endpoints make a Python object for each token and each likeliest toke
 That costs processor time which the workers need. Here the scores stay in flat lists, and are sent as JSON with base64
 of little-endian arrays. One request asks for several responses. Each response comes in a line of its own as soon as it
 is complete. The line has a hash of the prompt. The sampling, the checks of a request and the statuses of errors are
-those of vLLM.
-
-``DELETE`` with ``batch`` and ``number`` in the query gives up single responses of the request with that ``batch``.
+those of vLLM. Where the client goes away, the responses of its request are given up.
 
 vLLM loads :class:`ServeRollouts` with ``--middleware rljax.rollout.servers.vllm.endpoint.ServeRollouts``.
 """
@@ -23,7 +21,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.inputs import tokens_input
@@ -46,7 +44,7 @@ class ServeRollouts:
         if scope["type"] == "lifespan":
             # A route of the application itself is behind all middleware that guards vLLM's own routes.
             routes = scope["app"].router.routes
-            routes.insert(0, Route(ROLLOUTS, RolloutEndpoint(), methods=["POST", "DELETE"]))
+            routes.insert(0, Route(ROLLOUTS, RolloutEndpoint(), methods=["POST"]))
             for route in routes if current_platform.is_tpu() else ():
                 if getattr(route, "path", "") in ("/resume", "/wake_up"):
                     route.app = after_whole_updates(route.app)
@@ -84,22 +82,11 @@ _NOT_ON_TPU = (
 
 
 class RolloutEndpoint:
-    """The endpoint, an ASGI application. Responses are given up where the client deletes them or goes away."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[str, list[_Sampling]] = {}  # the task of each response, by the name of its batch
+    """The endpoint, an ASGI application."""
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
-        """Samples the responses of one request, or gives up some of another request."""
+        """Samples the responses of one request."""
         request = Request(scope, receive)
-        name = request.query_params.get("batch", "")
-        if request.method == "DELETE":
-            tasks = self._tasks.get(name, [])
-            for number in request.query_params.getlist("number"):
-                if number.isdecimal() and int(number) < len(tasks):
-                    tasks[int(number)].cancel()
-            await Response()(scope, receive, send)
-            return
         try:
             asked = _DECODER.decode(await request.body())
         except msgspec.MsgspecError as error:
@@ -108,7 +95,6 @@ class RolloutEndpoint:
         engine = scope["app"].state.engine_client
         tasks = [_start(number, _sample(engine, each), lines) for number, each in enumerate(asked)]
         leaving = asyncio.create_task(_leave(receive, lines))
-        self._tasks[name] = tasks
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
             for _ in asked:
@@ -118,7 +104,6 @@ class RolloutEndpoint:
                 await send({"type": "http.response.body", "body": line, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self._tasks.pop(name, None)
             for task in (*tasks, leaving):
                 task.cancel()
 
@@ -131,11 +116,12 @@ async def _leave(receive: Any, lines: asyncio.Queue[bytes | None]) -> None:
 
 
 def _start(number: int, sampling: Coroutine[Any, Any, _Answer], lines: asyncio.Queue[bytes | None]) -> _Sampling:
-    """Returns the task that samples a response. Its line is added when it is done or given up."""
+    """Returns the task that samples a response. Its line is added when it is done."""
 
     def add_line(task: _Sampling) -> None:
-        status, reply = (HTTPStatus.GONE, {}) if task.cancelled() else task.result()
-        lines.put_nowait(b"%d %d %b\n" % (number, status, msgspec.json.encode(reply)))
+        if not task.cancelled():
+            status, reply = task.result()
+            lines.put_nowait(b"%d %d %b\n" % (number, status, msgspec.json.encode(reply)))
 
     task = asyncio.create_task(sampling)
     task.add_done_callback(add_line)
