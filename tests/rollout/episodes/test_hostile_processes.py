@@ -154,17 +154,22 @@ def test_nothing_names_the_socket_and_no_program_inherits_it():
         assert score(pool, "hidden") == [1.0]
 
 
+def tools():
+    return closing(ToolPool(EpisodeConfig(tool_timeout_s=20.0), 1, print))
+
+
+def call(pool, word):
+    return pool.submit("persons_attack:tool", [word], lambda: None)
+
+
 @pytest.mark.parametrize("kind", ["pickle", "wrong form"])  # the frames are those of rewards
 def test_a_tool_that_writes_to_its_socket_harms_itself(kind):
-    with closing(ToolPool(EpisodeConfig(tool_timeout_s=20.0), 1)) as pool:
-        words = ("say 0.1", kind, "say 0.2", "say 0.3")
-        calls = [pool.submit("persons_attack:tool", [word]) for word in words]
-        first, attack, *others = [call.result(60) for call in calls]
+    with tools() as pool:
+        calls = [call(pool, word) for word in ("say 0.1", kind, "say 0.2", "say 0.3")]
+        first, attack, *others = [each.result(60) for each in calls]
         assert [first, *others] == [ToolResult("0.1"), ToolResult("0.2"), ToolResult("0.3")]
         assert attack.failure == "died"
         assert attack.text.startswith("error: the tool's process sent a")
-        counts = pool.pop_metrics()
-        assert (counts["turns/tool_calls"], counts["turns/tool_deaths"]) == (4, 1)
 
 
 @pytest.mark.parametrize("kind", ["framed pickle", "wrong form", "twice"])
@@ -203,13 +208,10 @@ def test_garbage_at_the_start_of_a_process_starts_another(kind, here):
     (here / "start").write_text(f"once {kind}")
     with EnvironmentHosts("persons_attack:Env", tool_workers=1) as hosts:
         assert hosts.reset("a", PROBLEM).result(60) == Outcome()
-    pool = ToolPool(EpisodeConfig(), 1)
     (here / "start").write_text(f"once {kind}")
-    try:
-        assert pool.submit("persons_attack:tool", ["say 0.3"]).result(60).failure == "died"
-        assert pool.submit("persons_attack:tool", ["say 0.3"]).result(60) == ToolResult("0.3")
-    finally:
-        pool.close()
+    with tools() as pool:
+        assert call(pool, "say 0.3").result(60).failure == "died"
+        assert call(pool, "say 0.3").result(60) == ToolResult("0.3")
 
 
 def test_garbage_at_every_start_of_a_process_ends_the_run(here):
