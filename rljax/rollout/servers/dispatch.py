@@ -4,7 +4,7 @@ The requests of a group, whose prompts begin alike, go to one server, so that it
 goes to the server with the least outstanding work. A request whose server is full waits. Other servers take it only
 where nothing else waits for them. Responses come back as they complete. The requests of a server that goes down are
 sent again to another one, or wait. A server may also give a response up for new weights.
-Then its part is kept, and any server samples the rest. A request that a paused server refuses waits and is sent again.
+Then its part is kept, and any server samples the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from rljax.errors import OtherPromptError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
-from rljax.rollout.servers.http import Pauses, may_pass
+from rljax.rollout.servers.http import may_pass
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.requests import Ask, Completion, Group, TakeAsks, join_parts, remaining_request
 from rljax.rollout.servers.server import Server
@@ -177,21 +177,19 @@ class Dispatcher(LoopThread, ABC):
 
     async def _answer(self, ask: Ask, vocab_size: int | None, metrics: dict[str, float]) -> Completion:
         """Returns the completion of a request. Raises ServerError if it is refused or all attempts failed."""
-        failure, failures, pauses = "", 0, Pauses(self.limits.request_timeout_s)
+        failure, failures = "", 0
         parts: list[Completion] = []
         while failures < self.kind.retries.attempts:
             if failure:
                 metrics["rollout/retries"] += 1
                 await asyncio.sleep(self.kind.retries.wait_s(failures))
-            elif pauses.count:
-                await asyncio.sleep(self.kind.retries.wait_s(pauses.count))
             server = await self._take(ask.group)
             metrics["rollout/requests"] += 1
             try:
                 parts.append(await server.rollout(remaining_request(ask.request, parts), vocab_size))
                 if parts[-1].finish_reason != "abort":
                     return join_parts(parts)
-                failure, pauses.count = "", 0
+                failure = ""
                 continue
             except ServerGoneError as error:
                 failure = str(error)
@@ -202,9 +200,6 @@ class Dispatcher(LoopThread, ABC):
                     self._warned = True
                     log.warning("%s; no such reply is taken, rollout/retries counts them", failure)
             except ServerRefusedError as error:
-                if pauses.may_end(error):
-                    failure = ""
-                    continue
                 if not may_pass(error):
                     raise
                 failure = str(error)

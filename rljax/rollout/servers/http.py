@@ -12,7 +12,6 @@ import json
 import math
 import os
 import resource
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import httpx
 import msgspec
 
-from rljax.errors import (
-    ReplyError,
-    ServerError,
-    ServerGoneError,
-    ServerPausedError,
-    ServerRefusedError,
-)
-from rljax.rollout.servers.kind import Backend
+from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
 
 CONNECT_S = 10.0
 """The longest that a connection may take to open (seconds)."""
@@ -52,11 +44,10 @@ class _Batch:
 
 
 class Http:
-    """HTTP exchanges with servers of one kind. One event loop uses it."""
+    """HTTP exchanges with servers. One event loop uses it."""
 
-    def __init__(self, kind: Backend, headers: Mapping[str, str]) -> None:
+    def __init__(self, headers: Mapping[str, str]) -> None:
         """Opens nothing yet. Each request has ``headers``."""
-        self._kind = kind
         self._http = httpx.AsyncClient(
             # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500.
             # Requests for rollouts share one where the server has rljax's endpoint (``ask``).
@@ -86,7 +77,6 @@ class Http:
         Raises:
           ServerGoneError: No answer comes, or the server is not healthy.
           ReplyError: The answer is no HTTP.
-          ServerPausedError: The server refuses a sample because it is paused.
           ServerRefusedError: The answer has any other status. The error has the server's message.
         """
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S), pool=None)
@@ -125,17 +115,7 @@ class Http:
         hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
         wanted = hint if reply.status_code == 401 else ""
         said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
-        if reply.status_code == 503 and path in (self._kind.route, self._kind.own_route) and await self._is_paused(url):
-            raise ServerPausedError(said, reply.status_code)
         raise ServerRefusedError(said, reply.status_code)
-
-    async def _is_paused(self, url: str) -> bool:
-        """Returns whether the server at ``url`` is paused."""
-        if self._kind.paused_route:
-            with contextlib.suppress(ServerError):
-                reply = await self.exchange(url, "GET", self._kind.paused_route, 10.0)
-                return bool(json_object(url + self._kind.paused_route, reply).get("is_paused"))
-        return False
 
     def _send(self, url: str, batch: _Batch) -> None:
         """Sends ``batch``, unless it was sent before because it was full."""
@@ -206,23 +186,6 @@ async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
         raise ServerGoneError(f"no answer from {address}{late}: {said}") from error
     except httpx.RequestError as error:  # a body that cannot be decoded
         raise ReplyError(f"{address} sent no valid HTTP reply: {error}") from error
-
-
-class Pauses:
-    """The refusals of one request by paused servers. They count as failed attempts only after ``longest_s`` seconds."""
-
-    def __init__(self, longest_s: float) -> None:
-        self.count, self._waits, self._longest_s, self._end = 0, False, longest_s, math.inf
-
-    def may_end(self, error: ServerError) -> bool:
-        """Returns whether ``error`` is the refusal of a paused server, and the wait may go on. Counts the refusal."""
-        # The server may resume between its refusal and the question whether it is paused. One refusal 503 counts, too.
-        waits, self._waits = self._waits, isinstance(error, ServerPausedError)
-        if not self._waits and not (waits and isinstance(error, ServerRefusedError) and error.status == 503):
-            return False
-        self._end = min(self._end, time.monotonic() + self._longest_s)
-        self.count += 1
-        return time.monotonic() < self._end
 
 
 def may_pass(error: ServerError) -> bool:

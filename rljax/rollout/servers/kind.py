@@ -47,7 +47,6 @@ class Backend(ABC):
     route: str  # the path that samples a response
     own_route = ""  # the better path of rljax's plugin, which a server may lack, or "" if there is none
     without_route = ""  # the remedy if a server lacks ``route``
-    paused_route = ""  # the path at which a server says whether it is paused, or "" if there is none
     retries = Retries()  # the attempts at a request that a server refuses or answers wrongly
     logprobs_hint: str  # the remedy if log-probabilities belong to another distribution than the server samples from
     without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
