@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Coroutine
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
@@ -70,9 +69,6 @@ class Asked(msgspec.Struct):
     sampling_params: dict[str, Any]
 
 
-_Answer = tuple[int, dict[str, Any]]
-"""The status and the content of a reply."""
-_Sampling = asyncio.Task[_Answer]
 _DECODER = msgspec.json.Decoder(list[Asked])
 _NOT_ON_TPU = (
     *("seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
@@ -91,55 +87,47 @@ class RolloutEndpoint:
             asked = _DECODER.decode(await request.body())
         except msgspec.MsgspecError as error:
             raise ValueError(f"the body is not a list of requests for rollouts: {error}") from error
-        lines: asyncio.Queue[bytes | None] = asyncio.Queue()
         engine = scope["app"].state.engine_client
-        tasks = [_start(number, _sample(engine, each), lines) for number, each in enumerate(asked)]
-        leaving = asyncio.create_task(_leave(receive, lines))
+        left = {asyncio.create_task(_line(engine, number, each)) for number, each in enumerate(asked)}
+        leaving = asyncio.create_task(_leave(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
-            for _ in asked:
-                line = await lines.get()
-                if line is None:
-                    return
-                await send({"type": "http.response.body", "body": line, "more_body": True})
+            while left and not leaving.done():
+                await asyncio.wait((*left, leaving), return_when=asyncio.FIRST_COMPLETED)
+                for task in [each for each in left if each.done()]:
+                    left.remove(task)
+                    await send({"type": "http.response.body", "body": task.result(), "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
-            for task in (*tasks, leaving):
+            for task in (*left, leaving):
                 task.cancel()
 
 
-async def _leave(receive: Any, lines: asyncio.Queue[bytes | None]) -> None:
-    """Waits until the client has gone away, and then ends ``lines`` with None."""
+async def _leave(receive: Any) -> bytes:
+    """Waits until the client has gone away."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    lines.put_nowait(None)
+    return b""
 
 
-def _start(number: int, sampling: Coroutine[Any, Any, _Answer], lines: asyncio.Queue[bytes | None]) -> _Sampling:
-    """Returns the task that samples a response. Its line is added when it is done."""
-
-    def add_line(task: _Sampling) -> None:
-        if not task.cancelled():
-            status, reply = task.result()
-            lines.put_nowait(b"%d %d %b\n" % (number, status, msgspec.json.encode(reply)))
-
-    task = asyncio.create_task(sampling)
-    task.add_done_callback(add_line)
-    return task
-
-
-async def _sample(engine: Any, asked: Asked) -> _Answer:
-    """Samples one response. Returns its reply, or the error that vLLM would answer with."""
+async def _line(engine: Any, number: int, asked: Asked) -> bytes:
+    """Samples one response. Returns the line with its reply, or with the error that vLLM would answer with."""
     try:
-        settings = _settings(asked, engine.model_config.get_vocab_size())
-        sampling = engine.generate(tokens_input(asked.token_ids), settings, f"rollout-{uuid4().hex}")
-        output = [output async for output in sampling][-1]
-        if output.outputs[0].finish_reason == "error":
-            raise RuntimeError("Internal server error")
-        return 200, as_reply(output)
+        status, reply = 200, await _sample(engine, asked)
     except Exception as error:
         answered = create_error_response(error)
-        return int(answered.error.code), answered.model_dump()
+        status, reply = int(answered.error.code), answered.model_dump()
+    return b"%d %d %b\n" % (number, status, msgspec.json.encode(reply))
+
+
+async def _sample(engine: Any, asked: Asked) -> dict[str, Any]:
+    """Samples one response, and returns its reply."""
+    settings = _settings(asked, engine.model_config.get_vocab_size())
+    sampling = engine.generate(tokens_input(asked.token_ids), settings, f"rollout-{uuid4().hex}")
+    output = [output async for output in sampling][-1]
+    if output.outputs[0].finish_reason == "error":
+        raise RuntimeError("Internal server error")
+    return as_reply(output)
 
 
 def _settings(asked: Asked, vocab_size: int) -> SamplingParams:
