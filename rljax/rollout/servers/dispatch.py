@@ -28,19 +28,39 @@ from rljax.rollout.servers.server import Server
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import ClientLimits
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 _ALIVE_S = 5.0  # The time between two checks that the event loop still runs (seconds).
 _CLOSE_S = 10.0  # The longest time to end what still runs (seconds).
+_TICK_S = 0.25  # The time between two calls of ``tend`` while responses are sampled (seconds).
 
 
-class LoopThread:
-    """An event loop that runs from the start until :meth:`end`. Methods may be called from any other thread."""
+class Dispatcher(ABC):
+    """The requests that wait, in their order, and those under way. A subclass has the servers.
 
-    def __init__(self, name: str) -> None:
-        """Starts the thread ``name``."""
+    An event loop sends them, from the start until :meth:`end`. Methods may be called from any other thread.
+    """
+
+    def __init__(self, kind: Backend, limits: ClientLimits) -> None:
+        """Starts the thread of the event loop. Nothing is sent yet."""
+        self.kind, self.limits = kind, limits
+        self.most = limits.max_outstanding  # the most requests that a server gets at a time
+        self.last_open = time.monotonic()  # the last time at which a server was open or a stream began
+        self._waiting: deque[tuple[Group, asyncio.Future[Server]]] = deque()
+        self._warned = False  # whether a line was logged about replies of other prompts
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name="rljax-servers", daemon=True)
         self._thread.start()
+
+    @property
+    @abstractmethod
+    def servers(self) -> Sequence[Server]:
+        """The servers that are listed now."""
+
+    @abstractmethod
+    def tend(self) -> None:
+        """Follows the list of servers, and recovers those that are down. Called while responses are sampled."""
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begins ``work``. Raises ServerError if the event loop has ended."""
@@ -87,33 +107,6 @@ class LoopThread:
             self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self.loop.close()
-
-
-log = logging.getLogger(__name__)
-
-_TICK_S = 0.25  # The time between two calls of ``tend`` while responses are sampled (seconds).
-
-
-class Dispatcher(LoopThread, ABC):
-    """The requests that wait, in their order, and those under way. A subclass has the servers."""
-
-    def __init__(self, kind: Backend, limits: ClientLimits) -> None:
-        """Starts the event loop. Nothing is sent yet."""
-        self.kind, self.limits = kind, limits
-        self.most = limits.max_outstanding  # the most requests that a server gets at a time
-        self.last_open = time.monotonic()  # the last time at which a server was open or a stream began
-        self._waiting: deque[tuple[Group, asyncio.Future[Server]]] = deque()
-        self._warned = False  # whether a line was logged about replies of other prompts
-        super().__init__("rljax-servers")
-
-    @property
-    @abstractmethod
-    def servers(self) -> Sequence[Server]:
-        """The servers that are listed now."""
-
-    @abstractmethod
-    def tend(self) -> None:
-        """Follows the list of servers, and recovers those that are down. Called while responses are sampled."""
 
     def stream(
         self,
