@@ -168,11 +168,6 @@ class ToolPool:
             self._pool = self._start()
         return self._pool.submit(functools.partial(self._run, path, arguments, began))
 
-    def close(self) -> None:
-        """Ends every process at once and cancels the waiting calls. A second call does nothing."""
-        if self._pool is not None:
-            self._pool.close()
-
     def _run(self, path: str, arguments: ToolArguments, began: Callable[[], None], process: Child) -> ToolResult:
         limit_s = _IMPORT_S
         try:
