@@ -10,6 +10,7 @@ Then its part is kept, and any server samples the rest.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -124,41 +125,28 @@ class Dispatcher(ABC):
         times or was refused, and the errors of :meth:`tend` and ``take``.
         """
         metrics = {} if metrics is None else metrics
-        completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
+        completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()  # None: there may be new requests
         for name in ("rollout/requests", "rollout/retries"):
             metrics.setdefault(name, 0.0)
         running: dict[Future[Completion], tuple[int, int]] = {}
-        has_news = threading.Event()
-
-        def wake() -> None:
-            if not has_news.is_set():
-                has_news.set()
-                completed.put(None)
-
         if turns is not None:
-            turns.watch(wake)
-        has_news.set()
+            turns.watch(lambda: completed.put(None))
+        completed.put(None)
         self.last_open = time.monotonic()
         tend_at = self.last_open + _TICK_S
         try:
-            while True:
-                if has_news.is_set():
-                    has_news.clear()
-                    self.check_alive()
-                    for ask in take():
-                        work = self._answer(ask, vocab_size, metrics)
-                        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-                        running[future] = ask.place
-                        future.add_done_callback(completed.put)
-                if not running and (turns is None or turns.is_over):
-                    return
-                try:
+            while running or not completed.empty() or not (turns is None or turns.is_over):
+                self.check_alive()
+                with contextlib.suppress(queue.Empty):
                     done = completed.get(timeout=max(tend_at - time.monotonic(), 0.0))
-                except queue.Empty:
-                    self.check_alive()
-                else:
                     if done is not None:
                         yield running.pop(done), done.result()
+                    else:
+                        for ask in take():
+                            work = self._answer(ask, vocab_size, metrics)
+                            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+                            running[future] = ask.place
+                            future.add_done_callback(completed.put)
                 if time.monotonic() >= tend_at:
                     self.tend()
                     tend_at = time.monotonic() + _TICK_S
