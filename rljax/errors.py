@@ -98,10 +98,6 @@ class ServerRefusedError(ServerError):
         self.status = status
 
 
-class ServerPausedError(ServerRefusedError):
-    """The server answered 503 because it is paused for new weights. Ask again once it goes on."""
-
-
 class ReplyError(ServerError):
     """The server answered 200 with something that is not a completion."""
 

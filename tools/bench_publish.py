@@ -155,7 +155,7 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
     none, source = WrittenFiles((), {}), Source(str(root))
     for name in ("v1-1", "v2-1", "v2-2"):
         (root / name).mkdir(parents=True)
-    writer.collect(old.items())
+    writer.collect(old.items(), root / "v1-1")
     first = version("v1-1", sums_old, None, writer.write("dense", root / "v1-1"), none)
     write_version(root / "v1-1", first)
     pull(source, "v1-1", mirror)
@@ -164,7 +164,7 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
         for _ in hf_tensors(params_new, policy, jnp.bfloat16):
             pass
     with measured("compare_and_encode_s"):
-        taken = writer.collect(new.items())
+        taken = writer.collect(new.items(), root / "v2-2")
     has_delta = taken.delta_bytes is not None and taken.delta_bytes < taken.dense_bytes
     if has_delta:
         with measured("write_delta_s"):

@@ -234,8 +234,8 @@ class ChildPool:
     """Several children, each with a thread that waits for it. The threads start with the first requests."""
 
     def __init__(self, make: Callable[[], Child], count: int | None):
-        """Starts ``count`` children, each made by ``make``. None: one less than the number of CPU cores, at most 8."""
-        count = max(1, min(8, (os.cpu_count() or 2) - 1)) if count is None else count
+        """Starts ``count`` children, each made by ``make``. None: ``default_count()``."""
+        count = default_count() if count is None else count
         self._children: list[Child] = []
         try:
             for _ in range(count):
@@ -270,6 +270,11 @@ class ChildPool:
     def _stop(self) -> None:
         for child in self._children:
             child.stop()
+
+
+def default_count() -> int:
+    """Returns one less than the number of CPU cores, from 1 to 8."""
+    return max(1, min(8, (os.cpu_count() or 2) - 1))
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -230,11 +230,11 @@ class SharedPublish(Shared):
 
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
         """Copies the parts of the next version in each process to its host's memory. Returns a summary of all."""
-        return merge_summaries(values_of(self._collect(tensors), PartsSummary))
+        return merge_summaries(values_of(self._collect(tensors, directory), PartsSummary))
 
     @together
-    def _collect(self, params: Any) -> list[dict[str, Any]]:
-        return gather_results(self.processes, lambda: self._files.collect(params))
+    def _collect(self, params: Any, directory: Path) -> list[dict[str, Any]]:
+        return gather_results(self.processes, lambda: self._files.collect(params, directory))
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
         """Writes the collected parts or their changes, in every process. Raises OSError if one process cannot."""
@@ -246,17 +246,8 @@ class SharedPublish(Shared):
     def _write(self, kind: Kind, directory: Path) -> list[dict[str, Any]]:
         return gather_results(self.processes, lambda: self._files.write(kind, directory))
 
-    def forget(self, directory: Path) -> None:
-        """Forgets the incomplete version in ``directory``. Does nothing after an act has failed."""
-        if self.processes.are_together:
-            self._forget(directory)
-
-    @together
-    def _forget(self, directory: Path) -> None:
-        self._files.forget(directory)
-
     def keep_only(self, names: Collection[str]) -> None:
-        """Removes the files of all versions except ``names``. Does nothing after an act has failed."""
+        """Gives up all versions except ``names``. Does nothing after an act has failed."""
         if self.processes.are_together:
             self._keep(sorted(names))
 

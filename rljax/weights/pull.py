@@ -26,7 +26,7 @@ _LONGEST_CHAIN = 1000  # no run has so many versions between two anchors
 
 @dataclass
 class Pulled:
-    """The work and the time of a pull."""
+    """The work and the time of a pull, or its failure."""
 
     tag: str = ""  # the tag of the version that the mirror holds now
     bytes: int = 0  # the size of the weight files that were read from the source
@@ -36,6 +36,7 @@ class Pulled:
     deltas: int = 0  # the number of deltas that were applied
     dense: bool = False  # whether a dense version was taken
     repaired: str = ""  # the damage that was found, in the mirror or in a file, before the pull was repeated
+    error: str = ""  # one line that says why the version could not be pulled
 
 
 def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
@@ -151,17 +152,14 @@ def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path)
 
 
 def answer(frames: Frames, source: str, mirror: Path) -> None:
-    """Pulls the versions that the parent names. A child process runs this program.
+    """Pulls the versions that the parent names. A child process runs this program."""
 
-    The answer is a :class:`Pulled`, or one line that says why the version could not be pulled.
-    """
-
-    def take(name: str) -> Pulled | str:
+    def take(name: str) -> Pulled:
         try:
             with contextlib.closing(open_source(source)) as opened:
                 return pull(opened, name, Mirror(mirror))
         except (DamagedError, OSError, ValueError) as error:
-            return " ".join(str(error).split())
+            return Pulled(error=" ".join(str(error).split()))
 
     end_with_parent(frames)
     answer_requests(frames, take)

@@ -148,7 +148,7 @@ class WeightDirectory(OwnedDirectory):
             self._outlet.add(directory, self.root.name)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
-            self._writer.forget(directory)
+            self._writer.keep_only({each.name for each in self._chain})
             if isinstance(error, OSError):
                 raise NotWrittenError(f"cannot write weights to {directory}: {error}") from error
             raise

@@ -34,7 +34,7 @@ _PREFIX = "rljax-mirror-"
 _USERS = "users"
 _PROBE_S = 10.0  # the longest wait for a source that does not answer
 _PULL_S = 3600.0  # the longest time of a pull; the trainer gives a server up before
-_PULLED: Decoder[Pulled | str] = Decoder(Pulled | str)
+_PULLED = Decoder(Pulled)
 
 
 class WorkerWeights:
@@ -128,7 +128,7 @@ class Pulls:
         self._start = functools.partial(Child, "pull", "rljax.weights.pull:answer", (source, self.mirror.root))
         self._child = self._start()
         self._thread = threading.Thread()  # asks for the pull of ``_name``
-        self._name, self._result = "", dict[str, Any]()
+        self._name, self._result = "", Pulled()
 
     def begin(self, name: str) -> None:
         """Starts to pull the version ``name`` (``pull.pull``), unless this pull already runs. Ends any other pull."""
@@ -143,14 +143,13 @@ class Pulls:
         self._thread.start()
 
     def result(self, name: str) -> dict[str, Any] | None:
-        """Returns the result of the pull of ``name``, or None while it runs. May be called several times.
+        """Returns the fields of ``pull.Pulled``, or None while the pull of ``name`` runs. May be called several times.
 
-        After success these are the fields of ``pull.Pulled`` and an empty ``error``. After a failure, or if ``name`` is
-        not being pulled, ``error`` has the message, and ``seconds`` is 0.
+        If ``name`` is not being pulled, ``error`` says so.
         """
         if self._name != name:
-            return {"error": f"{name} is not being pulled", "seconds": 0.0}
-        return None if self._thread.is_alive() else self._result
+            return asdict(Pulled(error=f"{name} is not being pulled"))
+        return None if self._thread.is_alive() else asdict(self._result)
 
     def close(self) -> None:
         """Ends a running pull and leaves the mirror, which its last user removes. May be called twice."""
@@ -165,11 +164,9 @@ class Pulls:
 
     def _pull(self, name: str) -> None:
         try:
-            pulled = self._child.ask((name,), _PULL_S, _PULLED)
+            self._result = self._child.ask((name,), _PULL_S, _PULLED)
         except Exception as error:
-            pulled = f"the pull failed: {describe(error)}"
-        failed = {"error": pulled, "seconds": 0.0}
-        self._result = failed if isinstance(pulled, str) else {**asdict(pulled), "error": ""}
+            self._result = Pulled(error=f"the pull failed: {describe(error)}")
 
 
 def _loadable_files(directory: Path, tag: str) -> list[str]:

@@ -77,12 +77,11 @@ class Writer(Protocol):
         If a version gets both, the delta is written first.
         """
 
-    def forget(self, directory: Path) -> None:
-        """Gives up the version in ``directory``. The next version then counts as the first one."""
-
     def keep_only(self, names: Collection[str]) -> None:
-        """Removes this writer's files outside the run's directory, for all versions except ``names``."""
-        return
+        """Gives up all versions except ``names``, and removes this writer's own files of them.
+
+        If the newest version is given up, the next one counts as the first one.
+        """
 
 
 class PartWriter(Writer):
@@ -102,11 +101,13 @@ class PartWriter(Writer):
         """Stores the maker of the parts, and the beginning of the files' names, which differs between processes."""
         self._parts_of, self._name = parts, name
         self.outlet, self.directory = outlet or Outlet(), directory
+        self._version = ""  # the name of the newest version, whose parts and deltas these are
         self._parts: list[Part] = []
         self._deltas: list[Delta | None] = []
 
-    def collect(self, tensors: Any, directory: Path | None = None) -> PartsSummary:
+    def collect(self, tensors: Any, directory: Path) -> PartsSummary:
         """Takes the parts of the next version, and computes the delta to it. Nothing is written yet."""
+        self._version = directory.name
         before = {(part.tensor, part.region): part.array for part in self._parts}
         self._parts, self._deltas = [], []
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -152,14 +153,10 @@ class PartWriter(Writer):
                     )
                 time.sleep(0.05)
 
-    def forget(self, directory: Path) -> None:
-        """Gives up the version in ``directory`` and removes this process's own files of it."""
-        self._parts, self._deltas = [], []
-        if self.directory is not None:
-            shutil.rmtree(self.directory.root / directory.name, ignore_errors=True)
-
     def keep_only(self, names: Collection[str]) -> None:
-        """Removes this process's own files of all versions except ``names``."""
+        """Gives up all versions except ``names``."""
+        if self._version not in names:
+            self._parts, self._deltas = [], []
         for path in () if self.directory is None else self.directory.root.glob("v*"):
             if path.name not in names:
                 shutil.rmtree(path, ignore_errors=True)
@@ -250,12 +247,13 @@ class StreamWriter(Writer):
     """
 
     def __init__(self) -> None:
+        self._version = ""
         self._samples: dict[str, np.ndarray] = {}
         self._written = WrittenFiles()
 
     def collect(self, tensors: Iterable[tuple[str, np.ndarray]], directory: Path) -> PartsSummary:
         """Writes each tensor, given as (Hugging Face name, array), into a file of its own. Raises OSError."""
-        is_first = not self._samples
+        self._version, is_first = directory.name, not self._samples
         written: list[WrittenFiles] = []
         summaries: list[PartsSummary] = []
         for part in whole_parts(tensors):
@@ -270,9 +268,10 @@ class StreamWriter(Writer):
         assert kind == "dense"
         return self._written
 
-    def forget(self, directory: Path) -> None:
-        """Forgets the version in ``directory``. The next version then counts as the first one."""
-        self._samples, self._written = {}, WrittenFiles()
+    def keep_only(self, names: Collection[str]) -> None:
+        """Gives up all versions except ``names``."""
+        if self._version not in names:
+            self._samples = {}
 
     def _changed_share(self, part: Part) -> float:
         """Returns the share of a tensor that differs from the version before, and keeps a sample for the next one."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import json
 import urllib.request
 
@@ -12,9 +11,8 @@ import pytest
 from opened_clients import opened, probes
 
 from rljax.errors import ServerRefusedError
-from rljax.rollout.servers.http import Http
 from rljax.rollout.servers.requests import Request, listed_asks, make_requests
-from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import SamplingParams
 
@@ -155,21 +153,3 @@ def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
         assert len(first.response) == requests[index].sampling.max_response_tokens  # of any batch
     asyncio.run(until(lambda: running(float32.url) == 0))
     assert 0 < generated(float32.url) - before < 0.8 * MANY * 400
-
-
-def test_a_request_that_is_given_up_alone_ends_alone(float32, prompts):
-    async def ask():
-        backend = VllmBackend()
-        async with contextlib.aclosing(Http(backend, {})) as http:
-            requests = make_requests(prompts[:1], MANY, LONG, 0)
-            bodies = [backend.body(ROLLOUTS, request, "policy") for request in requests]
-            asked = [asyncio.create_task(http.ask(float32.url, ROLLOUTS, 600.0, body)) for body in bodies]
-            await until(lambda: generated(float32.url) > before)
-            for each in asked[1:]:
-                each.cancel()
-            return backend.completion(ROLLOUTS, await asked[0], requests[0])
-
-    before = generated(float32.url)
-    assert len(asyncio.run(ask()).response) == 400
-    asyncio.run(until(lambda: running(float32.url) == 0))
-    assert generated(float32.url) - before < 0.8 * MANY * 400

@@ -1,13 +1,11 @@
 """Tests of the plugin's endpoint from the client's side: requests are gathered, and each is answered in a line."""
 
-import asyncio
 import base64
 import contextlib
 import copy
 import hashlib
 import json
 import math
-import re
 import socket
 import struct
 import threading
@@ -21,7 +19,6 @@ from waiting import until
 
 from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
-from rljax.rollout.servers.http import Http
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Request, listed_asks
 from rljax.rollout.servers.vllm.client import VllmBackend
@@ -204,18 +201,13 @@ class Scripted:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.asked, self.connection = [], None
 
-    def accept_head(self):
-        """Returns a new connection, the head of its request and the part of the body that came with it."""
-        connection, _ = self._listener.accept()
-        connection.settimeout(20)
+    def accept(self):
+        self.connection, _ = self._listener.accept()
+        self.connection.settimeout(20)
         received = b""
         while b"\r\n\r\n" not in received:
-            received += connection.recv(65536)
+            received += self.connection.recv(65536)
         head, _, body = received.partition(b"\r\n\r\n")
-        return connection, head, body
-
-    def accept(self):
-        self.connection, head, body = self.accept_head()
         length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length"))
         while len(body) < length:
             body += self.connection.recv(65536)
@@ -270,38 +262,6 @@ def test_a_stream_that_is_closed_closes_its_connection(scripted):
         accepted.join()
         found.close()
         assert scripted.connection.recv(1) == b""
-
-
-def test_a_request_that_is_given_up_alone_is_deleted(scripted):
-    """The server is told the number of the request. The others of its batch are answered on the same connection."""
-    heads = []
-
-    def serve():
-        scripted.accept()
-        connection, head, _ = scripted.accept_head()
-        heads.append(head.decode().splitlines()[0])
-        with connection:
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-        scripted.send(b"1 410 {}\n")
-        scripted.line(0)
-        scripted.line(2)
-
-    async def ask():
-        async with contextlib.aclosing(Http(VllmBackend(), {})) as http:
-            body = VllmBackend().body(ROLLOUTS, REQUEST, "policy")
-            asked = (http.ask(scripted.url, "/", 30.0, body) for _ in range(3))
-            first, given_up, last = map(asyncio.create_task, asked)
-            await asyncio.sleep(0)
-            given_up.cancel()
-            return await asyncio.gather(first, last)
-
-    server = threading.Thread(target=serve)
-    server.start()
-    replies = asyncio.run(ask())
-    server.join()
-    assert [VllmBackend().completion(ROLLOUTS, reply, REQUEST).finish_reason for reply in replies] == ["length"] * 2
-    (named,) = heads
-    assert re.fullmatch(r"DELETE /\?batch=[0-9a-f]{32}&number=1 HTTP/1.1", named)
 
 
 def test_what_came_before_the_connection_broke_is_kept(scripted):

@@ -13,7 +13,7 @@ from quick_backends import quick
 from vllm_fake import rollout_reply
 from waiting import until
 
-from rljax.errors import ServerError, ServerGoneError, ServerRefusedError
+from rljax.errors import ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Request, listed_asks
@@ -119,50 +119,10 @@ def test_no_python_runs_for_each_token_of_a_reply(route, k):
 
 
 def test_server_errors_are_retried_and_counted(fake, client):
-    fake.fail_next, metrics = [500, 429, 500], {}
+    fake.fail_next, metrics = [500, 429, 503], {}
     assert len(sampled(client, [Request(PROMPT, SamplingParams(1))], metrics=metrics)) == 1
     assert metrics == {"rollout/requests": 4, "rollout/retries": 3}
     assert client.report()["rollout/server_losses"] == 0
-
-
-@pytest.mark.parametrize("is_probe", [False, True])
-def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
-    fake.refuses_paused = fake.paused = True
-    metrics = {}
-
-    def resume():
-        end = time.monotonic() + 10
-        while fake.seen[GENERATE] < 5 and time.monotonic() < end:  # there are far more requests than allowed attempts
-            time.sleep(0.01)
-        fake.paused = False
-
-    with opened(fake.url, backend=quick(attempts=2), route=GENERATE) as client, ThreadPoolExecutor() as threads:
-        resumed = threads.submit(resume)
-        request = Request(PROMPT, SamplingParams(1))
-        reply = probes(client, [request])[0] if is_probe else sampled(client, [request], metrics=metrics)[0][1]
-        resumed.result()
-        assert client.opened() == [fake.url]
-        assert client.report()["rollout/server_losses"] == 0
-    assert reply.response.tolist() == [5]
-    assert fake.seen[GENERATE] > 3
-    assert metrics.get("rollout/retries", 0) == 0
-
-
-@pytest.mark.parametrize("is_probe", [False, True])
-def test_a_server_that_stays_paused_is_given_up(fake, is_probe):
-    fake.refuses_paused = fake.paused = True
-    limits = ClientLimits(request_timeout_s=0.3)
-    with opened(fake.url, backend=quick(attempts=2), limits=limits, route=GENERATE) as client:
-        request = Request(PROMPT, SamplingParams(1))
-        with pytest.raises(ServerError, match="503: it is paused"):
-            probes(client, [request]) if is_probe else sampled(client, [request])
-
-
-def test_a_503_of_a_server_that_is_not_paused_is_a_failure(fake, client):
-    fake.fail_next = [503]
-    metrics = {}
-    sampled(client, [Request(PROMPT, SamplingParams(1))], metrics=metrics)
-    assert metrics["rollout/retries"] == 1
 
 
 @pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])

@@ -65,7 +65,6 @@ class FakeVllm:
         self.dtype, self.protocol = "float32", PROTOCOL
         self.model, self.root = "policy", "nowhere"
         self.raw, self.paused, self.asleep = False, False, False
-        self.refuses_paused = False  # whether it answers 503 while it is paused, as vLLM 0.33 does
         self.finish = "length"
         self.unhealthy = False
         self.key = ""  # every route except /health needs this key
@@ -123,8 +122,6 @@ class FakeVllm:
         if path == "/update_weights":
             self.weights_path = body["update_info"]["path"]
         if path == ROLLOUTS:
-            if method == "DELETE":
-                return 200, {}
             return (200, self.lines(body)) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         if path.endswith("/generate"):
             return self._sample(body) if method == "POST" else (405, {"detail": "Method Not Allowed"})
@@ -185,8 +182,6 @@ class FakeVllm:
                 self.running -= 1
 
     def _sampled(self, body: dict, status: int) -> tuple[int, dict]:
-        if self.refuses_paused and self.paused:
-            return 503, {"error": {"message": "it is paused"}}
         if status != 200:
             return status, {"error": {"message": f"told to fail with {status}"}}
         if body["model"] != self.model:
@@ -322,7 +317,7 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
                 for part in parts:
                     self.wfile.write(part)
 
-        do_GET = do_POST = do_DELETE = _answer
+        do_GET = do_POST = _answer
 
         def log_message(self, *args) -> None:
             pass

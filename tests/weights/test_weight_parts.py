@@ -34,16 +34,12 @@ class InTurn:
 
     def collect(self, named, directory):
         held = shards(dict(named), len(self.parts))
-        return merge_summaries([each.collect(own) for each, own in zip(self.parts, held, strict=True)])
+        return merge_summaries([each.collect(own, directory) for each, own in zip(self.parts, held, strict=True)])
 
     def write(self, kind, directory):
         written = merge_written([each.write(kind, directory) for each in self.parts])
         self.parts[0].wait(directory, written)
         return written
-
-    def forget(self, directory):
-        for each in self.parts:
-            each.forget(directory)
 
     def keep_only(self, names):
         for each in self.parts:

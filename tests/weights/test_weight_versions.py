@@ -168,14 +168,14 @@ def versions_tensors(step):
         yield f"{number}", tensor
 
 
-def test_a_writer_of_deltas_holds_one_version_and_few_tensors():
+def test_a_writer_of_deltas_holds_one_version_and_few_tensors(tmp_path):
     writer = PartWriter(whole_parts)
     tracemalloc.start()
     try:
-        writer.collect(versions_tensors(0))
+        writer.collect(versions_tensors(0), tmp_path)
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        summary = writer.collect(versions_tensors(1))
+        summary = writer.collect(versions_tensors(1), tmp_path)
         after, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -1,26 +1,24 @@
 """The program of a host process: the environments of thousands of trajectories in one asyncio loop, without jax.
 
 Each message of the parent is the pickle of one of these tuples, in which ``id`` is the number of a trajectory. The
-number of its frame is the number of a call of an environment or of a tool:
+number of its frame is the number of a call of an environment:
 
 - ``("reset", id, problem)``, ``("step", id, response, truncated)``, ``("reward", id)``: A method is to be called.
 - ``("end", id)``: The trajectory is to be forgotten.
-- ``("began",)``: A process begins to run the tool.
-- ``("result", ToolResult)``: The tool has ended.
 
 This process sends the types of ``outcomes.HostMessage``. Every call of a method gets one ``CallEnded``, also if its
-trajectory is forgotten meanwhile.
+trajectory is forgotten meanwhile. Tools run in children of this process, and the parent counts their calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import os
 import pickle
 import time
 from collections.abc import Coroutine, Generator, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +34,8 @@ from rljax.rollout.episodes.outcomes import (
     CallEnded,
     HostMessage,
     Outcome,
-    ToolAsked,
-    ToolDropped,
-    ToolRefused,
+    ToolEnded,
+    ToolUnasked,
     check_outcome,
 )
 from rljax.rollout.episodes.progress import ProgressBoard
@@ -49,14 +46,14 @@ _FULL = 0.5  # the share of the memory limit above which a process ends after a 
 _trajectory: ContextVar[int] = ContextVar("trajectory", default=0)
 
 
-def host_environments(frames: Frames, path: str, descriptor: int, limits: EpisodeConfig) -> None:
-    """Runs the environments of class ``path`` until the parent closes the socket."""
+def host_environments(frames: Frames, path: str, descriptor: int, limits: EpisodeConfig, tool_workers: int) -> None:
+    """Runs the environments of class ``path``, with so many tool processes, until the parent closes the socket."""
     try:
         make = find_environment(path)
     except ValueError as error:
         tell_ready(frames, str(error))
         return
-    asyncio.run(_Host(frames, make, ProgressBoard(descriptor), limits).run())
+    asyncio.run(_Host(frames, make, ProgressBoard(descriptor), limits, tool_workers).run())
 
 
 @dataclass
@@ -67,8 +64,8 @@ class _Call:
     number: int  # the number of the call
     task: asyncio.Task[None] | None = None
     used_s: float | None = None  # the time that the call has taken (seconds); None until its code has begun to run
-    # The numbers of the tool calls that it waits for. Each value says whether a process runs the tool already.
-    tools: dict[int, bool] = field(default_factory=dict)
+    # The tool calls that it waits for. Each value says whether a process runs the tool already.
+    tools: dict[object, bool] = field(default_factory=dict)
 
     @property
     def is_queued(self) -> bool:
@@ -77,13 +74,13 @@ class _Call:
 
 
 class _Host:
-    def __init__(self, frames: Frames, make: type[Environment], board: ProgressBoard, limits: EpisodeConfig):
+    def __init__(
+        self, frames: Frames, make: type[Environment], board: ProgressBoard, limits: EpisodeConfig, tool_workers: int
+    ):
         self._frames, self._make, self._board, self._limits = frames, make, board, limits
         self._environments: dict[int, Environment] = {}
         self._calls: dict[int, _Call] = {}
-        # Calls of tools of an earlier process may still run, so their numbers must not be used again.
-        self._requests = itertools.count(time.monotonic_ns())
-        self._waiting: dict[int, tuple[_Call | None, asyncio.Future[ToolResult]]] = {}
+        self._pool = tools.ToolPool(limits, tool_workers, lambda said: self._send(0, ToolUnasked(said)))
 
     async def run(self) -> None:
         """Serves the parent for ever, and ends calls that take too long."""
@@ -92,7 +89,7 @@ class _Host:
         loop.set_task_factory(make_task)
         loop.set_exception_handler(lambda loop, context: None)  # a person's forgotten task may fail
         loop.add_reader(self._frames.fileno(), self._receive)
-        tools.run_calls_by(self._run_tool, lambda: self._send(0, ToolRefused()))
+        tools.run_calls_by(self._run_tool, lambda: self._send(0, ToolEnded("", "error", False, "")))
         end_by_alarm(self._limits.busy_s + GRACE_S)
         self._board.write(0)
         tell_ready(self._frames)
@@ -131,15 +128,7 @@ class _Host:
             os._exit(1)  # The parent has ended. The process above ends what environments have started.
 
     def _take(self, request: int, kind: str, *arguments: Any) -> None:
-        if kind == "began":
-            call, _ = self._waiting.get(request, (None, None))
-            if call is not None and request in call.tools:
-                call.tools[request] = True
-        elif kind == "result":
-            _, future = self._waiting.get(request, (None, None))
-            if future is not None and not future.done():
-                future.set_result(arguments[0])
-        elif kind == "end":
+        if kind == "end":
             (number,) = arguments
             if (call := self._stop(number)) is not None:
                 self._settle(number, call, Outcome())
@@ -190,22 +179,32 @@ class _Host:
             os._exit(1)
 
     async def _run_tool(self, path: str, arguments: ToolArguments, counted: bool) -> ToolResult:
-        """Asks the parent to run a tool in one of its processes, and waits for the result."""
-        request = next(self._requests)
-        call = self._calls.get(_trajectory.get())
-        future = asyncio.get_running_loop().create_future()
-        self._send(request, ToolAsked(path, pickle.dumps(arguments), counted))
-        self._waiting[request] = call, future
-        if call is not None:
-            call.tools[request] = False
+        """Runs a tool in a process of its own, and waits for the result."""
+        call, key, loop = self._calls.get(_trajectory.get()), object(), asyncio.get_running_loop()
+        waits = {} if call is None else call.tools
+
+        def note() -> None:
+            if key in waits:
+                waits[key] = True
+
+        def began() -> None:
+            loop.call_soon_threadsafe(note)
+
+        def tell_end(future: Future[ToolResult]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                found = future.result()
+                self._send(0, ToolEnded(path, found.failure, found.cut, found.text if found.failure else ""))
+
+        waits[key] = False
         try:
-            return await future
+            asked = self._pool.submit(path, arguments, began)
+            if counted:
+                asked.add_done_callback(tell_end)
+            return await asyncio.wrap_future(asked)
+        except RuntimeError as error:  # no process can be started
+            return ToolResult(f"error: {error}", "died")
         finally:
-            del self._waiting[request]
-            if call is not None:
-                del call.tools[request]
-            if future.cancelled():
-                self._send(request, ToolDropped())
+            del waits[key]
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any

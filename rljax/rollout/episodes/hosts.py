@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
-from rljax.distributed.child import Child, decode, new_number
+from rljax.distributed.child import Child, decode, default_count, new_number
 from rljax.distributed.frames import FrameError
 from rljax.errors import describe, printable
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
@@ -28,12 +28,10 @@ from rljax.rollout.episodes.outcomes import (
     CallEnded,
     HostMessage,
     Outcome,
-    ToolAsked,
-    ToolRefused,
+    ToolEnded,
     check_outcome,
 )
 from rljax.rollout.episodes.progress import ProgressBoard, StuckWatch
-from rljax.rollout.episodes.tools import ToolPool, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +42,8 @@ _COUNTED = {
     "died": "turns/env_deaths",
 }
 _CUT = "turns/cut_replies"
+_TOOLS_COUNTED = {"error": "turns/tool_errors", "timeout": "turns/tool_timeouts", "died": "turns/tool_deaths"}
+_NAMES = (*dict.fromkeys(_COUNTED.values()), _CUT, "turns/tool_calls", *_TOOLS_COUNTED.values(), "turns/tool_cut")
 _CLOSED = "the environments are closed"
 _LOOK_S = 0.1
 _JOIN_S = 1.0
@@ -79,7 +79,6 @@ class HostProcess:
     trajectories: dict[int, _Trajectory] = field(default_factory=dict)  # by their numbers
     # The calls that it still has to answer, by their numbers. A trajectory may be forgotten meanwhile.
     calls: dict[int, _Trajectory] = field(default_factory=dict)
-    tool_calls: dict[int, Future[ToolResult]] = field(default_factory=dict)  # the tools that run for it, by number
 
 
 class EnvironmentHosts:
@@ -104,8 +103,8 @@ class EnvironmentHosts:
 
         ``path`` names the environment's class, ``package.module:Class``. ``limits`` has the number and the limits of
         the processes. The time that a call waits for a free process of a tool does not count. ``tool_workers``
-        processes run tools, from the first call of a tool on. None means one less than the number of CPU cores, at most
-        8.
+        processes run tools, from the first call of a tool on, and at least one for each process of environments. None
+        means one less than the number of CPU cores, at most 8.
 
         Raises:
           ValueError: The environment cannot be found or lacks a method.
@@ -118,13 +117,13 @@ class EnvironmentHosts:
         self._counts: Counter[str] = Counter()
         self._broken: str | None = None
         self._closed = False
-        self._tools = ToolPool(limits, tool_workers)
+        tool_workers = max(1, (default_count() if tool_workers is None else tool_workers) // limits.workers)
         program = "process of environments", "rljax.rollout.episodes.host_worker:host_environments"
         start = functools.partial(Child, *program, memory_gib=limits.memory_gib, longest=_LONGEST)
         self._hosts: list[HostProcess] = []
         for _ in range(limits.workers):
             board = ProgressBoard()
-            child = start((path, board.descriptor, limits), files=[board.descriptor])
+            child = start((path, board.descriptor, limits, tool_workers), files=[board.descriptor])
             self._hosts.append(HostProcess(child, board))
         self._threads = [threading.Thread(target=self._serve, args=(host,), daemon=True) for host in self._hosts]
         for thread in self._threads:
@@ -173,9 +172,9 @@ class EnvironmentHosts:
         its process. ``turns/cut_replies`` counts replies that were cut. The other names count calls of tools.
         """
         with self._lock:
-            counts = {key: self._counts[key] for key in (*dict.fromkeys(_COUNTED.values()), _CUT)}
+            counts = {name: self._counts[name] for name in _NAMES}
             self._counts.clear()
-        return counts | self._tools.pop_metrics()
+        return counts
 
     def close(self) -> None:
         """Ends every process and cancels every call; a second call does nothing."""
@@ -191,7 +190,6 @@ class EnvironmentHosts:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
-        self._tools.close()
         for future in futures:
             future.cancel()
 
@@ -294,12 +292,25 @@ class EnvironmentHosts:
     def _take(self, host: HostProcess, number: int, message: HostMessage) -> None:
         if isinstance(message, CallEnded):
             self._settle(host, number, message.outcome)
-        elif isinstance(message, ToolAsked):
-            self._start_tool(host, number, message)
-        elif isinstance(message, ToolRefused):
-            self._tools.count_refused()
-        elif future := host.tool_calls.pop(number, None):
-            future.cancel()
+        elif isinstance(message, ToolEnded):
+            self._count_tool(message)
+        else:
+            with self._lock:
+                self._counts[_TOOLS_COUNTED["died"]] += 1
+            log.warning("a tool worker %s; the next call went to a new one", printable(message.said))
+
+    def _count_tool(self, ended: ToolEnded) -> None:
+        """Counts a call of a tool, and logs the first failure of a tool."""
+        with self._lock:
+            first = ended.failure and ended.path and not any(self._counts[name] for name in _TOOLS_COUNTED.values())
+            self._counts["turns/tool_calls"] += 1
+            self._counts["turns/tool_cut"] += ended.cut
+            if ended.failure is not None:
+                self._counts[_TOOLS_COUNTED[ended.failure]] += 1
+        if first:
+            log.warning(
+                "a call of the tool %s failed: %s", printable(ended.path), printable(ended.text[:LONGEST_MESSAGE])
+            )
 
     def _settle(self, host: HostProcess, number: int, outcome: Outcome) -> None:
         with self._lock:
@@ -318,24 +329,6 @@ class EnvironmentHosts:
             self._fail(trajectory, outcome)
         _resolve(future, outcome)
 
-    def _start_tool(self, host: HostProcess, number: int, asked: ToolAsked) -> None:
-        outbox, calls = host.outbox, host.tool_calls
-
-        def finish(future: Future[ToolResult]) -> None:
-            calls.pop(number, None)
-            if not future.cancelled():
-                error = future.exception()
-                result = future.result() if error is None else ToolResult(f"error: {error}", "died")
-                outbox.put((number, pickle.dumps(("result", result))))
-
-        began = functools.partial(outbox.put, (number, pickle.dumps(("began",))))
-        try:
-            future = self._tools.submit(asked.path, asked.arguments, asked.counted, began)
-        except RuntimeError:  # closed meanwhile
-            return
-        calls[number] = future
-        future.add_done_callback(finish)
-
     def _bury(self, host: HostProcess, reason: str, stuck: bool, running: int) -> None:
         """Fails the trajectories of a process that has ended.
 
@@ -344,7 +337,6 @@ class EnvironmentHosts:
         told: list[tuple[Future[Outcome], Outcome]] = []
         with self._lock:
             host.outbox, host.calls = queue.SimpleQueue(), {}
-            tool_calls, host.tool_calls = host.tool_calls, {}
             mine = [one for one in host.trajectories.values() if one.lost is None]
             culprit = next((one for one in mine if one.number == running), None)
             for trajectory in mine:
@@ -357,8 +349,6 @@ class EnvironmentHosts:
                 if trajectory.future is not None:
                     told.append((trajectory.future, outcome))
                     trajectory.future = None
-        for call in list(tool_calls.values()):
-            call.cancel()
         for future, outcome in told:
             _resolve(future, outcome)
 

@@ -22,6 +22,7 @@ UTF8_BYTES = 4
 LONGEST_MESSAGE = 500
 """The most characters of the message of a failure."""
 Failure = Literal["raised", "timeout", "died", "bad_reply"]
+ToolFailure = Literal["error", "timeout", "died"]
 
 
 @dataclass(frozen=True)
@@ -115,25 +116,27 @@ class CallEnded(msgspec.Struct, tag=True):
     outcome: Outcome
 
 
-class ToolAsked(msgspec.Struct, tag=True):
-    """A request to run a tool. The number of the frame is also the number of its result.
+class ToolEnded(msgspec.Struct, tag=True):
+    """The end of a call of a tool, for the counts. The number of the frame is 0.
 
     Attributes:
-      arguments: The pickle of the arguments, which only the process of the tool reads.
+      path: The name of the tool, or "" for a call that was refused before it came to a tool.
+      failure: The kind of failure, as ``ToolResult.failure``.
+      cut: Whether the result was cut.
+      text: The text of a failure.
     """
 
     path: str
-    arguments: bytes
-    counted: bool
+    failure: ToolFailure | None
+    cut: bool
+    text: str
 
 
-class ToolDropped(msgspec.Struct, tag=True):
-    """A tool whose result is not needed any more. The number of the frame is the number of its result."""
+class ToolUnasked(msgspec.Struct, tag=True):
+    """A process for tools that sent something unasked. ``said`` is the end of a sentence. The number is 0."""
+
+    said: str
 
 
-class ToolRefused(msgspec.Struct, tag=True):
-    """A call of a tool that was refused before it came to the parent, which counts it. The number is 0."""
-
-
-HostMessage = CallEnded | ToolAsked | ToolDropped | ToolRefused
+HostMessage = CallEnded | ToolEnded | ToolUnasked
 HOST_MESSAGE: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(HostMessage)

@@ -10,14 +10,10 @@ import asyncio
 import functools
 import inspect
 import json
-import logging
-import pickle
-import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from rljax import user_code
 from rljax.distributed.answering import answer_requests
@@ -25,22 +21,13 @@ from rljax.distributed.child import LONGEST, Child, ChildPool, Decoder, LostErro
 from rljax.distributed.frames import Frames
 from rljax.errors import describe, printable
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
-from rljax.rollout.episodes.outcomes import UTF8_BYTES, clip
-
-log = logging.getLogger(__name__)
+from rljax.rollout.episodes.outcomes import UTF8_BYTES, ToolFailure, clip
 
 _IMPORT_S = 60.0
 _SHOWN = 320  # characters of the text of a failure
 _COMPLAINT: Decoder[str | None] = Decoder(str | None)
-_COUNTED = {"error": "turns/tool_errors", "timeout": "turns/tool_timeouts", "died": "turns/tool_deaths"}
-KEYS = ("turns/tool_calls", *_COUNTED.values(), "turns/tool_cut")
-"""The names of the counts of a pool."""
-
 ToolArguments = Mapping[str, Any] | Sequence[Any]
 """The arguments of a tool: a mapping of names, or a sequence of values in their order."""
-
-
-ToolFailure = Literal["error", "timeout", "died"]
 
 
 @dataclass(frozen=True)
@@ -118,17 +105,15 @@ def import_function(path: str) -> str | None:
     return None
 
 
-def run_function(path: str, arguments: ToolArguments | bytes) -> ToolResult:
+def run_function(path: str, arguments: ToolArguments) -> ToolResult:
     """Calls the function ``path`` and returns its result as a text of at most ``MAX_REPLY_CHARS``.
 
-    Arguments may be a pickle that another process made, which only the process of the tool may unpickle.
     A result that is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it.
     An exception of the function becomes a text that begins with "error:".
     """
     try:
         function = _function(path)
-        given = pickle.loads(arguments) if isinstance(arguments, bytes) else arguments
-        value = function(**given) if isinstance(given, Mapping) else function(*given)
+        value = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
         text, cut = clip(_written(value), MAX_REPLY_CHARS)
@@ -160,89 +145,36 @@ def _written(value: Any) -> str:
 
 
 class ToolPool:
-    """Processes that run tools. They start with the first call."""
+    """Processes that run tools. They start with the first call. One thread uses the pool."""
 
-    def __init__(self, limits: EpisodeConfig, workers: int | None):
-        """Sets the limits, and the number of processes as for ``ChildPool``.
+    def __init__(self, limits: EpisodeConfig, workers: int, on_unasked: Callable[[str], None]):
+        """Sets the limits, the number of processes, and ``on_unasked`` as for ``Child``, which any thread may call.
 
         The wait for a free process does not count as time of a call. A process that takes too long is replaced.
         """
         self._timeout_s = limits.tool_timeout_s
         program, longest = "rljax.rollout.episodes.tools:run_tools", LONGEST + UTF8_BYTES * MAX_REPLY_CHARS
         start = functools.partial(Child, "tool worker", program, (), limits.memory_gib, longest=longest)
-        make = functools.partial(start, on_unasked=self._count_unasked)
-        self._start: Callable[[], ChildPool] = functools.partial(ChildPool, make, workers)
+        self._start = functools.partial(ChildPool, functools.partial(start, on_unasked=on_unasked), workers)
         self._pool: ChildPool | None = None
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._closed = False
 
-    def submit(
-        self,
-        path: str,
-        arguments: ToolArguments | bytes,
-        counted: bool = True,
-        began: Callable[[], None] | None = None,
-    ) -> Future[ToolResult]:
-        """Starts to call the function ``path`` with named or listed arguments, or the pickle of them.
+    def submit(self, path: str, arguments: ToolArguments, began: Callable[[], None]) -> Future[ToolResult]:
+        """Starts to call the function ``path`` with named or listed arguments.
 
-        ``counted``: Whether the call counts in the metrics. ``began`` is called on another thread, once a free process
-        has imported the function. The value of the future says if the tool failed. The future itself raises
-        RuntimeError only if no process can be started, and CancelledError after ``close``.
-
-        Raises:
-          RuntimeError: The pool is closed.
+        ``began`` is called on another thread, once a free process has imported the function. The value of the future
+        says if the tool failed. The future itself raises RuntimeError only if no process can be started.
         """
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the pool of tools is closed")
-            if self._pool is None:
-                self._pool = self._start()
-            return self._pool.submit(functools.partial(self._call, path, arguments, counted, began))
+        if self._pool is None:
+            self._pool = self._start()
+        return self._pool.submit(functools.partial(self._run, path, arguments, began))
 
-    def count_refused(self) -> None:
-        """Counts a call and an error for a call that an environment refused before it came here."""
-        with self._lock:
-            self._counts["turns/tool_calls"] += 1
-            self._counts[_COUNTED["error"]] += 1
-
-    def pop_metrics(self) -> dict[str, int]:
-        """Returns the counts since the last call, by the names in ``KEYS``."""
-        with self._lock:
-            counts = {key: self._counts[key] for key in KEYS}
-            self._counts.clear()
-        return counts
-
-    def close(self) -> None:
-        """Ends every process at once and cancels the waiting calls. A second call does nothing."""
-        with self._lock:
-            self._closed = True
-        if self._pool is not None:
-            self._pool.close()
-
-    def _call(
-        self,
-        path: str,
-        arguments: ToolArguments | bytes,
-        counted: bool,
-        began: Callable[[], None] | None,
-        process: Child,
-    ) -> ToolResult:
-        result = self._run(path, arguments, began, process)
-        if counted:
-            self._count(path, result)
-        return result
-
-    def _run(
-        self, path: str, arguments: ToolArguments | bytes, began: Callable[[], None] | None, process: Child
-    ) -> ToolResult:
+    def _run(self, path: str, arguments: ToolArguments, began: Callable[[], None], process: Child) -> ToolResult:
         limit_s = _IMPORT_S
         try:
             complaint = process.ask((path,), limit_s, _COMPLAINT)
             if complaint is not None:
                 return ToolResult(f"error: {printable(complaint[:_SHOWN])}", "error")
-            if began is not None:
-                began()
+            began()
             limit_s = self._timeout_s
             result = process.ask((path, arguments), limit_s, Decoder(ToolResult))
         except TimeoutError:
@@ -257,18 +189,3 @@ class ToolPool:
             return ToolResult(printable(result.text[:_SHOWN]), result.failure)
         text, cut = clip(result.text, MAX_REPLY_CHARS)
         return ToolResult(text, cut=result.cut or cut)
-
-    def _count_unasked(self, said: str) -> None:
-        with self._lock:
-            self._counts[_COUNTED["died"]] += 1
-        log.warning("a tool worker %s; the next call went to a new one", said)
-
-    def _count(self, path: str, result: ToolResult) -> None:
-        with self._lock:
-            first = result.failure is not None and not any(self._counts[key] for key in _COUNTED.values())
-            self._counts["turns/tool_calls"] += 1
-            self._counts["turns/tool_cut"] += result.cut
-            if result.failure is not None:
-                self._counts[_COUNTED[result.failure]] += 1
-        if first:
-            log.warning("a call of the tool %s failed: %s", printable(path), result.text)

@@ -4,12 +4,13 @@ The requests of a group, whose prompts begin alike, go to one server, so that it
 goes to the server with the least outstanding work. A request whose server is full waits. Other servers take it only
 where nothing else waits for them. Responses come back as they complete. The requests of a server that goes down are
 sent again to another one, or wait. A server may also give a response up for new weights.
-Then its part is kept, and any server samples the rest. A request that a paused server refuses waits and is sent again.
+Then its part is kept, and any server samples the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -21,26 +22,46 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from rljax.errors import OtherPromptError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
-from rljax.rollout.servers.http import Pauses, may_pass
+from rljax.rollout.servers.http import may_pass
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.requests import Ask, Completion, Group, TakeAsks, join_parts, remaining_request
 from rljax.rollout.servers.server import Server
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import ClientLimits
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 _ALIVE_S = 5.0  # The time between two checks that the event loop still runs (seconds).
 _CLOSE_S = 10.0  # The longest time to end what still runs (seconds).
+_TICK_S = 0.25  # The time between two calls of ``tend`` while responses are sampled (seconds).
 
 
-class LoopThread:
-    """An event loop that runs from the start until :meth:`end`. Methods may be called from any other thread."""
+class Dispatcher(ABC):
+    """The requests that wait, in their order, and those under way. A subclass has the servers.
 
-    def __init__(self, name: str) -> None:
-        """Starts the thread ``name``."""
+    An event loop sends them, from the start until :meth:`end`. Methods may be called from any other thread.
+    """
+
+    def __init__(self, kind: Backend, limits: ClientLimits) -> None:
+        """Starts the thread of the event loop. Nothing is sent yet."""
+        self.kind, self.limits = kind, limits
+        self.most = limits.max_outstanding  # the most requests that a server gets at a time
+        self.last_open = time.monotonic()  # the last time at which a server was open or a stream began
+        self._waiting: deque[tuple[Group, asyncio.Future[Server]]] = deque()
+        self._warned = False  # whether a line was logged about replies of other prompts
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name="rljax-servers", daemon=True)
         self._thread.start()
+
+    @property
+    @abstractmethod
+    def servers(self) -> Sequence[Server]:
+        """The servers that are listed now."""
+
+    @abstractmethod
+    def tend(self) -> None:
+        """Follows the list of servers, and recovers those that are down. Called while responses are sampled."""
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begins ``work``. Raises ServerError if the event loop has ended."""
@@ -88,33 +109,6 @@ class LoopThread:
         if not self._thread.is_alive():
             self.loop.close()
 
-
-log = logging.getLogger(__name__)
-
-_TICK_S = 0.25  # The time between two calls of ``tend`` while responses are sampled (seconds).
-
-
-class Dispatcher(LoopThread, ABC):
-    """The requests that wait, in their order, and those under way. A subclass has the servers."""
-
-    def __init__(self, kind: Backend, limits: ClientLimits) -> None:
-        """Starts the event loop. Nothing is sent yet."""
-        self.kind, self.limits = kind, limits
-        self.most = limits.max_outstanding  # the most requests that a server gets at a time
-        self.last_open = time.monotonic()  # the last time at which a server was open or a stream began
-        self._waiting: deque[tuple[Group, asyncio.Future[Server]]] = deque()
-        self._warned = False  # whether a line was logged about replies of other prompts
-        super().__init__("rljax-servers")
-
-    @property
-    @abstractmethod
-    def servers(self) -> Sequence[Server]:
-        """The servers that are listed now."""
-
-    @abstractmethod
-    def tend(self) -> None:
-        """Follows the list of servers, and recovers those that are down. Called while responses are sampled."""
-
     def stream(
         self,
         take: TakeAsks,
@@ -131,41 +125,28 @@ class Dispatcher(LoopThread, ABC):
         times or was refused, and the errors of :meth:`tend` and ``take``.
         """
         metrics = {} if metrics is None else metrics
-        completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
+        completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()  # None: there may be new requests
         for name in ("rollout/requests", "rollout/retries"):
             metrics.setdefault(name, 0.0)
         running: dict[Future[Completion], tuple[int, int]] = {}
-        has_news = threading.Event()
-
-        def wake() -> None:
-            if not has_news.is_set():
-                has_news.set()
-                completed.put(None)
-
         if turns is not None:
-            turns.watch(wake)
-        has_news.set()
+            turns.watch(lambda: completed.put(None))
+        completed.put(None)
         self.last_open = time.monotonic()
         tend_at = self.last_open + _TICK_S
         try:
-            while True:
-                if has_news.is_set():
-                    has_news.clear()
-                    self.check_alive()
-                    for ask in take():
-                        work = self._answer(ask, vocab_size, metrics)
-                        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-                        running[future] = ask.place
-                        future.add_done_callback(completed.put)
-                if not running and (turns is None or turns.is_over):
-                    return
-                try:
+            while running or not completed.empty() or not (turns is None or turns.is_over):
+                self.check_alive()
+                with contextlib.suppress(queue.Empty):
                     done = completed.get(timeout=max(tend_at - time.monotonic(), 0.0))
-                except queue.Empty:
-                    self.check_alive()
-                else:
                     if done is not None:
                         yield running.pop(done), done.result()
+                    else:
+                        for ask in take():
+                            work = self._answer(ask, vocab_size, metrics)
+                            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+                            running[future] = ask.place
+                            future.add_done_callback(completed.put)
                 if time.monotonic() >= tend_at:
                     self.tend()
                     tend_at = time.monotonic() + _TICK_S
@@ -177,21 +158,19 @@ class Dispatcher(LoopThread, ABC):
 
     async def _answer(self, ask: Ask, vocab_size: int | None, metrics: dict[str, float]) -> Completion:
         """Returns the completion of a request. Raises ServerError if it is refused or all attempts failed."""
-        failure, failures, pauses = "", 0, Pauses(self.limits.request_timeout_s)
+        failure, failures = "", 0
         parts: list[Completion] = []
         while failures < self.kind.retries.attempts:
             if failure:
                 metrics["rollout/retries"] += 1
                 await asyncio.sleep(self.kind.retries.wait_s(failures))
-            elif pauses.count:
-                await asyncio.sleep(self.kind.retries.wait_s(pauses.count))
             server = await self._take(ask.group)
             metrics["rollout/requests"] += 1
             try:
                 parts.append(await server.rollout(remaining_request(ask.request, parts), vocab_size))
                 if parts[-1].finish_reason != "abort":
                     return join_parts(parts)
-                failure, pauses.count = "", 0
+                failure = ""
                 continue
             except ServerGoneError as error:
                 failure = str(error)
@@ -202,9 +181,6 @@ class Dispatcher(LoopThread, ABC):
                     self._warned = True
                     log.warning("%s; no such reply is taken, rollout/retries counts them", failure)
             except ServerRefusedError as error:
-                if pauses.may_end(error):
-                    failure = ""
-                    continue
                 if not may_pass(error):
                     raise
                 failure = str(error)

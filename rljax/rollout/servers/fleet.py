@@ -94,7 +94,7 @@ class Fleet(Dispatcher):
         # The proof that each asked server will give, and the number of publishes when it was asked, by URL.
         self._proofs: dict[str, tuple[Future[Any], int]] = {}
         self._publishes = 0
-        self._http = Http(kind, headers)
+        self._http = Http(headers)
         self._list([url.rstrip("/") for url in urls])
 
     # ---- The list ----

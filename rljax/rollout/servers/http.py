@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import math
 import os
 import resource
-import time
-import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
 import httpx
 import msgspec
 
-from rljax.errors import (
-    ReplyError,
-    ServerError,
-    ServerGoneError,
-    ServerPausedError,
-    ServerRefusedError,
-)
-from rljax.rollout.servers.kind import Backend
+from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
 
 CONNECT_S = 10.0
 """The longest that a connection may take to open (seconds)."""
 _MOST = 64  # The most requests that share a connection. All of them are lost if it breaks.
 _GATHER_S = 0.002  # The longest time that a request waits for others (seconds).
-_GIVE_UP_S = 10.0  # The longest time that a server may take to give requests up (seconds).
 _SPARE_FILES = 256  # The file descriptors left to checkpoints, rows, reward workers and the device driver.
 
 _LONG_REPLY = 2**22  # A longer reply is read on a thread, so that the event loop goes on meanwhile (bytes).
@@ -50,19 +39,15 @@ class _Batch:
     """Requests that share a connection."""
 
     def __init__(self) -> None:
-        self.name = uuid.uuid4().hex
         self.bodies: list[dict[str, Any]] = []
         self.answers: list[asyncio.Future[_Reply]] = []
-        self.given_up: list[int] = []  # the numbers of cancelled requests of which the server was not told yet
-        self.is_known = asyncio.Event()  # set once the server has the requests, or the exchange has ended
 
 
 class Http:
-    """HTTP exchanges with servers of one kind. One event loop uses it."""
+    """HTTP exchanges with servers. One event loop uses it."""
 
-    def __init__(self, kind: Backend, headers: Mapping[str, str]) -> None:
+    def __init__(self, headers: Mapping[str, str]) -> None:
         """Opens nothing yet. Each request has ``headers``."""
-        self._kind = kind
         self._http = httpx.AsyncClient(
             # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500.
             # Requests for rollouts share one where the server has rljax's endpoint (``ask``).
@@ -72,7 +57,7 @@ class Http:
         )
         self._timeout = httpx.Timeout(None, connect=CONNECT_S)
         self._gathered: defaultdict[str, _Batch] = defaultdict(_Batch)  # by URL
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._exchanges: set[asyncio.Task[None]] = set()
         self._reader = ThreadPoolExecutor(1, "rljax-reply-reader")  # one: a long reply takes many times its size
 
     async def aclose(self) -> None:
@@ -92,7 +77,6 @@ class Http:
         Raises:
           ServerGoneError: No answer comes, or the server is not healthy.
           ReplyError: The answer is no HTTP.
-          ServerPausedError: The server refuses a sample because it is paused.
           ServerRefusedError: The answer has any other status. The error has the server's message.
         """
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S), pool=None)
@@ -105,7 +89,7 @@ class Http:
     async def ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
         """Returns the reply to a request. All requests of the same moment to ``url`` are sent together.
 
-        If the caller is cancelled, the server gives the request up. It raises the errors of :meth:`exchange`.
+        Once nobody waits for any of them, the server gives them up. It raises the errors of :meth:`exchange`.
         """
         address, loop = url + path, asyncio.get_running_loop()
         answer: asyncio.Future[_Reply] = loop.create_future()
@@ -131,67 +115,31 @@ class Http:
         hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
         wanted = hint if reply.status_code == 401 else ""
         said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
-        if reply.status_code == 503 and path in (self._kind.route, self._kind.own_route) and await self._is_paused(url):
-            raise ServerPausedError(said, reply.status_code)
         raise ServerRefusedError(said, reply.status_code)
-
-    async def _is_paused(self, url: str) -> bool:
-        """Returns whether the server at ``url`` is paused."""
-        if self._kind.paused_route:
-            with contextlib.suppress(ServerError):
-                reply = await self.exchange(url, "GET", self._kind.paused_route, 10.0)
-                return bool(json_object(url + self._kind.paused_route, reply).get("is_paused"))
-        return False
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts ``work`` as a task, and holds a reference to the task until it is done."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _send(self, url: str, batch: _Batch) -> None:
         """Sends ``batch``, unless it was sent before because it was full."""
         if self._gathered.get(url) is not batch:
             return
         del self._gathered[url]
-        exchange, left = self._start(self._exchange_all(url, batch)), len(batch.answers)
+        exchange = asyncio.create_task(self._exchange_all(url, batch))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._exchanges.discard)
 
-        def finished(number: int, answer: asyncio.Future[_Reply]) -> None:
-            nonlocal left
-            left -= 1
-            if answer.cancelled():
-                batch.given_up.append(number)
-                if len(batch.given_up) == 1:
-                    self._start(self._give_up(url, batch))
-            if batch.given_up and not left:
+        def finished(_: asyncio.Future[_Reply]) -> None:
+            if all(answer.done() for answer in batch.answers) and any(answer.cancelled() for answer in batch.answers):
                 exchange.cancel()  # this closes the connection, so that the server gives up all that is left
 
-        for number, answer in enumerate(batch.answers):
-            answer.add_done_callback(functools.partial(finished, number))
-
-    async def _give_up(self, url: str, batch: _Batch) -> None:
-        """Makes the server give up the cancelled requests of ``batch``, unless all requests are answered."""
-        await batch.is_known.wait()
-        await asyncio.sleep(_GATHER_S)
-        numbers, batch.given_up = batch.given_up, []
-        if not all(answer.done() for answer in batch.answers):
-            with contextlib.suppress(httpx.RequestError):  # the server is gone, and the other requests see that, too
-                await self._http.delete(url, params={"batch": batch.name, "number": numbers}, timeout=_GIVE_UP_S)
+        for answer in batch.answers:
+            answer.add_done_callback(finished)
 
     async def _exchange_all(self, url: str, batch: _Batch) -> None:
         """Sends ``batch``, and sets the reply of each request, or the error that ended the exchange."""
         try:
             content = msgspec.json.encode(batch.bodies)
             async with self._http.stream(
-                "POST",
-                url,
-                params={"batch": batch.name},
-                content=content,
-                headers={"content-type": "application/json"},
-                timeout=self._timeout,
+                "POST", url, content=content, headers={"content-type": "application/json"}, timeout=self._timeout
             ) as reply:
-                batch.is_known.set()
                 if reply.status_code != 200:
                     refused = reply.status_code, await reply.aread()
                     for answer in batch.answers:
@@ -208,8 +156,6 @@ class Http:
             for answer in batch.answers:
                 if not answer.done():
                     answer.set_exception(error)
-        finally:
-            batch.is_known.set()
 
 
 def _give(answer: asyncio.Future[_Reply], reply: _Reply) -> None:
@@ -240,23 +186,6 @@ async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
         raise ServerGoneError(f"no answer from {address}{late}: {said}") from error
     except httpx.RequestError as error:  # a body that cannot be decoded
         raise ReplyError(f"{address} sent no valid HTTP reply: {error}") from error
-
-
-class Pauses:
-    """The refusals of one request by paused servers. They count as failed attempts only after ``longest_s`` seconds."""
-
-    def __init__(self, longest_s: float) -> None:
-        self.count, self._waits, self._longest_s, self._end = 0, False, longest_s, math.inf
-
-    def may_end(self, error: ServerError) -> bool:
-        """Returns whether ``error`` is the refusal of a paused server, and the wait may go on. Counts the refusal."""
-        # The server may resume between its refusal and the question whether it is paused. One refusal 503 counts, too.
-        waits, self._waits = self._waits, isinstance(error, ServerPausedError)
-        if not self._waits and not (waits and isinstance(error, ServerRefusedError) and error.status == 503):
-            return False
-        self._end = min(self._end, time.monotonic() + self._longest_s)
-        self.count += 1
-        return time.monotonic() < self._end
 
 
 def may_pass(error: ServerError) -> bool:

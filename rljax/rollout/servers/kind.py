@@ -19,23 +19,13 @@ from rljax.rollout.servers.replies import without_ties
 from rljax.rollout.servers.requests import Completion, Remote, Request, Retries, ServerInfo
 from rljax.rollout.types import InFlight
 from rljax.weights.format import PROTOCOL, Checksum
+from rljax.weights.pull import Pulled
 from rljax.weights.store import WeightDirectory, WeightVersion
 from rljax.weights.sums import describe_differences, differences
 
 UPDATE_S = 600.0
 """The longest time of one step of an update (seconds)."""
 _POLL_S = 0.05  # The time between two questions whether the workers have pulled a version (seconds).
-
-
-class PullAnswer(msgspec.Struct):
-    """The result of a worker's pull of a version, with the fields of ``pull.Pulled`` that are recorded."""
-
-    error: str  # the message of a failure, or ""
-    seconds: float
-    fetch_s: float = 0.0
-    check_s: float = 0.0
-    bytes: int = 0
-    repaired: str = ""
 
 
 class _LoadedAnswer(msgspec.Struct):
@@ -57,7 +47,6 @@ class Backend(ABC):
     route: str  # the path that samples a response
     own_route = ""  # the better path of rljax's plugin, which a server may lack, or "" if there is none
     without_route = ""  # the remedy if a server lacks ``route``
-    paused_route = ""  # the path at which a server says whether it is paused, or "" if there is none
     retries = Retries()  # the attempts at a request that a server refuses or answers wrongly
     logprobs_hint: str  # the remedy if log-probabilities belong to another distribution than the server samples from
     without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
@@ -213,10 +202,10 @@ class Backend(ABC):
         except msgspec.ValidationError as error:
             raise ReplyError(f"{server.url} answered {method} with {str(answers)[:300]}: {error}") from error
 
-    async def prepare(self, server: Remote, version: WeightVersion) -> PullAnswer | None:
+    async def prepare(self, server: Remote, version: WeightVersion) -> Pulled | None:
         """Makes the workers pull a version into their machine's mirror while they sample. :meth:`push` loads it later.
 
-        Returns the answer of the slowest worker, or None if servers read the version in the directory of the trainer.
+        Returns the work of the slowest worker, or None if servers read the version in the directory of the trainer.
         It raises ServerGoneError if a worker could not pull the version in time.
         """
         if not version.source:
@@ -224,7 +213,7 @@ class Backend(ABC):
         name, begun = version.path.name, time.monotonic()
         await self.ask_plugin(server, "rljax_pull", name)
         while time.monotonic() - begun < UPDATE_S:
-            answers: list[PullAnswer | None] = await self.ask(server, PullAnswer | None, "rljax_pulled", name)
+            answers: list[Pulled | None] = await self.ask(server, Pulled | None, "rljax_pulled", name)
             done = [answer for answer in answers if answer is not None]
             if failed := [answer.error for answer in done if answer.error]:
                 raise ServerGoneError(f"{server.url} could not pull {version.tag}: {failed[0]}")

@@ -169,10 +169,6 @@ class ServedModel(RolloutEngine):
             return 1.0
         return temperature if abs(sharpened + np.log(temperature)) < room else None
 
-    def prepare(self, params: Any, policy_version: int) -> None:
-        """Raises RuntimeError: these servers keep the model that they have."""
-        self.publish(params, policy_version)
-
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """Raises RuntimeError: these servers keep the model that they have."""
         raise RuntimeError("weights cannot be published to a served model")

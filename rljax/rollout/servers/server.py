@@ -21,7 +21,7 @@ from typing import Any, Literal
 from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
 from rljax.rollout.kinds import can
 from rljax.rollout.servers.handshake import Expectation
-from rljax.rollout.servers.http import Http, Pauses, json_object, may_pass
+from rljax.rollout.servers.http import Http, json_object, may_pass
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
@@ -207,17 +207,15 @@ class Server(Remote):
 
     async def _probe(self, request: Request) -> Completion:
         """Returns a completion. Asks again if the reply cannot be read or the refusal may pass."""
-        timeout_s, retries = min(_PROBE_S, self._timeout_s), self._kind.retries
-        failures, pauses = 0, Pauses(timeout_s)
+        retries, failures = self._kind.retries, 0
         while True:
             try:
-                return await self._read(await self._send(request, timeout_s), request)
+                return await self._read(await self._send(request, min(_PROBE_S, self._timeout_s)), request)
             except (ReplyError, ServerRefusedError) as error:
-                if not pauses.may_end(error):
-                    failures += 1
-                    if failures >= retries.attempts or not may_pass(error):
-                        raise
-            await asyncio.sleep(retries.wait_s(failures + pauses.count))
+                failures += 1
+                if failures >= retries.attempts or not may_pass(error):
+                    raise
+            await asyncio.sleep(retries.wait_s(failures))
 
     def _send(self, request: Request, timeout_s: float) -> Coroutine[Any, Any, bytes]:
         """Returns the exchange of a request for one response, which it counts."""

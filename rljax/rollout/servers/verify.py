@@ -76,7 +76,6 @@ class ProbeDifference:
     # The distance between the server's two scores of these tokens. A third of the probes have a smaller distance. It
     # is 0 if nothing is rounded.
     own: float = 0.0
-    own_per_prompt: tuple[float, ...] = ()  # the mean distance between the two scores of each probe
 
 
 def limits(dtype: str, *, mixture: bool = False, rounded: bool = False) -> tuple[float, float]:
@@ -105,17 +104,17 @@ def probe_tokens(config: VerifyConfig, *, rounded: bool) -> int:
     return max(config.tokens, ROUNDED_TOKENS) if rounded else config.tokens
 
 
-def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
+def random_prompts(shape: tuple[int, int], vocab_size: int) -> list[np.ndarray]:
     """Returns ``shape[0]`` prompts of ``shape[1]`` random token ids below ``vocab_size``, int32."""
-    return list(np.random.default_rng(seed).integers(0, vocab_size, size=shape).astype(np.int32))
+    return list(np.random.default_rng(0).integers(0, vocab_size, size=shape).astype(np.int32))
 
 
-def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int], seed: int = 0) -> list[np.ndarray]:
+def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int]) -> list[np.ndarray]:
     """Returns ``shape[0]`` probes of ``shape[1]`` token ids, int32. Each ends with one of ``prompts``.
 
     If the prompt is shorter than a probe, other prompts stand before it. If it is longer, its beginning is cut off.
     """
-    rng, found = np.random.default_rng(seed), []
+    rng, found = np.random.default_rng(0), []
     for _ in range(shape[0]):
         tokens = np.zeros(0, np.int32)
         while len(tokens) < shape[1]:
@@ -162,13 +161,12 @@ class Verifier:
         dtype: str,
         mixture: bool = False,
         prompts: Sequence[np.ndarray] = (),
-        seed: int = 0,
     ) -> None:
         """Makes the probe prompts for the vocabulary, cache blocks and form of the server ``info``.
 
         ``score`` computes the trainer's log-probabilities in the rollout dtype at temperature 1. ``dtype`` is the
         rollout dtype, which chooses the bands. They are wider for a ``mixture`` of experts. The probes are made from
-        ``prompts`` of the run, int32 [s] each, or without any from random tokens. ``seed`` chooses them.
+        ``prompts`` of the run, int32 [s] each, or without any from random tokens.
         """
         assert info.vocab_size is not None
         assert info.block_size is not None
@@ -181,9 +179,7 @@ class Verifier:
         self._first = self._probes if has_tail else -(-self._probes // 2)  # the probes of the first look of a publish
         self._cached, length = probe_lengths(info.block_size, rounded=self._is_rounded)
         shape = (LOOKS * self._probes, length)
-        self._prompts = (
-            joined_prompts(prompts, shape, seed) if prompts else random_prompts(shape, info.vocab_size, seed)
-        )
+        self._prompts = joined_prompts(prompts, shape) if prompts else random_prompts(shape, info.vocab_size)
         self.band: float | None = None  # the largest mean that passes (nats); None before the first verification
         # The largest ``own`` that passes (nats); None before the first verification, and if no server rounds.
         self.own_band: float | None = None
@@ -249,11 +245,9 @@ class Verifier:
             for (p, s), logprobs in zip(pairs, scored, strict=True)
         ]
         together = np.concatenate(gaps)
-        own = tuple(
-            _own_gap(*each) for each in zip(look.prompts, look.completions, look.again, strict=bool(look.again))
-        )
+        own = [_own_gap(*each) for each in zip(look.prompts, look.completions, look.again, strict=bool(look.again))]
         per_prompt = tuple(float(gap.mean()) for gap in gaps)
-        return ProbeDifference(float(together.mean()), float(together.max()), per_prompt, lower_third(own), own)
+        return ProbeDifference(float(together.mean()), float(together.max()), per_prompt, lower_third(own))
 
     def _worst(self, looks: Sequence[Look], params: Any) -> ProbeDifference:
         """Returns the difference of the round with the largest mean, with the largest ``own`` of all rounds."""

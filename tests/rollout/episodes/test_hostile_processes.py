@@ -5,7 +5,6 @@ import os
 import socket
 import sys
 import time
-from contextlib import closing
 
 import pytest
 from waiting import is_gone
@@ -16,7 +15,6 @@ from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Reply
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
-from rljax.rollout.episodes.tools import ToolPool, ToolResult
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +25,7 @@ import hostile
 from rljax.rollout.episodes.environment import Reply
 from rljax.rollout.episodes.outcomes import CallEnded
 from rljax.rollout.episodes.outcomes import Outcome
-from rljax.rollout.episodes.tools import ToolResult
+from rljax.rollout.episodes.tools import ToolResult, call_tool
 
 HERE = pathlib.Path(__file__).parent
 DAEMON = "import os, sys, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); " \\
@@ -75,6 +73,10 @@ class Env:
 
     async def reward(self):
         return 1.0
+
+class Calls(Env):
+    async def step(self, response, truncated):
+        return Reply((await call_tool("persons_attack:tool", [response])).text)
 
 if os.environ["RLJAX_TEST_PARENT"] != str(os.getpid()):
     start = HERE / "start"
@@ -154,17 +156,21 @@ def test_nothing_names_the_socket_and_no_program_inherits_it():
         assert score(pool, "hidden") == [1.0]
 
 
+def call(hosts, word):
+    """Returns the text of a tool's result."""
+    return hosts.step("a", word, False).result(60).value.content
+
+
 @pytest.mark.parametrize("kind", ["pickle", "wrong form"])  # the frames are those of rewards
 def test_a_tool_that_writes_to_its_socket_harms_itself(kind):
-    with closing(ToolPool(EpisodeConfig(tool_timeout_s=20.0), 1)) as pool:
-        words = ("say 0.1", kind, "say 0.2", "say 0.3")
-        calls = [pool.submit("persons_attack:tool", [word]) for word in words]
-        first, attack, *others = [call.result(60) for call in calls]
-        assert [first, *others] == [ToolResult("0.1"), ToolResult("0.2"), ToolResult("0.3")]
-        assert attack.failure == "died"
-        assert attack.text.startswith("error: the tool's process sent a")
-        counts = pool.pop_metrics()
-        assert (counts["turns/tool_calls"], counts["turns/tool_deaths"]) == (4, 1)
+    limits = EpisodeConfig(tool_timeout_s=20.0)
+    with EnvironmentHosts("persons_attack:Calls", limits, tool_workers=1) as hosts:
+        hosts.reset("a", PROBLEM).result(60)
+        first, attack, *others = [call(hosts, word) for word in ("say 0.1", kind, "say 0.2", "say 0.3")]
+        assert [first, *others] == ["0.1", "0.2", "0.3"]
+        assert attack.startswith("error: the tool's process sent a")
+        counts = hosts.pop_metrics()
+    assert (counts["turns/tool_calls"], counts["turns/tool_deaths"]) == (4, 1)
 
 
 @pytest.mark.parametrize("kind", ["framed pickle", "wrong form", "twice"])
@@ -203,13 +209,11 @@ def test_garbage_at_the_start_of_a_process_starts_another(kind, here):
     (here / "start").write_text(f"once {kind}")
     with EnvironmentHosts("persons_attack:Env", tool_workers=1) as hosts:
         assert hosts.reset("a", PROBLEM).result(60) == Outcome()
-    pool = ToolPool(EpisodeConfig(), 1)
-    (here / "start").write_text(f"once {kind}")
-    try:
-        assert pool.submit("persons_attack:tool", ["say 0.3"]).result(60).failure == "died"
-        assert pool.submit("persons_attack:tool", ["say 0.3"]).result(60) == ToolResult("0.3")
-    finally:
-        pool.close()
+    with EnvironmentHosts("persons_attack:Calls", tool_workers=1) as hosts:
+        hosts.reset("a", PROBLEM).result(60)
+        (here / "start").write_text(f"once {kind}")
+        assert call(hosts, "say 0.3").startswith("error: the tool's process")
+        assert call(hosts, "say 0.3") == "0.3"
 
 
 def test_garbage_at_every_start_of_a_process_ends_the_run(here):

@@ -129,7 +129,6 @@ class VllmBackend(Backend):
         "rljax's plugin is not in this server, or too old for it: install this rljax beside vLLM (install_vllm in a "
         "checkout, on a TPU with --tpu) and start it with rljax serve vllm MODEL"
     )
-    paused_route = "/is_paused"
     version_route = "/weight_info"
     without_version = "it does not say which weights it holds: no /weight_info; a newer vLLM has it"
 
@@ -219,7 +218,7 @@ class VllmBackend(Backend):
             (model,) = (await server.call("GET", "/v1/models"))["data"]
         except (KeyError, ValueError, ServerRefusedError) as error:
             raise ValueError(f"{server.url} does not list one model at /v1/models: {error}") from error
-        if (await ask_if_there(server, "GET", self.paused_route)).get("is_paused"):
+        if (await ask_if_there(server, "GET", "/is_paused")).get("is_paused"):
             raise ValueError(f"{server.url} is paused: end the run that publishes weights to it, or POST /resume")
         described = await ask_if_there(server, "POST", "/collective_rpc", json={"method": "rljax_describe"})
         weights = await ask_if_there(server, "GET", self.version_route)
@@ -241,7 +240,7 @@ class VllmBackend(Backend):
             "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1, as rljax serve vllm does"
         )
         with refusals(server.url, development):
-            if not (await server.call("GET", self.paused_route)).get("is_paused"):
+            if not (await server.call("GET", "/is_paused")).get("is_paused"):
                 return
             is_sleeping = (await server.call("GET", "/is_sleeping")).get("is_sleeping")
         asked = await ask_if_there(server, "POST", "/collective_rpc", json={"method": "rljax_describe"})

@@ -4,9 +4,7 @@ vLLM's own endpoints make a Python object for each token and each likeliest toke
 That costs processor time which the workers need. Here the scores stay in flat lists, and are sent as JSON with base64
 of little-endian arrays. One request asks for several responses. Each response comes in a line of its own as soon as it
 is complete. The line has a hash of the prompt. The sampling, the checks of a request and the statuses of errors are
-those of vLLM.
-
-``DELETE`` with ``batch`` and ``number`` in the query gives up single responses of the request with that ``batch``.
+those of vLLM. Where the client goes away, the responses of its request are given up.
 
 vLLM loads :class:`ServeRollouts` with ``--middleware rljax.rollout.servers.vllm.endpoint.ServeRollouts``.
 """
@@ -15,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Coroutine
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
@@ -23,7 +20,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.inputs import tokens_input
@@ -46,7 +43,7 @@ class ServeRollouts:
         if scope["type"] == "lifespan":
             # A route of the application itself is behind all middleware that guards vLLM's own routes.
             routes = scope["app"].router.routes
-            routes.insert(0, Route(ROLLOUTS, RolloutEndpoint(), methods=["POST", "DELETE"]))
+            routes.insert(0, Route(ROLLOUTS, RolloutEndpoint(), methods=["POST"]))
             for route in routes if current_platform.is_tpu() else ():
                 if getattr(route, "path", "") in ("/resume", "/wake_up"):
                     route.app = after_whole_updates(route.app)
@@ -72,9 +69,6 @@ class Asked(msgspec.Struct):
     sampling_params: dict[str, Any]
 
 
-_Answer = tuple[int, dict[str, Any]]
-"""The status and the content of a reply."""
-_Sampling = asyncio.Task[_Answer]
 _DECODER = msgspec.json.Decoder(list[Asked])
 _NOT_ON_TPU = (
     *("seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
@@ -84,76 +78,56 @@ _NOT_ON_TPU = (
 
 
 class RolloutEndpoint:
-    """The endpoint, an ASGI application. Responses are given up where the client deletes them or goes away."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[str, list[_Sampling]] = {}  # the task of each response, by the name of its batch
+    """The endpoint, an ASGI application."""
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
-        """Samples the responses of one request, or gives up some of another request."""
+        """Samples the responses of one request."""
         request = Request(scope, receive)
-        name = request.query_params.get("batch", "")
-        if request.method == "DELETE":
-            tasks = self._tasks.get(name, [])
-            for number in request.query_params.getlist("number"):
-                if number.isdecimal() and int(number) < len(tasks):
-                    tasks[int(number)].cancel()
-            await Response()(scope, receive, send)
-            return
         try:
             asked = _DECODER.decode(await request.body())
         except msgspec.MsgspecError as error:
             raise ValueError(f"the body is not a list of requests for rollouts: {error}") from error
-        lines: asyncio.Queue[bytes | None] = asyncio.Queue()
         engine = scope["app"].state.engine_client
-        tasks = [_start(number, _sample(engine, each), lines) for number, each in enumerate(asked)]
-        leaving = asyncio.create_task(_leave(receive, lines))
-        self._tasks[name] = tasks
+        left = {asyncio.create_task(_line(engine, number, each)) for number, each in enumerate(asked)}
+        leaving = asyncio.create_task(_leave(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
-            for _ in asked:
-                line = await lines.get()
-                if line is None:
-                    return
-                await send({"type": "http.response.body", "body": line, "more_body": True})
+            while left and not leaving.done():
+                await asyncio.wait((*left, leaving), return_when=asyncio.FIRST_COMPLETED)
+                for task in [each for each in left if each.done()]:
+                    left.remove(task)
+                    await send({"type": "http.response.body", "body": task.result(), "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self._tasks.pop(name, None)
-            for task in (*tasks, leaving):
+            for task in (*left, leaving):
                 task.cancel()
 
 
-async def _leave(receive: Any, lines: asyncio.Queue[bytes | None]) -> None:
-    """Waits until the client has gone away, and then ends ``lines`` with None."""
+async def _leave(receive: Any) -> bytes:
+    """Waits until the client has gone away."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    lines.put_nowait(None)
+    return b""
 
 
-def _start(number: int, sampling: Coroutine[Any, Any, _Answer], lines: asyncio.Queue[bytes | None]) -> _Sampling:
-    """Returns the task that samples a response. Its line is added when it is done or given up."""
-
-    def add_line(task: _Sampling) -> None:
-        status, reply = (HTTPStatus.GONE, {}) if task.cancelled() else task.result()
-        lines.put_nowait(b"%d %d %b\n" % (number, status, msgspec.json.encode(reply)))
-
-    task = asyncio.create_task(sampling)
-    task.add_done_callback(add_line)
-    return task
-
-
-async def _sample(engine: Any, asked: Asked) -> _Answer:
-    """Samples one response. Returns its reply, or the error that vLLM would answer with."""
+async def _line(engine: Any, number: int, asked: Asked) -> bytes:
+    """Samples one response. Returns the line with its reply, or with the error that vLLM would answer with."""
     try:
-        settings = _settings(asked, engine.model_config.get_vocab_size())
-        sampling = engine.generate(tokens_input(asked.token_ids), settings, f"rollout-{uuid4().hex}")
-        output = [output async for output in sampling][-1]
-        if output.outputs[0].finish_reason == "error":
-            raise RuntimeError("Internal server error")
-        return 200, as_reply(output)
+        status, reply = 200, await _sample(engine, asked)
     except Exception as error:
         answered = create_error_response(error)
-        return int(answered.error.code), answered.model_dump()
+        status, reply = int(answered.error.code), answered.model_dump()
+    return b"%d %d %b\n" % (number, status, msgspec.json.encode(reply))
+
+
+async def _sample(engine: Any, asked: Asked) -> dict[str, Any]:
+    """Samples one response, and returns its reply."""
+    settings = _settings(asked, engine.model_config.get_vocab_size())
+    sampling = engine.generate(tokens_input(asked.token_ids), settings, f"rollout-{uuid4().hex}")
+    output = [output async for output in sampling][-1]
+    if output.outputs[0].finish_reason == "error":
+        raise RuntimeError("Internal server error")
+    return as_reply(output)
 
 
 def _settings(asked: Asked, vocab_size: int) -> SamplingParams:
