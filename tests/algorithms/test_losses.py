@@ -23,6 +23,16 @@ def numbers(seed=0, spread=0.3):
     return old + spread * rng.standard_normal(IDS.shape), old, advantages
 
 
+def summed(config, *, ids=IDS, num_sequences=4):
+    """Returns a function that gives ((the sum of the losses, (losses, flags)), its gradient)."""
+
+    def run(logprobs, old, advantages, mask):
+        found = policy_loss(config, logprobs, old, advantages, mask, sequence_ids=ids, num_sequences=num_sequences)
+        return jnp.sum(found[0]), found
+
+    return jax.jit(jax.value_and_grad(run, has_aux=True))
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "clipped", "gradient"),
     [
@@ -58,23 +68,10 @@ def test_ppo_clip_by_hand(ratio, advantage, loss, clipped, gradient):
     ],
 )
 def test_kinds_by_hand(kind, losses, clipped, gradient):
-    config = LossConfig(kind=kind, clip_low=0.6, clip_high=0.5)
-    logprobs = jnp.array([[-1.0, -2.0]])
+    logprobs, mask = jnp.array([[-1.0, -2.0]]), jnp.ones((1, 2), bool)
     old = logprobs - jnp.log(jnp.array([[2.0, 0.125]]))
-
-    def run(logprobs):
-        found, flags = policy_loss(
-            config,
-            logprobs,
-            old,
-            jnp.array([[3.0, 3.0]]),
-            jnp.array([[True, True]]),
-            sequence_ids=jnp.zeros((1, 2), jnp.int32),
-            num_sequences=1,
-        )
-        return jnp.sum(found), (found, flags)
-
-    (_, (found, flags)), slope = jax.jit(jax.value_and_grad(run, has_aux=True))(logprobs)
+    run = summed(LossConfig(kind=kind, clip_low=0.6, clip_high=0.5), ids=jnp.zeros((1, 2), jnp.int32), num_sequences=1)
+    (_, (found, flags)), slope = run(logprobs, old, jnp.array([[3.0, 3.0]]), mask)
     np.testing.assert_allclose(found, [losses], rtol=1e-6)
     np.testing.assert_array_equal(flags, [clipped])
     np.testing.assert_allclose(slope, [gradient], rtol=1e-6)
@@ -92,19 +89,13 @@ def test_kinds_by_hand(kind, losses, clipped, gradient):
 )
 def test_tokens_of_an_environment_have_no_loss(kind, losses, gradient):
     """Two packed trajectories have holes between their sampled tokens, filled with arbitrary numbers."""
-    config = LossConfig(kind=kind, clip_low=0.6, clip_high=0.5)
     ids = jnp.array([[0, 0, 0, 0, 1, 1, 1, 1]])
     mask = jnp.array([[True, False, False, True, False, True, False, False]])
     ratios = jnp.array([[2.0, 1e9, 1e-9, 0.125, 5.0, 1.0, 7.0, 1.0]])
     logprobs = jnp.array([[-1.0, -50.0, jnp.nan, -2.0, -9.0, -3.0, jnp.nan, 0.0]])
     advantages = jnp.where(ids == 0, 3.0, -3.0)
-
-    def run(logprobs):
-        where = {"sequence_ids": ids, "num_sequences": 2}
-        found, flags = policy_loss(config, logprobs, logprobs - jnp.log(ratios), advantages, mask, **where)
-        return jnp.sum(found), (found, flags)
-
-    (_, (found, flags)), slope = jax.jit(jax.value_and_grad(run, has_aux=True))(logprobs)
+    run = summed(LossConfig(kind=kind, clip_low=0.6, clip_high=0.5), ids=ids, num_sequences=2)
+    (_, (found, flags)), slope = run(logprobs, logprobs - jnp.log(ratios), advantages, mask)
     np.testing.assert_allclose(found[mask], losses, rtol=1e-6)
     np.testing.assert_allclose(slope[mask], gradient, rtol=1e-6)
     assert not found[~mask].any()
@@ -161,14 +152,7 @@ def test_cispo_gradient_is_that_of_its_loss_with_the_ratio_held():
     with jax.enable_x64(True):
         logprobs, old, advantages = numbers()
         held = np.clip(np.exp(logprobs - old), 0.9, 1.15)
-
-        def loss(x):
-            losses, clipped = policy_loss(
-                config, x, old, advantages, jnp.asarray(MASK), sequence_ids=jnp.asarray(IDS), num_sequences=4
-            )
-            return jnp.sum(losses), clipped
-
-        (value, clipped), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(logprobs))
+        (value, (_, clipped)), gradient = summed(config)(logprobs, old, advantages, MASK)
         np.testing.assert_array_equal(clipped, MASK & (held != np.exp(logprobs - old)))
         assert 0 < float(clipped.sum()) < MASK.sum()
 
@@ -185,15 +169,8 @@ def test_cispo_gradient_is_that_of_its_loss_with_the_ratio_held():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_outside_the_mask_does_not_matter(kind):
-    config = LossConfig(kind=kind)
     logprobs, old, advantages = (x.astype(np.float32) for x in numbers())
-    same = {"sequence_ids": IDS, "num_sequences": 4}
-
-    def run(logprobs, old, advantages, mask):
-        losses, clipped = policy_loss(config, logprobs, old, advantages, mask, **same)
-        return jnp.sum(losses), (losses, clipped)
-
-    slope = jax.jit(jax.value_and_grad(run, has_aux=True))
+    slope = summed(LossConfig(kind=kind))
     clean = slope(logprobs, old, advantages, MASK)
     for rubbish in (np.nan, np.inf, -np.inf, 3e38):
         dirty = [np.where(MASK, x, np.float32(rubbish)) for x in (logprobs, old, advantages)]
@@ -216,14 +193,7 @@ def test_exponents_are_bounded(kind):
     """
     logprobs, old, _ = (x.astype(np.float32) for x in numbers())
     old[0, 1] = -np.inf
-
-    def run(logprobs):
-        losses, _ = policy_loss(
-            LossConfig(kind=kind), logprobs, old, -np.ones_like(old), MASK, sequence_ids=IDS, num_sequences=4
-        )
-        return jnp.sum(losses), losses
-
-    (_, losses), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(logprobs)
+    (_, (losses, _)), gradient = summed(LossConfig(kind=kind))(logprobs, old, -np.ones_like(old), MASK)
     assert np.isfinite(losses).all()
     assert np.isfinite(gradient).all()
     if kind != "cispo":
@@ -236,19 +206,10 @@ def test_on_policy_all_kinds_have_the_policy_gradient():
     Only GSPO spreads the gradient over the sequence.
     """
     logprobs, _, advantages = (x.astype(np.float32) for x in numbers())
-    gradients = {}
     for kind in KINDS:
-
-        def run(x, kind=kind):
-            losses, clipped = policy_loss(
-                LossConfig(kind=kind), x, logprobs, advantages, MASK, sequence_ids=IDS, num_sequences=4
-            )
-            return jnp.sum(losses), clipped
-
-        gradients[kind], clipped = jax.jit(jax.grad(run, has_aux=True))(logprobs)
+        (_, (_, clipped)), gradient = summed(LossConfig(kind=kind))(logprobs, logprobs, advantages, MASK)
         assert not clipped.any()
-    for kind in KINDS:
-        np.testing.assert_allclose(gradients[kind], np.where(MASK, -advantages, 0), rtol=1e-6)
+        np.testing.assert_allclose(gradient, np.where(MASK, -advantages, 0), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -200,14 +200,6 @@ def test_a_bound_linear_in_length_would_not_hold(worst):
     assert case.bias(worst(case)) > 1.9 * (2 * 8 * case.unit)
 
 
-def test_without_drift_there_is_no_bias():
-    rng = np.random.default_rng(0)
-    tables = random_tables(rng, 3, 4)
-    case = Case(tables, tables, [rng.standard_normal((*table.shape, 2)) for table in tables])
-    assert case.distance == 0
-    assert case.bias(by_prefix(rng, case.tokens, 3)) == 0
-
-
 def test_one_step_attains_the_bounds():
     """With T = 1 and two tokens, pi tosses a coin and mu leans by D.
 

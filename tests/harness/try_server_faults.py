@@ -38,13 +38,12 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import Samples
-from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.requests import Retries
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS, VllmConfig, start, vllm_python
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.weights.sums import array_checksum
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs/toy-base"
@@ -234,23 +233,14 @@ MakeEngine = Callable[[str], ServedEngine]
 def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
     """Yields the stand-in's URL, a function from a URL to an engine that has the policy, and the vocabulary size."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
+    import served_engines
     import vllm_fake
 
-    fake = vllm_fake.FakeVllm()
+    fake, limits = vllm_fake.FakeVllm(), limits_of(stall_s)
 
     def make(url: str) -> ServedEngine:
-        engine = ServedEngine(
-            config_of(url, stall_s),
-            VllmBackend(),
-            PolicyFunctions(
-                dict.items,
-                lambda params: {name: array_checksum(array) for name, array in params.items()},
-                lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
-            ),
-            hf_config=vllm_fake.SHAPE,
-            max_tokens=64,
-        )
-        engine.publish({"a": np.ones(4, np.float32)}, VERSION)
+        engine: ServedEngine = served_engines.make(url, backend=VllmBackend(), **limits)
+        engine.publish(served_engines.PARAMS, VERSION)
         return engine
 
     yield fake.url, make, SCRIPTED_VOCAB
@@ -265,7 +255,8 @@ def real_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
     def make(proxied: str) -> ServedEngine:
-        engine = make_engine(config_of(proxied, stall_s), policy, mesh, max_prompt_tokens=16, max_tokens=64)
+        config = RolloutConfig(engine="vllm", urls=(proxied,), dtype="float32", **limits_of(stall_s))
+        engine = make_engine(config, policy, mesh, max_prompt_tokens=16, max_tokens=64)
         assert isinstance(engine, ServedEngine)
         engine.publish(params, VERSION)
         return engine
@@ -275,10 +266,9 @@ def real_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
         yield server.url, make, policy.vocab_size
 
 
-def config_of(url: str, stall_s: float) -> RolloutConfig:
-    """Returns the settings of a rollout. A stalled response is given up after half a stall and sampled again."""
-    limits = ClientLimits(request_timeout_s=stall_s / 2)
-    return RolloutConfig(engine="vllm", urls=(url,), dtype="float32", server_wait_s=4 * DOWN_S, limits=limits)
+def limits_of(stall_s: float) -> dict[str, Any]:
+    """Returns the limits of a rollout. A stalled response is given up after half a stall and sampled again."""
+    return {"server_wait_s": 4 * DOWN_S, "limits": ClientLimits(request_timeout_s=stall_s / 2)}
 
 
 def rollout(make: MakeEngine, proxy: Proxy, fault: str, times: int, prompts: int, n: int, vocab: int) -> dict[str, Any]:

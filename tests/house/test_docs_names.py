@@ -1,9 +1,14 @@
-"""Every path and every dotted name of rljax that a page mentions must exist."""
+"""Every path, dotted name, link, metric and option that a page mentions must exist."""
 
 import functools
 import importlib
 import re
 from pathlib import Path
+
+from glossary import glossary
+
+from rljax.run.config import Config
+from rljax.run.options import options_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -89,9 +94,44 @@ def test_a_name_that_is_not_there_is_seen():
     assert not resolves("rljax.training")
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 120
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
-    assert len(links) > 20
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_links_lead_to_files_and_headings():
+    found, lost = 0, []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target, found = page.parent / path if path else page, found + 1
+            if not target.exists() or (anchor and anchor not in headings(target)):
+                lost.append(f"{page.relative_to(ROOT)}: {link}")
+    assert found > 400
+    assert lost == []
+
+
+@functools.cache
+def headings(page):
+    """Returns the anchors of a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+
+
+def test_every_metric_is_in_the_glossary():
+    known = glossary()
+    groups = {key.split("/")[0] for key in known if "/" in key}
+    named = set(re.findall(rf"(?<![\w/.])(?:{'|'.join(groups)})/[\w<>]+(?:/[\w<>]+)*", TROUBLESHOOTING))
+    keys = {name for name in named if not (ROOT / name).exists() and not name.startswith("rollouts/")}
+    assert len(keys) > 30
+    assert [key for key in sorted(keys) if not any(pattern.fullmatch(key) for pattern in known.values())] == []
+
+
+def test_every_option_is_one_of_the_configuration():
+    named = {name.replace("-", "_") for name in re.findall(r"--([a-z]+\.[a-z.-]+[a-z])", TROUBLESHOOTING)}
+    assert len(named) > 12
+    assert named <= options_of(Config).keys()

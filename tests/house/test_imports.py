@@ -98,34 +98,14 @@ DOORS = {
 }
 # Packages that the start of a command must not import. It answers within two seconds, and prints nothing of theirs.
 LATE = {
-    "transformers",
-    "torch",
-    "grain",
-    "orbax",
-    "matplotlib",
-    "tensorboardX",
-    "huggingface_hub",
-    "math_verify",
-    "reasoning_gym",
-    "fsspec",
+    *("transformers", "torch", "grain", "orbax", "matplotlib", "tensorboardX", "huggingface_hub", "math_verify"),
+    *("reasoning_gym", "fsspec"),
 }
 LEVEL_0 = ("errors", "schedule", "mismatch")
 # The names of rljax.mismatch that other packages may use besides those of its __init__.
 MISMATCH_MODULES = {
-    *(
-        "accurate",
-        "atlas",
-        "metrics",
-        "histogram",
-        "signs",
-        "importance",
-        "correction",
-        "diagnosis",
-        "names",
-        "centering",
-        "regions",
-        "turns",
-    ),
+    *("accurate", "atlas", "metrics", "histogram", "signs", "importance", "correction", "diagnosis", "names"),
+    *("centering", "regions", "turns"),
 }
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 FOR_TORCH = {"schedule.torch": {"torch", "transformers"}}

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from changed_configs import changed
 from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -17,7 +18,7 @@ from rljax.policy.config import PolicyConfig, toy_config
 from rljax.policy.families import config_to_hf
 from rljax.policy.model import init_params
 from rljax.run.config import Config
-from rljax.run.config_file import load_config
+from rljax.run.config_file import dotted, load_config
 from rljax.run.rate import make_rate_controller
 from rljax.run.training import make_step, make_update, optional_logprobs
 from rljax.sharding import MeshConfig, make_mesh
@@ -33,7 +34,7 @@ ARMS = {
     name: (ROOT / "configs/paper" / file, options.split(), result)
     for name, file, options, result in re.findall(
         r"^\| `((?:qwen3|deepseek)_[^`]+)` \| `(\S+\.yaml)([^`]*)` \| ([^|]+) \|$",
-        (ROOT / "docs/paper.md").read_text(),
+        PAGE,
         re.MULTILINE,
     )
 }
@@ -142,14 +143,9 @@ def load_arm(name):
     return load(path, "--run.dir", f"runs/paper/{name}", *options)
 
 
-def flat(section, prefix=""):
-    found = {}
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        found |= (
-            flat(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else {prefix + field.name: value}
-        )
-    return found
+def flat(config):
+    """Returns the value of each setting by its dotted key."""
+    return {key: value for key, value in dotted(dataclasses.asdict(config)) if not isinstance(value, dict)}
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +171,8 @@ def test_an_arm_differs_from_table_1_only_in_what_it_says(model, setup):
 
 
 def test_table_1(setup):
-    config = setup
-    assert config["model.path"] == "Qwen/Qwen3-4B-Base"
     table = {
+        "model.path": "Qwen/Qwen3-4B-Base",
         "data.batch_size": 64,
         "data.fraction": 1.0,
         "rollout.group_size": 16,
@@ -205,7 +200,7 @@ def test_table_1(setup):
         "schedule.floor_ratio": 0.1,
         "eval.datasets": ("runs/data/aime-24.parquet",),
     }
-    assert {key: config[key] for key in table} == table
+    assert {key: setup[key] for key in table} == table
 
 
 def test_the_presets_are_the_papers_at_2():
@@ -242,7 +237,7 @@ def test_the_papers_surge_makes_the_papers_period(name, period):
 def test_the_parts_of_each_file_build_from_shapes(tmp_path, monkeypatch):
     """Files with equal sizes build equal parts, so one of them is built."""
     (tmp_path / "configs/toy-base").mkdir(parents=True)
-    (tmp_path / "configs/toy-base/config.json").write_text(toy_json())
+    (tmp_path / "configs/toy-base/config.json").write_text(json.dumps(config_to_hf(toy_config(), "float32")))
     configs = map(load, FILES)
     sizes = ("model", "data", "rollout", "packing", "mesh", "precision", "optimizer", "lora", "policy")
     distinct = {tuple(getattr(config, name) for name in sizes): config for config in configs}
@@ -252,41 +247,26 @@ def test_the_parts_of_each_file_build_from_shapes(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json"}
 
 
-def toy_json():
-    return json.dumps(config_to_hf(toy_config(), "float32"))
-
-
 def toy_sized(config):
     """Returns the same recipe at a size that traces in a moment.
 
     It has four prompts, short responses and a tiny policy.
     """
-    sizes = {
-        "data": {"batch_size": 4, "max_prompt_tokens": 4},
-        "rollout": {"engine": "jax", "urls": (), "group_size": 2, "max_response_tokens": 12},
-        "packing": {"row_tokens": 32, "rows_per_micro_batch": 2, "tokens_per_device": 0},
-        "mesh": {"fsdp": 1, "tp": 1, "expert": 1},
-    }
-    return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sizes.items()}
+    return changed(
+        config,
+        data={"batch_size": 4, "max_prompt_tokens": 4},
+        rollout={"engine": "jax", "urls": (), "group_size": 2, "max_response_tokens": 12},
+        packing={"row_tokens": 32, "rows_per_micro_batch": 2, "tokens_per_device": 0},
+        mesh={"fsdp": 1, "tp": 1, "expert": 1},
     )
 
 
-# A configuration for each distinct (loss, correction, precision). The first ones cover each loss, correction and
-# precision at least once.
+# Together with MOVED these have each loss, correction and precision at least once.
 MOVED = "qwen3_4b_token_mis_schedule"
 LOWERED = [
     *("quickstart", "qwen3_4b_score_centering", "qwen3_4b_two_sided_tv", "qwen3_14b_token_tis"),
     *("qwen3_30b_a3b_sequence_mis_fp16", "deepseek_1.5b_sanity_grpo_bf16", "deepseek_1.5b_sanity_gspo_bf16"),
     *("deepseek_1.5b_sanity_token_tis_fp16", "deepseek_1.5b_sanity_pg_sequence_tis_bf16"),
-]
-RECOMBINED = [
-    *("qwen3_4b_constant_1e-6", "qwen3_4b_token_tis", "qwen3_4b_sequence_tis", "qwen3_4b_token_mis"),
-    *("qwen3_4b_sequence_mis", "qwen3_4b_fp16", "qwen3_8b_length_triggered", "qwen3_14b_token_tis_fp16"),
-    *("qwen3_30b_a3b_sequence_mis", "deepseek_1.5b_sanity_bf16", "deepseek_1.5b_sanity_fp16"),
-    *("deepseek_1.5b_sanity_grpo_fp16", "deepseek_1.5b_sanity_gspo_fp16", "deepseek_1.5b_sanity_token_tis_bf16"),
-    *("deepseek_1.5b_sanity_sequence_mis_bf16", "deepseek_1.5b_sanity_sequence_mis_fp16"),
-    "deepseek_1.5b_sanity_pg_sequence_tis_fp16",
 ]
 
 
@@ -300,11 +280,9 @@ def parts_of_step(name):
     return config.loss, config.correction.resolved(), config.precision
 
 
-def test_each_combination_is_lowered_once():
-    there = [*map(parts_of_step, [*LOWERED, *RECOMBINED])]
-    assert len(there) == len(set(there))
-    assert set(there) == {*map(parts_of_step, [*(path.stem for path in FILES), *ARMS])}
-    assert {*sum(there, ())} == {*sum(map(parts_of_step, [*LOWERED, MOVED]), ())}
+def test_each_part_of_a_step_is_lowered():
+    parts = {*sum(map(parts_of_step, [*(path.stem for path in FILES), *ARMS]), ())}
+    assert {*sum(map(parts_of_step, [*LOWERED, MOVED]), ())} == parts
 
 
 def random_sequences(count):
@@ -316,12 +294,8 @@ def random_sequences(count):
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [*LOWERED[:5], *(pytest.param(name, marks=pytest.mark.harness) for name in [*LOWERED[5:], *RECOMBINED])],
-)
-def test_a_toy_sized_step_is_built_and_lowered(name):
+def assert_lowered(name):
+    """Builds and lowers the step of a configuration, and checks what comes out."""
     config, mesh = toy_sized(load_named(name)), make_mesh(MeshConfig(1, 1))
     tx = make_optimizer(config.optimizer)
     dynamic = config.precision.compute_dtype == "float16"
@@ -334,6 +308,27 @@ def test_a_toy_sized_step_is_built_and_lowered(name):
         lambda leaf: (leaf.shape, leaf.dtype), state
     )
     assert ("correction/weight_mean" in row) == (not config.correction.is_off)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [*LOWERED[:5], *(pytest.param(name, marks=pytest.mark.harness) for name in LOWERED[5:])]
+)
+def test_a_toy_sized_step_is_built_and_lowered(name):
+    assert_lowered(name)
+
+
+@pytest.mark.harness
+@pytest.mark.slow
+def test_each_other_combination_is_lowered():
+    """The parts are combined in more ways by further configurations."""
+    every = [*(path.stem for path in FILES), *ARMS]
+    names = {parts_of_step(name): name for name in every if not load_named(name).lora.rank}
+    assert names.keys() == {*map(parts_of_step, every)}
+    others = names.keys() - {*map(parts_of_step, LOWERED)}
+    assert len(others) == len(names) - len(LOWERED)
+    for parts in others:
+        assert_lowered(names[parts])
 
 
 @pytest.mark.harness  # runs of the suite move theirs

@@ -1,10 +1,11 @@
 """Real vLLM servers over tiny random models, one server for each dtype, and the toy base of whole runs."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
-from rljax.rollout.types import RolloutConfig
+from rljax.rollout.types import Response, RolloutConfig
 from rljax.weights.publish_config import PublishConfig
 
 HERE = Path(__file__).parent
@@ -154,6 +155,19 @@ class Served:
             stop=stop or StopWhen(lambda: not self.server.alive()),
         )
 
+    @contextlib.contextmanager
+    def published(self, params: dict | None = None, version: int = 0, **settings) -> Iterator[ServedEngine]:
+        """Yields an engine that has published these parameters, or those that the server was started from."""
+        with contextlib.closing(self.engine(**settings)) as engine:
+            engine.publish(self.model.params if params is None else params, version)
+            yield engine
+
+    def gaps(self, params: dict, responses: Sequence[Response]) -> np.ndarray:
+        """Returns the absolute difference of server and trainer at each sampled token (nats)."""
+        scored = self.score(params, [response.ids for response in responses])
+        pairs = zip(responses, scored, strict=True)
+        return np.concatenate([np.abs(np.asarray(s)[-r.length :] - r["rollout_logprobs"]) for r, s in pairs])
+
 
 @pytest.fixture(scope="session")
 def vllm_interpreter() -> str:
@@ -211,13 +225,7 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProc
             max_num_seqs=64,
             max_logprobs=256,  # the whole vocabulary
             log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
-            extra_args=(
-                "--worker-extension-cls",
-                "vllm_sabotage.Sabotage",
-                "--tensor-parallel-size",
-                str(workers),
-                *more,
-            ),
+            extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage", f"--tensor-parallel-size={workers}", *more),
             extra_env=environment,
         )
         return start(config, timeout_s=480)
@@ -225,24 +233,25 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProc
     return run
 
 
-@pytest.fixture(scope="session")
-def serve() -> Callable[[ServerProcess, Model, str], Served]:
-    """Returns the class that puts a running server and its policy together."""
-    return Served
-
-
 class Servers:
-    """The server of one dtype at a time. A request for another dtype ends it, and a dead server is started again."""
+    """One server at a time, by its name. A request for another one ends it, and a dead server is started again.
 
-    def __init__(self, make_model: Callable[..., Model], start_server: Callable[..., ServerProcess]) -> None:
-        self._make_model, self._start_server = make_model, start_server
-        self._current: Served | None = None
+    Args:
+      model_of: A function of the name that returns the model and its dtype.
+      start_server: A function of the name and a port that starts the server of this model.
+    """
 
-    def of(self, dtype: str) -> Served:
-        if self._current is None or self._current.dtype != dtype or not self.alive():
+    def __init__(
+        self, model_of: Callable[[str], tuple[Model, str]], start_server: Callable[[str, int], ServerProcess]
+    ) -> None:
+        self._model_of, self._start_server = model_of, start_server
+        self._name, self._current = "", None
+
+    def of(self, name: str) -> Served:
+        if self._name != name or not self.alive():
             self.stop()
-            model = self._make_model(TIED[dtype], dtype in REPEATED)
-            self._current = Served(self._start_server(model, dtype), model, dtype)
+            model, dtype = self._model_of(name)
+            self._name, self._current = name, Served(self._start_server(name, 0), model, dtype)
         return self._current
 
     def alive(self) -> bool:
@@ -252,8 +261,7 @@ class Servers:
         """Ends the running server by SIGKILL and starts another on its port, with the weights on disk."""
         killed = self._current
         killed.server.kill()
-        again = self._start_server(killed.model, killed.dtype, port=killed.server.port)
-        self._current = dataclasses.replace(killed, server=again)
+        self._current = dataclasses.replace(killed, server=self._start_server(self._name, killed.server.port))
 
     def stop(self) -> None:
         if self._current is not None:
@@ -263,7 +271,12 @@ class Servers:
 
 @pytest.fixture(scope="session")
 def servers(make_model, start_server) -> Iterator[Servers]:
-    made = Servers(make_model, start_server)
+    """Yields the servers by their dtype."""
+
+    def model_of(dtype: str) -> tuple[Model, str]:
+        return make_model(TIED[dtype], dtype in REPEATED), dtype
+
+    made = Servers(model_of, lambda dtype, port: start_server(*model_of(dtype), port=port))
     yield made
     made.stop()
 

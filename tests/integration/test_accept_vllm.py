@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from opened_clients import call
 from toy_runs import ROOT, environment, outcome
-from vllm_checks import rpc
+from vllm_checks import rpc, sabotaged
 
 from rljax.commands import accept, check_server
 from rljax.data.toy import build_tokenizer
@@ -67,34 +67,27 @@ def test_a_clean_pair_passes_and_passed_checks_are_kept(toy, tmp_path):
     assert other["training"]["status"] == "SKIPPED"
 
 
-# The fault in the worker, how it is taken out, the check that fails, and words of its problem.
+# The fault in the worker, what takes it out unless it is usual, the check that fails, and words of its problem.
+DROPPED = "model.layers.1.mlp.down_proj.weight"
 WORKER_FAULTS = {
-    "temperature": (["logits", "temperature", "1.1"], ["logits", "off"], "log-probabilities", "a sharpened form"),
-    "cut": (["logits", "cut", "3"], ["logits", "off"], "log-probabilities", "gave a log-probability of -inf"),
-    "rope": (["layers", "rope base"], ["layers", "off"], "log-probabilities", "jax:bfloat16 / vllm:bfloat16"),
-    "swapped": (["layers", "swapped"], ["layers", "off"], "log-probabilities", "vllm-decode:bfloat16"),
-    "head": (["head_dtype", "float32"], ["head_dtype", "bfloat16"], "server", "the LM head computes in float32"),
-    "dropped": (
-        ["load", "skip", "model.layers.1.mlp.down_proj.weight"],
-        ["load", "off", ""],
-        "publish",
-        "model.layers.1.mlp.down_proj.weight",
-    ),
-    "stale": (["load", "previous", ""], ["load", "off", ""], "publish", "tensors differ"),
+    "temperature": (["logits", "temperature", "1.1"], (), "log-probabilities", "a sharpened form"),
+    "cut": (["logits", "cut", "3"], (), "log-probabilities", "gave a log-probability of -inf"),
+    "rope": (["layers", "rope base"], (), "log-probabilities", "jax:bfloat16 / vllm:bfloat16"),
+    "swapped": (["layers", "swapped"], (), "log-probabilities", "vllm-decode:bfloat16"),
+    "head": (["head_dtype", "float32"], ("bfloat16",), "server", "the LM head computes in float32"),
+    "dropped": (["load", "skip", DROPPED], (), "publish", DROPPED),
+    "stale": (["load", "previous", ""], (), "publish", "tensors differ"),
 }
 
 
 @pytest.mark.parametrize("fault", WORKER_FAULTS)
 def test_a_fault_of_the_worker_fails(toy, tmp_path, fault):
-    (planted, *given), (undo, *nothing), check, words = WORKER_FAULTS[fault]
+    (planted, *given), undo, check, words = WORKER_FAULTS[fault]
     rpc(toy, "sabotage_load", "off", "")
     if fault == "stale":  # the worker keeps the version of this publish
         assert accepted(toy, tmp_path / "before")[0] == 0
-    rpc(toy, f"sabotage_{planted}", *given)
-    try:
+    with sabotaged(toy, planted, *given, undo=undo):
         status, checks, page = accepted(toy, tmp_path)
-    finally:
-        rpc(toy, f"sabotage_{undo}", *nothing)
     assert status == 1
     assert failed(checks)[0] == check, page
     assert any(words in problem for problem in checks[check]["problems"]), page

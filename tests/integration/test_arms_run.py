@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from toy_runs import command, comparable, complete, completed, tiny
+from toy_runs import command, comparable, complete, tiny
 
 from rljax.mismatch import mismatch_metrics
 from rljax.record.token_dumps import read_dump
@@ -155,14 +155,3 @@ def test_settings_that_make_no_sense_are_one_line(options, message, toy_base, tm
     assert message in output
     assert len(output.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.harness  # rollout/test_quantization.py has the engine
-def test_an_engine_in_eight_bits_mismatches_more(toy_base, tmp_path):
-    eight = ("--rollout.weight-quantization", "fp8", "--rollout.kv-cache-dtype", "fp8_e5m2")
-    means = {}
-    for name, steps, options in (("plain", 4, ()), ("whole", 4, eight), ("parts", 2, eight), ("parts", 4, eight)):
-        completed(tiny(toy_base, tmp_path / name, steps, *options))
-        means[name] = np.mean([row["mismatch/logprob_abs_diff_mean"] for row in comparable(tmp_path / name)])
-    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
-    assert means["whole"] > 3 * means["plain"] > 0

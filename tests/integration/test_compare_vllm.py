@@ -1,14 +1,13 @@
 """The comparison against a real server: sound columns pass, and each comparison of unlike things is told apart."""
 
-import contextlib
 import dataclasses
 import json
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_checks import rpc
+from opened_clients import call
+from vllm_checks import sabotaged
 from vllm_processes import FORKED
 
 from rljax.commands import compare
@@ -27,8 +26,8 @@ DTYPES = pytest.mark.parametrize("served", ["bfloat16", FLOAT32], indirect=True)
 
 def publish(served, params):
     """Gives this test's weights to a server that other tests use, too."""
-    with contextlib.closing(served.engine()) as engine:
-        engine.publish(params, 0)
+    with served.published(params):
+        pass
 
 
 def prompts_dump(prompts):
@@ -55,8 +54,7 @@ def verdict(dump, a, b, **changes):
 
 def version(served):
     """Returns the version that the server reports."""
-    with urllib.request.urlopen(f"{served.url}/version", timeout=10) as answer:
-        return json.load(answer)["version"]
+    return call(served.url, "GET", "/version")["version"]
 
 
 @pytest.fixture
@@ -97,20 +95,11 @@ def test_an_off_by_one_is_refused(served, sound):
     assert "moved by +1" in found.reason
 
 
-@contextlib.contextmanager
-def logprobs_mode(served, mode):
-    try:
-        rpc(served, "sabotage_logprobs_mode", mode)
-        yield
-    finally:
-        rpc(served, "sabotage_logprobs_mode", "processed_logprobs")
-
-
 @pytest.mark.harness
 def test_raw_logprobs_at_temperature_07_are_refused(bfloat16, prompts):
     """The columns are refused by their declared temperature. Without a declaration their numbers show it."""
     publish(bfloat16, bfloat16.model.params)
-    with logprobs_mode(bfloat16, "raw_logprobs"):
+    with sabotaged(bfloat16, "logprobs_mode", "raw_logprobs"):
         raw = with_scores(draw(bfloat16, prompts, temperature=0.7), bfloat16, "jax:bfloat16", temperature=0.7)
     for declared in (1.0, None):
         found = verdict(raw, "jax:bfloat16", "vllm-decode:bfloat16", temperature=declared)
@@ -119,25 +108,6 @@ def test_raw_logprobs_at_temperature_07_are_refused(bfloat16, prompts):
     processed = with_scores(draw(bfloat16, prompts, temperature=0.7), bfloat16, "jax:bfloat16", temperature=0.7)
     assert processed.sources["vllm-decode:bfloat16"].temperature == 0.7
     assert verdict(processed, "jax:bfloat16", "vllm-decode:bfloat16").status == "pass"
-
-
-@pytest.mark.harness  # compare/test_compare_verdict.py has other weights
-def test_stale_weights_fail(float32, prompts):
-    """The server still has other weights than the directory.
-
-    Some are far away, and some so near that only float32 shows it.
-    """
-    near, far = (
-        (0.003, "wrong_dtype", "weights that differ a little"),
-        (0.3, "other_weights", "such as a stale server's"),
-    )
-    for scale, cause, words in (near, far):
-        publish(float32, float32.model.moved(1, scale))
-        dump = with_scores(draw(float32, prompts), float32, "jax:float32", f"vllm:{float32.url}")
-        for column in ("vllm-decode:float32", "vllm:http"):
-            found = verdict(dump, "jax:float32", column)
-            assert (found.status, found.cause) == ("fail", cause), found.reason
-            assert words in found.reason
 
 
 @DTYPES

@@ -1,12 +1,11 @@
-"""Whole runs of several turns: their dumps are recounted, and they are resumed, killed, exact, or on two processes."""
+"""Whole runs of several turns: their dumps are recounted, and they are resumed, killed and evaluated."""
 
 import json
-import signal
 
 import numpy as np
 import pytest
-from process_runs import FLOAT32, TINY, assert_two_processes_do_as_one
-from toy_runs import ROOT, comparable, complete, completed, outcome, printed, start, tiny, wait_for_rows
+from process_runs import FLOAT32
+from toy_runs import ROOT, comparable, complete, completed, kill_at, outcome, printed, tiny
 
 from rljax import evaluate
 from rljax.record.rows import run_dumps
@@ -82,22 +81,10 @@ def test_killed_among_its_trajectories_it_goes_on(whole, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     words = tiny(toy_base, run_dir, STEPS, *FLOAT32, *TURNS)
     for rows in (1, 3):
-        process = start(words, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}")
-        wait_for_rows(process, run_dir, rows)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        kill_at(words, run_dir, rows, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}")
         assert len(comparable(run_dir)) < STEPS
     completed(words)
     assert comparable(run_dir) == comparable(whole)
-
-
-@pytest.mark.harness  # trainer/test_exact_turns.py has a smaller form
-def test_the_exact_engine_has_no_mismatch_in_any_turn(toy_base, tmp_path):
-    exact = ("--rollout.engine", "exact", "--rollout.dtype", "bfloat16", "--precision.compute-dtype", "bfloat16")
-    completed(tiny(toy_base, tmp_path / "run", 2, *TURNS, *exact))
-    for row in comparable(tmp_path / "run"):
-        assert row["mismatch/logprob_abs_diff_max"] == 0.0
-        assert row["turns/turn_3_to_4/logprob_abs_diff_max"] == 0.0
 
 
 def test_an_environment_that_lacks_a_method_is_one_line(toy_base, tmp_path):
@@ -106,8 +93,3 @@ def test_an_environment_that_lacks_a_method_is_one_line(toy_base, tmp_path):
     assert code == 2
     assert "environment 'rljax.errors:ConfigError'" in output
     assert "Traceback" not in output
-
-
-@pytest.mark.processes
-def test_two_processes_have_the_turns_of_one(toy_base, tmp_path):
-    assert_two_processes_do_as_one(lambda run: tiny(toy_base, run, STEPS, *FLOAT32, *TINY, *TURNS), tmp_path)

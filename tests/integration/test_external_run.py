@@ -1,15 +1,11 @@
 """Whole runs on another program's trajectories are killed in the middle and started again."""
 
 import json
-import signal
-import time
 from collections import Counter
 
-import httpx
 import pytest
 from external_rows import make_row, write_file
-from ports import free_port
-from toy_runs import complete, completed, start, tiny, wait_for_rows
+from toy_runs import complete, completed, kill_at, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +40,7 @@ def test_a_killed_run_uses_each_row_of_a_directory_once(toy_base, tmp_path):
     words = tiny(toy_base, run_dir, STEPS, "--rollout.trajectories", str(place), *STALE)
     write_file(place / "0.jsonl", groups(0, 3))
     write_file(place / "1.jsonl", groups(3, 2))
-    process = start(words)
-    wait_for_rows(process, run_dir, 1)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_at(words, run_dir, 1)
     write_file(place / "2.jsonl", groups(5, 3))
     code, output = complete(words, is_sound=False)  # the rows have made-up log-probabilities
     assert code == 0, output
@@ -59,27 +52,6 @@ def test_a_killed_run_uses_each_row_of_a_directory_once(toy_base, tmp_path):
     assert {row["mismatch/token_count"] for row in rows} == {GROUPS * SIZE * 2}
     assert {row["turns/max"] for row in rows} == {2}
     assert all(row["time/wait_s"] <= row["time/rollout_s"] for row in rows)
-
-
-@pytest.mark.harness  # rollout/test_external_receiver.py and run/test_external.py have the two halves of it
-def test_a_killed_run_keeps_all_that_it_acknowledged(toy_base, tmp_path):
-    """Six groups are acknowledged, and the run trains on some of them. It is killed, and the other two come later."""
-    run_dir, url = tmp_path / "run", f"http://127.0.0.1:{free_port()}"
-    words = tiny(toy_base, run_dir, STEPS, "--rollout.trajectories", url, *STALE)
-    process = start(words)
-    with httpx.Client(timeout=20) as client:
-        _until_up(client, url)
-        for first in range(0, 6, 2):
-            assert client.post(f"{url}/trajectories", json=groups(first, 2)).status_code == 200
-        wait_for_rows(process, run_dir, 1)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        process = start(words)
-        _until_up(client, url)
-        assert client.post(f"{url}/trajectories", json=groups(6, 2)).status_code == 200
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert Counter(reward for step in trained(run_dir) for reward in step) == Counter(range(STEPS * GROUPS * SIZE))
 
 
 def test_a_wrong_file_ends_a_run_in_one_line(toy_base, tmp_path):
@@ -97,13 +69,3 @@ def test_a_wrong_file_ends_a_run_in_one_line(toy_base, tmp_path):
     write_file(place / "1.jsonl", groups(2, 2))
     completed(words, is_sound=False)
     assert trained(run_dir) == [list(range(8)), list(range(8, 16))]
-
-
-def _until_up(client, url, tries=12_000):
-    for _ in range(tries):
-        try:
-            client.get(f"{url}/health")
-            return
-        except httpx.TransportError:
-            time.sleep(0.01)
-    raise AssertionError(f"nothing answers at {url}")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from toy_runs import ROOT, command, comparable, complete, completed, outcome, printed, start, tiny, wait_for_rows
+from toy_runs import ROOT, command, comparable, complete, completed, kill_at, outcome, printed, tiny
 
 from rljax import evaluate
 from rljax.commands.export import main as export_main
@@ -52,10 +52,7 @@ def test_a_run_learns_the_toy(toy_base, tmp_path):
 
 @pytest.mark.harness
 def test_killed_and_resumed_the_rows_are_the_same_bit_for_bit(whole, toy_base, tmp_path):
-    process = start(words(toy_base, tmp_path / "run"), PYTHONPATH=f"{ROOT}:{ROOT}/tests/support")
-    wait_for_rows(process, tmp_path / "run", 3)
-    process.kill()
-    process.wait()
+    kill_at(words(toy_base, tmp_path / "run"), tmp_path / "run", 3, PYTHONPATH=f"{ROOT}:{ROOT}/tests/support")
     completed(words(toy_base, tmp_path / "run"))
     assert comparable(tmp_path / "run") == comparable(whole)
     assert comparable(whole)[-1]["optimizer/skipped_updates"] < STEPS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from opened_clients import call, opened, probes
 from publish_from_tunix import Publisher, hf_tensors
-from vllm_checks import adamw_step, rpc
+from vllm_checks import adamw_step, sabotaged
 
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.types import SamplingParams
@@ -67,12 +67,9 @@ def test_the_server_samples_from_what_was_published(bfloat16, prompts):
         assert gap(bfloat16, params, prompts) < 0.05 < gap(bfloat16, bfloat16.model.params, prompts)
         params = adamw_step(params, seed=4)
         assert publisher.publish(tensors(params))[1] < whole / 4
-        rpc(bfloat16, "sabotage_load", "skip", "model.layers.1.mlp.down_proj.weight")
-        try:
-            with pytest.raises(RuntimeError, match=r"other bits|not loaded"):
-                publisher.publish(tensors(adamw_step(params, seed=5)))
-        finally:
-            rpc(bfloat16, "sabotage_load", "off", "")
+        refused = pytest.raises(RuntimeError, match=r"other bits|not loaded")
+        with sabotaged(bfloat16, "load", "skip", "model.layers.1.mlp.down_proj.weight"), refused:
+            publisher.publish(tensors(adamw_step(params, seed=5)))
         assert call(bfloat16.url, "GET", "/is_paused")["is_paused"]
         publisher.publish(tensors(params))
         assert gap(bfloat16, params, prompts) < 0.05

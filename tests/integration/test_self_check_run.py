@@ -10,6 +10,7 @@ KEYS = {"logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "log_ppl_abs_d
 # These options need a separate forward and a batch with optional arrays.
 SEPARATE = ["--loss.mini-batches", "2", "--loss.kl", "k3", "--loss.kl-coefficient", "0.01"]
 RUNS = {"jax": ([], 1), "exact": (["--rollout.engine", "exact"], 1), "mini batches": (SEPARATE, 2)}
+RUNS["mesh"] = (["--mesh.fsdp", "2", "--mesh.tp", "2"], 2)  # trainer/test_self_check.py has the forwards
 
 
 def without_self(rows):
@@ -38,33 +39,18 @@ def causes(row):
     return set(found)
 
 
-def assert_remat_is_the_same(row):
-    for prefix in ("mismatch_self/", "mismatch_self/remat/"):
-        assert row[f"{prefix}token_count"] == row["mismatch/token_count"]
-        assert row[f"{prefix}logprob_abs_diff_mean"] <= 3e-7  # docs/mismatch.md has up to 1e-7
-
-
 @pytest.mark.harness
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", [*[*RUNS][:3], pytest.param("mesh", marks=pytest.mark.mesh)])
 def test_rows_stay_and_programs_compile_once(toy_base, tmp_path, caplog, kind):
     words, forwards = RUNS[kind]
     off, on, compiled = checked_runs(toy_base, tmp_path, caplog, words)
     assert compiled == {"forward": forwards, "loss_forward": 1}
     assert without_self(on) == off
-    assert [causes(row) for row in on] == [set(), {"", "remat"}] * 2
-    assert_remat_is_the_same(on[1])
-
-
-@pytest.mark.harness  # trainer/test_self_check.py has the forwards
-@pytest.mark.mesh
-def test_another_split_of_the_devices(toy_base, tmp_path, caplog):
-    words = ["--mesh.fsdp", "2", "--mesh.tp", "2"]
-    off, on, compiled = checked_runs(toy_base, tmp_path, caplog, words)
-    assert compiled == {"forward": 2, "loss_forward": 1}
-    assert without_self(on) == off
-    assert [causes(row) for row in on] == [set(), {"", "mesh", "remat"}] * 2
-    assert_remat_is_the_same(on[1])
-    measured = on[1]
-    assert measured["mismatch_self/mesh/token_count"] == measured["mismatch/token_count"]
-    # The sums over two parts of the heads and over two parts round differently.
-    assert 0 < measured["mismatch_self/mesh/logprob_abs_diff_mean"] < 0.05
+    assert [causes(row) for row in on] == [set(), {"", "remat", *([kind] * (kind == "mesh"))}] * 2
+    for prefix in ("mismatch_self/", "mismatch_self/remat/"):
+        assert on[1][f"{prefix}token_count"] == on[1]["mismatch/token_count"]
+        assert on[1][f"{prefix}logprob_abs_diff_mean"] <= 3e-7  # docs/mismatch.md has up to 1e-7
+    if kind == "mesh":
+        assert on[1]["mismatch_self/mesh/token_count"] == on[1]["mismatch/token_count"]
+        # The sums over two parts of the heads and over two parts round differently.
+        assert 0 < on[1]["mismatch_self/mesh/logprob_abs_diff_mean"] < 0.05

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from programs import program
+from programs import bash, of_script, program
 from small_disk import small_disk
 from toy_runs import ROOT, comparable, environment, wait_for_rows
 from vllm_processes import kill_worker, members
@@ -46,16 +46,7 @@ def unplanned(tmp_path_factory):
 
 
 def outcome(*words, **more):
-    done = subprocess.run(
-        ["bash", SCRIPT, *words],
-        env=settings() | more,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+    return bash(SCRIPT, *words, **settings(**more))
 
 
 @pytest.mark.harness  # rollout/test_build.py
@@ -101,16 +92,7 @@ def launch(vllm_interpreter, fresh_base, tmp_path):
 
     def run(*options):
         # A test run in the background hands down an ignored SIGINT, and bash cannot trap a signal that was ignored.
-        words = [
-            "env",
-            "--default-signal=INT",
-            "bash",
-            SCRIPT,
-            CONFIG,
-            "--",
-            *SMALL,
-            *options,
-        ]
+        words = ["env", "--default-signal=INT", "bash", SCRIPT, CONFIG, "--", *SMALL, *options]
         where = ["--model.path", str(fresh_base), "--run.dir", str(tmp_path / "run")]
         venv = str(Path(vllm_interpreter).parents[1])
         started.append(
@@ -265,11 +247,9 @@ def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path):
 def test_the_environment_has_cuda_where_nvidia_smi_finds_a_gpu(tmp_path, status, extra):
     """Status 9 stands for a program that is there and finds no driver."""
     if status is not None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {status}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-    script = f"source {ROOT}/launch/environment.sh; PATH={tmp_path} trainer_extra"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == extra + "\n"
+        program(tmp_path / "nvidia-smi", f"exit {status}")
+    found = of_script(ROOT / "launch/environment.sh", f"PATH={tmp_path} trainer_extra")
+    assert found == (0, extra + "\n", "")
 
 
 def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(shared, unplanned, fresh_base):

@@ -97,19 +97,6 @@ def test_written_config_reproduces_the_run(uninterrupted, toy_base, tmp_path):
     assert shorter == expected
 
 
-@pytest.mark.harness
-def test_killed_twice_the_rows_are_the_same_bit_for_bit(uninterrupted, toy_base, tmp_path):
-    run_dir = tmp_path / "killed"
-    for rows in (3, 6):
-        process = start(small(toy_base, run_dir))
-        wait_for_rows(process, run_dir, rows)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-    completed(small(toy_base, run_dir))
-    assert comparable(run_dir) == comparable(uninterrupted)
-
-
 def test_a_terminated_run_saves_its_step_and_goes_on(uninterrupted, toy_base, tmp_path):
     run_dir = tmp_path / "stopped"
     code, output = complete_signalled(small(toy_base, run_dir, "--checkpoint.every", "0"), run_dir, 2)

@@ -1,10 +1,8 @@
 """A real vLLM server sleeps while the trainer trains. On a CPU it does everything except giving memory back."""
 
-import contextlib
-
 import numpy as np
 import pytest
-from vllm_checks import OTHER_BITS, OUT_OF_BAND, rpc
+from vllm_checks import OTHER_BITS, OUT_OF_BAND, rpc, sabotaged
 
 from rljax.errors import VerificationError
 from rljax.rollout.types import SamplingParams
@@ -15,11 +13,9 @@ PROMPTS = [np.arange(1, 5, dtype=np.int32), np.arange(9, 12, dtype=np.int32)]
 
 @pytest.fixture
 def colocated(bfloat16):
-    with contextlib.closing(bfloat16.engine(colocated=True)) as engine:
-        engine.publish(bfloat16.model.params, 0)
+    with bfloat16.published(colocated=True) as engine:
         yield engine
-    engine = bfloat16.engine()  # a new engine wakes the server
-    engine.close()
+    bfloat16.engine().close()  # a new engine wakes the server
 
 
 def is_asleep(engine) -> bool:
@@ -46,23 +42,19 @@ def test_it_sleeps_and_wakes_with_the_current_weights(bfloat16, colocated):
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "said"),
+    ("fault", "arguments", "said"),
     [
-        ("sabotage_load", ("skip", "all"), OTHER_BITS),
-        pytest.param("sabotage_load", ("previous", ""), OTHER_BITS, marks=pytest.mark.harness),
-        ("sabotage_restore", ("on",), OUT_OF_BAND),
+        ("load", ("skip", "all"), OTHER_BITS),
+        pytest.param("load", ("previous", ""), OTHER_BITS, marks=pytest.mark.harness),
+        ("restore", ("on",), OUT_OF_BAND),
     ],
     ids=["the weights do not arrive", "those of the version before arrive", "a copy from before the sleep comes back"],
 )
-def test_stale_weights_after_a_sleep_are_caught(bfloat16, colocated, method, arguments, said):
+def test_stale_weights_after_a_sleep_are_caught(bfloat16, colocated, fault, arguments, said):
     rpc(bfloat16, "sabotage_load", "off", "")
     colocated.publish(bfloat16.model.params, 1)
     sampled_versions(colocated)
-    rpc(bfloat16, method, *arguments)
-    try:
-        with pytest.raises(VerificationError, match=said):
-            colocated.publish(bfloat16.model.moved(2), 2)
-    finally:
-        rpc(bfloat16, method, *("off", "")[: len(arguments)])
+    with sabotaged(bfloat16, fault, *arguments), pytest.raises(VerificationError, match=said):
+        colocated.publish(bfloat16.model.moved(2), 2)
     colocated.publish(bfloat16.model.moved(2), 3)
     assert sampled_versions(colocated) == {3}

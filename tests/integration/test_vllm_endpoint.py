@@ -45,10 +45,8 @@ async def until(is_so):
 
 @pytest.mark.parametrize("cut", [pytest.param({}, marks=pytest.mark.harness), {"top_k": 6, "top_p": 0.9}])
 def test_it_samples_what_vllms_own_endpoint_does(float32, prompts, cut):
-    engine = float32.engine(top_logprobs=6, **cut)
     found = {}
-    try:
-        engine.publish(float32.model.params, 0)
+    with float32.published(top_logprobs=6, **cut) as engine:
         for route in (ROLLOUTS, GENERATE):
             engine.fleet.server(float32.url).route = route
             sampling = SamplingParams(24, 0.8, reported=6, **cut)
@@ -56,8 +54,6 @@ def test_it_samples_what_vllms_own_endpoint_does(float32, prompts, cut):
                 engine.generate(prompts, 3, sampling, seed=5), key=lambda r: (r.prompt_index, r.sample_index)
             )
             found[route] = responses
-    finally:
-        engine.close()
     for own, plain in zip(*found.values(), strict=True):
         assert own["version"].tolist() == plain["version"].tolist() == [0] * 24
         np.testing.assert_array_equal(own.response, plain.response)

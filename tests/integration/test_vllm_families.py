@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from transformers_models import repeat_head
-from vllm_checks import OTHER_BITS, OUT_OF_BAND, rpc
+from vllm_checks import OTHER_BITS, OUT_OF_BAND, sabotaged
 
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
@@ -60,17 +60,12 @@ def served(request, start_server, tmp_path_factory):
 
 
 def test_what_is_published_is_proven_and_sampled_from(served):
+    checksums = served.model.checksums(served.dtype)(served.model.params)
     with closing(served.engine()) as engine:
-        assert engine.publish(served.model.params, 0)["publish/verified_tensors"] == len(
-            served.model.checksums(served.dtype)(served.model.params)
-        )
+        assert engine.publish(served.model.params, 0)["publish/verified_tensors"] == len(checksums)
         prompts = [np.random.default_rng(i).integers(2, 256, PROMPT).astype(np.int32) for i in range(16)]
         responses = list(engine.generate(prompts, 1, SamplingParams(48), seed=0))
-    whole = [r.ids for r in responses]
-    scored = served.score(served.model.params, whole)
-    differences = np.concatenate(
-        [np.abs(s[PROMPT:] - r["rollout_logprobs"]) for s, r in zip(scored, responses, strict=True)]
-    )
+    differences = served.gaps(served.model.params, responses)
     assert len(differences) > 500
     assert differences.mean() < BOUNDS[served.model.config.family][served.dtype]
 
@@ -92,15 +87,11 @@ def test_a_tensor_that_is_not_loaded_is_named(served):
 
     Each is named, and the same step loaded soundly passes.
     """
-    with closing(served.engine()) as engine:
-        engine.publish(served.model.params, 0)
+    with served.published() as engine:
         for version, name in enumerate(FAULTS[served.model.config.family]):
-            rpc(served, "sabotage_load", "skip", name)
-            try:
-                with pytest.raises(VerificationError, match=f"{OTHER_BITS}: .*{name}"):
-                    engine.publish(served.model.moved(version), 2 * version + 1)
-            finally:
-                rpc(served, "sabotage_load", "off", "")
+            said = f"{OTHER_BITS}: .*{name}"
+            with sabotaged(served, "load", "skip", name), pytest.raises(VerificationError, match=said):
+                engine.publish(served.model.moved(version), 2 * version + 1)
             engine.publish(served.model.moved(version), 2 * version + 2)
 
 
@@ -110,14 +101,9 @@ def test_experts_that_are_not_packed_are_caught_by_their_use(served):
 
     Every bit is the trainer's, but the kernel reads another layout.
     """
-    with closing(served.engine()) as engine:
-        engine.publish(served.model.params, 0)
-        rpc(served, "sabotage_repack", "on")
-        try:
-            with pytest.raises(VerificationError, match=OUT_OF_BAND):
-                engine.publish(served.model.moved(20), 1)
-        finally:
-            rpc(served, "sabotage_repack", "off")
+    with served.published() as engine:
+        with sabotaged(served, "repack", "on"), pytest.raises(VerificationError, match=OUT_OF_BAND):
+            engine.publish(served.model.moved(20), 1)
         engine.publish(served.model.moved(20), 2)
 
 
@@ -149,11 +135,9 @@ def test_its_operations_are_a_references(served, tmp_path):
 
     Another layer of the reference is named. A server's delta net shows its convolution only with the rule.
     """
-    engine, config, params = served.engine(), served.model.config, served.model.params
-    try:
-        engine.publish(params, 0)
-    finally:
-        engine.close()
+    config, params = served.model.config, served.model.params
+    with served.published():
+        pass
     tokens, found = np.random.default_rng(0).integers(2, 250, 60).astype(np.int32), {}
     for name, weights in {"sound": params, "other": changed_in_layer_1(params)}.items():
         save_params(tmp_path / name, weights, config, jnp.dtype(served.dtype))

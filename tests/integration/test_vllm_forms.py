@@ -18,6 +18,7 @@ from rljax.record.token_dumps import read_dump
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.verify import ROUNDED_BAND
 from rljax.rollout.servers.vllm.server import VllmConfig, start
+from tests.integration.conftest import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]
 FORMS = [
@@ -30,19 +31,11 @@ FORMS = [
 
 @pytest.mark.parametrize(("key", "option", "form"), FORMS, ids=[form for _, _, form in FORMS])
 def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
-    config = VllmConfig(
-        str(toy_base),
-        vllm_interpreter,
-        max_model_len=512,
-        max_num_seqs=64,
-        log_path=tmp_path / "server.log",
-        extra_args=(option, form),
-        extra_env=FORKED,
-    )
+    sizes = {"max_model_len": 512, "max_num_seqs": 64, "log_path": tmp_path / "server.log"}
+    config = VllmConfig(str(toy_base), vllm_interpreter, **sizes, extra_args=(option, form), extra_env=FORKED)
     with start(config, timeout_s=540) as server:
         words = tiny(toy_base, tmp_path / "run", 3, "--rollout.engine", "vllm", "--rollout.urls", server.url)
-        words += ["--rollout.dump-every", "3", "--data.batch-size", "8"]
-        words += ["--rollout.max-response-tokens", "36"]
+        words += ["--rollout.dump-every", "3", "--data.batch-size", "8", "--rollout.max-response-tokens", "36"]
         status, said = complete_beside(server, words)
         what, plain = {"kv_cache": ("cache", "auto"), "weights": ("weights", "none")}[key]
         expected = f"the server's form of the {what} is {form}, expected {plain}: set rollout.server_form.{key}"
@@ -70,11 +63,11 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
 
 
 @pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])
-def test_faults_of_use_are_out_of_the_wider_band(cache, make_model, start_server, serve):
+def test_faults_of_use_are_out_of_the_wider_band(cache, make_model, start_server):
     """The server's own scores find a cache of older weights, and the wider band finds a head of older weights."""
     model = make_model(True)
     with start_server(model, "bfloat16", more=("--kv-cache-dtype", cache)) as server:
-        served = serve(server, model, "bfloat16")
+        served = Served(server, model, "bfloat16")
         with closing(served.engine(server_form=ServerForm(kv_cache=cache))) as engine:
             sound = engine.publish(model.params, 0)
             print(cache, sound["publish/verify_abs_diff_mean"], engine.verifier.band)

@@ -5,14 +5,14 @@ from contextlib import closing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from vllm_checks import rpc
+from vllm_checks import sabotaged
 
 from rljax.errors import HandshakeError
 from rljax.policy.hf import SINGLE_NAME, open_tensors
 from rljax.rollout.types import SamplingParams
 from rljax.weights.format import PROTOCOL
+from rljax.weights.store import WeightDirectory
 
 pytestmark = pytest.mark.vllm
 
@@ -38,23 +38,17 @@ def test_head_dtype(served, prompts):
     flat = {**served.model.params, "layers": jax.tree.map(jnp.zeros_like, served.model.params["layers"])}
 
     def largest_gap(head_dtype):
-        with closing(served.engine(head_dtype=head_dtype)) as engine:
-            engine.publish(flat, 0)
-            responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=0))
-        scored = served.score(flat, [r.ids for r in responses])
-        return max(np.abs(s[-r.length :] - r["rollout_logprobs"]).max() for r, s in zip(responses, scored, strict=True))
+        with served.published(flat, head_dtype=head_dtype) as engine:
+            return served.gaps(flat, list(engine.generate(prompts, 4, SamplingParams(24), seed=0))).max()
 
     where = "(precision.lm_head_dtype): start"
     line = f"the LM head computes in {served.dtype}, expected float32 {where} with {OPTION}"
     assert refused(served, head_dtype="float32") == line
     rounded = largest_gap(served.dtype)
-    rpc(served, "sabotage_head_dtype", "float32")
-    try:
+    with sabotaged(served, "head_dtype", "float32"):
         line = f"the LM head computes in float32, expected {served.dtype} {where} without {OPTION}"
         assert refused(served, head_dtype=served.dtype) == line
         upcast = largest_gap("float32")
-    finally:
-        rpc(served, "sabotage_head_dtype", "model")
     print(served.dtype, rounded, upcast)
     assert upcast < 1e-5
     assert rounded > {"bfloat16": 1e-3, "float16": 1e-4}[served.dtype]
@@ -76,11 +70,8 @@ def test_vocabulary_and_shape(float32):
 def test_rotary_settings(float32, change):
     plain = float32.model.hf_config["rope_parameters"]
     changed = {"rope_type": "default"} | plain | change
-    rpc(float32, "sabotage_rope", json.dumps(changed))
-    try:
+    with sabotaged(float32, "rope", json.dumps(changed), undo=(json.dumps(plain),)):
         assert refused(float32) == f"rope_parameters is {changed}, expected {plain} (another model)"
-    finally:
-        rpc(float32, "sabotage_rope", json.dumps(plain))
     float32.engine().close()
 
 
@@ -95,11 +86,7 @@ def test_a_head_that_the_files_repeat_is_tied(bfloat16, prompts):
         for version in (1, 2):
             metrics = engine.publish(model.moved(version), version)
             assert metrics["publish/verified_tensors"] == len(model.checksums("bfloat16")(model.params)) == 24
-        responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=0))
-    scored = bfloat16.score(model.moved(2), [r.ids for r in responses])
-    gaps = np.concatenate(
-        [np.abs(s[-r.length :] - r["rollout_logprobs"]) for s, r in zip(scored, responses, strict=True)]
-    )
+        gaps = bfloat16.gaps(model.moved(2), list(engine.generate(prompts, 4, SamplingParams(24), seed=0)))
     print(len(gaps), gaps.mean())
     assert gaps.mean() < 0.03
 
@@ -110,33 +97,22 @@ def test_length(float32):
 
 
 def test_logprobs_mode_is_probed(float32):
-    rpc(float32, "sabotage_logprobs_mode", "raw_logprobs")
-    try:
+    with sabotaged(float32, "logprobs_mode", "raw_logprobs"):
         assert "start with --logprobs-mode processed_logprobs" in refused(float32)
-    finally:
-        rpc(float32, "sabotage_logprobs_mode", "processed_logprobs")
     float32.engine().close()
 
 
 def test_default_sampling_must_be_plain(float32):
-    rpc(float32, "sabotage_default_sampling", json.dumps({"top_p": 0.9, "top_k": 20}))
-    try:
+    with sabotaged(float32, "default_sampling", json.dumps({"top_p": 0.9, "top_k": 20}), undo=("{}",)):
         line = refused(float32)
-    finally:
-        rpc(float32, "sabotage_default_sampling", "{}")
     assert line == "default sampling is not plain: {'top_k': 20, 'top_p': 0.9}; start with --generation-config vllm"
 
 
-def test_directory_that_the_server_does_not_see(float32):
+def test_directory_that_the_server_does_not_see(float32, monkeypatch):
     """The probe file proves it. Here the trainer claims another text than the server reads."""
-    from rljax.weights.store import WeightDirectory
-
     sound = WeightDirectory.probe
-    WeightDirectory.probe = lambda self: (sound(self)[0].with_name("elsewhere.txt"), "x")
-    try:
-        assert "set transfer_dir to one that both see" in refused(float32)
-    finally:
-        WeightDirectory.probe = sound
+    monkeypatch.setattr(WeightDirectory, "probe", lambda self: (sound(self)[0].with_name("elsewhere.txt"), "x"))
+    assert "set transfer_dir to one that both see" in refused(float32)
 
 
 def test_protocol(float32, monkeypatch):

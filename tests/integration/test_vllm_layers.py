@@ -4,15 +4,14 @@ Faults are planted in vLLM.
 """
 
 import json
-import urllib.request
-from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from opened_clients import call
 from planted_layers import FAULTS
 from safetensors.numpy import save_file
-from vllm_checks import rpc
+from vllm_checks import rpc, sabotaged
 
 from rljax.commands import compare
 from rljax.compare.layers.differences import compare_layers
@@ -20,6 +19,7 @@ from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.tracers import open_tracer
 from rljax.errors import run_cli
 from rljax.policy.hf import save_params
+from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import GIVEN, PROBE
 from rljax.rollout.servers.vllm.taps import refusal
 
@@ -41,8 +41,8 @@ def judged(served, spec, directory=None, effects=0):
 
 def restore(served):
     """Publishes the policy that the server was started from. An earlier test may have published another one."""
-    with closing(served.engine()) as engine:
-        engine.publish(served.model.params, 0)
+    with served.published():
+        pass
 
 
 @pytest.mark.vllm
@@ -68,11 +68,8 @@ def test_planted_faults_are_found_at_their_places(served, tmp_path):
     for fault, (_, place) in FAULTS.items():
         if fault == "stale":
             continue
-        ask(served, "sabotage_layers", fault)
-        try:
+        with sabotaged(served, "layers", fault):
             _, verdict = judged(served, f"hf:{served.dtype},attention=eager")
-        finally:
-            ask(served, "sabotage_layers", "off")
         found = [finding.place for finding in verdict.findings]
         if place not in found or len(found) > 2:
             wrong[fault] = verdict.sentence
@@ -104,11 +101,8 @@ def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
     assert ask(bfloat16, "rljax_tap", str(tmp_path), "broken") == {"error": ""}
     body = {"model": "policy", "token_ids": TOKENS.tolist(), "request_id": "broken"}
     body["sampling_params"] = {"max_tokens": 1, "prompt_logprobs": 0}
-    request = urllib.request.Request(
-        f"{bfloat16.url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert len(json.load(answer)["choices"][0]["token_ids"]) == 1
+    answer = call(bfloat16.url, "POST", GENERATE, json=body)
+    assert len(answer["choices"][0]["token_ids"]) == 1
     assert "IndexError" in ask(bfloat16, "rljax_untap")["error"]
     assert ask(bfloat16, "sabotage_layers", "off") == {"hooks": 0}
     with open_tracer(f"vllm:{bfloat16.url}", None) as tested:
@@ -124,19 +118,10 @@ def test_the_program_looks_into_a_server(bfloat16, tmp_path, capsys):
     lines = {"sequence_id": "a", "token_ids": TOKENS.tolist(), "response_mask": [1] * 60}
     (tmp_path / "tokens.jsonl").write_text(json.dumps(lines) + "\n")
     arguments = [str(tmp_path / "tokens.jsonl"), "--model", str(bfloat16.model.path), "--layers"]
-    arguments += [
-        "--scorer",
-        "jax:bfloat16,logits=bfloat16",
-        "--scorer",
-        f"vllm:{bfloat16.url}",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    ask(bfloat16, "sabotage_layers", "projection")
-    try:
+    arguments += ["--scorer", "jax:bfloat16,logits=bfloat16", "--scorer", f"vllm:{bfloat16.url}"]
+    arguments += ["--out", str(tmp_path / "out")]
+    with sabotaged(bfloat16, "layers", "projection"):
         assert run_cli(compare.main, arguments) == 1
-    finally:
-        ask(bfloat16, "sabotage_layers", "off")
     assert "verdict: layer 1, key projection (own error" in capsys.readouterr().out
     assert run_cli(compare.main, arguments) == 0
 

@@ -1,23 +1,28 @@
-"""The plugin under vLLM's interpreter, without a server: its imports, its request to the kernel, and its files.
+"""The plugin without a server: its imports, its request to the kernel, and its files.
 
-One program shows all of it, because importing vLLM takes far longer than the checks.
+One program under vLLM's interpreter shows the first two, because importing vLLM takes far longer than the checks.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.harness]  # house/test_imports.py follows the imports
+from rljax.weights.format import PROTOCOL
+from rljax.weights.publish_config import PublishConfig
+from rljax.weights.store import WeightDirectory
+from rljax.weights.sums import array_checksum
+from rljax.weights.worker import WorkerWeights
+
 CPUINFO = Path("/proc/cpuinfo")
 AMX = CPUINFO.exists() and "amx_tile" in CPUINFO.read_text()
 PROGRAM = """
 import ctypes, json, sys
 from importlib.metadata import entry_points
-from pathlib import Path
-from types import SimpleNamespace
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -39,10 +44,8 @@ register()
 said["granted"].append(granted())
 
 import torch
-from safetensors.torch import save_file
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from rljax.rollout.servers.vllm.plugin import BACKEND, FileInitInfo, FileUpdateInfo, FileWeightTransferEngine
-from rljax.weights.format import PROTOCOL
+from rljax.rollout.servers.vllm.plugin import BACKEND
 
 said["backend"] = BACKEND in WeightTransferEngineFactory._registry and BACKEND
 said["modules"] = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
@@ -56,56 +59,15 @@ for name in ("_is_amx_tile_supported", "_init_amx"):
         said["registered_without"].append(name)
     setattr(torch.cpu, name, kept)
 
-class Model(torch.nn.Module):
-    def load_weights(self, tensors):
-        self.loaded = [name for name, _ in tensors]
-
-work = Path(sys.argv[1])
-(work / "run" / "v1").mkdir(parents=True)
-(work / "run" / "probe.txt").write_text("x")
-for place in ("run/v1", "run", "."):
-    save_file({"a": torch.ones(2)}, work / place / "0.safetensors")
-
-def described(name, files):
-    sums = {"count": 2, "first": 0, "second": 0, "placed": 0}
-    region = {"row": 0, "rows": 1, "column": 0, "width": 2, "stride": 2}
-    dense = [{"tensor": "a", "region": region, "file": file, "key": "a"} for file in files]
-    records = {file: {"bytes": 80, "xxh3": ""} for file in files}
-    version = {"name": name, "tag": "t", "dtype": "float32", "tensors": {"a": {"shape": [2], "sums": sums}}}
-    return json.dumps({**version, "files": records, "dense": dense})
-
-def outcome(path, files, shown=True):
-    engine = FileWeightTransferEngine.__new__(FileWeightTransferEngine)
-    settings = SimpleNamespace(dtype=torch.float32, hf_text_config=SimpleNamespace(tie_word_embeddings=False))
-    engine.model, engine.model_config = Model(), settings
-    if shown:
-        engine.init_transfer_engine(FileInitInfo(str(work / "run" / "probe.txt"), "x", PROTOCOL))
-    for place in ("run/v1", "run", "."):
-        (work / place / "version.json").write_text(described(Path(path).name, files))
-    try:
-        engine.receive_weights(FileUpdateInfo(str(work / path), "t"))
-    except ValueError as error:
-        return str(error)
-    return engine.model.loaded
-
-said["paths"] = {
-    "own": outcome("run/v1", ["0.safetensors"]),
-    "up": outcome("run/v1", ["../0.safetensors"]),
-    "absolute": outcome("run/v1", [str(work / "0.safetensors")]),
-    "dots": outcome("run/v1", [".."]),
-    "elsewhere": outcome(".", ["0.safetensors"]),
-    "around": outcome("run/v1/..", ["0.safetensors"]),
-    "not shown": outcome("run/v1", ["0.safetensors"], shown=False),
-}
 print(json.dumps(said))
 """
 
 
 @pytest.fixture(scope="module")
-def said(vllm_interpreter, tmp_path_factory):
+def said(vllm_interpreter):
     """Returns the output of the program. It finds rljax as vLLM does, as an installed package."""
     done = subprocess.run(
-        [vllm_interpreter, "-c", PROGRAM, str(tmp_path_factory.mktemp("plugin"))],
+        [vllm_interpreter, "-c", PROGRAM],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         cwd="/",
         capture_output=True,
@@ -117,6 +79,8 @@ def said(vllm_interpreter, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.vllm
+@pytest.mark.harness  # house/test_imports.py follows the imports
 def test_it_loads_without_jax(said):
     """vLLM's environment has no jax, so the plugin and the modules it imports must not import it."""
     beside = ("rljax.weights.access", "rljax.weights", "rljax.distributed", "rljax.errors")
@@ -129,19 +93,38 @@ def test_it_loads_without_jax(said):
     assert [name for name in said["modules"] if name not in own and not name.startswith(beside)] == []
 
 
+@pytest.mark.vllm
+@pytest.mark.harness
 @pytest.mark.skipif(not AMX, reason="this processor has no AMX tiles")
 def test_it_gets_the_permission_to_use_tiles(said):
     assert said["granted"] == [False, True]
 
 
+@pytest.mark.vllm
+@pytest.mark.harness
 def test_it_registers_where_torch_knows_no_tiles(said):
     assert said["registered_without"] == ["_is_amx_tile_supported", "_init_amx"]
 
 
-def test_an_update_does_not_leave_its_directory(said):
-    paths = said["paths"]
-    assert paths["own"] == ["a"]
-    for name in ("up", "absolute", "dots"):
-        assert "a file outside its directory" in paths[name]
-    for name in ("elsewhere", "around", "not shown"):
-        assert "lies in no directory that a trainer has shown" in paths[name]
+def test_an_update_does_not_leave_its_directory(tmp_path):
+    """What the plugin loads is what ``WorkerWeights`` yields."""
+    tensor, weights = np.ones(2, np.float32), WorkerWeights()
+    with contextlib.closing(WeightDirectory(PublishConfig(), tmp_path)) as files:
+        version = files.write([("a", tensor)], 1, {"a": array_checksum(tensor)})
+
+        def refusal(path):
+            with pytest.raises(ValueError, match="directory") as refused:
+                weights.version(str(path), version.tag).__enter__()
+            return str(refused.value)
+
+        assert "lies in no directory that a trainer has shown" in refusal(version.path)
+        probe, text = files.probe()
+        weights.show(str(probe), text, PROTOCOL)
+        with weights.version(str(version.path), version.tag) as (directory, (name,)):
+            assert (directory, directory / name) == (version.path, *version.path.glob("*.safetensors"))
+        for path in (tmp_path, version.path / ".."):
+            assert "lies in no directory that a trainer has shown" in refusal(path)
+        described = (version.path / "version.json").read_text()
+        for other in (f"../{name}", str(tmp_path / name), ".."):
+            (version.path / "version.json").write_text(described.replace(f'"{name}"', json.dumps(other)))
+            assert "a file outside its directory" in refusal(version.path)

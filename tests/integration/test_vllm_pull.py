@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from toy_runs import ROOT
-from vllm_checks import OTHER_BITS, adamw_step, check_use, rpc
+from vllm_checks import OTHER_BITS, adamw_step, check_use, rpc, sabotaged
 
 from rljax.distributed.files import memory_directory
 from rljax.errors import HandshakeError, ServerRefusedError, VerificationError
@@ -82,12 +82,9 @@ def test_the_example_recounts_what_the_server_holds(bfloat16, pulling, tmp_path)
         assert status == 0, said
         assert "24 tensors, " in said
         assert "1 workers; 0 differ" in said
-    rpc(bfloat16, "sabotage_load", "skip", "model.layers.1.mlp.down_proj.weight")
-    try:
-        with pytest.raises(VerificationError, match=OTHER_BITS):
-            engine.publish(adamw_step(params, seed=3), 3)
-    finally:
-        rpc(bfloat16, "sabotage_load", "off", "")
+    refused = pytest.raises(VerificationError, match=OTHER_BITS)
+    with sabotaged(bfloat16, "load", "skip", "model.layers.1.mlp.down_proj.weight"), refused:
+        engine.publish(adamw_step(params, seed=3), 3)
     status, said = recounted(engine, bfloat16)
     assert status == 1
     assert said.splitlines()[-2].endswith("; 1 differ")
@@ -193,14 +190,10 @@ PREVIOUS = pytest.param("previous", "", marks=pytest.mark.harness)
 
 @pytest.mark.parametrize(("how", "of"), [("skip", "model.layers.1.mlp.down_proj.weight"), PREVIOUS])
 def test_a_worker_that_loads_something_else_is_caught(bfloat16, pulling, how, of):
-    rpc(bfloat16, "sabotage_load", "off", "")
+    rpc(bfloat16, "sabotage_load", "off", "")  # the worker keeps what it loads from now on
     engine = pulling(bfloat16)
-    rpc(bfloat16, "sabotage_load", how, of)
-    try:
-        with pytest.raises(VerificationError, match=OTHER_BITS):
-            engine.publish(adamw_step(bfloat16.model.params, seed=11), 1)
-    finally:
-        rpc(bfloat16, "sabotage_load", "off", "")
+    with sabotaged(bfloat16, "load", how, of), pytest.raises(VerificationError, match=OTHER_BITS):
+        engine.publish(adamw_step(bfloat16.model.params, seed=11), 1)
     engine.publish(adamw_step(bfloat16.model.params, seed=12), 2)
 
 

@@ -10,7 +10,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from vllm_checks import OTHER_BITS, OUT_OF_BAND, adamw_step, cache_kept, check_use, rpc
+from vllm_checks import OTHER_BITS, OUT_OF_BAND, adamw_step, cache_kept, check_use, rpc, sabotaged
 from weight_training import change_after_writing
 
 from rljax.errors import VerificationError
@@ -22,19 +22,10 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def calibrated(request):
+def calibrated():
     """Yields a function that builds an engine. Its band is calibrated on a sound publish of version 0."""
-    engines = []
-
-    def build(served, **kwargs):
-        engine = served.engine(**kwargs)
-        engines.append(engine)
-        engine.publish(served.model.params, 0)
-        return engine
-
-    yield build
-    for engine in engines:
-        engine.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda served, **settings: stack.enter_context(served.published(**settings))
 
 
 def publish_fails_both_halves(engine, params, version: int, said: str) -> None:
@@ -63,13 +54,10 @@ def test_a_step_at_the_papers_rate_that_goes_wrong_in_a_worker(bfloat16, calibra
     rpc(bfloat16, "sabotage_load", "off", "")
     engine = calibrated(bfloat16)
     stepped = adamw_step(bfloat16.model.params, seed=11)
-    rpc(bfloat16, "sabotage_load", how, of)
-    try:
+    with sabotaged(bfloat16, "load", how, of):
         with pytest.raises(VerificationError, match=f"{OTHER_BITS}: {said}"):
             engine.publish(stepped, 1)
         assert 0.001 < engine.version.changed_fraction < 0.05
-    finally:
-        rpc(bfloat16, "sabotage_load", "off", "")
     if "k_proj" not in of:  # a skipped part of a fused tensor holds whatever the memory held before
         assert check_use(engine, bfloat16.url, stepped).mean < engine.verifier.band
     with pytest.raises(RuntimeError, match="hold no verified policy"):
@@ -84,16 +72,13 @@ def test_a_step_at_the_papers_rate_that_goes_wrong_in_a_worker(bfloat16, calibra
 
 def test_tied_head_not_repacked(bfloat16, calibrated):
     engine = calibrated(bfloat16)
-    rpc(bfloat16, "sabotage_tied_head", "on")
-    try:
+    with sabotaged(bfloat16, "tied_head", "on"):
         with pytest.raises(VerificationError, match=rf"{OTHER_BITS}: .*: lm_head.weight \(not loaded\)"):
             engine.publish(bfloat16.model.moved(1), 1)
         # On some processors the head has a copy of its own. Then its use shows the old weights, too.
         is_stale = rpc(bfloat16, "head_is_stale")[0]["stale"]
         with pytest.raises(VerificationError, match=OUT_OF_BAND) if is_stale else contextlib.nullcontext():
             check_use(engine, engine.fleet.urls[0], bfloat16.model.moved(1))
-    finally:
-        rpc(bfloat16, "sabotage_tied_head", "off")
     engine.publish(bfloat16.model.moved(1), 2)
 
 

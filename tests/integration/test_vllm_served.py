@@ -14,8 +14,7 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize("served", ["float32"], indirect=True)
 def test_a_served_model_samples_with_the_servers_weights(served, prompts):
     sampling = SamplingParams(16, 0.8)
-    with closing(served.engine()) as engine:
-        engine.publish(served.model.moved(3), 7)
+    with served.published(served.model.moved(3), 7) as engine:
         expected = {(r.prompt_index, r.sample_index): r for r in engine.generate(prompts, 3, sampling, seed=4)}
     with closing(connect([served.url])) as model:
         assert model.info.root == str(served.model.path)

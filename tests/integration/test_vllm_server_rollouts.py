@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.policy.score import make_scorer
 from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -13,26 +14,11 @@ OTHERS = [pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("float16"
 DTYPES = pytest.mark.parametrize("served", ["bfloat16", *OTHERS], indirect=True)
 
 
-def gaps(served, params, prompts, responses) -> np.ndarray:
-    """Returns
-
-    server - trainer
-
-    of every response token.
-    """
-    sequences = [r.ids for r in responses]
-    scored = served.score(params, sequences)
-    return np.concatenate(
-        [np.abs(s[-r.length :] - r["rollout_logprobs"]) for r, s in zip(responses, scored, strict=True)]
-    )
-
-
 @DTYPES
 def test_engines_agree_after_each_publish(served, prompts):
     """The mismatch is the dtype's own, before and after three big updates. Versions and figures are recorded."""
-    engine = served.engine()
     measured = []
-    try:
+    with closing(served.engine()) as engine:
         for version in range(4):
             params = served.model.params if version == 0 else served.model.moved(version)
             metrics = engine.publish(params, version)
@@ -41,15 +27,13 @@ def test_engines_agree_after_each_publish(served, prompts):
             assert len(responses) == 20
             assert {(r.prompt_index, r.sample_index) for r in responses} == {(i, j) for i in range(5) for j in range(4)}
             assert all(r["version"].tolist() == [version] * 24 and r.truncated for r in responses)
-            measured.append(gaps(served, params, prompts, responses))
+            measured.append(served.gaps(params, responses))
             assert metrics["publish/seconds"] >= metrics["publish/stall_s"] > 0
             assert metrics["publish/bytes"] > 0
             assert samples.metrics["rollout/requests"] == 20
             assert samples.metrics["rollout/retries"] == 0
             assert 0 <= samples.metrics["rollout/cached_prompt_fraction"] < 1
             assert ("publish/changed_fraction" in metrics) == (version > 0)
-    finally:
-        engine.close()
     together = np.concatenate(measured)
     print(served.dtype, [(float(gap.mean()), float(gap.max())) for gap in measured])
     if served.dtype == "float32":
@@ -61,28 +45,20 @@ def test_engines_agree_after_each_publish(served, prompts):
 
 def test_stops_and_greedy(float32, prompts):
     """A stop token ends its response and belongs to it. Greedy log-probabilities are those at temperature 1."""
-    engine = float32.engine()
     stops = tuple(range(0, 256, 5))
-    try:
-        engine.publish(float32.model.params, 0)
+    with float32.published() as engine:
         drawn = list(engine.generate(prompts, 4, SamplingParams(30, stop_token_ids=stops), seed=1))
         greedy = list(engine.generate(prompts, 1, SamplingParams(8, temperature=0.0), seed=1))
-    finally:
-        engine.close()
     assert any(not r.truncated for r in drawn)
     for r in drawn:
         assert not np.isin(r.response[:-1], stops).any()
         assert r.truncated == (r.response[-1] not in stops)
-    assert gaps(float32, float32.model.params, prompts, drawn).max() < 1e-4
-    assert gaps(float32, float32.model.params, prompts, greedy).max() < 1e-4
+    assert float32.gaps(float32.model.params, [*drawn, *greedy]).max() < 1e-4
 
 
 def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
     """Responses at temperature 0.5 have the trainer's log-probabilities at temperature 0.5."""
-    from rljax.policy.score import make_scorer
-
-    with closing(float32.engine()) as engine:
-        engine.publish(float32.model.params, 0)
+    with float32.published() as engine:
         drawn = list(engine.generate(prompts, 2, SamplingParams(16, temperature=0.5), seed=2))
     score = make_scorer(float32.model.config, jnp.float32, temperature=0.5)
     sequences = [r.ids for r in drawn]
@@ -92,25 +68,10 @@ def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
 
 def test_requests_that_vllm_would_mishandle_are_refused(float32):
     """vLLM would silently shorten a request that is too long, and a token id out of range would end its engine."""
-    with closing(float32.engine()) as engine:
-        engine.publish(float32.model.params, 0)
+    with float32.published() as engine:
         with pytest.raises(ValueError, match="must have 1 to 412"):
             engine.generate([np.zeros(500, np.int32)], 1, SamplingParams(100), seed=0)
         with pytest.raises(ValueError, match=r"outside 0\.\.255"):
             engine.generate([np.array([256], np.int32)], 1, SamplingParams(1), seed=0)
         with pytest.raises(ValueError, match="at least one prompt"):
             engine.generate([], 1, SamplingParams(1), seed=0)
-    engine.close()
-
-
-@pytest.mark.harness  # test_vllm_endpoint.py
-def test_giving_up_early_leaves_the_engine_usable(bfloat16, prompts):
-    """Closing the iterator aborts the responses that have not arrived. The next publish does not wait for them."""
-    with closing(bfloat16.engine()) as engine:
-        engine.publish(bfloat16.model.params, 0)
-        stream = iter(engine.generate(prompts, 40, SamplingParams(400), seed=0))
-        next(stream)
-        stream.close()
-        metrics = engine.publish(bfloat16.model.moved(1), 1)
-        assert len(list(engine.generate(prompts, 1, SamplingParams(4), seed=0))) == 5
-        assert metrics["publish/stall_s"] < 20

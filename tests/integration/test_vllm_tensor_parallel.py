@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import Served
-from vllm_checks import OTHER_BITS, adamw_step, rpc
+from vllm_checks import OTHER_BITS, adamw_step, rpc, sabotaged
 
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
@@ -11,6 +10,7 @@ from rljax.compare.layers.tracers import open_tracer
 from rljax.errors import VerificationError
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
+from tests.integration.conftest import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes]
 
@@ -40,11 +40,8 @@ def test_the_parts_of_operations_are_joined(two_workers):
     """Only the sums over the workers differ, which travel in bfloat16, until a fault is planted in both workers."""
     sums = {"every layer, output projection", "every layer, down projection"}
     assert places(two_workers) == sums
-    rpc(two_workers, "sabotage_layers", "projection")
-    try:
+    with sabotaged(two_workers, "layers", "projection"):
         assert places(two_workers) == sums | {"layer 1, key projection"}
-    finally:
-        rpc(two_workers, "sabotage_layers", "off")
 
 
 @pytest.mark.parametrize("store", ["shared", pytest.param("directory", marks=pytest.mark.harness)])

@@ -1,7 +1,5 @@
 """The likeliest tokens and cut sampling of a real server are compared with the trainer's distribution in float32."""
 
-from contextlib import closing
-
 import numpy as np
 import pytest
 from exact_distributions import distributions
@@ -30,8 +28,7 @@ def support(logprobs: np.ndarray, sampling: SamplingParams) -> np.ndarray:
 
 def sampled(served, prompts, sampling, n=3, *, route=None, **config):
     """Returns the responses of an engine that has published the policy that the server was started from."""
-    with closing(served.engine(**config)) as engine:
-        engine.publish(served.model.params, 0)
+    with served.published(**config) as engine:
         if route is not None:
             engine.fleet.server(served.url).route = route
         return list(engine.generate(prompts, n, sampling, seed=3))

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from rljax.record.token_dumps import make_dump
 from rljax.rollout.servers.vllm.server import ROLLOUTS, VllmConfig, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
+from tests.integration.conftest import Model, Servers
 
 pytestmark = pytest.mark.vllm_tpu
 VENV = Path(os.environ.get("RLJAX_VLLM_TPU_VENV", ROOT / ".venv-vllm-tpu"))
@@ -65,37 +65,32 @@ def write_model(path: Path, family: str, **sizes) -> None:
             shutil.copy(ROOT / "tests/data/practised-base" / file, path)
 
 
-class TpuServers:
-    """One server at a time, by its name in ``MODELS``."""
+class TpuServers(Servers):
+    """The servers of ``MODELS`` by their name."""
 
-    def __init__(self, directory: Path, make_model, serve) -> None:
-        self.directory, self._example, self._serve = directory, make_model(True), serve
-        self._name, self._current = "", None
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        super().__init__(self._model_of, self._start)
 
-    def of(self, name: str):
-        if self._name != name or not self._current.server.alive():
-            self.stop()
-            path = self.directory / name.replace(" ", "-")
-            family, _, sizes = MODELS[name]
-            if not path.exists():
-                write_model(path, family, **sizes)
-            policy = read_config(path)
-            hf = json.loads((path / "config.json").read_text())
-            model = dataclasses.replace(
-                self._example, path=path, config=policy, params=load_params(path, policy), hf_config=hf
-            )
-            self._name, self._current = name, self._serve(self.start(name), model, self.dtype(name))
-        return self._current
-
-    def dtype(self, name: str) -> str:
+    @staticmethod
+    def _dtype(name: str) -> str:
         return "bfloat16" if name.startswith("bfloat16") else "float32"
 
-    def start(self, name: str, port: int = 0):
+    def _model_of(self, name: str) -> tuple[Model, str]:
+        path = self.directory / name.replace(" ", "-")
+        family, _, sizes = MODELS[name]
+        if not path.exists():
+            write_model(path, family, **sizes)
+        policy = read_config(path)
+        hf = json.loads((path / "config.json").read_text())
+        return Model(path, policy, load_params(path, policy), hf), self._dtype(name)
+
+    def _start(self, name: str, port: int):
         workers = MODELS[name][1]
         config = VllmConfig(
             model=str(self.directory / name.replace(" ", "-")),
             python=str(VENV / "bin/python"),
-            dtype=self.dtype(name),
+            dtype=self._dtype(name),
             port=port,
             max_model_len=512,
             max_num_seqs=16,
@@ -104,16 +99,6 @@ class TpuServers:
             extra_env=tpu_stand_in.environment(self.directory, workers),
         )
         return start(config, timeout_s=480)
-
-    def kill_and_restart(self) -> None:
-        killed = self._current
-        killed.server.kill()
-        self._current = dataclasses.replace(killed, server=self.start(self._name, killed.server.port))
-
-    def stop(self) -> None:
-        if self._current is not None:
-            self._current.server.stop()
-        self._current = None
 
     @contextlib.contextmanager
     def fault(self, said: str):
@@ -128,10 +113,10 @@ class TpuServers:
 
 
 @pytest.fixture(scope="module")
-def servers(make_model, serve, tmp_path_factory):
+def servers(tmp_path_factory):
     if not (VENV / "bin/python").exists():
         pytest.skip(f"no environment of vllm-tpu at {VENV}: run tools/test_tpu_server.sh")
-    made = TpuServers(tmp_path_factory.mktemp("tpu"), make_model, serve)
+    made = TpuServers(tmp_path_factory.mktemp("tpu"))
     yield made
     made.stop()
 
@@ -144,21 +129,13 @@ def tpu(servers):
 @pytest.fixture
 def engine(tpu):
     """An engine that has published version 0."""
-    with contextlib.closing(tpu.engine(max_tokens=256)) as made:
-        made.publish(tpu.model.params, 0)
+    with tpu.published(max_tokens=256) as made:
         yield made
 
 
 def draw(engine, vocab_size: int, sampling: SamplingParams):
     prompts = [np.random.default_rng(i).integers(2, vocab_size, 5 + 9 * i).astype(np.int32) for i in range(5)]
     return list(engine.generate(prompts, 3, sampling, seed=0))
-
-
-def gaps_of(served, responses, params) -> np.ndarray:
-    """Returns |server - trainer| of each sampled token (nats)."""
-    scored = served.score(params, [response.ids for response in responses])
-    pairs = zip(responses, scored, strict=True)
-    return np.concatenate([np.abs(np.asarray(s)[r.prompt_length :] - r["rollout_logprobs"]) for r, s in pairs])
 
 
 @pytest.mark.parametrize("name", [*MODELS][::-1])
@@ -172,18 +149,18 @@ def test_servers_sample_from_each_published_version(servers, name):
                 metrics = engine.publish(params, version)
                 assert metrics["publish/verified_tensors"] == tensors
                 responses = draw(engine, served.model.config.vocab_size, SamplingParams(24))
-                gaps = gaps_of(served, responses, params)
+                gaps = served.gaps(params, responses)
                 print(f"{name}, version {version}: mean {gaps.mean():.2e}, largest {gaps.max():.2e} nats")
                 assert gaps.mean() < MEAN_GAP[served.dtype]
                 assert {int(v) for r in responses for v in r.versions} == {version}
                 if version:
-                    assert gaps_of(served, responses, served.model.moved(7)).mean() > 0.1
+                    assert served.gaps(served.model.moved(7), responses).mean() > 0.1
 
 
 def test_greedy_and_cut_sampling(tpu, engine):
     """The client checks the probabilities after a cut: those of the tokens that are left sum to 1."""
     responses = draw(engine, 16, SamplingParams(12, 0.0))
-    assert gaps_of(tpu, responses, tpu.model.params).max() < 5e-5
+    assert tpu.gaps(tpu.model.params, responses).max() < 5e-5
     assert len({tuple(r.response) for r in responses}) == 5
     cut = draw(engine, 16, SamplingParams(12, 1.0, top_k=4, top_p=0.9, reported=4))
     assert len({tuple(r.response) for r in cut}) > 5
@@ -198,7 +175,7 @@ def test_requests_after_an_update_use_no_old_cache_nor_compile(servers, tpu, eng
         responses = draw(engine, 16, SamplingParams(24))
         if version > 1:
             assert servers.compiled() == before
-        assert gaps_of(tpu, responses, params).mean() < MEAN_GAP["float32"]
+        assert tpu.gaps(params, responses).mean() < MEAN_GAP["float32"]
 
 
 PROJECTION = "model.layers.1.mlp.down_proj.weight"
@@ -247,7 +224,7 @@ def test_after_a_broken_update_the_server_waits_for_a_whole_one(servers, tpu, en
         tpu.engine(max_tokens=256)
     assert "true" in status(tpu.url, "GET", "/is_paused")[1]
     engine.publish(tpu.model.moved(2), 2)
-    assert gaps_of(tpu, draw(engine, 16, SamplingParams(8)), tpu.model.moved(2)).mean() < MEAN_GAP["float32"]
+    assert tpu.gaps(tpu.model.moved(2), draw(engine, 16, SamplingParams(8))).mean() < MEAN_GAP["float32"]
 
 
 @pytest.mark.parametrize(
@@ -286,10 +263,9 @@ def test_given_tokens_are_not_decoded(tpu):
 
 def test_a_killed_server_comes_back_with_the_current_weights(servers, tpu):
     params = tpu.model.moved(1)
-    with contextlib.closing(tpu.engine(max_tokens=256, stop=StopWhen(lambda: False))) as engine:
-        engine.publish(params, 1)
+    with tpu.published(params, 1, max_tokens=256, stop=StopWhen(lambda: False)) as engine:
         servers.kill_and_restart()
-        assert gaps_of(tpu, draw(engine, 16, SamplingParams(8)), params).mean() < MEAN_GAP["float32"]
+        assert tpu.gaps(params, draw(engine, 16, SamplingParams(8))).mean() < MEAN_GAP["float32"]
 
 
 def test_a_run_trains_and_goes_on(servers, tmp_path):

@@ -32,13 +32,9 @@ def converse(engine, prompts, seed):
 
 def test_a_second_turn_goes_on_from_the_tokens_of_the_first(float32, prompts):
     """The log-probabilities are those of one pass over the joined tokens, and a seed decides both turns."""
-    engine, count = float32.engine(), len(prompts)
-    try:
-        params = float32.model.moved(5)
-        engine.publish(params, 3)
+    params, count = float32.model.moved(5), len(prompts)
+    with float32.published(params, 3) as engine:
         first, again, other = (converse(engine, prompts, seed) for seed in (1, 1, 2))
-    finally:
-        engine.close()
     assert sorted(first) == [(key, turn) for key in range(count) for turn in (1, 2)]
     scored = float32.score(params, [first[key, 2][1] for key in range(count)])
     for key, (prompt, logprobs) in enumerate(zip(prompts, scored, strict=True)):
@@ -60,11 +56,8 @@ def test_many_seeded_prompts_are_computed_whole(float32):
 
     A prompt in parts would end its engine.
     """
-    rng, engine = np.random.default_rng(0), float32.engine()
+    rng = np.random.default_rng(0)
     many = [rng.integers(2, 250, 150).astype(np.int32) for _ in range(120)]
-    try:
-        engine.publish(float32.model.params, 1)
+    with float32.published() as engine:
         responses = list(engine.generate(many, 1, SamplingParams(2, stop_token_ids=(1,)), seed=3))
-    finally:
-        engine.close()
     assert sorted(response.prompt_index for response in responses) == list(range(120))

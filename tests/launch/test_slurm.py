@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from process_runs import FLOAT32, TINY, complete_together, largest_differences
+from process_runs import FLOAT32, TINY, assert_alike, complete_together
 from slurm_jobs import Cluster, of_jobs, slurm
 from toy_runs import comparable, tiny
 from vllm_processes import members
@@ -61,9 +61,7 @@ def submit(cluster, toy_base, tmp_path):
 def assert_done(job, run_dir, alone, *, restarts):
     assert job.wait() == "COMPLETED", job.printed()
     assert job.restarts == restarts, job.printed()
-    differences = largest_differences(comparable(run_dir), alone)
-    print(f"{restarts} restarts, largest difference of a row {max(differences.values(), default=0.0):.1e}")
-    assert max(differences.values(), default=0.0) < 1e-5, differences
+    assert_alike(comparable(run_dir), alone)
 
 
 def test_two_nodes_give_the_rows_of_one_process(submit, alone, tmp_path):

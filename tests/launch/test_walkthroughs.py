@@ -79,12 +79,3 @@ def test_the_options_of_rljax_prepare_are_there(capsys):
     told = capsys.readouterr().out
     assert used == {"--model", "--max-prompt-tokens"}
     assert [option for option in used if option not in told] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=TEXTS)
-def test_its_links_lead_to_pages_and_headings(page):
-    text = TEXTS[page.stem]
-    for path, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^):]+)\)", text)):
-        target = page.parent / path if path else page
-        heads = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-        assert not anchor or anchor in {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in heads}

@@ -26,7 +26,9 @@ def measure(request):
 
     def on_device(*arrays, **named):
         named = {name: jnp.asarray(array) for name, array in named.items()}
-        return {name: float(value) for name, value in JITTED(*map(jnp.asarray, arrays), **named).items()}
+        found = JITTED(*map(jnp.asarray, arrays), **named)
+        assert all(isinstance(value, jax.Array) and value.shape == () for value in found.values())
+        return {name: float(value) for name, value in found.items()}
 
     on_device.limit = 60.0
     return on_device
@@ -122,30 +124,19 @@ def relative(found, expected):
     return abs(found - expected) / max(abs(expected), 1e-300) if found != expected else 0.0
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2, 0.3])
+@BOTH
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-3, 1e-2, 0.3])
 @pytest.mark.parametrize("spikes", [False, True])
-def test_host_equals_the_formulas(scale, spikes):
+def test_every_metric_equals_its_formula(measure, scale, spikes):
     trainer, rollout, mask, entropy = batch(scale, spikes=spikes)
     expected = formulas(trainer.astype(np.float64), rollout.astype(np.float64), mask, entropy.astype(np.float64))
-    found = mismatch_metrics(trainer, rollout, mask, entropy=entropy)
+    found = measure(trainer, rollout, mask, entropy=entropy)
     assert found.keys() == expected.keys()
     assert all(type(value) is float for value in found.values())
+    on_host = measure is mismatch_metrics
     for name, value in expected.items():
-        assert relative(found[name], value) <= 1e-13, name
-
-
-@pytest.mark.parametrize("scale", [1e-4, 1e-3, 1e-2, 0.3])
-@pytest.mark.parametrize("spikes", [False, True])
-def test_device_equals_the_formulas(scale, spikes):
-    trainer, rollout, mask, entropy = batch(scale, spikes=spikes)
-    expected = formulas(trainer.astype(np.float64), rollout.astype(np.float64), mask, entropy.astype(np.float64))
-    arrays = [jnp.asarray(array) for array in (trainer, rollout, mask)]
-    found = JITTED(*arrays, entropy=jnp.asarray(entropy))
-    assert found.keys() == expected.keys()
-    assert all(isinstance(value, jax.Array) and value.shape == () for value in found.values())
-    for name, value in expected.items():
-        bound = 0.0101 if "_p99" in name else 1e-5
-        assert relative(float(found[name]), value) <= bound, name
+        bound = 1e-13 if on_host else 0.0101 if "_p99" in name else 1e-5
+        assert relative(found[name], value) <= bound, name
 
 
 def test_device_keeps_the_digits_the_plain_text_loses():

@@ -28,37 +28,31 @@ ROOT = Path(__file__).parents[2]
 BASE = ROOT / "configs" / "toy-base"
 
 
-def exported(tmp_path, tiny_model, **settings):
-    """Returns the dumps of a run of two updates and an evaluation."""
+def exporter_of(directory, model, prompts, evaluated=None, **settings):
+    """Returns the exporting trainer of the docs over TRL's own. Responses are as good as they are long."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     names = run_block("compare.md", "class TokenFile") | {"GRPOTrainer": trl.GRPOTrainer}
     exporter = run_block("compare.md", "class ExportingTrainer(GRPOTrainer)", **names)["ExportingTrainer"]
-    prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]})
-    config = trl.GRPOConfig(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        num_generations=2,
-        max_completion_length=6,
-        max_steps=2,
-        temperature=TEMPERATURE,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        seed=0,
-        learning_rate=1e-2,
-        **settings,
-    )
-    trainer = exporter(
-        model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
-        args=config,
-        train_dataset=prompts,
-        eval_dataset=prompts.select(range(2)),
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "seed": 0}
+    return exporter(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        args=trl.GRPOConfig(output_dir=str(directory), **quiet, **settings),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        eval_dataset=evaluated and Dataset.from_dict({"prompt": evaluated}),
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
     )
+
+
+def exported(tmp_path, tiny_model, **settings):
+    """Returns the dumps of a run of two updates and an evaluation."""
+    prompts = [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]
+    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations": 2}
+    sizes |= {"max_completion_length": 6, "max_steps": 2}
+    settings |= {"temperature": TEMPERATURE, "save_strategy": "no", "learning_rate": 1e-2}
+    trainer = exporter_of(tmp_path, tiny_model, prompts, prompts[:2], **sizes, **settings)
     trainer.train()
     trainer.evaluate()
     trainer.evaluate()
@@ -71,32 +65,9 @@ def run_on_the_toy_base(tmp_path_factory):
 
     The run has two batches with two updates each, and keeps the weights after each batch.
     """
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = tmp_path_factory.mktemp("toy")
-    names = run_block("compare.md", "class TokenFile") | {"GRPOTrainer": trl.GRPOTrainer}
-    exporter = run_block("compare.md", "class ExportingTrainer(GRPOTrainer)", **names)["ExportingTrainer"]
-    trainer = exporter(
-        model=AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(BASE),
-        args=trl.GRPOConfig(
-            output_dir=str(path),
-            per_device_train_batch_size=8,
-            num_generations=4,
-            num_iterations=2,
-            max_completion_length=24,
-            max_steps=4,
-            save_steps=2,
-            learning_rate=3e-3,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            seed=0,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [f"{i}+{i + 3}=" for i in range(10, 26)]}),
-        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-    )
+    path, prompts = tmp_path_factory.mktemp("toy"), [f"{i}+{i + 3}=" for i in range(10, 26)]
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "num_iterations": 2, "max_completion_length": 24}
+    trainer = exporter_of(path, BASE, prompts, **sizes, max_steps=4, save_steps=2, learning_rate=3e-3)
     trainer.train()
     assert trainer.state.global_step == 4
     return path
@@ -152,7 +123,8 @@ def test_the_trainer_column_is_the_policys_log_probability(tmp_path, tiny_model)
     (dump,) = exported(tmp_path, tiny_model, num_iterations=2)
     assert len(set(dump.sequence_ids)) == len(dump.sequence_ids) > 8
     source = dump.sources["trainer"]
-    assert (source.role, source.temperature, dump.sampling) == ("trainer", TEMPERATURE, {"temperature": TEMPERATURE})
+    sampling = {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "min_p": None}
+    assert (source.role, source.temperature, dump.sampling) == ("trainer", TEMPERATURE, sampling)
     first = [i for i, name in enumerate(dump.sequence_ids) if name.startswith("0/")]
     assert len(first) >= 4
     for i, expected in zip(first, scored(tiny_model, dump), strict=False):

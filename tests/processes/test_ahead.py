@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from kill_run import broken_accounts
-from process_runs import FLOAT32, SITE, TINY, Run, complete_together, largest_differences, without_publish
+from process_runs import FLOAT32, TINY, Run, assert_alike, complete_together, replay, without_publish
 from toy_runs import comparable, tiny
 
 from rljax.errors import START_AGAIN_STATUS
@@ -58,21 +58,17 @@ def assert_sound(run_dir, whole):
 
 def test_the_same_responses_give_the_same_rows(servers, toy_base, tmp_path):
     """The weights reach the server's machine from each process while the next batch is sampled."""
-    (tmp_path / "sitecustomize.py").write_text(SITE)
-    (tmp_path / "answers").mkdir()
-    rows = {}
-    for count in (1, 2):
-        mode = {"RLJAX_RECORD" if count == 1 else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
-        run_dir = tmp_path / f"run_{count}"
-        options = words(toy_base, run_dir, servers, "--publish.store", "http", steps=5)
-        complete_together(options, count, tmp_path / f"printed_{count}", heartbeat_s=60, **mode)
-        rows[count] = without_publish(run_dir)
-        assert [row["rollout/staleness"] for row in rows[count]] == [0, 1, 1, 1, 1]
-        assert all(row["publish/verified_tensors"] > 10 for row in comparable(run_dir))
-        assert all(row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 for row in rows[count][1:])
-    differences = largest_differences(rows[1], rows[2])
-    print(f"largest difference: {max(differences.values(), default=0.0):.1e}")
-    assert max(differences.values(), default=0.0) < 1e-5, differences
+
+    def of(run_dir):
+        return words(toy_base, run_dir, servers, "--publish.store", "http", steps=5)
+
+    replay(tmp_path, {str(count): (count, of) for count in (1, 2)}, heartbeat_s=60)
+    rows = [without_publish(tmp_path / name) for name in ("1", "2")]
+    for name, each in zip(("1", "2"), rows, strict=True):
+        assert [row["rollout/staleness"] for row in each] == [0, 1, 1, 1, 1]
+        assert all(row["publish/verified_tensors"] > 10 for row in comparable(tmp_path / name))
+        assert all(row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 for row in each[1:])
+    assert_alike(*rows)
 
 
 @pytest.mark.parametrize("how", ["wait", "keep"])

@@ -4,7 +4,7 @@ All of them use the server's answers to the first run.
 """
 
 import pytest
-from process_runs import FLOAT32, SITE, TINY, complete_together, largest_differences, without_publish
+from process_runs import FLOAT32, TINY, assert_alike, largest_differences, replay, without_publish
 from toy_runs import comparable, tiny
 
 from rljax.record.rows import read_rows
@@ -23,21 +23,14 @@ def server(toy_base, tmp_path_factory):
 
 
 def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(SITE)
-    (tmp_path / "answers").mkdir()
-    rows = {}
-    for count in (1, 2, 4):
-        mode = {"RLJAX_RECORD" if count == 1 else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
-        run_dir = tmp_path / f"run_{count}"
+    def words(run_dir):
         engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--loss.mini-batches", "2")
-        words = tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
-        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30, **mode)
-        rows[count] = without_publish(run_dir)
-        assert all(row["publish/verified_tensors"] > 10 for row in comparable(run_dir))
-    for count in (2, 4):
-        differences = largest_differences(rows[1], rows[count])
-        print(f"{count} processes: {max(differences.values(), default=0.0):.1e}")
-        assert max(differences.values(), default=0.0) < 1e-5, (count, differences)
+        return tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
+
+    replay(tmp_path, {str(count): (count, words) for count in (1, 2, 4)})
+    for name in ("1", "2", "4"):
+        assert all(row["publish/verified_tensors"] > 10 for row in comparable(tmp_path / name))
+        assert_alike(without_publish(tmp_path / "1"), without_publish(tmp_path / name))
 
 
 @pytest.mark.parametrize("kind", ["directory", "http"])
@@ -46,27 +39,23 @@ def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tm
 
     Over HTTP each process has its own directory, which no other process reads.
     """
-    (tmp_path / "sitecustomize.py").write_text(SITE)
-    (tmp_path / "answers").mkdir()
-    store = ("--publish.store", kind, "--publish.anchor-every", "2")
-    rows = {}
 
     def own(index):
         return "--rollout.transfer-dir", tmp_path / ("weights" if kind == "directory" else f"weights_{index}")
 
-    for count in (1, 2, 4):
-        mode = {"RLJAX_RECORD" if count == 1 else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
-        run_dir = tmp_path / f"run_{count}"
+    def words(run_dir):
+        store = ("--publish.store", kind, "--publish.anchor-every", "2")
         engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, *store)
-        words = tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
-        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30, own=own, **mode)
-        rows[count] = comparable(run_dir)
-        assert len(list(tmp_path.glob("weights*"))) == (1 if kind == "directory" else count)
-        assert not list(tmp_path.glob("weights*/*")), "what was published is left"
-        assert all(row["publish/verified_tensors"] > 10 for row in rows[count])
-        assert not any("publish/mirrors_repaired" in row for row in rows[count])
-    for count in (2, 4):
-        fractions = [[row["publish/changed_fraction"] for row in rows[number]] for number in (1, count)]
+        return tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
+
+    replay(tmp_path, {str(count): (count, words) for count in (1, 2, 4)}, own=own)
+    assert len(list(tmp_path.glob("weights*"))) == (1 if kind == "directory" else 4)
+    assert not list(tmp_path.glob("weights*/*")), "what was published is left"
+    first, *others = (comparable(tmp_path / name) for name in ("1", "2", "4"))
+    for rows in (first, *others):
+        assert all(row["publish/verified_tensors"] > 10 for row in rows)
+        assert not any("publish/mirrors_repaired" in row for row in rows)
+        fractions = [[row["publish/changed_fraction"] for row in each] for each in (first, rows)]
         assert fractions[1] == pytest.approx(fractions[0], rel=1e-3)
 
 
@@ -75,27 +64,18 @@ def test_colocated_state_is_on_the_host_during_sampling(server, toy_base, tmp_pa
 
     With two processes, each moves its shards and serves its weights.
     """
-    (tmp_path / "sitecustomize.py").write_text(SITE)
-    (tmp_path / "answers").mkdir()
-    rows, engine, shared = (
-        {},
-        ("--rollout.engine", "vllm", "--rollout.urls", server.url),
-        ("--rollout.colocated", "true"),
-    )
-    for name, count, options in (
-        ("stays", 1, ()),
-        ("moves", 1, shared),
-        ("both_move", 2, (*shared, "--publish.store", "http")),
-    ):
-        mode = {"RLJAX_RECORD" if name == "stays" else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
-        run_dir = tmp_path / name
-        words = tiny(toy_base, run_dir, 3, *FLOAT32, *TINY, *engine, *options)
-        complete_together(words, count, tmp_path / f"printed_{name}", heartbeat_s=30, **mode)
-        rows[name] = without_publish(run_dir)
-        written = read_rows(run_dir / "metrics.jsonl")
-        assert [row.keys() >= {"time/offload_s", "time/reload_s", "time/sleep_s"} for row in written] == [
-            name != "stays"
-        ] * 3
-        assert all(row["publish/verified_tensors"] > 10 for row in written)
-    assert max(largest_differences(rows["stays"], rows["moves"]).values(), default=0.0) == 0.0
-    assert max(largest_differences(rows["stays"], rows["both_move"]).values(), default=0.0) < 1e-5
+    shared = ("--rollout.colocated", "true")
+
+    def words(run_dir, *options):
+        engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url)
+        return tiny(toy_base, run_dir, 3, *FLOAT32, *TINY, *engine, *options)
+
+    runs = {"stays": (1, words), "moves": (1, lambda run_dir: words(run_dir, *shared))}
+    replay(tmp_path, runs | {"both_move": (2, lambda run_dir: words(run_dir, *shared, "--publish.store", "http"))})
+    for name in ("stays", "moves", "both_move"):
+        for row in read_rows(tmp_path / name / "metrics.jsonl"):
+            assert (row.keys() >= {"time/offload_s", "time/reload_s", "time/sleep_s"}) == (name != "stays")
+            assert row["publish/verified_tensors"] > 10
+    stays = without_publish(tmp_path / "stays")
+    assert largest_differences(stays, without_publish(tmp_path / "moves")) == {}
+    assert_alike(stays, without_publish(tmp_path / "both_move"))

@@ -255,8 +255,8 @@ RIGHT_USES = {
     "MultiSteps": lambda rate: optax.MultiSteps(inject_learning_rate(optax.adamw, rate), 1),
     "chain": lambda rate: optax.chain(optax.clip(1.0), inject_learning_rate(optax.sgd, rate)),
 }
-LENGTHS = [100.0] * 6 + [400.0] * 4
-RATES = [1e-3] * 7 + [5e-4] * 3  # the surge at step 8 sets the period 8 with the multiplier 1
+LENGTHS = [100.0] * 6 + [400.0] * 12
+RATES = [1e-3] * 7 + [5e-4] * 8 + [2.5e-4] * 3  # the surge at step 8 sets the period 8 with the multiplier 1
 
 
 @pytest.mark.parametrize("name", RIGHT_USES)
@@ -265,7 +265,7 @@ def test_right_uses_decay_with_one_compilation(name):
     params = {"w": jnp.ones(2)}
     state, update, rates = tx.init(params), jax.jit(tx.update), []
     for length in LENGTHS:
-        _, state = update(params, state, params, response_length=jnp.float32(length))
+        _, state = update(params, state, params, response_length=jnp.float32(length), truncated_fraction=jnp.float32(0))
         rates.append(float(get_learning_rate(state)))
     assert rates == [float(np.float32(rate)) for rate in RATES]
     assert update._cache_size() == 1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from rljax.schedule import (
     SurgeConfig,
@@ -224,26 +225,6 @@ def test_the_in_graph_form_needs_its_argument():
         tx.update(params, state, params, response_length=jnp.ones(3))
 
 
-def test_the_in_graph_form_acts_on_the_update_of_the_call():
-    config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
-    tx = optax.chain(optax.clip(1.0), injected(length_triggered_schedule(1e-3, config=config, multiplier=1.0)))
-    params = params_of(jnp.bfloat16)
-
-    def update(state, length, truncated):
-        return tx.update(params, state, params, response_length=length, truncated_fraction=truncated)[1]
-
-    step, traces = counted(update)
-    state, rates = tx.init(params), []
-    for number in range(1, 31):
-        state = step(state, np.float32(100.0 if number < 10 else 400.0), np.float32(0.0))
-        rates.append(get_learning_rate(state))
-    # Lengths are high from step 10 on; the median of three is high at step 11, too.
-    expected = [1e-3] * 10 + [5e-4] * 11 + [2.5e-4] * 9
-    np.testing.assert_array_equal(rates, np.float32(expected))
-    assert len(traces) == 1
-    assert step._cache_size() == 1
-
-
 def test_the_in_graph_form_under_inject_and_multi_steps():
     """Under MultiSteps one group of mini-batches is one step.
 
@@ -265,3 +246,36 @@ def test_the_in_graph_form_under_inject_and_multi_steps():
     assert (int(surge.step), int(surge.surge_step)) == (11, 11)
     assert get_learning_rate(state) == np.float32(5e-4)
     assert len(traces) == 1
+
+
+# ---- in flax.nnx.Optimizer, which keeps the rate in a Variable -------------------------------------------------------
+
+
+def test_the_variable_is_written_in_place_in_one_trace():
+    """A rate of 0 stops the model."""
+    model, traces = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), []
+    optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), injected()), wrt=nnx.Param)
+    variable = optimizer.opt_state[1].hyperparams["learning_rate"]
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        traces.append(None)
+        grads = nnx.grad(lambda model: jnp.square(model(x)).mean())(model)
+        optimizer.update(model, grads)
+
+    for rate in RATES:
+        before = np.asarray(model.kernel[...])
+        set_learning_rate(optimizer.opt_state, rate)
+        step(model, optimizer, jnp.ones((4, 2)))
+        assert optimizer.opt_state[1].hyperparams["learning_rate"] is variable
+        assert get_learning_rate(optimizer.opt_state) == np.float32(rate)
+        assert np.array_equal(model.kernel[...], before) == (rate == 0.0)
+    assert len(traces) == 1
+
+
+def test_a_refusal_leaves_every_variable_as_it_was():
+    tx = optax.chain(injected(1e-3), injected(length_decay_schedule(1e-3, 5)))
+    optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    with pytest.raises(ValueError, match="set by its schedule"):
+        set_learning_rate(optimizer.opt_state, 1e-4)
+    assert get_learning_rate(optimizer.opt_state) == np.float32(1e-3)

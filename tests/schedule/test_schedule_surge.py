@@ -35,9 +35,48 @@ def test_a_jump_is_called_once_enough_lengths_have_stayed_up():
     assert (tracker.surge_step, tracker.crossing_step, tracker.step) == (24, 23, 30)
 
 
-def test_exactly_the_ratio_is_a_crossing_and_just_below_is_none():
-    assert call_of(flat(20) + flat(20, 3000.0)) == 24
-    assert call_of(flat(20) + flat(20, float(np.nextafter(np.float32(3000), np.float32(0))))) is None
+NEAR_3, NEAR_4_5 = (float(np.nextafter(np.float32(x), np.float32(0))) for x in (3000, 4500))
+# One step of the surge is low, or half way up, which counts as high.
+LOW, HALF = ([*flat(20), *flat(3, 4 * BASE), level, *flat(10, 4 * BASE)] for level in (BASE, 1.5 * BASE))
+# At step 66 three of the newest five lengths are 2500 or more; at step 67 the newest six are 1500 or more.
+RISE = [*flat(60), 1400.0, 1800.0, 2200.0, 2600.0, *flat(10, 3000.0)]
+EARLY, HIGH, LATE = flat(8) + flat(20, 5 * BASE), flat(20) + flat(20, 5 * BASE), [0.0] * 20
+GROWTH = 1000 * 3 ** (np.arange(400) / 130)
+
+
+def small(**fields):
+    return dataclasses.replace(SMALL, **fields)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "config", "truncated", "step"),
+    [
+        pytest.param(flat(20) + flat(20, 3000.0), SMALL, None, 24, id="exactly the ratio"),
+        pytest.param(flat(20) + flat(20, NEAR_3), SMALL, None, None, id="just below the ratio"),
+        pytest.param(flat(20) + flat(3, 9 * BASE) + flat(30), SMALL, None, None, id="a spike of three steps"),
+        # From the second pair on, most of the newest five lengths are high at every step.
+        pytest.param(flat(60) + ([9 * BASE] * 2 + [BASE]) * 20, DEFAULT, None, None, id="spikes close together"),
+        pytest.param(LOW, SMALL, None, 28, id="a low step delays the call"),
+        pytest.param(HALF, SMALL, None, 24, id="a step half way up is high"),
+        pytest.param(RISE, DEFAULT, None, 67, id="a rise of five steps pays nothing for persistence"),
+        pytest.param([1000.0] * 10 + [450.0] * 12 + [1000.0] * 200, DEFAULT, None, None, id="out of an early dip"),
+        pytest.param(EARLY, SMALL, None, 15, id="no call during the warmup"),
+        pytest.param(EARLY, small(warmup=9), None, 12, id="a shorter warmup"),
+        pytest.param(GROWTH, SurgeConfig(window=100), None, None, id="growth slower than the window"),
+        pytest.param(HIGH, small(persistence=1), None, 23, id="less persistence"),
+        pytest.param(HIGH, small(persistence=7), None, 27, id="more persistence calls as many steps later"),
+        pytest.param(flat(20) + flat(20, 4.4 * BASE), SMALL, LATE + [0.26] * 20, None, id="truncated batches"),
+        pytest.param(flat(20) + flat(20, 4.4 * BASE), SMALL, LATE + [0.25] * 20, 24, id="few are truncated"),
+        pytest.param(flat(20) + flat(20, 4.5 * BASE), SMALL, LATE + [0.9] * 20, 24, id="it runs into the limit"),
+        pytest.param(flat(20) + flat(20, NEAR_4_5), SMALL, LATE + [0.9] * 20, None, id="just below that ratio"),
+        pytest.param(flat(20) + flat(20, 9 * BASE), small(capped_ratio=None), LATE + [0.9] * 20, None, id="no ratio"),
+        pytest.param(HIGH, SMALL, [math.nan] * 40, 24, id="an unknown truncation is none"),
+        pytest.param(flat(400), SMALL, None, None, id="a flat run"),
+        pytest.param(flat(400), small(max_wait=300), None, 300, id="a flat run that waits too long"),
+    ],
+)
+def test_the_step_of_the_call(lengths, config, truncated, step):
+    assert call_of(lengths, config, truncated) == step
 
 
 def test_crossing_step_is_unknown_until_the_call():
@@ -56,30 +95,6 @@ def test_spikes_of_one_and_two_steps_are_no_surge(width, height):
     assert call_of(flat(60) + cycle * 50, DEFAULT) is None
 
 
-def test_a_spike_of_three_steps_is_over_before_it_could_call():
-    assert call_of(flat(20) + flat(3, 9 * BASE) + flat(30)) is None
-
-
-def test_spikes_close_together_are_no_surge():
-    # From the second pair on, most of the newest five lengths are high at every step.
-    pairs = ([9 * BASE] * 2 + [BASE]) * 20
-    assert call_of(flat(60) + pairs, DEFAULT) is None
-
-
-def test_a_low_step_inside_a_surge_delays_the_call():
-    surge = [*flat(20), *flat(3, 4 * BASE), BASE, *flat(10, 4 * BASE)]
-    assert call_of(surge) == 28
-    # A step half way up counts as high.
-    surge[23] = 1.5 * BASE
-    assert call_of(surge) == 24
-
-
-def test_a_rise_of_five_steps_pays_nothing_for_persistence():
-    rise = [*flat(60), 1400.0, 1800.0, 2200.0, 2600.0, *flat(10, 3000.0)]
-    # At step 66 three of the newest five lengths are 2500 or more; at step 67 the newest six are 1500 or more.
-    assert call_of(rise, DEFAULT) == 67
-
-
 def test_growth_slower_than_the_window_is_no_surge():
     steps = np.arange(2000)
     for per_threefold in (200, 300, 800):
@@ -87,40 +102,8 @@ def test_growth_slower_than_the_window_is_no_surge():
         assert call_of(1000 * (1 + 2 * steps / per_threefold), DEFAULT) is None
 
 
-def test_the_rise_out_of_an_early_dip_is_no_surge():
-    dip = [1000.0] * 10 + [450.0] * 12 + [1000.0] * 200
-    assert call_of(dip, DEFAULT) is None
-
-
-def test_no_call_during_the_warmup():
-    early = flat(8) + flat(20, 5 * BASE)
-    assert call_of(early, SMALL) == 15
-    assert call_of(early, dataclasses.replace(SMALL, warmup=9)) == 12
-
-
 def test_a_wider_window_admits_slower_growth():
-    lengths = 1000 * 3 ** (np.arange(400) / 130)
-    assert call_of(lengths, SurgeConfig(window=100)) is None
-    assert call_of(lengths, SurgeConfig(window=250)) is not None
-
-
-def test_more_persistence_calls_as_many_steps_later():
-    surge = flat(20) + flat(20, 5 * BASE)
-    assert [call_of(surge, dataclasses.replace(SMALL, persistence=p)) for p in (1, 4, 7)] == [23, 24, 27]
-
-
-def test_truncated_batches_make_no_call():
-    lengths = flat(20) + flat(20, 4.4 * BASE)
-    assert call_of(lengths, SMALL, [0.0] * 20 + [0.26] * 20) is None
-    assert call_of(lengths, SMALL, [0.0] * 20 + [0.25] * 20) == 24
-
-
-def test_a_surge_that_runs_into_the_limit_is_called():
-    truncated = [0.0] * 20 + [0.9] * 20
-    assert call_of(flat(20) + flat(20, 4.5 * BASE), SMALL, truncated) == 24
-    below = float(np.nextafter(np.float32(4500), np.float32(0)))
-    assert call_of(flat(20) + flat(20, below), SMALL, truncated) is None
-    assert call_of(flat(20) + flat(20, 9.0 * BASE), dataclasses.replace(SMALL, capped_ratio=None), truncated) is None
+    assert call_of(GROWTH, SurgeConfig(window=250)) is not None
 
 
 def test_a_truncated_batch_before_any_baseline_is_left_out():
@@ -148,11 +131,6 @@ def test_a_bad_length_counts_as_a_step_and_is_otherwise_ignored(bad):
         tracker.update(length)
     # The jump comes one step later because of the first bad length, and two more bad lengths are inside it.
     assert (tracker.surge_step, tracker.ignored, tracker.step) == (27, 3, 30)
-
-
-def test_an_unknown_truncation_is_none():
-    lengths = flat(20) + flat(20, 5 * BASE)
-    assert call_of(lengths, SMALL, [math.nan] * 40) == 24
 
 
 def test_there_is_one_call_per_run():
@@ -218,11 +196,6 @@ def test_a_narrower_window_keeps_the_newest_lengths():
 def test_a_rule_out_of_range_is_refused_with_its_value(bad, message):
     with pytest.raises(ValueError, match=message):
         SurgeConfig(**bad)
-
-
-def test_nothing_calls_on_a_flat_run_unless_it_waits_too_long():
-    assert call_of(flat(400)) is None
-    assert call_of(flat(400), dataclasses.replace(SMALL, max_wait=300)) == 300
 
 
 def test_the_wait_counts_batches_that_are_left_out():

@@ -30,7 +30,9 @@ def rates_of(trace):
 
 def test_host_form(trace):
     controller = controller_of(trace)
+    assert controller.learning_rate == 1e-6
     assert [controller.step(*batch) for batch in trace["batches"]] == rates_of(trace)
+    assert controller.learning_rate == rates_of(trace)[-1]
     assert controller.surge_step == trace["surge_step"]
     assert controller.tracker.crossing_step == trace["crossing_step"]
     assert controller.decay_period == trace["decay_period"]

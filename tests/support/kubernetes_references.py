@@ -30,6 +30,10 @@ def _namespace(one: Object) -> str | None:
     return one["metadata"].get("namespace")
 
 
+def _names(objects: list[Object], kind: str) -> set[str]:
+    return {one["metadata"]["name"] for one in of_kind(objects, kind)}
+
+
 def matches(selector: Object, labels: dict[str, str]) -> bool:
     """Whether a selector matches these labels: a label selector with ``matchLabels`` alone, or a Service's selector."""
     assert "matchExpressions" not in selector
@@ -45,21 +49,15 @@ def secret_of_run_sh() -> tuple[str, str]:
 
 
 def _volumes(pod: Pod, objects: list[Object]) -> Iterator[str]:
-    there = {
-        kind: {one["metadata"]["name"] for one in of_kind(objects, kind)}
-        for kind in ("ConfigMap", "PersistentVolumeClaim")
-    }
     secret, key = secret_of_run_sh()
+    named = {"configMap": ("ConfigMap", "name"), "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName")}
+    named["secret"] = ("Secret", "secretName")
     volumes = {volume["name"]: volume for volume in pod.spec.get("volumes", [])}
     for volume in volumes.values():
-        if (config := volume.get("configMap", {}).get("name")) and config not in there["ConfigMap"]:
-            yield f"no ConfigMap {config}"
-        if (claim := volume.get("persistentVolumeClaim", {}).get("claimName")) and claim not in there[
-            "PersistentVolumeClaim"
-        ]:
-            yield f"no PersistentVolumeClaim {claim}"
-        if (given := volume.get("secret", {}).get("secretName")) and given != secret:
-            yield f"no Secret {given}"
+        for source, (kind, key_of_name) in named.items():
+            name = volume.get(source, {}).get(key_of_name)
+            if name and name not in ({secret} if kind == "Secret" else _names(objects, kind)):
+                yield f"no {kind} {name}"
     mounted = set()
     for container in pod.containers:
         mounts = container.get("volumeMounts", [])
@@ -125,7 +123,7 @@ def allowed(objects: list[Object], account: str) -> set[tuple[str, str, str]]:
 
 
 def _access(objects: list[Object]) -> Iterator[str]:
-    there = {kind: {one["metadata"]["name"] for one in of_kind(objects, kind)} for kind in ("Role", "ServiceAccount")}
+    there = {kind: _names(objects, kind) for kind in ("Role", "ServiceAccount")}
     for one in of_kind(objects, "RoleBinding"):
         if one["roleRef"]["name"] not in there["Role"]:
             yield f"{name_of(one)}: no Role {one['roleRef']['name']}"
@@ -153,7 +151,7 @@ def _selectors(objects: list[Object]) -> Iterator[str]:
         ports = [port for pod in chosen for each in pod.containers for port in each.get("ports", [])]
         if one["spec"].get("publishNotReadyAddresses"):
             yield f"{name_of(one)}: has servers that are not ready"
-        if one["metadata"]["name"] in {other["metadata"]["name"] for other in of_kind(objects, "LeaderWorkerSet")}:
+        if one["metadata"]["name"] in _names(objects, "LeaderWorkerSet"):
             yield f"{name_of(one)}: a LeaderWorkerSet makes a Service of this name itself"
         for port in one["spec"]["ports"]:  # a headless Service does not translate ports
             if {"name": port["targetPort"], "containerPort": port["port"]} not in ports:
@@ -181,18 +179,15 @@ def _jobset(objects: list[Object]) -> Iterator[str]:
             or job["completions"] != job["parallelism"]
         ):
             yield "one Indexed Job, with as many completions as pods at a time"
-        wanted = {
-            "done": None,
-            2: "FailJobSet",
-            3: "FailJobSet",
-            1: "RestartJobSet",
-            75: "RestartJobSet",
-            137: "RestartJobSet",
-        }
-        wanted |= {143: "RestartJobSetAndIgnoreMaxRestarts", "DisruptionTarget": "RestartJobSetAndIgnoreMaxRestarts"}
+        wanted = (
+            {"done": None} | dict.fromkeys((2, 3), "FailJobSet") | dict.fromkeys((1, 75, 134, 137), "RestartJobSet")
+        )
+        wanted |= dict.fromkeys((143, "DisruptionTarget"), "RestartJobSetAndIgnoreMaxRestarts")
         for end, action in wanted.items():
             if (got := action_after(jobset, end)) != action:
                 yield f"after {end} comes {got}, not {action}"
+        if jobset["spec"]["failurePolicy"]["maxRestarts"] <= 0:
+            yield "a run that fails is never started again"
 
 
 def action_after(jobset: Object, end: int | str) -> str | None:

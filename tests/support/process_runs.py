@@ -124,6 +124,13 @@ def largest_differences(rows, others):
     return found
 
 
+def assert_alike(rows, others, bound=1e-5):
+    """Checks that the rows of two float32 runs differ by rounding alone."""
+    differences = largest_differences(rows, others)
+    print(f"largest difference: {max(differences.values(), default=0.0):.1e}")
+    assert max(differences.values(), default=0.0) < bound, differences
+
+
 SITE = """
 import sys
 if any(word.endswith("timed_train.py") for word in sys.orig_argv):
@@ -132,23 +139,21 @@ if any(word.endswith("timed_train.py") for word in sys.orig_argv):
 """
 
 
-def assert_two_processes_do_as_one(words_of, directory):
-    """Trains on one process and on two, and checks that both runs agree.
-
-    The counts of what was sampled are equal, and everything else agrees up to rounding.
+def replay(directory, runs, **options):
+    """Trains several runs on a real server; all take the answers that the server gave to the first one.
 
     Args:
-      words_of: A function of a run directory that returns the words of the run, in float32.
-      directory: The directory of both runs, ``run_1`` and ``run_2``.
+      directory: An empty directory. Each run gets a folder in it.
+      runs: The number of processes of each run by its name, and a function of its folder that returns its words.
+      **options: The options of ``Run``.
     """
-    for count in (1, 2):
-        complete_together(words_of(directory / f"run_{count}"), count, directory / f"printed_{count}")
-    rows = [comparable(directory / f"run_{count}") for count in (1, 2)]
-    sampled = ("rollout/", "reward/", "response_length/", "mismatch/token_count")
-    counts = [[{k: v for k, v in row.items() if k.startswith(sampled)} for row in each] for each in rows]
-    assert counts[0] == counts[1]
-    differences = largest_differences(*rows)
-    assert max(differences.values(), default=0.0) < 1e-4, differences
+    (directory / "sitecustomize.py").write_text(SITE)
+    (directory / "answers").mkdir()
+    mode = "RLJAX_RECORD"
+    for name, (count, words_of) in runs.items():
+        more = {mode: str(directory / "answers"), "path": directory, "heartbeat_s": 30, **options}
+        complete_together(words_of(directory / name), count, directory / f"printed_{name}", **more)
+        mode = "RLJAX_REPLAY"
 
 
 def without_publish(run_dir):

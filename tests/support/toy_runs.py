@@ -155,6 +155,14 @@ def wait_for_rows(process, run_dir, count):
     until(lambda: has_rows(run_dir, count), TIMEOUT, said=said, may_come=lambda: process.poll() is None)
 
 
+def kill_at(words, run_dir, count, **settings):
+    """Starts the run in its own process, and kills it once it has written ``count`` rows."""
+    process = start(words, **settings)
+    wait_for_rows(process, run_dir, count)
+    process.kill()
+    process.communicate()
+
+
 def without_clock(rows):
     """Returns the rows without the metrics that depend on the clock."""
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]

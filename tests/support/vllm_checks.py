@@ -15,6 +15,20 @@ def rpc(served, method: str, *arguments: object) -> list:
     return call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})["results"]
 
 
+# The arguments that take a fault out again, where they are not just "off".
+UNDO = {"load": ("off", ""), "logprobs_mode": ("processed_logprobs",), "head_dtype": ("model",)}
+
+
+@contextlib.contextmanager
+def sabotaged(served, fault: str, *words: str, undo: tuple[str, ...] = ()):
+    """Plants a fault of ``vllm_sabotage`` into each worker of a server, inside the block."""
+    rpc(served, f"sabotage_{fault}", *words)
+    try:
+        yield
+    finally:
+        rpc(served, f"sabotage_{fault}", *(undo or UNDO.get(fault, ("off",))))
+
+
 @contextlib.contextmanager
 def cache_kept(engine):
     """Prevents that publishes of ``engine`` reset the prefix cache of its only server, inside the block."""
