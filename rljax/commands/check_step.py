@@ -31,8 +31,7 @@ from rljax.run.packing import make_pack
 from rljax.run.training import make_step
 from rljax.sharding import make_mesh
 from rljax.trainer.packing import PackingConfig, TrainSequence
-from rljax.trainer.precision import ComputeDtype, PrecisionConfig
-from rljax.trainer.state import TrainState, create_state, make_optimizer
+from rljax.trainer.state import ComputeDtype, PrecisionConfig, TrainState, create_state, make_optimizer
 
 WARM_UP = 2  # steps before the timed ones; the first step compiles
 # Compiled for an H100, Qwen3-0.6B's step in bfloat16 with remat none takes 45.8 GiB, and the plan says 39.4.

@@ -291,7 +291,7 @@ def hidden_states(
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      ends: The index after the last token of each token's subtree, as in ``rljax.policy.trees``; 0 for padding.
+      ends: The index after the last token of each token's subtree, as in ``rljax.policy.score``; 0 for padding.
       positions: The position 0, 1, 2, ... of each token in its sequences.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
       choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free

@@ -29,8 +29,7 @@ from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches
 from rljax.run.sampling import Rollouts, SampledStep
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.stop import StopRequest, Timers
 
 if TYPE_CHECKING:
     from rljax.rollout.external.receiver import Receiver

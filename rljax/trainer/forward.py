@@ -12,11 +12,11 @@ from rljax.policy.kernels import Kernels
 from rljax.policy.model import Params
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.sharding import constrain, narrow_gradient_sums
+from rljax.trainer.measure import balance_loss, replayed_choices
 from rljax.trainer.micro_batches import batch_axes
 from rljax.trainer.objective import NO_NUMBERS, BatchNumbers, Objective
 from rljax.trainer.packing import PackedBatch
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.router import balance_loss, replayed_choices
+from rljax.trainer.state import PrecisionConfig
 
 # The sums of a micro-batch: gradients, the statistics of ``Objective.micro_loss`` and the statistics of ``measure``.
 MicroSums = tuple[Params, Statistics, dict[str, Statistics]]

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rljax.mismatch import merge
-from rljax.policy.trees import PrefixTrees
+from rljax.policy.score import PrefixTrees
 from rljax.sharding import constrain, put
 from rljax.tokens import TOPS
 from rljax.trainer.packing import PackedBatch, fill

@@ -29,7 +29,7 @@ from rljax.policy.model import Params, abstract_params, cast_params, gathered_ax
 from rljax.policy.score import Scores
 from rljax.sharding import compiler_options, constrain_tree, named_sharding, replicated
 from rljax.trainer.forward import MicroSums, TokenValues, make_score, micro_gradients, values_of
-from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
+from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, routes_of
 from rljax.trainer.micro_batches import (
     BATCH_AXES,
     abstract_batch,
@@ -40,9 +40,7 @@ from rljax.trainer.micro_batches import (
 )
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.router import routes_of
-from rljax.trainer.state import TrainState, abstract_state
+from rljax.trainer.state import PrecisionConfig, TrainState, abstract_state
 from rljax.trainer.totals import (
     Controls,
     Totals,

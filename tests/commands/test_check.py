@@ -24,7 +24,7 @@ from rljax.policy.attention import attend, packed_attention
 from rljax.policy.attention_errors import reference, relative_error
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 from rljax.run.config import Config
 from rljax.sharding import make_mesh
 

@@ -16,7 +16,7 @@ from rljax.rollout.types import InjectConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass
 from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import PrecisionConfig
 
 pytestmark = pytest.mark.slow
 

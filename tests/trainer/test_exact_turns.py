@@ -17,8 +17,7 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import create_state
+from rljax.trainer.state import PrecisionConfig, create_state
 from rljax.trainer.update import UpdateOptions
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,11 @@ from tiny_step import CONFIG, COUNT, MESH, keep_gradient, make_step, packed, seq
 
 from rljax.policy.kernels import ON_ANY_BACKEND
 from rljax.policy.model import hidden_states, init_params, lm_head_table
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 from rljax.trainer.forward import make_score
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.micro_batches import with_all_rows
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import create_state
+from rljax.trainer.state import PrecisionConfig, create_state
 
 K = 5
 FLOAT32 = PrecisionConfig(compute_dtype="float32")
