@@ -7,9 +7,8 @@ are float32 from the start. So with 16 bits engine and trainer differ on every t
 All responses are decoded at once if their cache fits into the budget of tokens. Otherwise the next response takes the
 place of a finished one (``rljax.rollout.decoding``).
 
-With weights or a cache of 8 bits the engine samples from the numbers that a quantized engine holds. They are a function
-of the published weights, without noise. No memory for weights is saved: each publish rounds the matrices and converts
-them back to the rollout dtype.
+With a cache of 8 bits the engine samples from the numbers that the cache of a quantized engine holds. For weights of 8
+bits it is wrapped (``rljax.rollout.injected``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from jax.sharding import Mesh
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
-from rljax.policy.model import Params, cast_params, logical_axes, param_shardings
+from rljax.policy.model import Params, cast_params, param_shardings
 from rljax.rollout import decoding
 from rljax.rollout.decode_sizes import (
     DecodeSizes,
@@ -43,8 +42,8 @@ from rljax.rollout.decode_sizes import (
 )
 from rljax.rollout.decoding import Queue, Sampled, Slots
 from rljax.rollout.engine import RolloutEngine, Samples, as_turns
-from rljax.rollout.injected import CACHES, quantize, restore
-from rljax.rollout.likeliest import Selection, selection_of
+from rljax.rollout.injected import CACHES
+from rljax.rollout.likeliest import selection_of
 from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, Response, SamplingParams
 from rljax.sharding import replicated
@@ -68,8 +67,6 @@ class EngineFunctions(NamedTuple):
     """The jitted functions of an engine."""
 
     cast: Any  # a function of parameters that returns copies in the rollout dtype
-    quantize: Any  # a function that rounds weights to 8 bits, or None if the engine does not
-    restore: Any  # a function that converts the result of ``quantize`` to weights in the rollout dtype
     empty: Any  # the function ``decoding.empty`` without its configuration and dtypes
     admit: Any  # the function ``decoding.admit`` without its configuration
     decode: Any  # the function ``decoding.decode`` without its configuration and ``lm_head_dtype``
@@ -78,61 +75,39 @@ class EngineFunctions(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def make_functions(
-    config: PolicyConfig,
-    dtype: Any,
-    mesh: Mesh,
-    lm_head_dtype: Any,
-    weight_quantization: Literal["none", "int8", "fp8"],
-    cache_dtype: Any,
-    inject: InjectConfig | None,
+    config: PolicyConfig, dtype: Any, mesh: Mesh, lm_head_dtype: Any, cache_dtype: Any, inject: InjectConfig | None
 ) -> EngineFunctions:
     """Returns the functions of an engine. The cache has ``cache_dtype``, or the rollout ``dtype`` if that is None.
 
     Engines with equal arguments share the functions, so the second one in a process traces and compiles nothing. The
     functions of the last eight sets of arguments are kept.
     """
-    shardings = param_shardings(config, mesh)
     # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
     cast = jax.jit(
         lambda params: jax.tree.map(lambda p: jnp.array(p, copy=True), cast_params(params, dtype)),
-        out_shardings=shardings,
+        out_shardings=param_shardings(config, mesh),
     )
-    # Storing and restoring are two executables: inside one XLA may drop a pair of casts.
-    stored: Any = None
-    if weight_quantization != "none":
-        logical = logical_axes(config)
-        stored = jax.jit(lambda params: quantize(params, logical, weight_quantization))
-    restored = jax.jit(lambda stored: restore(stored, dtype), out_shardings=shardings)
+    whole, of_cache, of_head = replicated(mesh), cache_dtype or dtype, {"lm_head_dtype": lm_head_dtype}
+
+    def program(function: Any, settings: dict[str, Any], **compiled: Any) -> Any:
+        def run(params: Params, *args: Any, **chosen: Any) -> Any:
+            with jax.default_matmul_precision(matmul_precision(dtype)):
+                return function(params, config, *args, **settings, **chosen)
+
+        run.__name__ = function.__name__
+        return jax.jit(run, **compiled)
 
     def empty(**sizes: Any) -> tuple[Slots, Sampled]:
-        return decoding.empty(config, dtype, cache_dtype or dtype, **sizes)
-
-    def admit(params: Params, *args: Any) -> tuple[Slots, Sampled]:
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            return decoding.admit(params, config, *args, cache_dtype=cache_dtype or dtype)
-
-    def decode(params: Params, *args: Any, greedy: bool, selection: Selection) -> tuple[Slots, Sampled, jax.Array]:
-        chosen: Any = {"greedy": greedy, "lm_head_dtype": lm_head_dtype, "selection": selection, "inject": inject}
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            return decoding.decode(params, config, *args, **chosen)
-
-    def prefill(params: Params, *args: Any) -> jax.Array:
-        dtypes: Any = {"cache_dtype": cache_dtype or dtype, "lm_head_dtype": lm_head_dtype}
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            return decoding.prefill_logprobs(params, config, *args, **dtypes)
+        return decoding.empty(config, dtype, of_cache, **sizes)
 
     sizes = ("prompts", "width", "rows", "limit", "places", "slots", "with_routes", "reported")
-    whole = replicated(mesh)
+    chosen: Any = {"static_argnames": ("greedy", "selection"), "out_shardings": (None, whole, whole)}
     return EngineFunctions(
         cast,
-        stored,
-        restored,
         jax.jit(empty, static_argnames=sizes, out_shardings=(None, whole)),
-        jax.jit(admit, donate_argnums=(1, 2), out_shardings=(None, whole)),
-        jax.jit(
-            decode, static_argnames=("greedy", "selection"), donate_argnums=(1, 2), out_shardings=(None, whole, whole)
-        ),
-        jax.jit(prefill, out_shardings=whole),
+        program(decoding.admit, {"cache_dtype": of_cache}, donate_argnums=(1, 2), out_shardings=(None, whole)),
+        program(decoding.decode, of_head | {"inject": inject}, donate_argnums=(1, 2), **chosen),
+        program(decoding.prefill_logprobs, of_head | {"cache_dtype": of_cache}, out_shardings=whole),
     )
 
 
@@ -147,7 +122,6 @@ class JaxEngine(RolloutEngine):
         *,
         mesh: Mesh,
         lm_head_dtype: Any = None,
-        weight_quantization: Literal["none", "int8", "fp8"] = "none",
         kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto",
         with_routes: bool = False,
         decode_tokens: int = 0,
@@ -159,11 +133,10 @@ class JaxEngine(RolloutEngine):
 
         Args:
           config: The shapes of the policy.
-          dtype: The rollout dtype. The engine computes in it, and weights and cache have it unless they have 8 bits.
+          dtype: The rollout dtype. The engine computes in it. Weights have it, and a cache unless it has 8 bits.
           max_prompt_tokens: The length that prompts are padded to, so that the number of compilations stays small.
           mesh: The trainer's mesh. Weights stay sharded as they are there.
           lm_head_dtype: The dtype of the LM head and of its logits, or None for ``dtype``.
-          weight_quantization: The 8-bit format that the matrices of the blocks are rounded to, or none.
           kv_cache_dtype: The 8-bit format of cached keys and values. auto: the rollout dtype.
           with_routes: Whether responses report the experts of their tokens. The policy must be a mixture of experts.
           decode_tokens: The most tokens whose keys and values are in memory at once, on all devices together. 0: as
@@ -178,8 +151,8 @@ class JaxEngine(RolloutEngine):
         self._decode_tokens, self._room, self._step_prompts = decode_tokens, 0.0, step_prompts
         self._with_routes = with_routes
         self._mesh, self._width, self._max_tokens = mesh, max_prompt_tokens, max_tokens
-        rounding = lm_head_dtype, weight_quantization, CACHES.get(kv_cache_dtype)
-        self._functions = make_functions(config, jnp.dtype(dtype), mesh, *rounding, inject)
+        dtypes = lm_head_dtype, CACHES.get(kv_cache_dtype)
+        self._functions = make_functions(config, jnp.dtype(dtype), mesh, *dtypes, inject)
         self._params: Params | None = None
         self._version = 0
 
@@ -193,13 +166,10 @@ class JaxEngine(RolloutEngine):
         return int(self._functions.decode._cache_size())
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Casts ``params`` to the rollout dtype and keeps them. An engine of 8-bit weights rounds them, too."""
+        """Casts ``params`` to the rollout dtype and keeps them."""
         start = time.perf_counter()
         with jax.set_mesh(self._mesh):
-            weights = self._functions.cast(params)
-            if self._functions.quantize is not None:
-                weights = self._functions.restore(self._functions.quantize(weights))
-            self._params = jax.block_until_ready(weights)
+            self._params = jax.block_until_ready(self._functions.cast(params))
         self._version = policy_version
         return {"time/publish_s": time.perf_counter() - start}
 

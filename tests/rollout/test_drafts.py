@@ -89,7 +89,7 @@ def test_guesses_with_the_noise_of_the_engine_are_right():
 
 @pytest.mark.parametrize(
     ("noise", "coarse"),
-    [(0.0, {"weight_quantization": "int8", "kv_cache_dtype": "fp8_e5m2"}), (0.5, {})],
+    [(0.0, {"kv_cache_dtype": "fp8_e5m2"}), (0.5, {})],
     ids=["coarse drafts", "noise that is not guessed"],
 )
 def test_wrong_guesses_are_corrected(noise, coarse):
