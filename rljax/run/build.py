@@ -200,6 +200,7 @@ def make_source(
     stop: StopRequest | None = None,
 ) -> ResponseSource:
     """Returns the source of responses that ``scorer`` scores. ``stop``: None, if sampling is never given up."""
+    stop = stop or StopRequest()
     if isinstance(scorer, RewardPool):
         return SingleTurn(engine, tokenizer, scorer, stop)
     arguments = template_arguments(data.enable_thinking, data.chat_template_kwargs)
