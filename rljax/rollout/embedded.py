@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -111,50 +112,37 @@ def make_functions(
     )
 
 
+@dataclass(eq=False)
 class JaxEngine(RolloutEngine):
-    """RolloutEngine over the policy in this process. The same seed, weights and prompts give the same bits."""
+    """RolloutEngine over the policy in this process. The same seed, weights and prompts give the same bits.
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        dtype: Any,
-        max_prompt_tokens: int,
-        *,
-        mesh: Mesh,
-        lm_head_dtype: Any = None,
-        kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto",
-        with_routes: bool = False,
-        decode_tokens: int = 0,
-        step_prompts: int = 0,
-        max_tokens: int = 0,
-        inject: InjectConfig | None = None,
-    ):
-        """Builds the engine; ``publish`` must be called before ``generate``.
+    ``publish`` must be called before ``generate``.
+    """
 
-        Args:
-          config: The shapes of the policy.
-          dtype: The rollout dtype. The engine computes in it. Weights have it, and a cache unless it has 8 bits.
-          max_prompt_tokens: The length that prompts are padded to, so that the number of compilations stays small.
-          mesh: The trainer's mesh. Weights stay sharded as they are there.
-          lm_head_dtype: The dtype of the LM head and of its logits, or None for ``dtype``.
-          kv_cache_dtype: The 8-bit format of cached keys and values. auto: the rollout dtype.
-          with_routes: Whether responses report the experts of their tokens. The policy must be a mixture of experts.
-          decode_tokens: The most tokens whose keys and values are in memory at once, on all devices together. 0: as
-            many as fit into the free memory of the devices.
-          step_prompts: The number of prompts of a step. Requests for fewer are padded, so that they share compilations.
-            0: no request is padded.
-          max_tokens: The most tokens of a trajectory of several turns, its prompt included. 0: ``max_prompt_tokens``
-            plus the longest response of the request.
-          inject: The mismatch that is put into the rollouts on purpose. None: no mismatch is put in.
-        """
-        self._config, self._dtypes = config, (dtype, CACHES.get(kv_cache_dtype) or dtype)
-        self._decode_tokens, self._room, self._step_prompts = decode_tokens, 0.0, step_prompts
-        self._with_routes = with_routes
-        self._mesh, self._width, self._max_tokens = mesh, max_prompt_tokens, max_tokens
-        dtypes = lm_head_dtype, CACHES.get(kv_cache_dtype)
-        self._functions = make_functions(config, jnp.dtype(dtype), mesh, *dtypes, inject)
+    config: PolicyConfig
+    dtype: Any  # the rollout dtype, in which the engine computes; weights have it, and a cache unless it has 8 bits
+    max_prompt_tokens: int  # the length that prompts are padded to, so that the number of compilations stays small
+    _: KW_ONLY
+    mesh: Mesh  # the trainer's mesh; weights stay sharded as they are there
+    lm_head_dtype: Any = None  # the dtype of the LM head and of its logits, or None for ``dtype``
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"  # the format of cached keys and values
+    with_routes: bool = False  # whether responses report the experts of their tokens; the policy must be a mixture
+    # The most tokens whose keys and values are in memory at once, on all devices together. 0: as many as fit into the
+    # free memory of the devices.
+    decode_tokens: int = 0
+    # The number of prompts of a step. Requests for fewer are padded, so that they share compilations. 0: no padding.
+    step_prompts: int = 0
+    # The most tokens of a trajectory of several turns, its prompt included. 0: ``max_prompt_tokens`` plus the longest
+    # response of the request.
+    max_tokens: int = 0
+    inject: InjectConfig | None = None  # the mismatch that is put into the rollouts on purpose, if any
+
+    def __post_init__(self) -> None:
+        dtype, cache_dtype = jnp.dtype(self.dtype), CACHES.get(self.kv_cache_dtype)
+        self._dtypes = self.dtype, cache_dtype or self.dtype
+        self._functions = make_functions(self.config, dtype, self.mesh, self.lm_head_dtype, cache_dtype, self.inject)
         self._params: Params | None = None
-        self._version = 0
+        self._version, self._room = 0, 0.0
 
     @property
     def compilations(self) -> int:
@@ -168,7 +156,7 @@ class JaxEngine(RolloutEngine):
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
         """Casts ``params`` to the rollout dtype and keeps them."""
         start = time.perf_counter()
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self.mesh):
             self._params = jax.block_until_ready(self._functions.cast(params))
         self._version = policy_version
         return {"time/publish_s": time.perf_counter() - start}
@@ -218,15 +206,18 @@ class JaxEngine(RolloutEngine):
 
         The rows keep the order of the requests. Neighbours with equal tokens share a prompt.
         """
-        limit, places = sampling.max_response_tokens, self._max_tokens or self._width + sampling.max_response_tokens
+        limit, places = (
+            sampling.max_response_tokens,
+            self.max_tokens or self.max_prompt_tokens + sampling.max_response_tokens,
+        )
         for request in requests:
             request.check_room(places, "the engine has room for")
         n = repeats([request.tokens for request in requests])
         prompts = [request.tokens for request in requests[::n]]
-        padded, lengths = self._padded(prompts, padded_width(max(map(len, prompts)), self._width, places))
+        padded, lengths = self._padded(prompts, padded_width(max(map(len, prompts)), self.max_prompt_tokens, places))
         limits = np.zeros(padded_rows(len(requests)), np.int32)
         limits[: len(requests)] = [min(request.max_tokens, limit) for request in requests]
-        at_once = prefill_rows(self._config, padded.shape[1], row_ways(self._mesh))
+        at_once = prefill_rows(self.config, padded.shape[1], row_ways(self.mesh))
         # Shared prompts have as much room as separate ones, so that both take the same compiled loop.
         return _PromptRows(padded, lengths, n, len(limits), len(limits), places, limits, at_once)
 
@@ -234,7 +225,7 @@ class JaxEngine(RolloutEngine):
         """Samples the responses to each of ``prompts``. ``rows`` has the same prompts as padded arrays."""
         start, n = time.perf_counter(), rows.n
         numbers = np.arange(rows.responses, dtype=np.int32)[:, None]
-        sampled = self._run(rows, sampling, seed, numbers=numbers, with_routes=self._with_routes)
+        sampled = self._run(rows, sampling, seed, numbers=numbers, with_routes=self.with_routes)
         metrics = {"time/generate_s": time.perf_counter() - start}
         responses = []
         for row, length in enumerate(sampled.counts[: len(prompts) * n].tolist()):
@@ -287,8 +278,8 @@ class JaxEngine(RolloutEngine):
         Returns the log-probabilities of all tokens but the first of each sequence (nats), float32 [t - 1]. Raises like
         ``score``.
         """
-        padded, lengths = self._padded(sequences, self._width)
-        with jax.set_mesh(self._mesh):
+        padded, lengths = self._padded(sequences, self.max_prompt_tokens)
+        with jax.set_mesh(self.mesh):
             columns = self._functions.prefill(self._params, padded, lengths, np.float32(temperature))
             rows = jax.device_get(columns).T[:, :-1]
         return [row[len(row) - (len(ids) - 1) :] for row, ids in zip(rows, sequences, strict=True)]
@@ -317,7 +308,7 @@ class JaxEngine(RolloutEngine):
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
         temperature = np.float32(1.0 if greedy else sampling.temperature)
         given = stops, temperature, np.uint32(seed), numbers, forced, rows.limits
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self.mesh):
             batch = self._batch(rows.responses, rows.n, rows.places)
             sizes = {"prompts": rows.room, "width": rows.prompts.shape[1], "rows": rows.responses, "limit": limit}
             sizes |= {"places": rows.places, "slots": batch.slots, "reported": selection.reported}
@@ -337,9 +328,9 @@ class JaxEngine(RolloutEngine):
 
     def _laid_out(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, n: int) -> _PromptRows:
         """Returns the rows of a request for ``n`` responses to each prompt, padded to ``max_prompt_tokens``."""
-        padded, lengths = self._padded(prompts, self._width)
-        count = padded_count(len(prompts), self._step_prompts)
-        return _PromptRows(padded, lengths, n, count, count * n, self._width + sampling.max_response_tokens)
+        padded, lengths = self._padded(prompts, self.max_prompt_tokens)
+        count = padded_count(len(prompts), self.step_prompts)
+        return _PromptRows(padded, lengths, n, count, count * n, self.max_prompt_tokens + sampling.max_response_tokens)
 
     def _padded(self, prompts: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts padded on the left to ``width``, int32 [n, s], and their lengths, int32 [n]."""
@@ -354,8 +345,8 @@ class JaxEngine(RolloutEngine):
 
     def _batch(self, rows: int, n: int, places: int) -> DecodeSizes:
         """Returns the sizes of a batch whose cache, with ``places`` tokens for each response, fits into the budget."""
-        budget = self._decode_tokens // places
-        if not self._decode_tokens:
-            self._room = self._room or free_cache_room(self._mesh)
-            budget = int(self._room / cache_row_bytes(self._config, self._mesh, places, *self._dtypes))
-        return batch_sizes(rows, n, budget, row_ways(self._mesh))
+        budget = self.decode_tokens // places
+        if not self.decode_tokens:
+            self._room = self._room or free_cache_room(self.mesh)
+            budget = int(self._room / cache_row_bytes(self.config, self.mesh, places, *self._dtypes))
+        return batch_sizes(rows, n, budget, row_ways(self.mesh))
