@@ -319,9 +319,9 @@ class TrainStep:
         the number of responses, the settings of the metrics, and a flag for each further value in ``TokenValues``.
         Returns the metrics of the row, and the values of the tokens.
         """
-        placed = place_batch(batch, self.by_rows, self.everywhere)
+        program, placed = self.programs.forward, place_batch(batch, self.by_rows, self.everywhere)
         with jax.set_mesh(self.mesh), jax.transfer_guard("disallow"):
-            return self.programs.forward(params, placed, **wanted)
+            return program(params, placed, **wanted)
 
 
 class Programs(NamedTuple):
