@@ -102,7 +102,7 @@ def make_functions(
         return decoding.empty(config, dtype, of_cache, **sizes)
 
     sizes = ("prompts", "width", "rows", "limit", "places", "slots", "with_routes", "reported")
-    chosen: Any = {"static_argnames": ("greedy", "selection"), "out_shardings": (None, whole, whole)}
+    chosen: Any = {"static_argnames": "selection", "out_shardings": (None, whole, whole)}
     return EngineFunctions(
         cast,
         jax.jit(empty, static_argnames=sizes, out_shardings=(None, whole)),
@@ -149,7 +149,7 @@ class JaxEngine(RolloutEngine):
         """The number of decoding loops compiled so far, those of engines that share their functions included.
 
         A loop is compiled for each combination of sizes (slots, prompts, responses, places, longest response), of
-        greedy or random sampling, of the ``Selection``, and of whether responses have limits of their own.
+        the ``Selection``, and of whether responses have limits of their own.
         """
         return int(self._functions.decode._cache_size())
 
@@ -302,11 +302,10 @@ class JaxEngine(RolloutEngine):
 
         ``forced`` and ``numbers`` are those of ``decoding.decode``.
         """
-        selection = selection_of(sampling)
-        limit, greedy = sampling.max_response_tokens, sampling.temperature == 0.0
+        selection, limit = selection_of(sampling), sampling.max_response_tokens
         # -1 is the id of no token, so without stop tokens a response runs to the limit.
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
-        temperature = np.float32(1.0 if greedy else sampling.temperature)
+        temperature = np.float32(1.0 if selection.greedy else sampling.temperature)
         given = stops, temperature, np.uint32(seed), numbers, forced, rows.limits
         with jax.set_mesh(self.mesh):
             batch = self._batch(rows.responses, rows.n, rows.places)
@@ -319,9 +318,8 @@ class JaxEngine(RolloutEngine):
                 for group in waiting.admitted(free):
                     slots, sampled = self._functions.admit(self._params, slots, sampled, *group)
                 enough = np.int32(waiting.enough)
-                slots, sampled, is_free = self._functions.decode(
-                    self._params, slots, sampled, *given, enough, greedy=greedy, selection=selection
-                )
+                arguments = self._params, slots, sampled, *given, enough
+                slots, sampled, is_free = self._functions.decode(*arguments, selection=selection)
                 if not waiting.left:
                     return Sampled(*jax.device_get(sampled))
                 free = np.flatnonzero(jax.device_get(is_free))
