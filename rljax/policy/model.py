@@ -151,6 +151,11 @@ def cast_params(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
+def copy_params(params: Params, dtype: Any) -> Params:
+    """Copies every parameter to ``dtype``, in new memory, so that a donation of ``params`` does not change the copy."""
+    return jax.tree.map(lambda p: jnp.array(p, dtype=dtype, copy=True), params)
+
+
 def lm_head_table(params: Params) -> Float[Array, "v d"]:
     """Returns the output table, which is the embedding if they are tied."""
     return params["lm_head"] if "lm_head" in params else params["embed"]

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
-from rljax.policy.model import Params, cast_params, param_shardings
+from rljax.policy.model import Params, copy_params, param_shardings
 from rljax.rollout import decoding
 from rljax.rollout.decode_sizes import (
     DecodeSizes,
@@ -84,10 +84,7 @@ def make_functions(
     functions of the last eight sets of arguments are kept.
     """
     # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
-    cast = jax.jit(
-        lambda params: jax.tree.map(lambda p: jnp.array(p, copy=True), cast_params(params, dtype)),
-        out_shardings=param_shardings(config, mesh),
-    )
+    cast = jax.jit(functools.partial(copy_params, dtype=dtype), out_shardings=param_shardings(config, mesh))
     whole, of_cache, of_head = replicated(mesh), cache_dtype or dtype, {"lm_head_dtype": lm_head_dtype}
 
     def program(function: Any, settings: dict[str, Any], **compiled: Any) -> Any:

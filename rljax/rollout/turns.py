@@ -70,19 +70,17 @@ class TurnQueue:
         key, turn = request.key, request.turn
         with self._changed:
             self._check_known(key)
+            why = ""
             if key not in self._open:
-                raise ValueError(f"trajectory {key} asks for turn {turn}, but it has ended; put requests before end")
-            if key in self._waiting:
-                waits = f"its turn {self._waiting[key].turn} still waits"
-                raise ValueError(f"trajectory {key} asks for turn {turn}, but {waits}; put one request at a time")
-            if turn <= self._turns[key]:
-                last = self._turns[key]
-                raise ValueError(
-                    f"trajectory {key} asks for turn {turn}, expected one after {last}; count turns from 1"
-                )
-            if len(request.tokens) < 1 or request.max_tokens < 1:
-                got = f"{len(request.tokens)} tokens and max_tokens = {request.max_tokens}"
-                raise ValueError(f"turn {turn} of trajectory {key} has {got}, expected at least 1 of each")
+                why = "it has ended; put requests before end"
+            elif key in self._waiting:
+                why = f"its turn {self._waiting[key].turn} still waits; put one request at a time"
+            elif turn <= self._turns[key]:
+                why = f"its last turn was {self._turns[key]}; count turns from 1"
+            elif len(request.tokens) < 1 or request.max_tokens < 1:
+                why = f"with {len(request.tokens)} tokens and max_tokens = {request.max_tokens}; give 1 or more"
+            if why:
+                raise ValueError(f"trajectory {key} asks for turn {turn}, but {why}")
             self._turns[key], self._waiting[key] = turn, request
             self._changed.notify_all()
         self._wake()

@@ -85,7 +85,7 @@ class StopRequest:
         The expected time of this step leaves out the seconds of compiling. ``state_bytes`` is the size of the state
         that this process saves. It gives the expected time of the first save.
         """
-        compiled = _compile_time().seconds
+        compiled = sum(_compile_time())
         if last_step_s is not None:
             last_step_s = max(last_step_s - max(compiled - self._compiled_s, 0.0), 0.0)
         self._began, self._step_s, self._checkpointer = time.monotonic(), last_step_s, checkpointer
@@ -137,19 +137,17 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-class _CompileTime:
-    """The seconds that XLA has compiled in this process since this object was made; reads of its cache count, too."""
+@functools.cache
+def _compile_time() -> list[float]:
+    """Returns a list that grows by the seconds of each compilation after the first call; reads of XLA's cache count."""
+    times = list[float]()
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._add)
-
-    def _add(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def add(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            self.seconds += duration_secs
+            times.append(duration_secs)
 
-
-_compile_time = functools.cache(_CompileTime)
+    jax.monitoring.register_event_duration_secs_listener(add)
+    return times
 
 
 class Timers:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rljax.mismatch import mismatch_metrics, read_tokens
@@ -123,13 +121,3 @@ def split_metrics(
         ratios = finalize_importance(importance_statistics(read_tokens(*parts[f"mismatch_{part}"]), is_threshold))
         row |= {f"is_{part}/{name}": float(ratios[name]) for name in RATIOS}
     return row | {"mismatch_numerics/token_count": float(known.sum())}
-
-
-def make_copy(dtype: Any) -> Callable[[Params], Params]:
-    """Returns a function that copies parameters to ``dtype``, in new memory and with the same sharding."""
-
-    @jax.jit
-    def copy(params: Params) -> Params:
-        return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=dtype, copy=True), params)
-
-    return copy
