@@ -42,10 +42,9 @@ from rljax.rollout.decode_sizes import (
     row_ways,
 )
 from rljax.rollout.decoding import Queue, Sampled, Slots
-from rljax.rollout.engine import RolloutEngine, Samples, as_turns
+from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest, as_turns
 from rljax.rollout.injected import CACHES
 from rljax.rollout.likeliest import selection_of
-from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, Response, SamplingParams
 from rljax.sharding import replicated
 from rljax.tokens import as_stored

@@ -25,9 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from rljax.policy.model import Params
 from rljax.rollout.embedded import JaxEngine
-from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest
 from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of, token_key, with_noise
-from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, Response, SamplingParams
 from rljax.sharding import replicated
 from rljax.tokens import COLUMNS, TOPS

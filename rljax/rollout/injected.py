@@ -19,8 +19,7 @@ from jaxtyping import Array
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params, logical_axes, param_shardings
-from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.turns import TurnRequest
+from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest
 from rljax.rollout.types import NOISE_SEED, InjectConfig, SamplingParams
 
 LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}

@@ -23,12 +23,11 @@ from rljax.data.files import Problem
 from rljax.data.prompts import prompt_ids
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
-from rljax.rollout.engine import RolloutEngine, check_wanted
+from rljax.rollout.engine import RolloutEngine, TurnQueue, TurnRequest, check_wanted
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Content
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
-from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.sampling import TICK_S, Begun, Scored
 from rljax.run.stop import StopRequest

@@ -16,7 +16,7 @@ import numpy as np
 from rljax.algorithms.advantages import optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.mismatch import importance_weights
-from rljax.mismatch.turns import mismatch_by_turn
+from rljax.mismatch.diagnosis import mismatch_by_turn
 from rljax.policy.model import Params
 from rljax.sharding import fetch, on_devices, on_host
 from rljax.trainer.forward import TokenValues

@@ -10,8 +10,8 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import init_params
 from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.engine import TurnRequest
 from rljax.rollout.exact import ExactEngine
-from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass

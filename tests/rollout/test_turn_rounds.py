@@ -8,7 +8,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine, make_functions
-from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 

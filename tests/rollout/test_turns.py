@@ -9,7 +9,7 @@ from records import response
 from stopping import StopWhen
 
 from rljax.errors import StoppedWaitingError
-from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.tokens import as_stored
 
 
