@@ -18,6 +18,8 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -108,6 +110,8 @@ def make_functions(
     )
 
 
+@dataclass(eq=False)
+@dataclass(eq=False)
 @dataclass(eq=False)
 class JaxEngine(RolloutEngine):
     """RolloutEngine over the policy in this process. The same seed, weights and prompts give the same bits.

@@ -98,8 +98,8 @@ DOORS = {
         "compare.layers.picture",
         "compare.picture",
     },
-    "math_verify": {"rewards.math_answer", "rewards.math_value"},
-    "latex2sympy2_extended": {"rewards.math_value"},
+    "math_verify": {"rewards.math_answer"},
+    "latex2sympy2_extended": {"rewards.math_answer"},
     "reasoning_gym": {"data.gym_problems", "rewards.gym_answer"},
 }
 # Packages that the start of a command must not import. It answers within two seconds, and prints nothing of theirs.
