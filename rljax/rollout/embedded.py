@@ -18,8 +18,6 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from dataclasses import KW_ONLY, dataclass
-from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax

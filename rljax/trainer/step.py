@@ -26,13 +26,21 @@ from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
 from rljax.policy.model import Params, abstract_params, cast_params, gathered_axes, logical_axes, param_shardings
-from rljax.policy.score import Scores
-from rljax.sharding import compiler_options, constrain_tree, named_sharding, replicated
-from rljax.trainer.forward import MicroSums, TokenValues, make_score, micro_gradients, values_of
-from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, routes_of
+from rljax.policy.score import Scores, packed_logprobs
+from rljax.sharding import (
+    compiler_options,
+    constrain,
+    constrain_tree,
+    named_sharding,
+    narrow_gradient_sums,
+    replicated,
+)
+from rljax.trainer.forward import MicroSums, TokenValues, micro_gradients, values_of
+from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, replayed_choices, routes_of
 from rljax.trainer.micro_batches import (
     BATCH_AXES,
     abstract_batch,
+    batch_axes,
     merge_over_replicas,
     on_each_replica,
     over_micro_batches,
@@ -103,10 +111,41 @@ class TrainStep:
         return TrainedParams(self.config, self.lora)
 
     def score(self, *, tops: bool = False, collision: bool = False) -> Any:
-        """Returns the scoring function of ``make_score``, with the kernels for the devices of the mesh."""
-        kernels = choose_kernels(self.options, self.config, self.precision.compute_dtype, self.mesh)
-        settings = (self.config, self.precision, self.temperature, kernels)
-        return make_score(*settings, cut=self.cut, tops=tops, collision=collision)
+        """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens.
+
+        If the distributions are ``cut``, scores are normalised over ``PackedBatch.top_ids``. ``tops`` adds the
+        log-probabilities of ``top_ids`` to the scores, and ``collision`` the sums of squared probabilities.
+        """
+        precision, asked = self.precision, self.cut or tops
+        kernels = choose_kernels(self.options, self.config, precision.compute_dtype, self.mesh)
+
+        def score(compute: Params, micro: PackedBatch) -> Scores:
+            tokens, top_ids = micro.tokens, micro.top_ids
+            if top_ids is not None:
+                # Losses need both whole. The policy works on the rows of each device.
+                tokens, top_ids = (constrain(x, *batch_axes(x)) for x in (tokens, top_ids))
+            elif asked:
+                raise ValueError("the batch must have the sampler's likeliest tokens (top_ids) to be scored, got none")
+            with narrow_gradient_sums(precision.reduce_dtype == "compute"):
+                scores = packed_logprobs(
+                    compute,
+                    self.config,
+                    *(tokens, micro.segment_ids, micro.positions),
+                    temperature=self.temperature,
+                    lm_head_dtype=precision.head_dtype,
+                    remat=precision.remat_policy,
+                    kernels=kernels,
+                    choices=replayed_choices(micro, self.config),
+                    top_ids=top_ids if asked else None,
+                    cut=self.cut,
+                    collision=collision,
+                    trees=micro.trees,
+                )
+            of_tokens = {name: x for name, x in scores._asdict().items() if name != "stats" and x is not None}
+            whole: dict[str, Any] = {name: constrain(x, *[None] * x.ndim) for name, x in of_tokens.items()}
+            return scores._replace(**whole)
+
+        return score
 
     def copy_weights(self, params: Params) -> Params:
         """Casts the masters to the compute dtype. With ``keep_gathered``, gathers the copy over the model width."""
