@@ -90,8 +90,7 @@ def packed(case: Case) -> Any:
     import bench_trees
 
     from rljax.run.packing import make_pack
-    from rljax.trainer.packing import TrainSequence, pack
-    from rljax.trainer.rows import first_fit
+    from rljax.trainer.packing import TrainSequence, first_fit, pack
 
     sequences = [
         TrainSequence.of(p, r, {"rollout_logprobs": np.full(len(r), -np.log(case.vocab))}, advantage=1.0)
@@ -170,8 +169,7 @@ def rljax(case: Case) -> Built:
     from rljax.sharding import MeshConfig, make_mesh
     from rljax.trainer.measure import DiagnosisConfig
     from rljax.trainer.objective import Objective
-    from rljax.trainer.precision import PrecisionConfig
-    from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
+    from rljax.trainer.state import OptimizerConfig, PrecisionConfig, create_state, make_optimizer
     from rljax.trainer.step import TrainStep
 
     policy, mesh, batch, lengths = policy_of(case), make_mesh(MeshConfig(1, 1)), packed(case), case.lengths()

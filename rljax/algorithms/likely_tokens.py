@@ -1,7 +1,7 @@
 """The corrections of single tokens: trust regions and score centering.
 
 Both may read the sampler's likeliest tokens at each position. Their mathematics is in ``rljax.mismatch.regions`` and
-``rljax.mismatch.centering``.
+``rljax.mismatch.regions``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.mismatch.centering import center
 from rljax.mismatch.correction import ratio_weight
-from rljax.mismatch.regions import Region, is_finite, region_factor, tops_distance
+from rljax.mismatch.regions import Region, center, is_finite, region_factor, tops_distance
 
 
 class LikelyTokens(NamedTuple):

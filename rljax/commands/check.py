@@ -41,10 +41,9 @@ from rljax.distributed.frames import Frames
 from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import MAX_CHUNK
 from rljax.policy.hub import KNOWN_SHAPES
-from rljax.record.rows import finite_json
-from rljax.record.text_tables import text_table
+from rljax.record.rows import finite_json, text_table
 from rljax.run.options import parse_arguments
-from rljax.trainer.precision import ComputeDtype
+from rljax.trainer.state import ComputeDtype
 
 Parts = Mapping[str, Callable[[], CheckFacts]]
 TINY = PolicyConfig(512, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, tie_word_embeddings=True)

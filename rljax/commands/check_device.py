@@ -43,8 +43,7 @@ from rljax.run.packing import make_pack
 from rljax.run.training import make_step
 from rljax.sharding import make_mesh
 from rljax.trainer.packing import PackingConfig, TrainSequence
-from rljax.trainer.precision import ComputeDtype, PrecisionConfig
-from rljax.trainer.state import TrainState, create_state, make_optimizer
+from rljax.trainer.state import ComputeDtype, PrecisionConfig, TrainState, create_state, make_optimizer
 
 CheckFacts = dict[str, Any]
 _SHARES = (0.35, 0.25, 0.2, 0.12, 0.06)  # of a row, the lengths of its sequences; the rest is padding

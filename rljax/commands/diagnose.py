@@ -134,7 +134,7 @@ def with_roles(dump: TokenDump, given: DiagnoseArguments) -> TokenDump:
 def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFacts | None) -> Declared:
     """Returns the declared dtypes and forms of both sides, from the configuration or else the header of the dump."""
     if config is not None:
-        declared: Declared = needed("rljax.run.word", Path(config.run.dir)).declared_by(config)
+        declared: Declared = needed("rljax.run.watch", Path(config.run.dir)).declared_by(config)
         return declared
     if dump is None or tokens is None:
         return Declared()

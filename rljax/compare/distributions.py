@@ -28,7 +28,7 @@ from rljax.policy.families import read_config
 from rljax.policy.head import all_logits, matmul_precision
 from rljax.policy.hf import load_params
 from rljax.policy.model import Params, cast_params, hidden_states, lm_head_table
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 from rljax.record.token_dumps import TokenDump
 from rljax.rollout.kinds import engines_that
 

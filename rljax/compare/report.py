@@ -13,8 +13,7 @@ import numpy as np
 
 from rljax.compare.distributions import DistributionPair
 from rljax.compare.verdict import Verdict, judge
-from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
-from rljax.mismatch.turns import mismatch_by_turn
+from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position, mismatch_by_turn
 from rljax.record.dump_facts import TokenPair, check_logprobs, turns_of
 from rljax.record.rows import finite_json, text_table
 from rljax.record.token_dumps import OTHER_RUNS, PLACES, ColumnSource, TokenDump

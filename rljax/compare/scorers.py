@@ -35,8 +35,8 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass
 from rljax.trainer.measure import Cause
 from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.self_check import other_mesh
+from rljax.trainer.state import PrecisionConfig
 from rljax.weights.format import weights_hash
 
 T = TypeVar("T")

@@ -1,21 +1,17 @@
-"""The tokenizer of a Hugging Face directory for training: ``tokenizers`` for ids, jinja2 for chat templates."""
+"""The tokenizer of a Hugging Face directory for training: ``tokenizers`` for ids, transformers for chat templates."""
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import numpy as np
 import tokenizers
 
@@ -174,8 +170,7 @@ class Tokenizer:
             raise ValueError(f"the chat template does not use {', '.join(unknown)}: leave it out, or correct its name")
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            known = {"messages": chat, "tools": None, "documents": None}
-            return compile_template(self._chat_template or "").render(known | arguments | self._named)
+            return _render(chat, self._chat_template or "", arguments | self._named)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses {what}: {error}") from error
         except Exception as error:  # a template is a program that may raise anything
@@ -223,6 +218,16 @@ class Tokenizer:
         (Path(directory) / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
+def _render(chat: list[dict[str, Any]], template: str, arguments: Mapping[str, Any]) -> str:
+    """Renders one chat as transformers does."""
+    # This import takes half a second, and would say on stderr if there is no torch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered: Any = render_jinja_template([chat], chat_template=template, **arguments)  # and the places of answers
+    return str(rendered[0][0])
+
+
 def _text_of_bytes(token: str) -> str:
     """Returns the text of a byte-level token. An added token with other characters is returned unchanged."""
     try:
@@ -250,38 +255,6 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise ValueError(f"the tokenizer at {directory} cannot be read: {reason}") from error
     except Exception as error:  # the tokenizers library raises plain Exception on a file it cannot parse
         raise ValueError(f"the tokenizer at {directory} cannot be read: {error}") from error
-
-
-@functools.lru_cache(maxsize=8)
-def compile_template(text: str) -> jinja2.Template:
-    """Compiles a chat template in the same environment as transformers. Raises jinja2.TemplateError."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(text)
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """The block ``{% generation %}`` ... ``{% endgeneration %}``, which marks text that the model wrote."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Returns the statements between the two tags, in a scope of their own."""
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Formats a value as JSON; unlike jinja2's own filter it does not escape HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
 
 
 def _read(directory: Path) -> Tokenizer:

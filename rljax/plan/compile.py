@@ -23,7 +23,7 @@ from rljax.plan.budget import H100, TPUS, Card
 from rljax.plan.dry_run import beside_bytes, check_shapes, in_units, planned_bytes
 from rljax.plan.memory import compiled_for_hopper
 from rljax.policy.hub import policy_shape
-from rljax.record.text_tables import text_table
+from rljax.record.rows import text_table
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.packing import batch_shape, responses_per_update, settle_prefixes

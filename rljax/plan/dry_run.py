@@ -30,12 +30,12 @@ from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_mesh
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
-from rljax.record.text_tables import text_table
+from rljax.record.rows import text_table
 from rljax.rollout.build import version_bytes
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.packing import batch_shape, flat_rows, micro_batch_shape, settle_prefixes
-from rljax.run.refill import REFILL_LIMIT
+from rljax.run.sampling import REFILL_LIMIT
 from rljax.run.training import has_separate_forward
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
 from rljax.trainer.state import abstract_state, make_optimizer

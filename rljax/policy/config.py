@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rljax.errors import check_at_least
-from rljax.policy.rope import RopeScaling
+from rljax.policy.rotary import RopeScaling
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 ExpertsName = Literal["auto", "xla", "mosaic", "ragged"]

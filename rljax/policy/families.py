@@ -18,7 +18,7 @@ from rljax.policy.delta_net import DeltaNet
 from rljax.policy.experts import Experts
 from rljax.policy.layers import MLP, RMSNorm
 from rljax.policy.mixers import Attention, Block
-from rljax.policy.rope import RopeScaling, described_rope, read_rope
+from rljax.policy.rotary import RopeScaling, described_rope, read_rope
 
 
 class BlockKind(NamedTuple):

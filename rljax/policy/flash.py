@@ -40,7 +40,7 @@ Queries = Float[Array, "b t h k"]
 KeyBlocks = Float[Array, "b t g k"]
 """The keys or the values. Query head i attends to key-value head i // (h / g)."""
 Ends = Int[Array, "b t"]
-"""The place after the last token that sees each token, as in ``rljax.policy.trees``; 0 for padding."""
+"""The place after the last token that sees each token, as in ``rljax.policy.score.PrefixTrees``; 0 for padding."""
 
 
 class Blocks(NamedTuple):

@@ -151,6 +151,11 @@ def cast_params(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
+def copy_params(params: Params, dtype: Any) -> Params:
+    """Copies every parameter to ``dtype``, in new memory, so that a donation of ``params`` does not change the copy."""
+    return jax.tree.map(lambda p: jnp.array(p, dtype=dtype, copy=True), params)
+
+
 def lm_head_table(params: Params) -> Float[Array, "v d"]:
     """Returns the output table, which is the embedding if they are tied."""
     return params["lm_head"] if "lm_head" in params else params["embed"]
@@ -291,7 +296,7 @@ def hidden_states(
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      ends: The index after the last token of each token's subtree, as in ``rljax.policy.trees``; 0 for padding.
+      ends: The index after the last token of each token's subtree, as in ``rljax.policy.score``; 0 for padding.
       positions: The position 0, 1, 2, ... of each token in its sequences.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
       choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free

@@ -11,9 +11,9 @@ import numpy as np
 
 from rljax.mismatch import Statistics, merge, mismatch_statistics, read_tokens
 from rljax.mismatch.accurate import exp_minus_one_minus_x
+from rljax.mismatch.diagnosis import turns_of_mask
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.mismatch.regions import LARGEST_LOGPROB
-from rljax.mismatch.turns import turns_of_mask
 from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import ABOVE_ZERO, ColumnSource, TokenDump, make_dump
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from rljax.mismatch.turns import TURN_EDGES, count_labels
+from rljax.mismatch.diagnosis import TURN_EDGES, count_labels
 from rljax.record.panel_style import INK, LINES, QUIET, head, log_axis, note, save_figure, style_axis
 from rljax.record.rows import Row, is_accuracy, last_value, read_rows
 

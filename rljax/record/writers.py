@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from rljax.distributed.files import write_durably
 from rljax.errors import NotWrittenError, writing
-from rljax.mismatch.histogram import bin_edges
+from rljax.mismatch.metrics import bin_edges
 from rljax.record.rows import NONFINITE_KEYS, Row, cell, is_accuracy, read_lines
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Recorder:
 
         Args:
           row: The values by key: None, strings, bools, or numbers, which may be scalars of numpy or jax.
-          histograms: The counts by name, in the bins of ``rljax.mismatch.histogram.bin_edges``. Only TensorBoard gets
+          histograms: The counts by name, in the bins of ``rljax.mismatch.metrics.bin_edges``. Only TensorBoard gets
             them.
 
         Raises:

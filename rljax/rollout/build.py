@@ -30,7 +30,7 @@ from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.types import ClientLimits, RolloutConfig
+from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import check_weight_room
@@ -147,7 +147,6 @@ def make_engine(
         mesh=mesh,
         # The head of the exact engine's executable rounds no logits, whatever its dtype, and guesses should not either.
         lm_head_dtype=jnp.float32 if is_exact or lm_head_dtype == "float32" else None,
-        weight_quantization=config.weight_quantization,
         decode_tokens=config.decode_tokens,
         step_prompts=step_prompts,
         max_tokens=max_tokens,
@@ -159,6 +158,9 @@ def make_engine(
     if is_exact:
         assert make_executable is not None
         engine = ExactEngine(make_executable(), inject=config.inject, drafts=embedded)
+    if config.weight_quantization != "none":  # of the weights in the rollout dtype, as in a server
+        dtype: Any = "same" if config.dtype == "float32" else config.dtype
+        engine = InjectedEngine(engine, InjectConfig(dtype=dtype, quantize=config.weight_quantization), policy, mesh)
     return InjectedEngine(engine, config.inject, policy, mesh) if config.inject.changes_weights else engine
 
 

@@ -214,7 +214,7 @@ def prefill_logprobs(
     hidden, _, _ = prefill(params, config, tokens, lengths, cache_dtype)
 
     def column(given: tuple[Array, Array]) -> Array:
-        new = next_tokens(params, given[0], None, temperature, False, given[1], lm_head_dtype)
+        new = next_tokens(params, given[0], None, temperature, given[1], lm_head_dtype)
         return new.arrays["rollout_logprobs"]
 
     return jax.lax.map(column, (jnp.moveaxis(hidden, 1, 0), jnp.roll(tokens, -1, axis=1).T))
@@ -294,7 +294,6 @@ def decode(
     limits: Int[Array, " n"] | None,
     enough: Int[Array, ""],
     *,
-    greedy: bool,
     lm_head_dtype: Any,
     selection: Selection = ALL,
     inject: InjectConfig | None = None,
@@ -307,7 +306,6 @@ def decode(
       numbers: The numbers that give each response its random keys (``token_key``), or None if every token is forced.
       forced: The token that is taken, by response and position, -1 where one is sampled, or None if all are sampled.
       limits: The most tokens of each response, or None where each may fill its row of ``sampled``.
-      greedy: Whether the likeliest token is taken.
       lm_head_dtype: The dtype in which the LM head computes, or None for that of ``params``.
       selection: The tokens that can be sampled and those that are reported.
       inject: The noise that is put on the logits, or None.
@@ -322,7 +320,7 @@ def decode(
         known = jnp.minimum(slots.row, total - 1)  # a free slot has no response
         given = None if forced is None else forced[known, slots.step]
         keys = None if numbers is None else jax.vmap(token_key, (None, 0, 0))(seed, numbers[known], slots.step)
-        new = next_tokens(params, slots.hidden, keys, temperature, greedy, given, lm_head_dtype, selection, inject)
+        new = next_tokens(params, slots.hidden, keys, temperature, given, lm_head_dtype, selection, inject)
         return _appended(params, config, slots, sampled, new, stops, limits, places)
 
     slots, sampled = jax.lax.while_loop(lambda state: jnp.sum(state[0].row == total) < enough, body, (slots, sampled))

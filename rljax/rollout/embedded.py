@@ -7,9 +7,8 @@ are float32 from the start. So with 16 bits engine and trainer differ on every t
 All responses are decoded at once if their cache fits into the budget of tokens. Otherwise the next response takes the
 place of a finished one (``rljax.rollout.decoding``).
 
-With weights or a cache of 8 bits the engine samples from the numbers that a quantized engine holds. They are a function
-of the published weights, without noise. No memory for weights is saved: each publish rounds the matrices and converts
-them back to the rollout dtype.
+With a cache of 8 bits the engine samples from the numbers that the cache of a quantized engine holds. For weights of 8
+bits it is wrapped (``rljax.rollout.injected``).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
-from rljax.policy.model import Params, cast_params, logical_axes, param_shardings
+from rljax.policy.model import Params, copy_params, param_shardings
 from rljax.rollout import decoding
 from rljax.rollout.decode_sizes import (
     DecodeSizes,
@@ -42,10 +42,9 @@ from rljax.rollout.decode_sizes import (
     row_ways,
 )
 from rljax.rollout.decoding import Queue, Sampled, Slots
-from rljax.rollout.engine import RolloutEngine, Samples, as_turns
-from rljax.rollout.injected import CACHES, quantize, restore
-from rljax.rollout.likeliest import Selection, selection_of
-from rljax.rollout.turns import TurnRequest
+from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest, as_turns
+from rljax.rollout.injected import CACHES
+from rljax.rollout.likeliest import selection_of
 from rljax.rollout.types import InjectConfig, Response, SamplingParams
 from rljax.sharding import replicated
 from rljax.tokens import as_stored
@@ -68,8 +67,6 @@ class EngineFunctions(NamedTuple):
     """The jitted functions of an engine."""
 
     cast: Any  # a function of parameters that returns copies in the rollout dtype
-    quantize: Any  # a function that rounds weights to 8 bits, or None if the engine does not
-    restore: Any  # a function that converts the result of ``quantize`` to weights in the rollout dtype
     empty: Any  # the function ``decoding.empty`` without its configuration and dtypes
     admit: Any  # the function ``decoding.admit`` without its configuration
     decode: Any  # the function ``decoding.decode`` without its configuration and ``lm_head_dtype``
@@ -78,128 +75,87 @@ class EngineFunctions(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def make_functions(
-    config: PolicyConfig,
-    dtype: Any,
-    mesh: Mesh,
-    lm_head_dtype: Any,
-    weight_quantization: Literal["none", "int8", "fp8"],
-    cache_dtype: Any,
-    inject: InjectConfig | None,
+    config: PolicyConfig, dtype: Any, mesh: Mesh, lm_head_dtype: Any, cache_dtype: Any, inject: InjectConfig | None
 ) -> EngineFunctions:
     """Returns the functions of an engine. The cache has ``cache_dtype``, or the rollout ``dtype`` if that is None.
 
     Engines with equal arguments share the functions, so the second one in a process traces and compiles nothing. The
     functions of the last eight sets of arguments are kept.
     """
-    shardings = param_shardings(config, mesh)
     # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
-    cast = jax.jit(
-        lambda params: jax.tree.map(lambda p: jnp.array(p, copy=True), cast_params(params, dtype)),
-        out_shardings=shardings,
-    )
-    # Storing and restoring are two executables: inside one XLA may drop a pair of casts.
-    stored: Any = None
-    if weight_quantization != "none":
-        logical = logical_axes(config)
-        stored = jax.jit(lambda params: quantize(params, logical, weight_quantization))
-    restored = jax.jit(lambda stored: restore(stored, dtype), out_shardings=shardings)
+    cast = jax.jit(functools.partial(copy_params, dtype=dtype), out_shardings=param_shardings(config, mesh))
+    whole, of_cache, of_head = replicated(mesh), cache_dtype or dtype, {"lm_head_dtype": lm_head_dtype}
+
+    def program(function: Any, settings: dict[str, Any], **compiled: Any) -> Any:
+        def run(params: Params, *args: Any, **chosen: Any) -> Any:
+            with jax.default_matmul_precision(matmul_precision(dtype)):
+                return function(params, config, *args, **settings, **chosen)
+
+        run.__name__ = function.__name__
+        return jax.jit(run, **compiled)
 
     def empty(**sizes: Any) -> tuple[Slots, Sampled]:
-        return decoding.empty(config, dtype, cache_dtype or dtype, **sizes)
-
-    def admit(params: Params, *args: Any) -> tuple[Slots, Sampled]:
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            return decoding.admit(params, config, *args, cache_dtype=cache_dtype or dtype)
-
-    def decode(params: Params, *args: Any, greedy: bool, selection: Selection) -> tuple[Slots, Sampled, jax.Array]:
-        chosen: Any = {"greedy": greedy, "lm_head_dtype": lm_head_dtype, "selection": selection, "inject": inject}
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            return decoding.decode(params, config, *args, **chosen)
-
-    def prefill(params: Params, *args: Any) -> jax.Array:
-        dtypes: Any = {"cache_dtype": cache_dtype or dtype, "lm_head_dtype": lm_head_dtype}
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            return decoding.prefill_logprobs(params, config, *args, **dtypes)
+        return decoding.empty(config, dtype, of_cache, **sizes)
 
     sizes = ("prompts", "width", "rows", "limit", "places", "slots", "with_routes", "reported")
-    whole = replicated(mesh)
+    chosen: Any = {"static_argnames": "selection", "out_shardings": (None, whole, whole)}
     return EngineFunctions(
         cast,
-        stored,
-        restored,
         jax.jit(empty, static_argnames=sizes, out_shardings=(None, whole)),
-        jax.jit(admit, donate_argnums=(1, 2), out_shardings=(None, whole)),
-        jax.jit(
-            decode, static_argnames=("greedy", "selection"), donate_argnums=(1, 2), out_shardings=(None, whole, whole)
-        ),
-        jax.jit(prefill, out_shardings=whole),
+        program(decoding.admit, {"cache_dtype": of_cache}, donate_argnums=(1, 2), out_shardings=(None, whole)),
+        program(decoding.decode, of_head | {"inject": inject}, donate_argnums=(1, 2), **chosen),
+        program(decoding.prefill_logprobs, of_head | {"cache_dtype": of_cache}, out_shardings=whole),
     )
 
 
+@dataclass(eq=False)
+@dataclass(eq=False)
+@dataclass(eq=False)
 class JaxEngine(RolloutEngine):
-    """RolloutEngine over the policy in this process. The same seed, weights and prompts give the same bits."""
+    """RolloutEngine over the policy in this process. The same seed, weights and prompts give the same bits.
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        dtype: Any,
-        max_prompt_tokens: int,
-        *,
-        mesh: Mesh,
-        lm_head_dtype: Any = None,
-        weight_quantization: Literal["none", "int8", "fp8"] = "none",
-        kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto",
-        with_routes: bool = False,
-        decode_tokens: int = 0,
-        step_prompts: int = 0,
-        max_tokens: int = 0,
-        inject: InjectConfig | None = None,
-    ):
-        """Builds the engine; ``publish`` must be called before ``generate``.
+    ``publish`` must be called before ``generate``.
+    """
 
-        Args:
-          config: The shapes of the policy.
-          dtype: The rollout dtype. The engine computes in it, and weights and cache have it unless they have 8 bits.
-          max_prompt_tokens: The length that prompts are padded to, so that the number of compilations stays small.
-          mesh: The trainer's mesh. Weights stay sharded as they are there.
-          lm_head_dtype: The dtype of the LM head and of its logits, or None for ``dtype``.
-          weight_quantization: The 8-bit format that the matrices of the blocks are rounded to, or none.
-          kv_cache_dtype: The 8-bit format of cached keys and values. auto: the rollout dtype.
-          with_routes: Whether responses report the experts of their tokens. The policy must be a mixture of experts.
-          decode_tokens: The most tokens whose keys and values are in memory at once, on all devices together. 0: as
-            many as fit into the free memory of the devices.
-          step_prompts: The number of prompts of a step. Requests for fewer are padded, so that they share compilations.
-            0: no request is padded.
-          max_tokens: The most tokens of a trajectory of several turns, its prompt included. 0: ``max_prompt_tokens``
-            plus the longest response of the request.
-          inject: The mismatch that is put into the rollouts on purpose. None: no mismatch is put in.
-        """
-        self._config, self._dtypes = config, (dtype, CACHES.get(kv_cache_dtype) or dtype)
-        self._decode_tokens, self._room, self._step_prompts = decode_tokens, 0.0, step_prompts
-        self._with_routes = with_routes
-        self._mesh, self._width, self._max_tokens = mesh, max_prompt_tokens, max_tokens
-        rounding = lm_head_dtype, weight_quantization, CACHES.get(kv_cache_dtype)
-        self._functions = make_functions(config, jnp.dtype(dtype), mesh, *rounding, inject)
+    config: PolicyConfig
+    dtype: Any  # the rollout dtype, in which the engine computes; weights have it, and a cache unless it has 8 bits
+    max_prompt_tokens: int  # the length that prompts are padded to, so that the number of compilations stays small
+    _: KW_ONLY
+    mesh: Mesh  # the trainer's mesh; weights stay sharded as they are there
+    lm_head_dtype: Any = None  # the dtype of the LM head and of its logits, or None for ``dtype``
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"  # the format of cached keys and values
+    with_routes: bool = False  # whether responses report the experts of their tokens; the policy must be a mixture
+    # The most tokens whose keys and values are in memory at once, on all devices together. 0: as many as fit into the
+    # free memory of the devices.
+    decode_tokens: int = 0
+    # The number of prompts of a step. Requests for fewer are padded, so that they share compilations. 0: no padding.
+    step_prompts: int = 0
+    # The most tokens of a trajectory of several turns, its prompt included. 0: ``max_prompt_tokens`` plus the longest
+    # response of the request.
+    max_tokens: int = 0
+    inject: InjectConfig | None = None  # the mismatch that is put into the rollouts on purpose, if any
+
+    def __post_init__(self) -> None:
+        dtype, cache_dtype = jnp.dtype(self.dtype), CACHES.get(self.kv_cache_dtype)
+        self._dtypes = self.dtype, cache_dtype or self.dtype
+        self._functions = make_functions(self.config, dtype, self.mesh, self.lm_head_dtype, cache_dtype, self.inject)
         self._params: Params | None = None
-        self._version = 0
+        self._version, self._room = 0, 0.0
 
     @property
     def compilations(self) -> int:
         """The number of decoding loops compiled so far, those of engines that share their functions included.
 
         A loop is compiled for each combination of sizes (slots, prompts, responses, places, longest response), of
-        greedy or random sampling, of the ``Selection``, and of whether responses have limits of their own.
+        the ``Selection``, and of whether responses have limits of their own.
         """
         return int(self._functions.decode._cache_size())
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Casts ``params`` to the rollout dtype and keeps them. An engine of 8-bit weights rounds them, too."""
+        """Casts ``params`` to the rollout dtype and keeps them."""
         start = time.perf_counter()
-        with jax.set_mesh(self._mesh):
-            weights = self._functions.cast(params)
-            if self._functions.quantize is not None:
-                weights = self._functions.restore(self._functions.quantize(weights))
-            self._params = jax.block_until_ready(weights)
+        with jax.set_mesh(self.mesh):
+            self._params = jax.block_until_ready(self._functions.cast(params))
         self._version = policy_version
         return {"time/publish_s": time.perf_counter() - start}
 
@@ -248,15 +204,18 @@ class JaxEngine(RolloutEngine):
 
         The rows keep the order of the requests. Neighbours with equal tokens share a prompt.
         """
-        limit, places = sampling.max_response_tokens, self._max_tokens or self._width + sampling.max_response_tokens
+        limit, places = (
+            sampling.max_response_tokens,
+            self.max_tokens or self.max_prompt_tokens + sampling.max_response_tokens,
+        )
         for request in requests:
             request.check_room(places, "the engine has room for")
         n = repeats([request.tokens for request in requests])
         prompts = [request.tokens for request in requests[::n]]
-        padded, lengths = self._padded(prompts, padded_width(max(map(len, prompts)), self._width, places))
+        padded, lengths = self._padded(prompts, padded_width(max(map(len, prompts)), self.max_prompt_tokens, places))
         limits = np.zeros(padded_rows(len(requests)), np.int32)
         limits[: len(requests)] = [min(request.max_tokens, limit) for request in requests]
-        at_once = prefill_rows(self._config, padded.shape[1], row_ways(self._mesh))
+        at_once = prefill_rows(self.config, padded.shape[1], row_ways(self.mesh))
         # Shared prompts have as much room as separate ones, so that both take the same compiled loop.
         return _PromptRows(padded, lengths, n, len(limits), len(limits), places, limits, at_once)
 
@@ -264,7 +223,7 @@ class JaxEngine(RolloutEngine):
         """Samples the responses to each of ``prompts``. ``rows`` has the same prompts as padded arrays."""
         start, n = time.perf_counter(), rows.n
         numbers = np.arange(rows.responses, dtype=np.int32)[:, None]
-        sampled = self._run(rows, sampling, seed, numbers=numbers, with_routes=self._with_routes)
+        sampled = self._run(rows, sampling, seed, numbers=numbers, with_routes=self.with_routes)
         metrics = {"time/generate_s": time.perf_counter() - start}
         responses = []
         for row, length in enumerate(sampled.counts[: len(prompts) * n].tolist()):
@@ -317,8 +276,8 @@ class JaxEngine(RolloutEngine):
         Returns the log-probabilities of all tokens but the first of each sequence (nats), float32 [t - 1]. Raises like
         ``score``.
         """
-        padded, lengths = self._padded(sequences, self._width)
-        with jax.set_mesh(self._mesh):
+        padded, lengths = self._padded(sequences, self.max_prompt_tokens)
+        with jax.set_mesh(self.mesh):
             columns = self._functions.prefill(self._params, padded, lengths, np.float32(temperature))
             rows = jax.device_get(columns).T[:, :-1]
         return [row[len(row) - (len(ids) - 1) :] for row, ids in zip(rows, sequences, strict=True)]
@@ -341,13 +300,12 @@ class JaxEngine(RolloutEngine):
 
         ``forced`` and ``numbers`` are those of ``decoding.decode``.
         """
-        selection = selection_of(sampling)
-        limit, greedy = sampling.max_response_tokens, sampling.temperature == 0.0
+        selection, limit = selection_of(sampling), sampling.max_response_tokens
         # -1 is the id of no token, so without stop tokens a response runs to the limit.
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
-        temperature = np.float32(1.0 if greedy else sampling.temperature)
+        temperature = np.float32(1.0 if selection.greedy else sampling.temperature)
         given = stops, temperature, np.uint32(seed), numbers, forced, rows.limits
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self.mesh):
             batch = self._batch(rows.responses, rows.n, rows.places)
             sizes = {"prompts": rows.room, "width": rows.prompts.shape[1], "rows": rows.responses, "limit": limit}
             sizes |= {"places": rows.places, "slots": batch.slots, "reported": selection.reported}
@@ -358,18 +316,17 @@ class JaxEngine(RolloutEngine):
                 for group in waiting.admitted(free):
                     slots, sampled = self._functions.admit(self._params, slots, sampled, *group)
                 enough = np.int32(waiting.enough)
-                slots, sampled, is_free = self._functions.decode(
-                    self._params, slots, sampled, *given, enough, greedy=greedy, selection=selection
-                )
+                arguments = self._params, slots, sampled, *given, enough
+                slots, sampled, is_free = self._functions.decode(*arguments, selection=selection)
                 if not waiting.left:
                     return Sampled(*jax.device_get(sampled))
                 free = np.flatnonzero(jax.device_get(is_free))
 
     def _laid_out(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, n: int) -> _PromptRows:
         """Returns the rows of a request for ``n`` responses to each prompt, padded to ``max_prompt_tokens``."""
-        padded, lengths = self._padded(prompts, self._width)
-        count = padded_count(len(prompts), self._step_prompts)
-        return _PromptRows(padded, lengths, n, count, count * n, self._width + sampling.max_response_tokens)
+        padded, lengths = self._padded(prompts, self.max_prompt_tokens)
+        count = padded_count(len(prompts), self.step_prompts)
+        return _PromptRows(padded, lengths, n, count, count * n, self.max_prompt_tokens + sampling.max_response_tokens)
 
     def _padded(self, prompts: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts padded on the left to ``width``, int32 [n, s], and their lengths, int32 [n]."""
@@ -384,8 +341,8 @@ class JaxEngine(RolloutEngine):
 
     def _batch(self, rows: int, n: int, places: int) -> DecodeSizes:
         """Returns the sizes of a batch whose cache, with ``places`` tokens for each response, fits into the budget."""
-        budget = self._decode_tokens // places
-        if not self._decode_tokens:
-            self._room = self._room or free_cache_room(self._mesh)
-            budget = int(self._room / cache_row_bytes(self._config, self._mesh, places, *self._dtypes))
-        return batch_sizes(rows, n, budget, row_ways(self._mesh))
+        budget = self.decode_tokens // places
+        if not self.decode_tokens:
+            self._room = self._room or free_cache_room(self.mesh)
+            budget = int(self._room / cache_row_bytes(self.config, self.mesh, places, *self._dtypes))
+        return batch_sizes(rows, n, budget, row_ways(self.mesh))

@@ -25,9 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from rljax.policy.model import Params
 from rljax.rollout.embedded import JaxEngine
-from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest
 from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of, token_key, with_noise
-from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, Response, SamplingParams
 from rljax.sharding import replicated
 from rljax.tokens import COLUMNS, TOPS
@@ -55,7 +54,6 @@ def sample_tokens(
     position: Int[Array, " b"],
     temperature: Float[Array, ""],
     *,
-    greedy: bool,
     selection: Selection = ALL,
     inject: InjectConfig | None = None,
 ) -> NextTokens:
@@ -68,16 +66,16 @@ def sample_tokens(
         responses to its prompt.
       position: The position of the new token in each response, from 0.
       temperature: The sampling temperature.
-      greedy: Whether the likeliest token is taken.
       selection: The tokens that can be sampled and the tokens that are reported.
       inject: The noise that is first put on the logits (``with_noise``), or None. Greedy sampling has none.
     """
     keys = jax.vmap(token_key, (None, 0, 0))(seed, numbers, position)
-    if inject is not None and inject.logit_noise and not greedy:
+    if inject is not None and inject.logit_noise and not selection.greedy:
         log_softmax = jax.nn.log_softmax(with_noise(log_softmax, keys, temperature, inject))
     if selection.top_k:
         return sample_support(keys, log_softmax, selection)
-    tokens = jnp.argmax(log_softmax, axis=-1) if greedy else jax.vmap(jax.random.categorical)(keys, log_softmax)
+    draw = jax.vmap(jax.random.categorical)
+    tokens = jnp.argmax(log_softmax, axis=-1) if selection.greedy else draw(keys, log_softmax)
     logprobs = jnp.take_along_axis(log_softmax, tokens[:, None], axis=-1)[:, 0]
     arrays = {"rollout_logprobs": logprobs}
     if selection.reported:
@@ -147,18 +145,17 @@ class ExactEngine(RolloutEngine):
             temperature: Array,
             *,
             count: int,
-            greedy: bool,
             selection: Selection,
         ) -> NextTokens:
             def after(ahead: Array) -> NextTokens:
                 at = jnp.minimum(last + ahead, log_softmax.shape[1] - 1)[:, None, None]
                 rows = jnp.take_along_axis(log_softmax, at, axis=1)[:, 0]
                 given = rows, seed, numbers, position + ahead, temperature
-                return sample_tokens(*given, greedy=greedy, selection=selection, inject=inject)
+                return sample_tokens(*given, selection=selection, inject=inject)
 
             return jax.lax.map(after, jnp.arange(count))
 
-        static = ("count", "greedy", "selection")
+        static = ("count", "selection")
         self._sample_tokens = jax.jit(sample, static_argnames=static, out_shardings=replicated(executable.mesh))
         self._params: Params | None = None
         self._version = 0
@@ -217,8 +214,8 @@ class ExactEngine(RolloutEngine):
         metrics: dict[str, float],
     ) -> Iterator[Response]:
         """Yields the responses of one batch. Each run of the executable samples at least one token of each response."""
-        executable, greedy, stops = self._executable, sampling.temperature == 0.0, sampling.stop_token_ids
-        temperature, selection = 1.0 if greedy else sampling.temperature, selection_of(sampling)
+        executable, stops, selection = self._executable, sampling.stop_token_ids, selection_of(sampling)
+        temperature = 1.0 if selection.greedy else sampling.temperature
         count = 1 if self._drafts is None else sampling.max_response_tokens
         start, rows = time.perf_counter(), self._laid_out(batch, selection.reported)
         while rows.is_open.any():
@@ -238,7 +235,6 @@ class ExactEngine(RolloutEngine):
                     rows.lengths - rows.starts,
                     np.float32(temperature),
                     count=count,
-                    greedy=greedy,
                     selection=selection,
                 )
             rows.append(jax.device_get(sampled), guesses, stops)

@@ -19,8 +19,7 @@ from jaxtyping import Array
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params, logical_axes, param_shardings
-from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.turns import TurnRequest
+from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest
 from rljax.rollout.types import NOISE_SEED, InjectConfig, SamplingParams
 
 LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}
@@ -69,16 +68,13 @@ def quantize(params: Params, logical: Params, kind: str) -> Params:
     return jax.tree.map(stored, params, logical)
 
 
-def restore(params: Params, dtype: Any = jnp.float32) -> Params:
-    """Returns the weights in ``dtype`` from the result of ``quantize`` or of a cast.
-
-    The product of values and scale is computed in float32.
-    """
+def restore(params: Params) -> Params:
+    """Returns the weights in float32 from the result of ``quantize`` or of a cast."""
 
     def plain(weight: Any) -> Array:
         if isinstance(weight, Quantized):
-            weight = weight.values.astype(jnp.float32) * weight.scale
-        return weight.astype(dtype)
+            return weight.values.astype(jnp.float32) * weight.scale
+        return weight.astype(jnp.float32)
 
     return jax.tree.map(plain, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
@@ -113,7 +109,7 @@ def add_noise(params: Params, logical: Params, size: Array, seed: Array, version
 
 
 class InjectedEngine(RolloutEngine):
-    """RolloutEngine around another engine, to which it publishes changed weights.
+    """RolloutEngine around another engine, to which it publishes changed weights. No memory for weights is saved.
 
     A response names the version whose weights were changed. With ``staleness`` k that is the version published k
     versions ago, or the oldest one if there are fewer. So a resumed run reaches the full staleness only after k steps.

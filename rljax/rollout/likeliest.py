@@ -18,10 +18,7 @@ from rljax.tokens import TOPS
 
 
 class Selection(NamedTuple):
-    """The tokens that can be sampled and the tokens that are reported.
-
-    It is a static argument : other settings need another compilation.
-    """
+    """The tokens that can be sampled and those that are reported. Each selection needs a compilation of its own."""
 
     reported: int = 0  # the number of likeliest tokens that are reported at each position
     top_k: int = 0  # the most tokens that can be sampled at a position, or 0 where all can
@@ -29,6 +26,7 @@ class Selection(NamedTuple):
     top_p: float = 1.0
     # The least probability of a token that can be sampled, as a share of the likeliest token's probability.
     min_p: float = 0.0
+    greedy: bool = False  # whether the likeliest token is taken; the log-probabilities are then those at temperature 1
 
 
 ALL = Selection()
@@ -42,7 +40,7 @@ def selection_of(sampling: SamplingParams) -> Selection:
       ValueError: ``top_p`` or ``min_p`` is set without ``top_k``, or ``reported`` is larger than ``top_k``.
     """
     if sampling.temperature == 0.0:
-        return Selection(sampling.reported)
+        return Selection(sampling.reported, greedy=True)
     top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
     if not top_k and (top_p < 1.0 or min_p > 0.0):
         raise ValueError(f"top_p and min_p need top_k here, got top_p = {top_p}, min_p = {min_p} and top_k = 0")
@@ -148,7 +146,6 @@ def next_tokens(
     hidden: Float[Array, "b d"],
     keys: Array | None,
     temperature: Array,
-    greedy: bool,
     forced: Int[Array, " b"] | None,
     lm_head_dtype: Any,
     selection: Selection = ALL,
@@ -161,7 +158,6 @@ def next_tokens(
       hidden: The hidden states of the last tokens, after the final norm.
       keys: The random key of each row, or None if every token is forced.
       temperature: The sampling temperature.
-      greedy: Whether the likeliest token is taken. The log-probabilities are then those at temperature 1.
       forced: The token that each row takes, -1 where one is sampled, or None if all are sampled.
       lm_head_dtype: The dtype in which the LM head computes, or None for the dtype of ``hidden``.
       selection: The tokens that can be sampled and those that are reported.
@@ -177,14 +173,14 @@ def next_tokens(
     # This rounds to the head's dtype. XLA may drop a cast there and back (xla_allow_excess_precision).
     kept = jnp.finfo(hidden.dtype)
     logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
-    logits = logits if greedy else logits / temperature
-    if keys is not None and not greedy:
+    logits = logits if selection.greedy else logits / temperature
+    if keys is not None and not selection.greedy:
         logits = with_noise(logits, keys, temperature, inject)
     if selection.top_k:
         assert keys is not None
         cut = sample_support(keys, logits, selection)
         return cut._replace(tokens=_unless_forced(cut.tokens, forced))
-    if greedy:
+    if selection.greedy:
         drawn = jnp.argmax(logits, axis=-1)
     elif keys is None:
         assert forced is not None

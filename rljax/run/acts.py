@@ -22,9 +22,8 @@ from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.rollout.build import PolicyFunctions, policy_functions
-from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest
 from rljax.rollout.kinds import can
-from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.build import Inputs, Problems, build, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer

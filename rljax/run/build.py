@@ -47,8 +47,7 @@ from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
-from rljax.run.refill import REFILL_LIMIT, RefillingSampler
-from rljax.run.sampling import BatchSampler, ResponseSource, Sampler, SingleTurn
+from rljax.run.sampling import REFILL_LIMIT, BatchSampler, RefillingSampler, ResponseSource, Sampler, SingleTurn
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
@@ -201,6 +200,7 @@ def make_source(
     stop: StopRequest | None = None,
 ) -> ResponseSource:
     """Returns the source of responses that ``scorer`` scores. ``stop``: None, if sampling is never given up."""
+    stop = stop or StopRequest()
     if isinstance(scorer, RewardPool):
         return SingleTurn(engine, tokenizer, scorer, stop)
     arguments = template_arguments(data.enable_thinking, data.chat_template_kwargs)

@@ -24,8 +24,7 @@ from rljax.run.removed_keys import REMOVED
 from rljax.sharding import MeshConfig
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.packing import PackingConfig
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig
 from rljax.weights.publish_config import PublishConfig
 
 

@@ -23,12 +23,11 @@ from rljax.data.files import Problem
 from rljax.data.prompts import prompt_ids
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
-from rljax.rollout.engine import RolloutEngine, check_wanted
+from rljax.rollout.engine import RolloutEngine, TurnQueue, TurnRequest, check_wanted
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Content
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
-from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.sampling import TICK_S, Begun, Scored
 from rljax.run.stop import StopRequest
@@ -38,29 +37,20 @@ log = logging.getLogger(__name__)
 _REFUSED = "refused"  # the kind of a failure that is found here: a prompt or a reply that cannot be used
 
 
+@dataclasses.dataclass(eq=False)
 class Episodes:
     """A ``ResponseSource`` of trajectories of several turns with an environment."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        tokenizer: Tokenizer,
-        hosts: EnvironmentHosts,
-        config: EpisodeConfig,
-        *,
-        max_prompt_tokens: int,
-        template_arguments: Mapping[str, Any] | None = None,
-        stop: StopRequest | None = None,
-    ) -> None:
-        """Samples nothing yet. ``close`` closes the ``hosts``.
+    engine: RolloutEngine
+    tokenizer: Tokenizer  # its chat template renders messages of environments, with ``template_arguments``
+    hosts: EnvironmentHosts  # ``close`` closes them
+    config: EpisodeConfig
+    _: dataclasses.KW_ONLY
+    max_prompt_tokens: int  # a trajectory whose environment gives a longer prompt has failed
+    template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stop: StopRequest = dataclasses.field(default_factory=StopRequest)  # says whether sampling is given up
 
-        The tokenizer's chat template renders messages of environments, with ``template_arguments``. A trajectory whose
-        environment gives a longer prompt than ``max_prompt_tokens`` has failed. ``stop`` says whether sampling is given
-        up; None: it never is.
-        """
-        self.engine, self.tokenizer, self.hosts, self.config = engine, tokenizer, hosts, config
-        self.max_prompt_tokens, self.template_arguments = max_prompt_tokens, dict(template_arguments or {})
-        self.stop = stop or StopRequest()
+    def __post_init__(self) -> None:
         self.numbers = itertools.count(1)  # the names of trajectories for the hosts
         self._failures: list[str] = []
         self._lock = threading.Lock()

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,8 @@ from rljax.rollout.external.rows import DOUBTS, MIXED, MIXED_REMEDY, RowLimits, 
 from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches
-from rljax.run.sampling import Rollouts, SampledStep
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.sampling import BatchSampler, Rollouts, SampledStep
+from rljax.run.stop import StopRequest, Timers
 
 if TYPE_CHECKING:
     from rljax.rollout.external.receiver import Receiver
@@ -41,33 +41,21 @@ _FIRST_LINE_S, _LINES_S = 2.0, 60.0  # the wait before the first line about wait
 _MOST_BATCHES = 16  # the largest number of batches that wait at the HTTP server
 
 
+@dataclass(eq=False)
 class ExternalBatches(Batches):
     """The batches of a run on trajectories of another program, and the HTTP server that receives them, if any."""
 
-    def __init__(
-        self,
-        stream: PromptStream,
-        queue: TrajectoryQueue,
-        stop: StopRequest,
-        *,
-        run_dir: Path,
-        source: str,
-        receiver: Receiver | None,
-        kept_steps: Callable[[], Sequence[int]],
-    ) -> None:
-        """Opens nothing yet.
+    sampler: BatchSampler = field(init=False)  # these batches themselves, for which only the number of problems matters
+    queue: TrajectoryQueue
+    stop: StopRequest  # the request to stop, which ends a wait
+    _: KW_ONLY
+    run_dir: Path  # the run directory, for ``policy.json``
+    source: str  # the value of ``rollout.trajectories``
+    receiver: Receiver | None  # the HTTP server that fills the queue; None: the queue reads a directory
+    kept_steps: Callable[[], Sequence[int]]  # a function that returns the steps of the checkpoints, oldest first
 
-        Args:
-          stream: The problems. Only their number matters.
-          stop: The request to stop, which ends a wait.
-          run_dir: The run directory, for ``policy.json``.
-          source: The value of ``rollout.trajectories``.
-          receiver: The HTTP server that fills the queue; None: the queue reads a directory.
-          kept_steps: A function that returns the steps of the checkpoints, oldest first.
-        """
-        super().__init__(stream, self)
-        self._queue, self._stop, self._run_dir, self._source = queue, stop, run_dir, source
-        self._receiver, self._kept_steps, self._has_started = receiver, kept_steps, False
+    def __post_init__(self) -> None:
+        self.sampler, self._has_started = self, False
         self._said: set[str] = set()  # the metrics of the doubts that were said
 
     def start(self, step: int) -> None:
@@ -77,18 +65,18 @@ class ExternalBatches(Batches):
             highest = self._recorded_highest()
             if highest is None:
                 highest = None if step else 0
-            self._queue.start(step, None if highest is None else max(highest, step))
+            self.queue.start(step, None if highest is None else max(highest, step))
             self._tell(step)
-            if self._receiver is not None:
-                self._receiver.start()
+            if self.receiver is not None:
+                self.receiver.start()
                 self._has_started = True
-                print(f"trajectories are received at {self._receiver.url}/trajectories", file=sys.stderr, flush=True)
+                print(f"trajectories are received at {self.receiver.url}/trajectories", file=sys.stderr, flush=True)
 
     def take(self, timers: Timers) -> SampledStep:
         """Returns the batch of the next step; received files that no checkpoint needs any more are deleted."""
         sampled = super().take(timers)
-        if self._receiver is not None and len(kept := self._kept_steps()) > 1:
-            self._queue.delete_finished(kept[0])
+        if self.receiver is not None and len(kept := self.kept_steps()) > 1:
+            self.queue.delete_finished(kept[0])
         return sampled
 
     def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
@@ -98,19 +86,19 @@ class ExternalBatches(Batches):
         """
         began, count = time.perf_counter(), len(problems)
         next_line, interval = began + _FIRST_LINE_S, _FIRST_LINE_S
-        while (batch := self._queue.take(count, step)) is None:
-            if self._stop.is_requested():
+        while (batch := self.queue.take(count, step)) is None:
+            if self.stop.is_requested():
                 raise StoppedWaitingError("asked to stop while the run waited for trajectories of another program")
             with caller_errors():
-                if self._queue.read_file():
-                    self._stop.progress()
+                if self.queue.read_file():
+                    self.stop.progress()
                     continue
             if time.perf_counter() >= next_line:
                 print(f"step {step}: {self._waiting_line(count)}", file=sys.stderr)
                 interval = min(2 * interval, _LINES_S)
                 next_line = time.perf_counter() + interval
-            if self._queue.wait(_TICK_S):
-                self._stop.progress()
+            if self.queue.wait(_TICK_S):
+                self.stop.progress()
         waited_s = time.perf_counter() - began
         rollouts = make_rollouts(batch.groups)
         return SampledStep(
@@ -118,7 +106,7 @@ class ExternalBatches(Batches):
             {
                 "rollout/dropped_stale_rows": batch.dropped_rows,
                 "rollout/failed_trajectories": int(np.isnan(rollouts.rewards).sum()),
-                "rollout/waiting_groups": sum(self._queue.counts()),
+                "rollout/waiting_groups": sum(self.queue.counts()),
                 "time/wait_s": waited_s,
                 **self._count_doubts(batch.groups, step),
             },
@@ -127,35 +115,35 @@ class ExternalBatches(Batches):
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
         """Tells the other program the new version after the block. In the block, trajectories may already name it."""
-        self._queue.expect(policy_version)
+        self.queue.expect(policy_version)
         self._tell(policy_version - 1)
         yield
-        self._queue.publish(policy_version)
+        self.queue.publish(policy_version)
         self._tell(policy_version)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the stream, and the record of the rows that were used."""
-        return super().state_dict() | {"trajectories": self._queue.state_dict() | {"source": self._source}}
+        return super().state_dict() | {"trajectories": self.queue.state_dict() | {"source": self.source}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state_dict``. A fork with another source, or of a run without one, begins with all rows."""
         super().load_state_dict(state)
         used = state.get("trajectories")
-        if used is not None and used["source"] == self._source:
-            self._queue.load_state_dict(used)
+        if used is not None and used["source"] == self.source:
+            self.queue.load_state_dict(used)
 
     def close(self) -> None:
         """Ends the server."""
-        if self._receiver is not None and self._has_started:
-            self._receiver.close()
+        if self.receiver is not None and self._has_started:
+            self.receiver.close()
 
     def _tell(self, version: int) -> None:
-        told = {"policy_version": version, "highest_version": self._queue.highest}
-        write_whole(self._run_dir / POLICY_FILE, json.dumps(told) + "\n")
+        told = {"policy_version": version, "highest_version": self.queue.highest}
+        write_whole(self.run_dir / POLICY_FILE, json.dumps(told) + "\n")
 
     def _recorded_highest(self) -> int | None:
         """Returns the highest version that an earlier process may have published; None if it is not known."""
-        path = self._run_dir / POLICY_FILE
+        path = self.run_dir / POLICY_FILE
         told = parse_json(path.read_bytes()) if path.exists() else {}
         highest = told.get("highest_version") if isinstance(told, dict) else None
         return highest if isinstance(highest, int) else None
@@ -178,10 +166,10 @@ class ExternalBatches(Batches):
         return {name: len(lines) for name, lines in found.items()}
 
     def _waiting_line(self, count: int) -> str:
-        (ready, newer, incomplete), dropped = self._queue.counts(), self._queue.dropped_rows
+        (ready, newer, incomplete), dropped = self.queue.counts(), self.queue.dropped_rows
         line = f"waiting for trajectories: {ready} of {count} groups"
         line += f", {incomplete} incomplete" if incomplete else ""
-        line += f", {newer} of a policy newer than version {self._queue.version}" if newer else ""
+        line += f", {newer} of a policy newer than version {self.queue.version}" if newer else ""
         return line + (f"; {dropped} rows were too old (rollout.max_staleness)" if dropped else "")
 
 

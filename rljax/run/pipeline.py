@@ -16,6 +16,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from rljax.data.prompts import Problem, PromptStream
@@ -23,28 +24,28 @@ from rljax.errors import ServersLostError
 from rljax.policy.model import Params
 from rljax.rollout.engine import AHEAD, RolloutEngine
 from rljax.run.sampling import BatchSampler, SampledStep
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.stop import StopRequest, Timers
 
 _END_S = 60.0  # the longest wait for a batch to end once it is given up
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches of the steps, in order. Each is sampled when ``take`` asks for it."""
 
-    def __init__(self, stream: PromptStream, sampler: BatchSampler) -> None:
-        """Samples nothing yet. ``stream`` has the problems in order, and ``sampler`` may take further ones from it."""
-        self._stream, self._sampler, self._taken = stream, sampler, 0
+    stream: PromptStream  # the problems in order
+    sampler: BatchSampler  # it may take further problems from the stream
+    taken: int = field(default=0, init=False)  # the step of the last batch taken
 
     def start(self, step: int) -> None:
         """Allows sampling to begin, now that the policy after ``step`` is published."""
-        self._taken = step
+        self.taken = step
 
     def take(self, timers: Timers) -> SampledStep:
         """Returns the batch of the next step. Raises the errors of ``ResponseSource.begin``."""
-        self._taken += 1
+        self.taken += 1
         with timers.phase("rollout"):
-            return self._sampler.sample(self._stream.next_batch(), self._taken)
+            return self.sampler.sample(self.stream.next_batch(), self.taken)
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
@@ -57,11 +58,11 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the stream after the problems of the last batch taken."""
-        return self._stream.state_dict()
+        return self.stream.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the stream from ``state_dict``; called before ``start``."""
-        self._stream.load_state_dict(state)
+        self.stream.load_state_dict(state)
 
     def close(self) -> None:
         """Gives up the batch under way, and waits for its end."""
@@ -76,34 +77,25 @@ class _Job(NamedTuple):
     version: int  # the newest policy version when its sampling began
 
 
+@dataclass(eq=False)
 class BatchesAhead(Batches):
     """Batches that are sampled on a thread, up to ``max_staleness`` steps before their turn.
+
+    The thread and ``take`` never use the sampler at the same time.
 
     When all servers are lost, a server that comes back can only be verified with the next policy. The current policy is
     gone, because a step under way has donated it. The lost batch is sampled again after the next publish. If ``take``
     is called before that, it samples the batch on the caller's thread.
     """
 
-    def __init__(
-        self,
-        stream: PromptStream,
-        sampler: BatchSampler,
-        engine: RolloutEngine,
-        stop: StopRequest,
-        *,
-        steps: int,
-        max_staleness: int,
-        always_drains: bool = True,
-    ) -> None:
-        """Begins nothing yet.
+    engine: RolloutEngine  # it prepares each version while a batch is still sampled
+    stop: StopRequest
+    _: KW_ONLY
+    steps: int  # the last step
+    max_staleness: int
+    always_drains: bool = True  # whether every publish waits for the batch under way
 
-        The thread and ``take`` never use the sampler at the same time. The engine prepares each version while a batch
-        is still sampled. The last step is ``steps``. With ``always_drains`` every publish waits for the batch under
-        way.
-        """
-        super().__init__(stream, sampler)
-        self._engine, self._stop = engine, stop
-        self._steps, self._max_staleness, self._always_drains = steps, max_staleness, always_drains
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="rljax-sampling", daemon=True)
         self._changed = threading.Condition()  # guards the fields below
         self._version = self._begun = 0
@@ -118,16 +110,16 @@ class BatchesAhead(Batches):
 
     def start(self, step: int) -> None:
         """Starts the thread, which samples the batch of ``step`` + 1 first."""
-        self._version = self._taken = self._begun = step
-        self._data = self._stream.state_dict()
+        self._version = self.taken = self._begun = step
+        self._data = self.stream.state_dict()
         self._thread.start()
 
     def take(self, timers: Timers) -> SampledStep:
         """Waits for the batch of the next step; ``time/ahead_s`` says how long before this call its sampling began."""
-        step, asked = self._taken + 1, time.perf_counter()
+        step, asked = self.taken + 1, time.perf_counter()
         with timers.phase("wait"):
             with self._changed:
-                self._stop.awaited_step = step
+                self.stop.awaited_step = step
                 self._wait(lambda: step in self._ready or self._lost is not None or self._error is not None)
                 job = None if step in self._ready else self._lost
                 if job is not None:
@@ -139,7 +131,7 @@ class BatchesAhead(Batches):
                 assert self._error is not None
                 raise self._error
             sampled, job, began = self._ready.pop(step)
-            self._taken, self._data = step, job.data
+            self.taken, self._data = step, job.data
             return sampled._replace(row=sampled.row | {"time/ahead_s": asked - began})
 
     @contextlib.contextmanager
@@ -149,26 +141,26 @@ class BatchesAhead(Batches):
         With ``drains`` or ``always_drains`` it also waits until no batch is under way.
         """
         with timers.phase("prepare"):
-            self._engine.prepare(params, policy_version)
-        following = self._taken + 1
+            self.engine.prepare(params, policy_version)
+        following = self.taken + 1
         with timers.phase("drain"), self._changed:
             self._wait(lambda: self._begun >= following or not self._may_begin(following))
             self._is_paused = True
-            if drains or self._always_drains:
+            if drains or self.always_drains:
                 self._wait(lambda: self._under_way is None)
         yield
         with self._changed:
             self._is_paused = False
-            self._version = self._taken
+            self._version = self.taken
             self._changed.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the stream after the problems of the last batch taken."""
-        return self._stream.state_dict() if self._data is None else self._data
+        return self.stream.state_dict() if self._data is None else self._data
 
     def close(self) -> None:
         """Ends the thread; the batch under way is given up."""
-        self._stop.end_ahead()
+        self.stop.end_ahead()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -177,13 +169,13 @@ class BatchesAhead(Batches):
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
         """Waits until ``is_so`` returns True. The caller holds the condition ``_changed``."""
-        with self._stop.waiting_for_ahead():
+        with self.stop.waiting_for_ahead():
             self._changed.wait_for(is_so)
 
     def _may_begin(self, step: int) -> bool:
         """Returns whether the thread goes on to the batch of ``step`` without a further publish."""
         is_over = self._is_closed or self._error is not None or self._lost is not None
-        return not is_over and step <= min(self._steps, self._version + 1 + self._max_staleness)
+        return not is_over and step <= min(self.steps, self._version + 1 + self.max_staleness)
 
     def _next_job(self) -> _Job | None:
         """Returns the batch for the thread to sample now, or None. The caller holds the condition ``_changed``."""
@@ -197,8 +189,8 @@ class BatchesAhead(Batches):
         if not self._may_begin(self._begun + 1):
             return None
         self._begun += 1
-        problems = self._stream.next_batch()
-        return _Job(self._begun, problems, self._stream.state_dict(), self._version)
+        problems = self.stream.next_batch()
+        return _Job(self._begun, problems, self.stream.state_dict(), self._version)
 
     def _run(self) -> None:
         while True:
@@ -216,16 +208,16 @@ class BatchesAhead(Batches):
         """Samples the batch that is under way, on the caller's thread."""
         began = time.perf_counter()
         outcome: SampledStep | BaseException
-        self._stream.load_state_dict(job.data)  # A lost batch may have taken further problems. They are taken again.
+        self.stream.load_state_dict(job.data)  # A lost batch may have taken further problems. They are taken again.
         try:
-            outcome = self._sampler.sample(job.problems, job.step)
+            outcome = self.sampler.sample(job.problems, job.step)
             outcome.row["time/rollout_s"] = time.perf_counter() - began
         except BaseException as error:
             outcome = error
         with self._changed:
             self._under_way = None
             if isinstance(outcome, SampledStep):
-                self._ready[job.step] = (outcome, job._replace(data=self._stream.state_dict()), began)
+                self._ready[job.step] = (outcome, job._replace(data=self.stream.state_dict()), began)
             elif isinstance(outcome, ServersLostError) and threading.current_thread() is self._thread:
                 self._lost = job
             else:

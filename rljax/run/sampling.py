@@ -1,4 +1,8 @@
-"""The responses of a step: sampled, scored as they arrive, and turned into the trainer's sequences."""
+"""The responses of a step: sampled, scored as they arrive, and turned into the trainer's sequences.
+
+With ``rollout.refill`` the groups of a batch without signal are replaced by groups of further problems. A group without
+signal carries no loss, so a batch with such groups makes a noisier update.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,13 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from rljax.algorithms.advantages import compute_advantages, groups_with_loss, groups_with_signal
-from rljax.data.files import Problem
-from rljax.data.prompts import prompt_ids
+from rljax.data.prompts import Problem, PromptStream, prompt_ids
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
 from rljax.rewards.pool import RewardPool
@@ -139,30 +142,30 @@ class ResponseSource(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class SingleTurn:
-    """A ``ResponseSource`` of responses of one turn, which the pool ``rewards`` scores."""
+    """A ``ResponseSource`` of responses of one turn, which the pool ``rewards`` scores. ``close`` closes the pool."""
 
-    def __init__(
-        self, engine: RolloutEngine, tokenizer: Tokenizer, rewards: RewardPool, stop: StopRequest | None = None
-    ) -> None:
-        """Samples nothing yet. Without ``stop``, sampling is never given up. ``close`` closes the pool ``rewards``."""
-        self._engine, self._tokenizer, self._rewards, self._stop = engine, tokenizer, rewards, stop or StopRequest()
+    engine: RolloutEngine
+    tokenizer: Tokenizer
+    rewards: RewardPool
+    stop: StopRequest = field(default_factory=StopRequest)  # says whether sampling is given up
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
         """Begins to sample ``n`` responses to each problem. Raises the errors of ``ResponseSource.begin``."""
-        prompts = [prompt_ids(problem, self._tokenizer) for problem in problems]
-        samples = self._engine.generate(prompts, n, params, seed=seed)
-        stop = self._tokenizer.template_stop
+        prompts = [prompt_ids(problem, self.tokenizer) for problem in problems]
+        samples = self.engine.generate(prompts, n, params, seed=seed)
+        stop = self.tokenizer.template_stop
         responses = samples.responses if stop is None else count_missed_stops(samples.responses, stop, samples.metrics)
         return Begun(self._scored(problems, responses), samples.metrics)
 
     def pop_metrics(self) -> Row:
         """Returns ``reward/errors`` and ``reward/timeouts`` since the last call."""
-        return dict(self._rewards.pop_metrics())
+        return dict(self.rewards.pop_metrics())
 
     def close(self) -> None:
         """Closes the pool of rewards."""
-        self._rewards.close()
+        self.rewards.close()
 
     def _scored(self, problems: Sequence[Problem], responses: Iterable[Response]) -> Iterator[Scored]:
         waiting: deque[tuple[Response, str, Future[float]]] = deque()
@@ -170,14 +173,14 @@ class SingleTurn:
         def first_scored() -> Scored:
             response, text, reward = waiting.popleft()
             while not wait([reward], TICK_S).done:
-                check_wanted(self._stop)
-            self._stop.progress()
+                check_wanted(self.stop)
+            self.stop.progress()
             return Scored(response, text, reward.result())
 
         for response in responses:
-            check_wanted(self._stop)
-            text, problem = self._tokenizer.decode(response.response), problems[response.prompt_index]
-            waiting.append((response, text, self._rewards.submit(problem, text, response.truncated)))
+            check_wanted(self.stop)
+            text, problem = self.tokenizer.decode(response.response), problems[response.prompt_index]
+            waiting.append((response, text, self.rewards.submit(problem, text, response.truncated)))
             while waiting and waiting[0][2].done():
                 yield first_scored()
         while waiting:
@@ -198,41 +201,40 @@ def count_missed_stops(responses: Iterable[Response], stop: int, metrics: Row) -
         metrics["response_length/missed_stop_fraction"] = missed / count
 
 
+@dataclass(eq=False)
 class Sampler:
     """Samples batches of responses to problems from a source. Each step has a seed of its own."""
 
-    def __init__(
-        self, source: ResponseSource, params: SamplingParams, n: int, *, seed: int = 0, counts_mixed: bool = False
-    ) -> None:
-        """Samples nothing yet. The engine of ``source`` must have a policy before the first sampling.
-
-        There will be ``n`` responses to each problem. With ``counts_mixed`` a batch reports ``rollout/mixed_fraction``.
-        """
-        self.source, self._params, self._n, self._seed, self._counts_mixed = source, params, n, seed, counts_mixed
+    source: ResponseSource  # its engine must have a policy before the first sampling
+    params: SamplingParams
+    n: int  # the number of responses to each problem
+    _: KW_ONLY
+    seed: int = 0
+    counts_mixed: bool = False  # whether a batch reports ``rollout/mixed_fraction``
 
     def sample(self, problems: Sequence[Problem], step: int, round_number: int = 0) -> SampledStep:
         """Samples the rollouts of ``step``. Step and round number decide the seed.
 
         Raises the errors of ``ResponseSource.begin``, and RuntimeError if the engine returned too few responses.
         """
-        begun = self.source.begin(problems, self._n, self._params, step_seed(self._seed, step, round_number))
+        begun = self.source.begin(problems, self.n, self.params, step_seed(self.seed, step, round_number))
         by_place = {one.place: one for one in begun.scored}
-        if len(by_place) != len(problems) * self._n:
-            raise RuntimeError(f"the engine returned {len(by_place)} responses, expected {len(problems) * self._n}")
-        groups = [[by_place[i, j] for j in range(self._n)] for i in range(len(problems))]
+        if len(by_place) != len(problems) * self.n:
+            raise RuntimeError(f"the engine returned {len(by_place)} responses, expected {len(problems) * self.n}")
+        groups = [[by_place[i, j] for j in range(self.n)] for i in range(len(problems))]
         rollouts = Rollouts(
             [[one.response for one in group] for group in groups],
             np.asarray([[one.reward for one in group] for group in groups], np.float32),
         )
         counts = self.source.pop_metrics()
         row: Row = {**counts, "reward/error_fraction": counts["reward/errors"] / len(by_place), **begun.metrics}
-        if self._counts_mixed:
+        if self.counts_mixed:
             row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
         return SampledStep(rollouts, row)
 
     def scored(self, problems: Sequence[Problem], seed: int) -> Iterator[Scored]:
         """Yields scored responses in the order of arrival. Raises the errors of ``ResponseSource.begin``."""
-        return self.source.begin(problems, self._n, self._params, seed).scored
+        return self.source.begin(problems, self.n, self.params, seed).scored
 
 
 def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
@@ -291,3 +293,89 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
         for j, response in enumerate(group)
         for row in response.trained_rows
     ]
+
+
+REFILL_LIMIT = 4  # the most further rounds of a step
+
+
+@dataclass(eq=False)
+class RefillingSampler:
+    """Samples batches as ``Sampler`` does, and replaces their groups without signal.
+
+    A further *round* samples exactly as many new problems as groups are missing. So no group with signal is thrown
+    away, and the order in which responses arrive does not matter. Rewards and lengths of replaced groups still count in
+    the row of the step.
+    """
+
+    sampler: Sampler
+    stream: PromptStream  # the problems of further rounds are its next ones
+    config: Config
+
+    def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
+        """Samples the rollouts of ``step``, as many groups as there are ``problems``.
+
+        The groups with signal come first, in the order of their problems. After ``REFILL_LIMIT`` further rounds the
+        earliest groups without signal fill up the batch. Raises the errors of ``ResponseSource.begin``.
+        """
+        rollouts, row = self.sampler.sample(problems, step)
+        signal, rows, counts = self.has_signal(rollouts), [row], [len(problems)]
+        while not signal.all() and len(rows) <= REFILL_LIMIT:
+            more, row = self.sampler.sample(self.stream.take(int((~signal).sum())), step, len(rows))
+            rows.append(row)
+            counts.append(len(more.responses))
+            signal = np.concatenate([signal, self.has_signal(more)])
+            order = np.argsort(~signal, kind="stable")
+            rollouts = split(join(rollouts, more), order[: len(problems)], order[len(problems) :])
+            signal = signal[order[: len(problems)]]
+        dropped = rollouts.dropped
+        replaced: Row = {
+            "rollout/refilled_groups": 0 if dropped is None else len(dropped.rewards),
+            "rollout/refill_rounds": len(rows) - 1,
+            "rollout/refilled_tokens": 0 if dropped is None else int(dropped.lengths.sum()),
+        }
+        return SampledStep(rollouts, sum_rows(rows, counts) | replaced)
+
+    def has_signal(self, rollouts: Rollouts) -> np.ndarray:
+        """Marks the groups that carry loss, bool [b]: their rewards differ, with the penalty of long responses."""
+        longest, outcomes = self.config.rollout.max_response_tokens, rollouts.outcomes()
+        return groups_with_loss(
+            compute_advantages(
+                outcomes.rewards, self.config.advantage, lengths=outcomes.lengths, max_response_tokens=longest
+            )
+        )
+
+
+def join(first: Rollouts, second: Rollouts) -> Rollouts:
+    """Returns the groups of both, and the dropped groups of ``first``."""
+    return Rollouts(
+        [*first.responses, *second.responses],
+        np.concatenate([first.rewards, second.rewards]),
+        first.dropped,
+    )
+
+
+def split(rollouts: Rollouts, kept: np.ndarray, dropped: np.ndarray) -> Rollouts:
+    """Returns the groups with the numbers ``kept``, in that order, and drops the groups with the numbers ``dropped``.
+
+    Only rewards and lengths are kept of a dropped group, because its tokens may take much memory.
+    """
+    gone = rollouts.outcomes().select(dropped)
+    return replace(
+        rollouts,
+        responses=[rollouts.responses[i] for i in kept],
+        rewards=rollouts.rewards[kept],
+        dropped=gone if rollouts.dropped is None else rollouts.dropped.join(gone),
+    )
+
+
+def sum_rows(rows: Sequence[Row], counts: Sequence[int]) -> Row:
+    """Returns the row of all rounds: counts and seconds are added up, and fractions are averaged over the groups.
+
+    ``counts`` has the number of groups of each round.
+    """
+    summed: Row = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [row.get(key, 0) for row in rows]
+        is_fraction = key.endswith("_fraction")
+        summed[key] = float(np.average(values, weights=counts)) if is_fraction else sum(values)
+    return summed

@@ -1,4 +1,6 @@
-"""The request to stop a run. All code that waits asks this one object whether to go on."""
+"""The request to stop a run, which all code that waits asks whether to go on, and the clock of a step, which tells it
+where the run is.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from rljax.distributed.processes import ALONE, Processes
+from rljax.record.rows import Row
 from rljax.rollout.engine import AHEAD
 from rljax.run.checkpoint import Checkpointer
 
@@ -80,7 +85,7 @@ class StopRequest:
         The expected time of this step leaves out the seconds of compiling. ``state_bytes`` is the size of the state
         that this process saves. It gives the expected time of the first save.
         """
-        compiled = _compile_time().seconds
+        compiled = sum(_compile_time())
         if last_step_s is not None:
             last_step_s = max(last_step_s - max(compiled - self._compiled_s, 0.0), 0.0)
         self._began, self._step_s, self._checkpointer = time.monotonic(), last_step_s, checkpointer
@@ -132,16 +137,62 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-class _CompileTime:
-    """The seconds that XLA has compiled in this process since this object was made; reads of its cache count, too."""
+@functools.cache
+def _compile_time() -> list[float]:
+    """Returns a list that grows by the seconds of each compilation after the first call; reads of XLA's cache count."""
+    times = list[float]()
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._add)
-
-    def _add(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def add(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            self.seconds += duration_secs
+            times.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(add)
+    return times
 
 
-_compile_time = functools.cache(_CompileTime)
+class Timers:
+    """Measures the phases of one step; ``row`` has the seconds of each finished phase, under ``time/<phase>_s``."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        """Starts the clock of the step. ``stop`` is told of each phase that begins."""
+        self.row: Row = {}
+        self._stop, self._start = stop, time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures the block as the phase ``name``."""
+        self._stop.at(name)
+        start = time.perf_counter()
+        yield
+        self.row[f"time/{name}_s"] = time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Returns the seconds since the step began."""
+        return time.perf_counter() - self._start
+
+
+class StepProfiler(ExitStack):
+    """A context manager that profiles some steps into a directory, which TensorBoard and XProf read.
+
+    The profile is also written when the run ends before the last of these steps. ``running`` says whether a profile is
+    being taken.
+    """
+
+    def __init__(self, steps: Sequence[int], directory: Path):
+        """Starts nothing yet; ``steps`` are the first and the last step to profile, 1-based. Empty: no step."""
+        super().__init__()
+        self._first, self._last = steps or (0, -1)
+        self._directory = directory
+        self.running = False
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Opens the context of step ``number``: the profile starts before the first step and ends after the last."""
+        if not self.running and self._first <= number <= self._last:
+            self.enter_context(jax.profiler.trace(self._directory))
+            self.running = True
+        with jax.profiler.StepTraceAnnotation("step", step_num=number):
+            yield
+        if number >= self._last:
+            self.close()
+            self.running = False

@@ -16,7 +16,7 @@ from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
 from rljax.policy.lora import MergedPolicy, TrainedParams, init_adapters
-from rljax.policy.model import Params, param_shardings
+from rljax.policy.model import Params, copy_params, param_shardings
 from rljax.policy.peft import load_adapters
 from rljax.rollout.kinds import can
 from rljax.run.checkpoint import Checkpointer
@@ -33,7 +33,7 @@ from rljax.run.packing import (
     with_separate_rows,
 )
 from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
-from rljax.trainer.behaviour import SplitUpdate, make_copy
+from rljax.trainer.behaviour import SplitUpdate
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import Cause
 from rljax.trainer.objective import Objective
@@ -286,7 +286,7 @@ def _with_split_mismatch(config: Config, policy: PolicyConfig, update: Update, f
         update,
         forward,
         make_pack(config, policy, count or config.num_sequences),
-        copy=make_copy(dtype),
+        copy=jax.jit(functools.partial(copy_params, dtype=dtype)),
         versions=config.max_version_lag,
         sample=count,
         is_threshold=config.diagnosis.is_threshold,

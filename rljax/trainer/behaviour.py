@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rljax.mismatch import mismatch_metrics, read_tokens
@@ -24,7 +23,7 @@ from rljax.sharding import fetch
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
 from rljax.trainer.self_check import spread
 from rljax.trainer.state import TrainState
-from rljax.trainer.update import Forward, Pack, Update, Updated, UpdateOptions
+from rljax.trainer.update import Forward, Pack, UpdateAround, Updated, UpdateOptions
 
 NAMES = ("kl", "k3_kl", "log_ppl_abs_diff", "log_ppl_diff", "logprob_abs_diff_mean", "logprob_abs_diff_max")
 """The names of the mismatch metrics that are computed for each part."""
@@ -32,7 +31,8 @@ RATIOS = ("token_ratio_max", "token_fraction_above", "token_effective_sample_siz
 """The names of the importance-ratio metrics ``is_numerics/<name>`` and ``is_drift/<name>``."""
 
 
-class SplitUpdate:
+@dataclass(eq=False)
+class SplitUpdate(UpdateAround):
     """An ``Update`` that also measures ``mismatch_numerics/<name>`` and ``mismatch_drift/<name>``.
 
     Both are absent if no token was sampled with an older version that is kept. The drift is also measured for each
@@ -40,40 +40,25 @@ class SplitUpdate:
     measured responses.
     """
 
-    def __init__(
-        self,
-        update: Update,
-        forward: Forward,
-        pack_sample: Pack,
-        *,
-        copy: Callable[[Params], Params],
-        versions: int,
-        sample: int,
-        is_threshold: float = 2.0,
-        for_correction: bool = False,
-    ):
-        """Wraps the update that trains.
+    forward: Forward  # a function that scores a batch under a policy that ``copy`` returned
+    pack_sample: Pack  # a function that packs ``sample`` responses
+    _: KW_ONLY
+    copy: Callable[[Params], Params]  # a function that copies the parameters of a state, which an update may change
+    versions: int  # the number of older policies that are kept
+    sample: int  # the largest number of responses of a step that are measured
+    is_threshold: float = 2.0  # the threshold C of ``is_numerics/`` and ``is_drift/``
+    # Whether ``update`` needs ``behaviour_logprobs``; all responses are measured then.
+    for_correction: bool = False
 
-        Args:
-          forward: A function that scores a batch under a policy that ``copy`` returned.
-          pack_sample: A function that packs ``sample`` responses.
-          copy: A function that copies the parameters of a state, so that an update does not change the copy.
-          versions: The number of older policies that are kept.
-          sample: The largest number of responses of a step that are measured.
-          is_threshold: The threshold C of ``is_numerics/`` and ``is_drift/``.
-          for_correction: Whether ``update`` needs ``behaviour_logprobs``; all responses are measured then.
-        """
-        self._threshold, self._for_correction = is_threshold, for_correction
-        self._update, self._forward, self._pack_sample, self._copy = update, forward, pack_sample, copy
-        self._sample, self._kept = sample, deque[Params](maxlen=versions + 1)
-        self.pack = update.pack
+    def __post_init__(self) -> None:
+        self._kept = deque[Params](maxlen=self.versions + 1)
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Copies the policy, measures the older policies on the responses, and makes the updates."""
-        self._kept.appendleft(self._copy(state.params))
-        if self._for_correction:
+        self._kept.appendleft(self.copy(state.params))
+        if self.for_correction:
             chosen: Any = range(len(sequences))
             behaviour = self._behaviour_logprobs(sequences, batch)
             known = [np.full(len(s.response), np.nan, np.float32) for s in sequences]
@@ -83,14 +68,14 @@ class SplitUpdate:
             sequences = [s.add({"behaviour_logprobs": own}) for s, own in zip(sequences, known, strict=True)]
             batch = self.pack(sequences)
         else:
-            chosen = spread(len(sequences), self._sample)
+            chosen = spread(len(sequences), self.sample)
             behaviour = self._behaviour_logprobs([sequences[i] for i in chosen])
-        updated = self._update(state, batch, sequences, options)
+        updated = self.update(state, batch, sequences, options)
         if not behaviour:
             return updated
         every = updated.trainer()
         row = split_metrics(
-            [sequences[i] for i in chosen], behaviour, [every.logprobs[i] for i in chosen], self._threshold
+            [sequences[i] for i in chosen], behaviour, [every.logprobs[i] for i in chosen], self.is_threshold
         )
         return updated._replace(row=updated.row | row, trainer=lambda: every)
 
@@ -101,8 +86,8 @@ class SplitUpdate:
         behind = {int(d) for s in sampled for d in np.unique(s["staleness"])}
         by_versions = {}
         for versions in sorted(behind & set(range(1, len(self._kept)))):
-            batch = batch or self._pack_sample(sampled)
-            values = self._forward(self._kept[versions], batch)[1]
+            batch = batch or self.pack_sample(sampled)
+            values = self.forward(self._kept[versions], batch)[1]
             by_versions[versions] = unpack(fetch(values.logprobs), batch, sampled)
         return by_versions
 
@@ -136,13 +121,3 @@ def split_metrics(
         ratios = finalize_importance(importance_statistics(read_tokens(*parts[f"mismatch_{part}"]), is_threshold))
         row |= {f"is_{part}/{name}": float(ratios[name]) for name in RATIOS}
     return row | {"mismatch_numerics/token_count": float(known.sum())}
-
-
-def make_copy(dtype: Any) -> Callable[[Params], Params]:
-    """Returns a function that copies parameters to ``dtype``, in new memory and with the same sharding."""
-
-    @jax.jit
-    def copy(params: Params) -> Params:
-        return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=dtype, copy=True), params)
-
-    return copy

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -34,15 +35,13 @@ from rljax.policy.model import (
     lm_head_table,
     param_shardings,
 )
-from rljax.policy.score import align, over_support
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import align, over_support, segment_ends
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.forward import MicroSums, TokenValues, micro_gradients, values_of
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, TrainSequence, fill
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import TrainState, abstract_state
+from rljax.trainer.state import PrecisionConfig, TrainState, abstract_state
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions, fetch_metrics, unpack_values
 
@@ -101,34 +100,30 @@ def full_scores(
     return FullScores(jax.lax.stop_gradient(log_softmax), *scored[:2], stats, scored.tops)
 
 
+@dataclass(eq=False)
 class ExactPass:
-    """The executable ``exact(params, micro, scale, provisional, temperature)`` of the engine and the update."""
+    """The executable ``exact(params, micro, scale, provisional, temperature)`` of the engine and the update.
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        mesh: Mesh,
-        *,
-        precision: PrecisionConfig,
-        objective: Objective,
-        rows: int,
-        row_tokens: int,
-        options: PolicyOptions = DEFAULTS,
-        reported: int = 0,
-        cut: bool = False,
-    ):
-        """Prepares the executable, which is compiled at the first call. Another shape is an error, not a compilation.
+    It is compiled at the first call. Another shape is an error, not a compilation.
+    """
 
-        Args:
-          rows: The number b of rows of a micro-batch, and of sequences that are sampled at the same time.
-          row_tokens: The number t of tokens of a row: the longest prompt with its response.
-          options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
-          reported: The number of the sampler's likeliest tokens that every micro-batch has at each position.
-          cut: Whether the rollouts are sampled from a cut distribution, over ``PackedBatch.top_ids``.
-        """
+    config: PolicyConfig
+    mesh: Mesh
+    _: KW_ONLY
+    precision: PrecisionConfig
+    objective: Objective
+    rows: int  # the number b of rows of a micro-batch, and of sequences that are sampled at the same time
+    row_tokens: int  # the number t of tokens of a row: the longest prompt with its response
+    options: PolicyOptions = DEFAULTS  # the choice of kernels, which ``choose_kernels`` refuses if the devices lack one
+    reported: int = 0  # the number of the sampler's likeliest tokens that every micro-batch has at each position
+    cut: bool = False  # whether the rollouts are sampled from a cut distribution, over ``PackedBatch.top_ids``
+
+    def __post_init__(self) -> None:
+        config, mesh, precision, objective = self.config, self.mesh, self.precision, self.objective
+        rows, row_tokens, reported = self.rows, self.row_tokens, self.reported
         dtype = jnp.dtype(precision.compute_dtype)
-        kernels = choose_kernels(options, config, precision.compute_dtype, mesh)
-        asked = {"cut": cut, "tops": objective.correction.needs_tops}
+        kernels = choose_kernels(self.options, config, precision.compute_dtype, mesh)
+        asked = {"cut": self.cut, "tops": objective.correction.needs_tops}
 
         def run(params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array) -> Any:
             def score(compute: Params, micro: PackedBatch) -> FullScores:
@@ -139,7 +134,6 @@ class ExactPass:
                 grads, loss, scores = output
                 return ExactOutput(grads, loss, scores._replace(tops=None))
 
-        self.rows, self.row_tokens, self.objective, self.mesh = rows, row_tokens, objective, mesh
         nothing = fill([], {}, (1, rows, row_tokens))
         if objective.loss.kl != "none":
             nothing = nothing._replace(reference_logprobs=nothing.rollout_logprobs)
@@ -220,37 +214,28 @@ def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> P
     return fill(sequences, {divmod(i, rows): [i] for i in range(len(sequences))}, (count, rows, row_tokens))
 
 
+@dataclass(eq=False)
 class ExactUpdate:
     """An ``Update`` that makes one update for each rollout batch through an ``ExactPass``."""
 
-    def __init__(
-        self,
-        exact: ExactPass,
-        config: PolicyConfig,
-        tx: optax.GradientTransformation,
-        *,
-        precision: PrecisionConfig,
-        temperature: float,
-        diagnosis: DiagnosisConfig,
-        reference: Params | None = None,
-        lora: LoraConfig = OFF,
-        merged: MergedPolicy | None = None,
-        for_dumps: bool = False,
-    ):
-        """Prepares the executables around the pass that the engine samples with.
+    exact: ExactPass  # the pass that the engine samples with
+    config: PolicyConfig
+    tx: optax.GradientTransformation
+    _: KW_ONLY
+    precision: PrecisionConfig
+    temperature: float  # the temperature of the rollouts
+    diagnosis: DiagnosisConfig
+    # The masters of the frozen policy of a KL penalty, on the devices. The same pass scores them.
+    reference: Params | None = None
+    lora: LoraConfig = OFF  # the choice of adapters; if there are any, the state has the adapters
+    merged: MergedPolicy | None = None  # the function that returns the weights of adapters, in float32
+    for_dumps: bool = False  # whether the entropies of the tokens are kept for token dumps
 
-        Args:
-          temperature: The temperature of the rollouts.
-          reference: The masters of the frozen policy of a KL penalty, on the devices. The same pass scores them.
-          lora: The choice of adapters. If there are any, the state has the adapters.
-          merged: A function that returns the weights that the adapters make, in float32; None without adapters.
-          for_dumps: Whether the entropies of the tokens are kept for token dumps.
-        """
-        dynamic, objective = precision.compute_dtype == "float16", exact.objective
+    def __post_init__(self) -> None:
+        config, tx, lora, diagnosis, exact = self.config, self.tx, self.lora, self.diagnosis, self.exact
+        dynamic, objective = self.precision.compute_dtype == "float16", exact.objective
         trained = TrainedParams(config, lora)
-        self._exact, self._reference, self._merged = exact, reference, merged
-        self._for_dumps = for_dumps
-        self._temperature = exact.scalar(temperature)
+        self._temperature = exact.scalar(self.temperature)
         self._everywhere = replicated(exact.mesh)
         by_state = jax.tree.map(
             lambda leaf: leaf.sharding, abstract_state(config, tx, exact.mesh, dynamic_scale=dynamic, lora=lora)
@@ -281,27 +266,27 @@ class ExactUpdate:
 
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         """Lays out the sequences in the rows where the engine sampled them."""
-        return lay_out(sequences, self._exact.rows, self._exact.row_tokens)
+        return lay_out(sequences, self.exact.rows, self.exact.row_tokens)
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Runs the pass on each micro-batch, adds up the gradients, and makes one update."""
-        exact = self._exact
-        if self._reference is not None:
-            batch = self._with_reference(batch, self._reference)
+        exact = self.exact
+        if self.reference is not None:
+            batch = self._with_reference(batch, self.reference)
         noise = options.noise and int(batch.used) > 1
         scale, provisional = exact.scalar(state.loss_scale.scale), exact.scalar(exact.objective.provisional(batch))
         has_loss = any(s.in_loss for s in sequences)
         controls = place_controls(options.learning_rate, has_loss, noise, self._everywhere)
         values: list[TokenValues] = []
         totals, needed = None, self._needed(state.params)
-        weights = state.params if self._merged is None else self._merged(state.params)
+        weights = state.params if self.merged is None else self.merged(state.params)
         with jax.set_mesh(exact.mesh):
             for index in range(int(batch.used)):
                 micro = exact.place(micro_of(batch, index))
                 output = exact(weights, micro, scale, provisional, self._temperature)
-                values.append(values_of(output.scores, self._for_dumps))
+                values.append(values_of(output.scores, self.for_dumps))
                 if totals is None:
                     totals = self._start(output, needed, micro)
                 totals = self._add(totals, output, needed, micro, controls.measure_noise)
@@ -315,7 +300,7 @@ class ExactUpdate:
 
     def _with_reference(self, batch: PackedBatch, reference: Params) -> PackedBatch:
         """Adds the log-probabilities of the frozen policy, which the same executable computes."""
-        exact, zeros = self._exact, np.zeros(batch.tokens.shape, np.float32)
+        exact, zeros = self.exact, np.zeros(batch.tokens.shape, np.float32)
         batch, one = batch._replace(reference_logprobs=zeros), exact.scalar(1.0)
         logprobs = [
             exact(reference, exact.place(micro_of(batch, index)), one, one, self._temperature).scores.logprobs

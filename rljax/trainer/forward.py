@@ -7,16 +7,11 @@ from typing import Any, NamedTuple
 import jax
 
 from rljax.mismatch import Statistics
-from rljax.policy.config import PolicyConfig
-from rljax.policy.kernels import Kernels
 from rljax.policy.model import Params
-from rljax.policy.score import Scores, packed_logprobs
-from rljax.sharding import constrain, narrow_gradient_sums
-from rljax.trainer.micro_batches import batch_axes
+from rljax.policy.score import Scores
+from rljax.trainer.measure import balance_loss
 from rljax.trainer.objective import NO_NUMBERS, BatchNumbers, Objective
 from rljax.trainer.packing import PackedBatch
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.router import balance_loss, replayed_choices
 
 # The sums of a micro-batch: gradients, the statistics of ``Objective.micro_loss`` and the statistics of ``measure``.
 MicroSums = tuple[Params, Statistics, dict[str, Statistics]]
@@ -49,53 +44,6 @@ def micro_gradients(
 
     (_, (statistics, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)
     return grads, statistics, scores
-
-
-def make_score(
-    config: PolicyConfig,
-    precision: PrecisionConfig,
-    temperature: float,
-    kernels: Kernels,
-    *,
-    cut: bool = False,
-    tops: bool = False,
-    collision: bool = False,
-) -> Any:
-    """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens.
-
-    If the sampled distributions are ``cut`` to ``PackedBatch.top_ids``, scores are normalised over these. ``tops`` adds
-    the log-probabilities of ``top_ids`` to the scores, and ``collision`` the sums of squared probabilities.
-    """
-
-    def score(compute: Params, micro: PackedBatch) -> Scores:
-        tokens, top_ids = micro.tokens, micro.top_ids
-        if top_ids is not None:
-            # Losses need both whole. The policy works on the rows of each device.
-            tokens, top_ids = (constrain(x, *batch_axes(x)) for x in (tokens, top_ids))
-        elif cut or tops:
-            raise ValueError("the batch must have the sampler's likeliest tokens (top_ids) to be scored, got none")
-        with narrow_gradient_sums(precision.reduce_dtype == "compute"):
-            scores = packed_logprobs(
-                compute,
-                config,
-                *(tokens, micro.segment_ids, micro.positions),
-                temperature=temperature,
-                lm_head_dtype=precision.head_dtype,
-                remat=precision.remat_policy,
-                kernels=kernels,
-                choices=replayed_choices(micro, config),
-                top_ids=top_ids if cut or tops else None,
-                cut=cut,
-                collision=collision,
-                trees=micro.trees,
-            )
-        of_tokens: dict[str, Any] = {
-            name: x for name, x in scores._asdict().items() if name != "stats" and x is not None
-        }
-        whole: dict[str, Any] = {name: constrain(x, *[None] * x.ndim) for name, x in of_tokens.items()}
-        return scores._replace(**whole)
-
-    return score
 
 
 class TokenValues(NamedTuple):

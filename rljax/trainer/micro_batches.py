@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rljax.mismatch import merge
-from rljax.policy.trees import PrefixTrees
+from rljax.policy.score import PrefixTrees
 from rljax.sharding import constrain, put
 from rljax.tokens import TOPS
 from rljax.trainer.packing import PackedBatch, fill
@@ -24,48 +24,12 @@ BATCH_AXES = ("micro", "batch_rows", "batch_tokens")
 _AXIS = "replica"
 
 
-PARTS = 8
-"""The largest number of parts in which a batch is copied to devices that have a memory of their own."""
-
-
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
-    """Puts the batch on the devices, split by rows. A single CPU device shares the memory of the arrays."""
-    if by_rows.mesh.devices.flat[0].platform == "cpu":
-        return put(batch, batch_shardings(batch, by_rows, everywhere))
-    return place_used(batch, by_rows, everywhere)
-
-
-def place_used(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
-    """Puts the used micro-batches on the devices, split by rows. The devices themselves make zeros for the unused ones.
+    """Puts the batch on the devices, split by rows. A single CPU device shares the memory of the arrays.
 
     It may return before the copies are complete.
     """
-    arrays, structure = jax.tree.flatten(batch._replace(with_loss=None, used=None))
-    make, write = _assembly(by_rows)
-    whole = make(tuple((array.shape, np.dtype(array.dtype)) for array in arrays))
-    count = len(batch.tokens)
-    size = -(-count // PARTS)
-    for start in range(0, int(batch.used), size):
-        first = min(start, count - size)
-        part = put([array[first : first + size] for array in arrays], by_rows)
-        whole = write(whole, part, put(np.int32(first), everywhere))
-    counts = put({"with_loss": batch.with_loss, "used": batch.used}, everywhere)
-    return jax.tree.unflatten(structure, whole)._replace(**counts)
-
-
-@functools.lru_cache(maxsize=8)
-def _assembly(by_rows: NamedSharding) -> tuple[Any, Any]:
-    """Returns two compiled functions: one makes arrays [m, b, t, ...] of zeros, one writes a part into such arrays."""
-
-    def make(forms: tuple[tuple[tuple[int, ...], Any], ...]) -> list[jax.Array]:
-        return [jnp.zeros(shape, dtype) for shape, dtype in forms]
-
-    def write(whole: list[jax.Array], part: list[jax.Array], first: jax.Array) -> list[jax.Array]:
-        pairs = zip(whole, part, strict=True)
-        return [jax.lax.dynamic_update_slice_in_dim(array, of_part, first, 0) for array, of_part in pairs]
-
-    zeros = jax.jit(make, static_argnums=0, out_shardings=by_rows)
-    return zeros, jax.jit(write, donate_argnums=0, out_shardings=by_rows)
+    return put(batch, batch_shardings(batch, by_rows, everywhere))
 
 
 def batch_shardings(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rljax.algorithms.aggregation import aggregation_weights
 from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradient_divisor
 from rljax.algorithms.likely_tokens import (
     LikelyTokens,
@@ -27,7 +26,7 @@ from rljax.algorithms.likely_tokens import (
     region_weights,
     token_row,
 )
-from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
+from rljax.algorithms.losses import LossConfig, aggregation_weights, kl_penalty, policy_loss
 from rljax.mismatch import Statistics
 from rljax.mismatch.correction import finalize_correction
 from rljax.mismatch.regions import moment_bound

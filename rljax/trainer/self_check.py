@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from jax.sharding import Mesh
@@ -24,7 +25,7 @@ from rljax.trainer.measure import Cause
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch, TrainSequence, shared_fraction, unpack
 from rljax.trainer.state import TrainState
 from rljax.trainer.trees import common_prefixes, in_tree_order
-from rljax.trainer.update import Forward, Pack, Update, Updated, UpdateOptions
+from rljax.trainer.update import Forward, Pack, Update, UpdateAround, Updated, UpdateOptions
 
 PREFIXES: dict[Cause, str] = {
     "shape": "mismatch_self/",
@@ -39,26 +40,24 @@ Check = Callable[[TrainState, PackedBatch, Sequence[TrainSequence]], tuple[Seque
 """A function of the arguments of an ``Update`` that returns the indices and log-probabilities of some responses."""
 
 
-class SelfCheckedUpdate:
+@dataclass(eq=False)
+class SelfCheckedUpdate(UpdateAround):
     """An ``Update`` that also measures ``mismatch_self/<name>``, in the steps whose options say so.
 
     Before the update some responses are scored by other programs. The metrics compare the update's log-probabilities,
     as the trainer's, with the log-probabilities of the other program, as the engine's.
     """
 
-    def __init__(self, update: Update, checks: Mapping[Cause, Check]):
-        """Wraps the update that trains. ``checks`` has the other programs, by their cause."""
-        self._update, self._checks = update, checks
-        self.pack = update.pack
+    checks: Mapping[Cause, Check]  # the other programs, by their cause
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Makes the updates; in a step that is due the other programs score before them."""
         if not options.self_mismatch:
-            return self._update(state, batch, sequences, options)
-        again = {cause: check(state, batch, sequences) for cause, check in self._checks.items()}
-        updated = self._update(state, batch, sequences, options)
+            return self.update(state, batch, sequences, options)
+        again = {cause: check(state, batch, sequences) for cause, check in self.checks.items()}
+        updated = self.update(state, batch, sequences, options)
         every, row = updated.trainer(), dict(updated.row)
         for cause, (chosen, logprobs) in again.items():
             own, sampled = [every.logprobs[i] for i in chosen], [sequences[i].sampled for i in chosen]
@@ -187,46 +186,31 @@ def is_rounding(found: np.ndarray, own: np.ndarray, floor: float) -> bool:
     return bool(np.all(found <= np.maximum(FACTOR * own, floor * np.asarray([1.0, PEAK]))))
 
 
-class CheckedTrees:
+@dataclass(eq=False)
+class CheckedTrees(UpdateAround):
     """An ``Update`` on rows of trees, which compares a tree with separate rows at its first call.
 
     If they differ too much, it says so and trains on separate rows from then on. Each row has the metric
     "perf/shared_token_fraction", which is then 0.
     """
 
-    def __init__(
-        self,
-        update: Update,
-        forward: Forward,
-        packs: tuple[Pack, Pack, Pack],
-        floor: float,
-        apart: Callable[[], Update],
-    ):
-        """Wraps the update that trains.
-
-        Args:
-          forward: A function that scores a batch under the parameters of a state.
-          packs: The ways to pack what is compared: in trees as the run does, in separate rows of the same length, and
-            in separate rows of another shape.
-          floor: The value of ``FLOORS``.
-          apart: A function that builds the update on separate rows.
-        """
-        self._update, self._forward, self._packs, self._floor, self._apart = update, forward, packs, floor, apart
-        self._is_new = True
-
-    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
-        """Packs the sequences of a step as the update that trains does."""
-        return self._update.pack(sequences)
+    forward: Forward  # a function that scores a batch under the parameters of a state
+    # The ways to pack what is compared: in trees as the run does, in separate rows of the same length, and in separate
+    # rows of another shape.
+    packs: tuple[Pack, Pack, Pack]
+    floor: float  # the value of ``FLOORS``
+    apart: Callable[[], Update]  # a function that builds the update on separate rows
+    is_new: bool = field(default=True, init=False)  # whether nothing was compared yet
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Makes the updates. The first call compares before them."""
-        if self._is_new and (chosen := largest_tree(sequences)):
-            self._is_new = False
-            trees, apart, other = (self._logprobs(state, pack(chosen), chosen) for pack in self._packs)
+        if self.is_new and (chosen := largest_tree(sequences)):
+            self.is_new = False
+            trees, apart, other = (self._logprobs(state, pack(chosen), chosen) for pack in self.packs)
             found, own = distance(trees, apart), distance(other, apart)
-            if not is_rounding(found, own, self._floor):
+            if not is_rounding(found, own, self.floor):
                 print(
                     f"\nwarning: packing.share_prefixes: off. Trees differ by {found[0]:.3g} nats a token (at most "
                     f"{found[1]:.3g}) from separate rows, which differ by {own[0]:.3g} (at most {own[1]:.3g}) from "
@@ -234,13 +218,13 @@ class CheckedTrees:
                     file=sys.stderr,
                     flush=True,
                 )
-                self._update = self._apart()
-                batch = self._update.pack(sequences)
-        updated = self._update(state, batch, sequences, options)
+                self.update = self.apart()
+                batch = self.update.pack(sequences)
+        updated = self.update(state, batch, sequences, options)
         return updated._replace(row=updated.row | {"perf/shared_token_fraction": shared_fraction(sequences, batch)})
 
     def _logprobs(self, state: TrainState, batch: PackedBatch, chosen: Sequence[TrainSequence]) -> np.ndarray:
-        return np.concatenate(unpack(fetch(self._forward(state.params, batch)[1].logprobs), batch, chosen))
+        return np.concatenate(unpack(fetch(self.forward(state.params, batch)[1].logprobs), batch, chosen))
 
 
 def largest_tree(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:

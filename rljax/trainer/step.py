@@ -10,14 +10,15 @@ to these becomes the gradient of the adapters before it is accumulated. With one
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
@@ -25,13 +26,21 @@ from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
 from rljax.policy.model import Params, abstract_params, cast_params, gathered_axes, logical_axes, param_shardings
-from rljax.policy.score import Scores
-from rljax.sharding import compiler_options, constrain_tree, named_sharding, replicated
-from rljax.trainer.forward import MicroSums, TokenValues, make_score, micro_gradients, values_of
-from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
+from rljax.policy.score import Scores, packed_logprobs
+from rljax.sharding import (
+    compiler_options,
+    constrain,
+    constrain_tree,
+    named_sharding,
+    narrow_gradient_sums,
+    replicated,
+)
+from rljax.trainer.forward import MicroSums, TokenValues, micro_gradients, values_of
+from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, replayed_choices, routes_of
 from rljax.trainer.micro_batches import (
     BATCH_AXES,
     abstract_batch,
+    batch_axes,
     merge_over_replicas,
     on_each_replica,
     over_micro_batches,
@@ -39,9 +48,7 @@ from rljax.trainer.micro_batches import (
 )
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.router import routes_of
-from rljax.trainer.state import TrainState, abstract_state
+from rljax.trainer.state import PrecisionConfig, TrainState, abstract_state
 from rljax.trainer.totals import (
     Controls,
     Totals,
@@ -55,21 +62,38 @@ from rljax.trainer.totals import (
 
 
 @dataclass(frozen=True)
-class StepFunctions:
-    """The functions that ``make_programs`` compiles. The attributes are the arguments of ``TrainStep``."""
+class TrainStep:
+    """The compiled step ``step(state, batch, learning_rate, apply_update)``, and forwards beside it.
+
+    It is compiled at the first call. A step with equal arguments, but for the last two, is not compiled again.
+    ``choose_kernels`` refuses a kernel that the devices lack.
+    """
 
     config: PolicyConfig
-    tx: optax.GradientTransformation
+    tx: optax.GradientTransformation  # the optimizer of ``make_optimizer``
     mesh: Mesh
+    _: KW_ONLY
     precision: PrecisionConfig
     objective: Objective
-    temperature: float
-    diagnosis: DiagnosisConfig | None
-    keep_gathered: bool
-    options: PolicyOptions
-    lora: LoraConfig
-    cut: bool
-    for_dumps: bool
+    batch_shape: tuple[int, int, int]  # the shape (micro-batches, rows, tokens) of every batch
+    temperature: float = (
+        1.0  # the temperature of the rollouts, at which the trainer computes its log-probabilities, too
+    )
+    diagnosis: DiagnosisConfig | None  # the settings of the mismatch metrics; None if the step does not measure them
+    keep_gathered: bool = False  # whether every device keeps the gathered weights for the whole step (``MeshConfig``)
+    options: PolicyOptions = DEFAULTS  # the choice of kernels
+    lora: LoraConfig = OFF  # the choice of adapters; if there are any, the state has the adapters
+    # Whether the rollouts were sampled from a cut distribution. All log-probabilities and entropies are then of the
+    # distributions over ``PackedBatch.top_ids``, which each batch must have.
+    cut: bool = False
+    for_dumps: bool = False  # whether the token values have the entropies and, where the loss needs them, ``tops``
+    # A function that returns the weights that the adapters make. ``lower`` does not need it.
+    merged: MergedPolicy | None = field(default=None, compare=False)
+    # The length of the flat rows of responses beside rows of trees, for ``lower``. 0: no trees.
+    flat_tokens: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        self.score()
 
     @property
     def dtype(self) -> Any:
@@ -87,10 +111,41 @@ class StepFunctions:
         return TrainedParams(self.config, self.lora)
 
     def score(self, *, tops: bool = False, collision: bool = False) -> Any:
-        """Returns the scoring function of ``make_score``, with the kernels for the devices of the mesh."""
-        kernels = choose_kernels(self.options, self.config, self.precision.compute_dtype, self.mesh)
-        settings = (self.config, self.precision, self.temperature, kernels)
-        return make_score(*settings, cut=self.cut, tops=tops, collision=collision)
+        """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens.
+
+        If the distributions are ``cut``, scores are normalised over ``PackedBatch.top_ids``. ``tops`` adds the
+        log-probabilities of ``top_ids`` to the scores, and ``collision`` the sums of squared probabilities.
+        """
+        precision, asked = self.precision, self.cut or tops
+        kernels = choose_kernels(self.options, self.config, precision.compute_dtype, self.mesh)
+
+        def score(compute: Params, micro: PackedBatch) -> Scores:
+            tokens, top_ids = micro.tokens, micro.top_ids
+            if top_ids is not None:
+                # Losses need both whole. The policy works on the rows of each device.
+                tokens, top_ids = (constrain(x, *batch_axes(x)) for x in (tokens, top_ids))
+            elif asked:
+                raise ValueError("the batch must have the sampler's likeliest tokens (top_ids) to be scored, got none")
+            with narrow_gradient_sums(precision.reduce_dtype == "compute"):
+                scores = packed_logprobs(
+                    compute,
+                    self.config,
+                    *(tokens, micro.segment_ids, micro.positions),
+                    temperature=self.temperature,
+                    lm_head_dtype=precision.head_dtype,
+                    remat=precision.remat_policy,
+                    kernels=kernels,
+                    choices=replayed_choices(micro, self.config),
+                    top_ids=top_ids if asked else None,
+                    cut=self.cut,
+                    collision=collision,
+                    trees=micro.trees,
+                )
+            of_tokens = {name: x for name, x in scores._asdict().items() if name != "stats" and x is not None}
+            whole: dict[str, Any] = {name: constrain(x, *[None] * x.ndim) for name, x in of_tokens.items()}
+            return scores._replace(**whole)
+
+        return score
 
     def copy_weights(self, params: Params) -> Params:
         """Casts the masters to the compute dtype. With ``keep_gathered``, gathers the copy over the model width."""
@@ -198,23 +253,23 @@ class StepFunctions:
         state, row = update_state(state, totals, batch, self.tx, self.objective, controls, dynamic=self.dynamic)
         return state, row | finalize_measured(totals.measured, self.diagnosis), values
 
-    def loss_forward(
+    def loss_values(
         self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
     ) -> tuple[TokenValues, jax.Array]:
         """Returns the token values of a step's forward and backward, and the squared norm of the gradients."""
         totals, values = self.gradients(state, batch, controls, weights)
         return values, square_norm(totals.grads)  # without a use the compiler would leave the backward out
 
-    def forward(
+    def measure_batch(
         self,
         params: Params,
         batch: PackedBatch,
         *,
         num_sequences: int,
         diagnosis: DiagnosisConfig,
-        with_routes: bool,
-        with_collision: bool,
-        for_dumps: bool,
+        with_routes: bool = False,
+        with_collision: bool = False,
+        for_dumps: bool = False,
     ) -> tuple[dict[str, jax.Array], TokenValues]:
         """Computes the metrics of the row and the token values of a batch, with forwards only."""
         score = self.score(collision=with_collision)
@@ -228,103 +283,25 @@ class StepFunctions:
             measured, values = on_each_replica(work, merge_over_replicas, batch, compute)
         return finalize_measured(measured, diagnosis), values
 
+    @property
+    def everywhere(self) -> NamedSharding:
+        """The sharding of an array that every device has."""
+        return replicated(self.mesh)
 
-class Programs(NamedTuple):
-    """The jitted functions of a ``TrainStep``, and the shapes of their arguments."""
+    @property
+    def by_rows(self) -> NamedSharding:
+        """The sharding of the arrays of a batch."""
+        return named_sharding(self.mesh, BATCH_AXES, self.batch_shape)
 
-    step: Any  # a function (state, batch, controls, merged weights of adapters) -> (new state, row, ``TokenValues``)
-    loss_forward: Any  # a function of the arguments of ``step`` -> (``TokenValues``, squared norm of the gradients)
-    forward: Any  # a function (parameters, batch) -> (row, ``TokenValues``)
-    abstract_state: TrainState  # the state, with a jax.ShapeDtypeStruct and a sharding at each leaf
-    abstract_weights: list[Params]  # the merged weights of adapters, in the same form; empty without adapters
-
-
-@functools.lru_cache(maxsize=8)
-def make_programs(functions: StepFunctions, batch_shape: tuple[int, int, int]) -> Programs:
-    """Makes the programs of a ``TrainStep`` for batches of the shape (micro-batches, rows, tokens).
-
-    Two steps with equal arguments share their programs, such as the steps of a run and of its continuation in the same
-    process. They are traced and compiled once. The programs of the last eight kinds are kept.
-    """
-    config, tx, mesh, lora = functions.config, functions.tx, functions.mesh, functions.lora
-    abstract = abstract_state(config, tx, mesh, dynamic_scale=functions.dynamic, lora=lora)
-    everywhere, by_rows = replicated(mesh), named_sharding(mesh, BATCH_AXES, batch_shape)
-    merged = [(abstract_params(config), param_shardings(config, mesh))] if lora.rank else []
-    weights = [
-        jax.tree.map(lambda leaf, where: leaf.update(dtype=functions.dtype, sharding=where), *trees) for trees in merged
-    ]
-    by_state = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    program = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
-    step = program(
-        functions.train_step,
-        in_shardings=(by_state, None, everywhere, *[None for _ in weights]),
-        out_shardings=(by_state, everywhere, by_rows),
-        donate_argnums=(0,),
-    )
-    again = program(
-        functions.loss_forward,
-        in_shardings=(by_state, None, everywhere, *[None for _ in weights]),
-        out_shardings=(by_rows, everywhere),
-    )
-    alone = program(
-        functions.forward,
-        static_argnames=("num_sequences", "diagnosis", "with_routes", "with_collision", "for_dumps"),
-        out_shardings=(everywhere, by_rows),
-    )
-    return Programs(step, again, alone, abstract, weights)
-
-
-class TrainStep:
-    """The compiled step ``step(state, batch, learning_rate, apply_update)``, and a forward without a gradient."""
-
-    def __init__(
-        self,
-        config: PolicyConfig,
-        tx: optax.GradientTransformation,
-        mesh: Mesh,
-        *,
-        precision: PrecisionConfig,
-        objective: Objective,
-        batch_shape: tuple[int, int, int],
-        temperature: float = 1.0,
-        diagnosis: DiagnosisConfig | None,
-        keep_gathered: bool = False,
-        options: PolicyOptions = DEFAULTS,
-        lora: LoraConfig = OFF,
-        merged: MergedPolicy | None = None,
-        cut: bool = False,
-        for_dumps: bool = False,
-        flat_tokens: int = 0,
-    ):
-        """Prepares the step. It is compiled at the first call; a step with equal arguments is not compiled again.
-
-        Args:
-          tx: The optimizer of ``make_optimizer``.
-          batch_shape: The shape (micro-batches, rows, tokens) of every batch.
-          temperature: The temperature of the rollouts, at which the trainer computes its log-probabilities, too.
-          diagnosis: The settings of the mismatch metrics; None if the step does not measure the mismatch.
-          keep_gathered: Whether every device keeps the gathered weights for the whole step (``MeshConfig``).
-          options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
-          lora: The choice of adapters. If there are any, the state has the adapters.
-          merged: A function that returns the weights that the adapters make. ``lower`` does not need it.
-          cut: Whether the rollouts were sampled from a cut distribution. All log-probabilities and entropies are then
-            of the distributions over ``PackedBatch.top_ids``, which each batch must have.
-          for_dumps: Whether the token values have the entropies and, where the loss needs them, ``tops``.
-          flat_tokens: The length of the flat rows of responses beside rows of trees, for ``lower``. 0: no trees.
-        """
-        settings = (precision, objective, temperature, diagnosis, keep_gathered, options, lora, cut, for_dumps)
-        functions = StepFunctions(config, tx, mesh, *settings)
-        functions.score()  # refuses kernels that the devices lack
-        self._programs = make_programs(functions, batch_shape)
-        self._mesh, self._merged, self._batch_shape = mesh, merged, batch_shape
-        self._flat_tokens = flat_tokens
-        self._everywhere = replicated(mesh)
-        self._by_rows = named_sharding(mesh, BATCH_AXES, batch_shape)
+    @functools.cached_property
+    def programs(self) -> Programs:
+        """The compiled functions, which steps with equal arguments share. They do not hold the weights of adapters."""
+        return make_programs(dataclasses.replace(self, merged=None))
 
     @property
     def compilations(self) -> int:
         """The number of compilations of this step and of steps with equal arguments; 1 after the first call."""
-        return int(self._programs.step._cache_size())
+        return int(self.programs.step._cache_size())
 
     def __call__(
         self,
@@ -344,21 +321,21 @@ class TrainStep:
           The new state, the metrics of the row on the device (scalars, and the histogram), and the values of the
           tokens before the update.
         """
-        controls = place_controls(learning_rate, apply_update, measure_noise, self._everywhere)
-        return self._run(self._programs.step, state, batch, controls)
+        controls = place_controls(learning_rate, apply_update, measure_noise, self.everywhere)
+        return self._run(self.programs.step, state, batch, controls)
 
     def loss_forward(self, state: TrainState, batch: PackedBatch) -> TokenValues:
         """Computes the values of the tokens by the forward and backward of the step, without an update.
 
         The batch may have another number of micro-batches than the steps. The state is not donated.
         """
-        controls = place_controls(0.0, False, False, self._everywhere)
-        return self._run(self._programs.loss_forward, state, batch, controls)[0]
+        controls = place_controls(0.0, False, False, self.everywhere)
+        return self._run(self.programs.loss_forward, state, batch, controls)[0]
 
     def _run(self, program: Any, state: TrainState, batch: PackedBatch, controls: Controls) -> Any:
-        placed = place_batch(batch, self._by_rows, self._everywhere)
-        weights = [] if self._merged is None else [self._merged(state.params)]
-        with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
+        placed = place_batch(batch, self.by_rows, self.everywhere)
+        weights = [] if self.merged is None else [self.merged(state.params)]
+        with jax.set_mesh(self.mesh), jax.transfer_guard("disallow"):
             return program(state, placed, controls, *weights)
 
     def lower(self, *optional: OptionalLogprobs, reported: int = 0) -> jax.stages.Lowered:
@@ -367,39 +344,56 @@ class TrainStep:
         Its ``.compile()`` returns the executable that ``__call__`` runs. ``optional`` names the optional
         log-probabilities that the batches have. ``reported`` is the number of likeliest tokens that they have.
         """
-        batch = abstract_batch(
-            self._batch_shape, self._by_rows, self._everywhere, optional, reported, self._flat_tokens
-        )
+        batch = abstract_batch(self.batch_shape, self.by_rows, self.everywhere, optional, reported, self.flat_tokens)
         scalars = Controls(jnp.float32, jnp.bool_, jnp.bool_)
-        controls = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=self._everywhere), scalars)
-        programs = self._programs
-        with jax.set_mesh(self._mesh):
+        controls = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=self.everywhere), scalars)
+        programs = self.programs
+        with jax.set_mesh(self.mesh):
             return programs.step.lower(programs.abstract_state, batch, controls, *programs.abstract_weights)
 
-    def forward(
-        self,
-        params: Params,
-        batch: PackedBatch,
-        *,
-        num_sequences: int,
-        diagnosis: DiagnosisConfig,
-        with_routes: bool = False,
-        with_collision: bool = False,
-        for_dumps: bool = False,
-    ) -> tuple[dict[str, jax.Array], TokenValues]:
+    def forward(self, params: Params, batch: PackedBatch, **wanted: Any) -> tuple[dict[str, jax.Array], TokenValues]:
         """Measures the mismatch of a batch under the parameters of a whole policy, without a gradient.
 
-        The batch may have another number of micro-batches than the steps. Each flag adds values to ``TokenValues``.
+        The batch may have another number of micro-batches than the steps. ``wanted`` are keywords of ``measure_batch``:
+        the number of responses, the settings of the metrics, and a flag for each further value in ``TokenValues``.
         Returns the metrics of the row, and the values of the tokens.
         """
-        placed = place_batch(batch, self._by_rows, self._everywhere)
-        with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._programs.forward(
-                params,
-                placed,
-                num_sequences=num_sequences,
-                diagnosis=diagnosis,
-                with_routes=with_routes,
-                with_collision=with_collision,
-                for_dumps=for_dumps,
-            )
+        program, placed = self.programs.forward, place_batch(batch, self.by_rows, self.everywhere)
+        with jax.set_mesh(self.mesh), jax.transfer_guard("disallow"):
+            return program(params, placed, **wanted)
+
+
+class Programs(NamedTuple):
+    """The jitted functions of a ``TrainStep``, and the shapes of their arguments."""
+
+    step: Any  # a function (state, batch, controls, merged weights of adapters) -> (new state, row, ``TokenValues``)
+    loss_forward: Any  # a function of the arguments of ``step`` -> (``TokenValues``, squared norm of the gradients)
+    forward: Any  # a function (parameters, batch) -> (row, ``TokenValues``)
+    abstract_state: TrainState  # the state, with a jax.ShapeDtypeStruct and a sharding at each leaf
+    abstract_weights: list[Params]  # the merged weights of adapters, in the same form; empty without adapters
+
+
+@functools.lru_cache(maxsize=8)
+def make_programs(made: TrainStep) -> Programs:
+    """Makes the programs of a step, which are traced and compiled once.
+
+    Two steps with equal arguments share them, such as the steps of a run and of its continuation in the same process.
+    The programs of the last eight kinds are kept.
+    """
+    config, mesh, lora = made.config, made.mesh, made.lora
+    abstract = abstract_state(config, made.tx, mesh, dynamic_scale=made.dynamic, lora=lora)
+    everywhere, by_rows = made.everywhere, made.by_rows
+    merged = [(abstract_params(config), param_shardings(config, mesh))] if lora.rank else []
+    weights = [
+        jax.tree.map(lambda leaf, where: leaf.update(dtype=made.dtype, sharding=where), *trees) for trees in merged
+    ]
+    by_state = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    program = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
+    arguments: Any = (by_state, None, everywhere, *[None for _ in weights])
+    step = program(
+        made.train_step, in_shardings=arguments, out_shardings=(by_state, everywhere, by_rows), donate_argnums=(0,)
+    )
+    again = program(made.loss_values, in_shardings=arguments, out_shardings=(by_rows, everywhere))
+    names = ("num_sequences", "diagnosis", "with_routes", "with_collision", "for_dumps")
+    alone = program(made.measure_batch, static_argnames=names, out_shardings=(everywhere, by_rows))
+    return Programs(step, again, alone, abstract, weights)

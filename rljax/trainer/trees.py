@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rljax.policy.trees import PrefixTrees
+from rljax.policy.score import PrefixTrees
 from rljax.sharding import zeros_to_put
-from rljax.trainer.packing import PackedBatch, TrainSequence, fill
-from rljax.trainer.rows import Layout, deal_rows, lay_out_rows
+from rljax.trainer.packing import Layout, PackedBatch, TrainSequence, deal_rows, fill, lay_out_rows
 
 
 def common_prefixes(sequences: Sequence[TrainSequence], *, two_levels: bool = False) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from rljax.algorithms.advantages import optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.mismatch import importance_weights
-from rljax.mismatch.turns import mismatch_by_turn
+from rljax.mismatch.diagnosis import mismatch_by_turn
 from rljax.policy.model import Params
 from rljax.sharding import fetch, on_devices, on_host
 from rljax.trainer.forward import TokenValues
@@ -110,23 +111,22 @@ def free_routing_row(forward: Forward, params: Params, batch: PackedBatch, optio
     return {f"mismatch_free_routing/{name}": float(measured[f"mismatch/{name}"]) for name in FREE_ROUTING}
 
 
+@dataclass(frozen=True)
 class SingleUpdate:
     """An ``Update`` that makes one update. Its own forward measures the mismatch and the old log-probabilities."""
 
-    def __init__(self, step: TrainStep, forward: Forward, pack: Pack, reference: Reference | None = None):
-        """Stores the parts: the compiled step, the forward without a gradient, and a packing function for both.
-
-        ``reference`` computes the log-probabilities of the reference policy of a KL penalty; None without a penalty.
-        """
-        self.step, self._forward, self.pack, self._reference = step, forward, pack, reference
+    step: TrainStep
+    forward: Forward  # the forward without a gradient
+    pack: Pack  # the packing function for both
+    reference: Reference | None = None  # the log-probabilities of the policy of a KL penalty; None without a penalty
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Makes one update of the whole batch."""
-        if self._reference is not None:
-            batch = batch._replace(reference_logprobs=self._reference(batch))
-        free = free_routing_row(self._forward, state.params, batch, options)
+        if self.reference is not None:
+            batch = batch._replace(reference_logprobs=self.reference(batch))
+        free = free_routing_row(self.forward, state.params, batch, options)
         noise = options.noise and int(batch.with_loss) > 1
         has_loss = any(s.in_loss for s in sequences)
         state, metrics, values = self.step(state, batch, options.learning_rate, has_loss, noise)
@@ -134,53 +134,34 @@ class SingleUpdate:
         return Updated(state, row | free, histograms, lambda: unpack_values(values, batch, sequences))
 
 
+@dataclass(frozen=True)
 class MultipleUpdates:
     """An ``Update`` that makes one update for each mini-batch of prompts, for several epochs.
 
     One separate forward computes ``old_logprobs`` before the first update.
     """
 
-    def __init__(
-        self,
-        step: TrainStep,
-        forward: Forward,
-        pack: Pack,
-        pack_mini: Pack,
-        *,
-        mini_batches: int,
-        epochs: int,
-        group_size: int,
-        reference: Reference | None = None,
-        replays_own: bool = False,
-        baseline: Baseline | None = None,
-        for_dumps: bool = False,
-    ):
-        """Stores the parts.
-
-        Args:
-          step: The compiled step, of batches that ``pack_mini`` makes from the sequences of a mini-batch.
-          forward: The forward without a gradient, of batches that ``pack`` makes from all sequences of a step.
-          mini_batches: The number of updates in each epoch.
-          epochs: The number of passes over the sequences.
-          group_size: The number of responses to a prompt.
-          reference: A function that computes the log-probabilities of the reference policy; None without a KL penalty.
-          replays_own: Whether the updates route each token as the separate forward did (``rollout.router_replay: r2``).
-          baseline: A function that computes the advantages of single tokens. None: all tokens have their response's.
-          for_dumps: Whether the entropies of the tokens are kept for token dumps.
-        """
-        self.step, self._forward, self.pack, self.pack_mini = step, forward, pack, pack_mini
-        self._mini_batches, self._epochs, self._group_size = mini_batches, epochs, group_size
-        self._reference, self._replays_own, self._baseline = reference, replays_own, baseline
-        self._for_dumps = for_dumps
+    step: TrainStep  # the compiled step, of batches that ``pack_mini`` makes from the sequences of a mini-batch
+    forward: Forward  # the forward without a gradient, of batches that ``pack`` makes from all sequences of a step
+    pack: Pack
+    pack_mini: Pack
+    _: KW_ONLY
+    mini_batches: int  # the number of updates in each epoch
+    epochs: int  # the number of passes over the sequences
+    group_size: int  # the number of responses to a prompt
+    reference: Reference | None = None  # as in ``SingleUpdate``
+    replays_own: bool = False  # whether tokens are routed as the separate forward did (``rollout.router_replay: r2``)
+    baseline: Baseline | None = None  # the function for advantages of tokens; None: all have their response's
+    for_dumps: bool = False  # whether the entropies of the tokens are kept for token dumps
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Measures the whole batch with one forward, then makes one update for each mini-batch."""
-        free = free_routing_row(self._forward, state.params, batch, options)
-        flags = {"with_routes": self._replays_own, "with_collision": self._baseline is not None}
-        flags["for_dumps"] = self._for_dumps
-        measured, values = self._forward(state.params, batch, **flags)
+        free = free_routing_row(self.forward, state.params, batch, options)
+        flags = {"with_routes": self.replays_own, "with_collision": self.baseline is not None}
+        flags["for_dumps"] = self.for_dumps
+        measured, values = self.forward(state.params, batch, **flags)
         trainer = unpack_values(values, batch, sequences)
         old = trainer.logprobs
         known = [s.add({"old_logprobs": own}) for s, own in zip(sequences, old, strict=True)]
@@ -188,10 +169,10 @@ class MultipleUpdates:
             of_whole = unpack_whole if batch.trees is None else routes_of_paths
             of_sequences = of_whole(fetch(values.routes), batch, sequences)
             known = [s.add({"routes": own}) for s, own in zip(known, of_sequences, strict=True)]
-        if self._baseline is not None:
-            known = self._baseline(known, unpack(fetch(values.collision), batch, sequences))
-        if self._reference is not None:
-            of_reference = unpack(self._reference(batch), batch, sequences)
+        if self.baseline is not None:
+            known = self.baseline(known, unpack(fetch(values.collision), batch, sequences))
+        if self.reference is not None:
+            of_reference = unpack(self.reference(batch), batch, sequences)
             known = [s.add({"reference_logprobs": own}) for s, own in zip(known, of_reference, strict=True)]
         results: list[tuple[dict[str, jax.Array], bool]] = []
         for mini in self._split(known, options.seed):
@@ -207,22 +188,29 @@ class MultipleUpdates:
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
         """Returns the mini-batches of all epochs. They have complete groups, and each epoch has its own order."""
-        groups = groups_of(sequences, self._group_size)
+        groups = groups_of(sequences, self.group_size)
         rng = np.random.default_rng(seed)
-        orders = [np.array_split(rng.permutation(len(groups)), self._mini_batches) for _ in range(self._epochs)]
+        orders = [np.array_split(rng.permutation(len(groups)), self.mini_batches) for _ in range(self.epochs)]
         return [[sequences[i] for group in chosen for i in groups[group]] for order in orders for chosen in order]
 
 
-class OffloadedUpdate:
+@dataclass(eq=False)
+class UpdateAround:
+    """An ``Update`` around another one, which packs the sequences of a step."""
+
+    update: Update
+
+    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
+        """Packs the sequences of a step as the inner update does."""
+        return self.update.pack(sequences)
+
+
+class OffloadedUpdate(UpdateAround):
     """An ``Update`` whose state lies in the host's memory (``sharding.on_host``) before and after it.
 
     Frozen weights, such as the base of adapters or a reference policy, may be there too; their readers copy them. If an
     update fails, the state before it is intact, because only a copy on the devices was donated.
     """
-
-    def __init__(self, update: Update) -> None:
-        self._update = update
-        self.pack = update.pack
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
@@ -231,7 +219,7 @@ class OffloadedUpdate:
         began = time.perf_counter()
         here = jax.block_until_ready(on_devices(state))
         reloaded = time.perf_counter()
-        updated = self._update(here, batch, sequences, options)
+        updated = self.update(here, batch, sequences, options)
         done = time.perf_counter()
         state = on_host(updated.state)
         took = {"time/reload_s": reloaded - began, "time/offload_s": time.perf_counter() - done}
@@ -253,18 +241,14 @@ def _combine(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return combined
 
 
-class TurnsUpdate:
+class TurnsUpdate(UpdateAround):
     """An ``Update`` that also measures ``turns/<name>``, on the host, from the numbers of the update itself."""
-
-    def __init__(self, update: Update):
-        self._update = update
-        self.pack = update.pack
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Makes the updates, and measures the turns of all sequences."""
-        updated = self._update(state, batch, sequences, options)
+        updated = self.update(state, batch, sequences, options)
         every = updated.trainer()
         return updated._replace(row=updated.row | turn_metrics(sequences, every.logprobs), trainer=lambda: every)
 

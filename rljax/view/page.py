@@ -20,9 +20,9 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.data.tokenizer import Tokenizer
 from rljax.mismatch import Statistics, merge, read_tokens
 from rljax.mismatch.correction import correct_tokens, finalize_correction
+from rljax.mismatch.diagnosis import after_environment
 from rljax.mismatch.metrics import EXTREME_LOG_RATIO
 from rljax.mismatch.regions import LARGEST_LOGPROB, region_factor
-from rljax.mismatch.turns import after_environment
 from rljax.record.dump_facts import TokenPair, entropies, pad, turns_of
 from rljax.record.token_dumps import ABOVE_ZERO, TokenDump, Tops
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.algorithms.aggregation import aggregation_weights, mean_over_sequence
+from rljax.algorithms.losses import aggregation_weights, mean_over_sequence
 
 # The first row has sequences 4 (three tokens and a hole) and 0 (one token). The second row has sequences 2 (two tokens)
 # and 1 (no token in the mask).

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rljax.algorithms.aggregation import aggregation_weights
 from rljax.algorithms.correction_choice import (
     CorrectionConfig,
     correct,
     gradient_divisor,
 )
-from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
+from rljax.algorithms.losses import LossConfig, aggregation_weights, kl_penalty, policy_loss
 from rljax.mismatch import importance_weights, merge
 from rljax.mismatch.correction import finalize_correction
 

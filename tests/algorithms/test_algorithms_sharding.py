@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rljax.algorithms.aggregation import aggregation_weights
 from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradient_divisor
-from rljax.algorithms.losses import LossConfig, policy_loss
+from rljax.algorithms.losses import LossConfig, aggregation_weights, policy_loss
 from rljax.mismatch.correction import finalize_correction
 
 pytestmark = pytest.mark.mesh

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.algorithms.aggregation import aggregation_weights
-from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss, ppo_clip, vespo_factor
+from rljax.algorithms.losses import LossConfig, aggregation_weights, kl_penalty, policy_loss, ppo_clip, vespo_factor
 
 KINDS = ("policy_gradient", "ppo_clip", "gspo", "cispo", "vespo")
 IDS = np.array([[3, 3, 3, 3, 0, 0, 0, 0], [2, 2, 2, 1, 1, 1, 1, 1]], np.int32)

@@ -15,7 +15,7 @@ from rljax.commands.check import CheckArguments
 from rljax.policy.attention import attend, packed_attention
 from rljax.policy.attention_errors import reference, relative_error
 from rljax.policy.config import PolicyConfig
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from rljax.distributed.acts import Shared, gather_results, to_the_end, together,
 from rljax.distributed.messages import Announcement, pack, unpack
 from rljax.distributed.processes import Processes, is_of_devices, start_processes
 from rljax.errors import ConfigError
-from rljax.rollout.turns import TurnRequest
+from rljax.rollout.engine import TurnRequest
 from rljax.rollout.types import SamplingParams
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import UpdateOptions

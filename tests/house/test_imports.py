@@ -92,8 +92,8 @@ DOORS = {
     "pydantic": {"run.config_file"},
     "yaml": {"run.config_file"},
     "matplotlib": {"record.figure", "record.panel_style", "compare.layers.picture", "compare.picture"},
-    "math_verify": {"rewards.math_answer", "rewards.math_value"},
-    "latex2sympy2_extended": {"rewards.math_value"},
+    "math_verify": {"rewards.math_answer"},
+    "latex2sympy2_extended": {"rewards.math_answer"},
     "reasoning_gym": {"data.gym_problems", "rewards.gym_answer"},
 }
 # Packages that the start of a command must not import. It answers within two seconds, and prints nothing of theirs.
@@ -104,8 +104,8 @@ LATE = {
 LEVEL_0 = ("errors", "schedule", "mismatch")
 # The names of rljax.mismatch that other packages may use besides those of its __init__.
 MISMATCH_MODULES = {
-    *("accurate", "atlas", "metrics", "histogram", "signs", "importance", "correction", "diagnosis", "names"),
-    *("centering", "regions", "turns"),
+    *("accurate", "atlas", "metrics", "signs", "importance", "correction", "diagnosis", "names"),
+    "regions",
 }
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 FOR_TORCH = {"schedule.torch": {"torch", "transformers"}}

@@ -19,7 +19,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.published import hf_checksums
-from rljax.policy.rope import RopeScaling
+from rljax.policy.rotary import RopeScaling
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import ServerProcess

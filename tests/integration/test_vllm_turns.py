@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm

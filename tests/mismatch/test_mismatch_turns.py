@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rljax.mismatch.turns import after_environment, count_labels, mismatch_by_turn, turns_of_mask
+from rljax.mismatch.diagnosis import after_environment, count_labels, mismatch_by_turn, turns_of_mask
 
 NAMES = {"token_count", "kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max", "extreme_rate"}
 

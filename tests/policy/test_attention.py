@@ -8,8 +8,8 @@ from packed_rows import equations, gradients, heads, reference, row
 
 from rljax.policy.attention import attend, packed_attention, path_mask
 from rljax.policy.flash import block_attention, block_pairs, block_size
+from rljax.policy.score import segment_ends
 from rljax.policy.splash import splash_attention
-from rljax.policy.trees import segment_ends
 
 ROWS = {
     "one sequence a row": ([96], [95]),

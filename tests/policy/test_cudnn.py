@@ -15,7 +15,7 @@ from rljax.policy.attention import path_mask
 from rljax.policy.attention_errors import why_no_trees
 from rljax.policy.config import PolicyConfig
 from rljax.policy.cudnn import call_of_segments, cudnn_attention, max_segments
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ from rljax.policy.delta_net import DeltaTokens, chunked, recurrent, unit_lower_i
 from rljax.policy.families import config_from_hf, config_to_hf, read_config
 from rljax.policy.hf import SINGLE_NAME, hf_tensors, load_params, open_tensors, save_params
 from rljax.policy.model import cast_params, embed_tokens, init_params, run_blocks
-from rljax.policy.score import make_scorer, packed_logprobs
-from rljax.policy.trees import PrefixTrees
+from rljax.policy.score import PrefixTrees, make_scorer, packed_logprobs
 from rljax.rollout.decode_sizes import cache_row_bytes, cache_spec
 from rljax.rollout.decoding import cached
 from rljax.rollout.embedded import JaxEngine

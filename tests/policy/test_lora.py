@@ -20,7 +20,7 @@ from rljax.policy.lora import (
     with_targets,
 )
 from rljax.policy.model import abstract_params, cast_params, hidden_states, init_params, lm_head_table
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 from rljax.sharding import MeshConfig, make_mesh
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

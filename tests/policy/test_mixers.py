@@ -22,9 +22,8 @@ from rljax.policy.layers import MLP, linear, param
 from rljax.policy.lora import LoraConfig, stored_adapters
 from rljax.policy.mixers import Attention, Block, StateArray
 from rljax.policy.model import hidden_states, init_params
-from rljax.policy.score import make_scorer
+from rljax.policy.score import make_scorer, segment_ends
 from rljax.policy.taps import Substitutes, recording, tap
-from rljax.policy.trees import segment_ends
 from rljax.rollout.decode_sizes import cache_row_bytes
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams

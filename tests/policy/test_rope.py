@@ -10,7 +10,7 @@ from transformers_models import ROPES, transformers
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_from_hf, config_to_hf
-from rljax.policy.rope import RopeScaling, described_rope, frequencies, read_rope
+from rljax.policy.rotary import RopeScaling, described_rope, frequencies, read_rope
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 RAW = config_to_hf(PolicyConfig(32, 32, 64, 3, 4, 2, 8, family="llama"), "float32")

@@ -10,8 +10,7 @@ from cut_batches import cut_log_softmax
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
-from rljax.policy.score import over_support, packed_logprobs
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import over_support, packed_logprobs, segment_ends
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 K, TEMPERATURE = 5, 0.8

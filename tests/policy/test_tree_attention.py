@@ -10,8 +10,8 @@ from packed_rows import ends_of, heads, masked_reference, tree_gradients
 
 from rljax.policy.attention import packed_attention, path_mask
 from rljax.policy.flash import block_attention, seen_blocks
+from rljax.policy.score import segment_ends
 from rljax.policy.splash import calls_of_trees, splash_attention
-from rljax.policy.trees import segment_ends
 
 LEAF = ()
 TWO_LEVELS = [

@@ -8,7 +8,7 @@ import pytest
 from rljax.policy.config import PolicyConfig
 from rljax.policy.kernels import Kernels
 from rljax.policy.model import hidden_states, init_params
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 
 CONFIG = PolicyConfig(16, 8, 16, 3, 2, 1, 4, tie_word_embeddings=True)
 

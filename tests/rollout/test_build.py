@@ -15,7 +15,7 @@ from rljax.rollout.build import check_engine, connect, make_engine, policy_funct
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.form import ServerForm
 from rljax.rollout.injected import InjectedEngine
-from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, VerifyConfig
+from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, SamplingParams, VerifyConfig
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
@@ -148,7 +148,8 @@ def test_eight_bits_reach_the_embedded_engine(settings):
     for kinds in (settings, {}):
         engine = make(RolloutConfig(dtype="float32", **kinds))
         engine.publish(params, 0)
-        found.append(engine.score(prompts, prompts)[0])
+        (response,) = engine.generate(prompts, 1, SamplingParams(2), seed=0)
+        found.append(response["rollout_logprobs"])
     assert np.abs(found[0] - found[1]).max() > 0
 
 

@@ -10,13 +10,13 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import init_params
 from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.engine import TurnRequest
 from rljax.rollout.exact import ExactEngine
-from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass
 from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import PrecisionConfig
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_guesses_with_the_noise_of_the_engine_are_right():
 
 @pytest.mark.parametrize(
     ("noise", "coarse"),
-    [(0.0, {"weight_quantization": "int8", "kv_cache_dtype": "fp8_e5m2"}), (0.5, {})],
+    [(0.0, {"kv_cache_dtype": "fp8_e5m2"}), (0.5, {})],
     ids=["coarse drafts", "noise that is not guessed"],
 )
 def test_wrong_guesses_are_corrected(noise, coarse):

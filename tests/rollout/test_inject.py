@@ -20,7 +20,7 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, lay_out, micro_of
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence
-from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import PrecisionConfig
 
 pytestmark = pytest.mark.slow
 

@@ -87,9 +87,7 @@ def test_a_float32_head_does_not_round_the_logits():
 
     def logprob(dtype):
         return float(
-            next_tokens({"lm_head": table}, hidden, None, jnp.float32(1.0), False, token, dtype).arrays[
-                "rollout_logprobs"
-            ][0]
+            next_tokens({"lm_head": table}, hidden, None, jnp.float32(1.0), token, dtype).arrays["rollout_logprobs"][0]
         )
 
     assert logprob(None) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-7)

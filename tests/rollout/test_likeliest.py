@@ -94,7 +94,7 @@ def test_samples_follow_the_cut_distribution(selection, probabilities, threshold
 
 
 def test_greedy_requests_are_never_cut():
-    assert selection_of(SamplingParams(8, 0.0, top_k=3, top_p=0.5, min_p=0.1, reported=3)) == Selection(3)
+    assert selection_of(SamplingParams(8, 0.0, top_k=3, top_p=0.5, min_p=0.1, reported=3)) == Selection(3, greedy=True)
     assert selection_of(SamplingParams(8, 0.7, top_k=3, top_p=0.5, min_p=0.1, reported=2)) == Selection(2, 3, 0.5, 0.1)
     assert selection_of(SamplingParams(8)) == Selection()
 

@@ -10,10 +10,11 @@ from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig
 from rljax.policy.mixers import BlockState
 from rljax.policy.model import cast_params, init_params, logical_axes
+from rljax.rollout.build import make_engine
 from rljax.rollout.decoding import attention_with_cache
 from rljax.rollout.embedded import JaxEngine
-from rljax.rollout.injected import quantize, restore, summed_axes, to_cache
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.injected import InjectedEngine, quantize, restore, summed_axes, to_cache
+from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.slow
@@ -133,22 +134,27 @@ def test_the_engine_samples_from_weights_in_eight_bits(kind, dtype):
     Not the masters but the weights in the rollout dtype are rounded.
     """
     params = init_params(CONFIG, 0)
-    rounded = restore(quantize(cast_params(params, dtype), LOGICAL, kind), dtype)
-    found = sample(engine_of(params, dtype, weight_quantization=kind))
-    assert_same_bits(found, sample(engine_of(cast_params(rounded, "float32"), dtype)))
+    rounded = restore(quantize(cast_params(params, dtype), LOGICAL, kind))
+    config = RolloutConfig(dtype=dtype, weight_quantization=kind)
+    engine = make_engine(config, CONFIG, MESH, max_prompt_tokens=6, max_tokens=16)
+    engine.publish(params, 0)
+    found = sample(engine)
+    assert_same_bits(found, sample(engine_of(rounded, dtype)))
     with pytest.raises(AssertionError):
         assert_same_bits(found, sample(engine_of(params, dtype)))
 
 
 def test_eight_bits_repeat_and_compile_nothing_again():
-    engine = engine_of(init_params(CONFIG, 0), "bfloat16", weight_quantization="fp8", kv_cache_dtype="fp8_e4m3")
+    decoder = JaxEngine(CONFIG, "bfloat16", 6, mesh=MESH, kv_cache_dtype="fp8_e4m3")
+    engine = InjectedEngine(decoder, InjectConfig(dtype="bfloat16", quantize="fp8"), CONFIG, MESH)
+    engine.publish(init_params(CONFIG, 0), 0)
     first = sample(engine)
     engine.publish(init_params(CONFIG, 1), 1)
     with pytest.raises(AssertionError):
         assert_same_bits(first, sample(engine))
     engine.publish(init_params(CONFIG, 0), 2)
     assert_same_bits(first, sample(engine))
-    assert engine.compilations == 1
+    assert decoder.compilations == 1
 
 
 def both_paths(params, kind):

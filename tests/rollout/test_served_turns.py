@@ -13,9 +13,8 @@ from stopping import StopWhen
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.build import connect
-from rljax.rollout.engine import AHEAD
+from rljax.rollout.engine import AHEAD, TurnQueue, TurnRequest
 from rljax.rollout.servers.requests import response_seed
-from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import SamplingParams
 
 LIMITS = SamplingParams(6)

@@ -8,7 +8,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine, make_functions
-from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -116,7 +116,7 @@ def test_first_turns_of_groups_share_their_prompts(config):
     """
     make_functions.cache_clear()
     engine, params = make(config, max_tokens=3 + 5)
-    functions = make_functions(config, jnp.dtype(jnp.float32), MESH, None, "none", None, None)
+    functions = make_functions(config, jnp.dtype(jnp.float32), MESH, None, None, None)
     asked = [TurnRequest(10 + 3 * i + j, 1, PROMPTS[i], 5) for i in range(2) for j in range(3)]
     together = list(engine.answer_round(asked, LIMITS, seed=1))
     assert [(turn.prompt_index, turn.sample_index) for turn in together] == [(10 + i, 0) for i in range(6)]

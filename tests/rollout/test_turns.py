@@ -9,7 +9,7 @@ from records import response
 from stopping import StopWhen
 
 from rljax.errors import StoppedWaitingError
-from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.tokens import as_stored
 
 
@@ -73,12 +73,15 @@ def test_an_end_drops_what_waits_and_may_come_twice():
     [
         (ask(0, 2), "trajectory 0 asks for turn 2, but its turn 1 still waits; put one request at a time"),
         (ask(1, 1), "trajectory 1 asks for turn 1, but it has ended; put requests before end"),
-        (ask(2, 3), "trajectory 2 asks for turn 3, expected one after 3; count turns from 1"),
-        (ask(3, 0), "trajectory 3 asks for turn 0, expected one after 0; count turns from 1"),
-        (ask(3, 1, tokens=()), "turn 1 of trajectory 3 has 0 tokens and max_tokens = 4, expected at least 1 of each"),
+        (ask(2, 3), "trajectory 2 asks for turn 3, but its last turn was 3; count turns from 1"),
+        (ask(3, 0), "trajectory 3 asks for turn 0, but its last turn was 0; count turns from 1"),
+        (
+            ask(3, 1, tokens=()),
+            "trajectory 3 asks for turn 1, but with 0 tokens and max_tokens = 4; give 1 or more",
+        ),
         (
             ask(3, 1, max_tokens=0),
-            "turn 1 of trajectory 3 has 1 tokens and max_tokens = 0, expected at least 1 of each",
+            "trajectory 3 asks for turn 1, but with 1 tokens and max_tokens = 0; give 1 or more",
         ),
         (ask(4, 1), "no trajectory has the number 4; the queue was made for 4 of them"),
     ],

@@ -16,7 +16,7 @@ from stopping import StopWhen
 from vllm_fake import SHAPE, FakeVllm
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
-from rljax.policy.rope import described_rope, read_rope
+from rljax.policy.rotary import described_rope, read_rope
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS

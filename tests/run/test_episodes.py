@@ -51,8 +51,8 @@ def hosts_of(environment, **limits):
 
 
 def sample(problems, environment, engine, *, n=1, params=PARAMS, stop=None, limits=None, tokenizer=TOKENIZER, **config):
-    hosts = hosts_of(environment, **(limits or {}))
-    with closing(Episodes(engine, tokenizer, hosts, EpisodeConfig(**config), max_prompt_tokens=8, stop=stop)) as source:
+    parts = engine, tokenizer, hosts_of(environment, **(limits or {})), EpisodeConfig(**config)
+    with closing(Episodes(*parts, max_prompt_tokens=8, stop=stop or StopRequest())) as source:
         return Sampler(source, params, n).sample(problems, 1)
 
 

@@ -15,10 +15,8 @@ from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches, BatchesAhead
-from rljax.run.refill import REFILL_LIMIT, RefillingSampler, sum_rows
-from rljax.run.sampling import Sampler, SingleTurn, rollout_row, step_seed
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.sampling import REFILL_LIMIT, RefillingSampler, Sampler, SingleTurn, rollout_row, step_seed, sum_rows
+from rljax.run.stop import StopRequest, Timers
 
 PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(100, 117)]
 SEED, SIZE = 5, 4

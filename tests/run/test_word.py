@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rljax.diagnose.evidence import Declared
-from rljax.run.word import CAUSE, CONFIDENCE, EVERY, Word
+from rljax.run.watch import CAUSE, CONFIDENCE, EVERY, Word
 
 LOGS = Path(__file__).parents[1] / "data/planted_logs"
 

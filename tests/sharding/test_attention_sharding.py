@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from packed_rows import gradients, heads, row
 
 from rljax.policy.flash import block_attention
+from rljax.policy.score import segment_ends
 from rljax.policy.splash import splash_attention
-from rljax.policy.trees import segment_ends
 from rljax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.mesh

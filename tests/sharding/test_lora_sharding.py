@@ -12,8 +12,7 @@ from rljax.policy.lora import LoraConfig, MergedPolicy, TrainedParams, abstract_
 from rljax.policy.model import cast_params, init_params, param_shardings
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh, on_devices, on_host
 from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import create_state
+from rljax.trainer.state import PrecisionConfig, create_state
 from rljax.trainer.step import TrainStep
 
 pytestmark = pytest.mark.mesh

@@ -15,8 +15,7 @@ from rljax.run.fingerprint import array_checksums
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh, on_devices, on_host
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, pack
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import OffloadedUpdate, SingleUpdate, UpdateOptions
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, lm_head_table
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 from rljax.rollout.types import Response
 
 MULTIPLE = 32  # rows are padded to a multiple of this number of tokens, so that few lengths are compiled

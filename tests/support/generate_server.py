@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from rljax.rollout.turns import TurnRequest
+from rljax.rollout.engine import TurnRequest
 from rljax.rollout.types import SamplingParams
 
 LIMITS = (64, 320)  # the engine compiles once for each limit, so a request's limit is rounded up

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 
 
 def row(t, lengths):

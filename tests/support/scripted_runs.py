@@ -21,8 +21,7 @@ from rljax.run.stop import StopRequest
 from rljax.run.training import make_update
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig, make_optimizer
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig, make_optimizer
 
 TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
 

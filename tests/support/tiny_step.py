@@ -12,12 +12,12 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, pack
-from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import PrecisionConfig
 from rljax.trainer.step import TrainStep
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)

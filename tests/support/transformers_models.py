@@ -11,7 +11,7 @@ import safetensors.torch
 
 from rljax.policy.hf import SINGLE_NAME
 from rljax.policy.model import hidden_states, lm_head_table
-from rljax.policy.trees import segment_ends
+from rljax.policy.score import segment_ends
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -6,9 +6,9 @@ import pytest
 from records import train_sequence
 
 from rljax.policy.config import toy_config
-from rljax.policy.model import init_params, param_shardings
+from rljax.policy.model import copy_params, init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh, put
-from rljax.trainer.behaviour import SplitUpdate, make_copy, split_metrics
+from rljax.trainer.behaviour import SplitUpdate, split_metrics
 from rljax.trainer.forward import TokenValues
 from rljax.trainer.packing import pack
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
@@ -126,7 +126,7 @@ def test_a_sample_is_spread_evenly_over_the_batch():
 def test_copies_lie_where_the_parameters_lie():
     policy, mesh = toy_config(), make_mesh(MeshConfig(4, 2))
     params = put(init_params(policy, 0), param_shardings(policy, mesh))
-    copies = make_copy("bfloat16")(params)
+    copies = jax.jit(copy_params, static_argnums=1)(params, "bfloat16")
     for copy, leaf in zip(jax.tree.leaves(copies), jax.tree.leaves(params), strict=True):
         assert copy.dtype == "bfloat16"
         assert copy.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)

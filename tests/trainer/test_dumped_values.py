@@ -22,8 +22,7 @@ from rljax.policy.model import init_params
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import create_state
+from rljax.trainer.state import PrecisionConfig, create_state
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions
 

@@ -23,8 +23,7 @@ from rljax.trainer.exact import ExactPass, ExactUpdate, lay_out
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import UpdateOptions
 

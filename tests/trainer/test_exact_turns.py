@@ -10,15 +10,14 @@ from tiny_step import CONFIG, keep_gradient
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import init_params
+from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.rollout.exact import ExactEngine
-from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import create_state
+from rljax.trainer.state import PrecisionConfig, create_state
 from rljax.trainer.update import UpdateOptions
 
 pytestmark = pytest.mark.slow

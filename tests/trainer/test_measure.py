@@ -9,7 +9,7 @@ import pytest
 from records import train_sequence
 
 from rljax.mismatch import merge, mismatch_metrics, zeros
-from rljax.mismatch.histogram import bin_edges
+from rljax.mismatch.metrics import bin_edges
 from rljax.policy.model import ForwardStats
 from rljax.policy.score import Scores
 from rljax.trainer.measure import HISTOGRAM, DiagnosisConfig, finalize_measured, measure, without_empty_buckets

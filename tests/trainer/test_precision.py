@@ -20,8 +20,7 @@ from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, inject_
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import pack
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from python_calls import count_calls
 
-from rljax.trainer.packing import max_micro_batches
-from rljax.trainer.rows import fill_one_by_one, first_fit, lay_out_rows
+from rljax.trainer.packing import fill_one_by_one, first_fit, lay_out_rows, max_micro_batches
 
 
 def longest_first(lengths):

@@ -14,8 +14,7 @@ from rljax.sharding import MeshConfig, make_mesh, replicated
 from rljax.trainer.micro_batches import over_micro_batches, place_batch
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import pack
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.totals import place_controls
 

@@ -14,8 +14,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import abstract_params
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig, make_optimizer
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig, make_optimizer
 from rljax.trainer.step import TrainStep
 
 CONFIG = PolicyConfig(4096, 256, 768, 4, 4, 2, 64, tie_word_embeddings=True)

@@ -1,7 +1,5 @@
 """Tests of the training step on batches with the sampler's likeliest tokens, and on cut distributions."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,17 +7,13 @@ import pytest
 from cut_batches import cut_log_softmax, with_supports
 from tiny_step import CONFIG, COUNT, MESH, keep_gradient, make_step, packed, sequences
 
-from rljax.policy.kernels import ON_ANY_BACKEND
 from rljax.policy.model import hidden_states, init_params, lm_head_table
-from rljax.policy.trees import segment_ends
-from rljax.trainer.forward import make_score
+from rljax.policy.score import segment_ends
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.micro_batches import with_all_rows
-from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 
 K = 5
-FLOAT32 = PrecisionConfig(compute_dtype="float32")
 
 
 def run(step, batch):
@@ -113,7 +107,7 @@ def test_all_rows_keep_their_likeliest_tokens():
 @pytest.mark.parametrize("cut", [False, True])
 def test_scores_have_what_was_asked_for(cut):
     micro, params = first_micro(with_supports(packed(sequences()), CONFIG.vocab_size, K)), init_params(CONFIG, 0)
-    make = functools.partial(make_score, CONFIG, FLOAT32, 1.0, ON_ANY_BACKEND, cut=cut)
+    make = make_step(cut=cut).score
     plain, every = make()(params, micro), make(tops=True, collision=True)(params, micro)
     assert (plain.tops is not None, plain.collision) == (cut, None)
     np.testing.assert_allclose(every.logprobs, plain.logprobs, atol=1e-6)

@@ -12,9 +12,8 @@ from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import init_params
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.self_check import FLOORS, CheckedTrees, distance, is_rounding, largest_tree
-from rljax.trainer.state import create_state
+from rljax.trainer.state import PrecisionConfig, create_state
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import SingleUpdate, UpdateOptions
 

@@ -15,12 +15,11 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, abstract_adapters
 from rljax.policy.model import init_params
-from rljax.policy.trees import states_at
+from rljax.policy.score import states_at
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import unpack, useful_fraction
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import create_state
+from rljax.trainer.state import PrecisionConfig, create_state
 from rljax.trainer.step import TrainStep
 from rljax.trainer.trees import flat_row_tokens, pack_trees, tree_row_tokens
 

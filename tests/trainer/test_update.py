@@ -26,8 +26,7 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackingConfig, max_micro_batches, pack
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import create_state
+from rljax.trainer.state import PrecisionConfig, create_state
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions, reference_logprobs
 

@@ -19,8 +19,8 @@ from rljax.policy.head import all_logits, matmul_precision
 from rljax.policy.hf import load_params
 from rljax.policy.kernels import choose_kernels
 from rljax.policy.model import cast_params, hidden_states, lm_head_table, param_shardings
+from rljax.policy.score import segment_ends
 from rljax.policy.taps import Substitutes, recording, tap
-from rljax.policy.trees import segment_ends
 from rljax.sharding import MeshConfig, fetch, make_mesh
 
 _MULTIPLE = 64  # the default width of a row is a multiple of this number of tokens

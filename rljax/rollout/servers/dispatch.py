@@ -22,11 +22,11 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from rljax.errors import OtherPromptError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
+from rljax.rollout.engine import TurnQueue
 from rljax.rollout.servers.http import may_pass
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.requests import Ask, Completion, Group, TakeAsks, join_parts, remaining_request
 from rljax.rollout.servers.server import Server
-from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import ClientLimits
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError
-from rljax.rollout.engine import RolloutEngine, Samples, Stopping
+from rljax.rollout.engine import RolloutEngine, Samples, Stopping, TurnQueue
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import Expectation, check_logprobs
 from rljax.rollout.servers.kind import Backend
@@ -38,7 +38,6 @@ from rljax.rollout.servers.requests import (
 )
 from rljax.rollout.servers.server import Proof, Published, Server
 from rljax.rollout.servers.verify import Score, Verifier
-from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
-from rljax.policy.rope import BESIDE_SCALING, read_rope
+from rljax.policy.rotary import BESIDE_SCALING, read_rope
 from rljax.rollout.form import ServerForm
 from rljax.rollout.kinds import can, platform_differences
 from rljax.rollout.servers.requests import Remote, ServerInfo

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import ReplyError, ServerGoneError
-from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.engine import RolloutEngine, Samples, TurnQueue
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.replies import check_completion
@@ -27,7 +27,6 @@ from rljax.rollout.servers.requests import (
     turn_asks,
 )
 from rljax.rollout.servers.verify import sharpening
-from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 
 _FITS = 0.25  # The largest error of a measured log-temperature that is accepted, as a share of |log temperature|.

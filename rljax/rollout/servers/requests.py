@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rljax.errors import ReplyError
+from rljax.rollout.engine import TurnQueue
 from rljax.rollout.form import ServerForm
-from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import SamplingParams
 from rljax.tokens import TokenRecord, join
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError, ServerRefusedError
-from rljax.policy.rope import read_rope
+from rljax.policy.rotary import read_rope
 from rljax.rollout.kinds import can
 from rljax.rollout.servers.handshake import (
     Expectation,
