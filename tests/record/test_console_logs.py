@@ -112,7 +112,7 @@ def test_lines_that_certainly_belong_together_are_joined(tmp_path, lines, found)
     assert read(tmp_path / "x.log", lines) == found
 
 
-def test_a_last_number_before_digits_is_refused_on_a_wrapped_line(tmp_path):
+def test_a_last_number_before_digits_is_refused_if_unsure(tmp_path):
     wide, short = "step:1 - a/b:1.5 - c/d:25", "step:2 - a/b:1.5"
     for lines in ([wide, "00.5", short], [wide, " - e/f:3", "00.5", f"INFO {wide}"]):
         with pytest.raises(ConfigError, match="seem to be one line that was wrapped"):
