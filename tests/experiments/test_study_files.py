@@ -45,8 +45,7 @@ def test_an_arm_is_a_configuration(name, arm, tmp_path, monkeypatch):
 def test_no_seed_of_the_search_is_used_again():
     """The search had the seeds 0 to 8 and 900 to 999. Each study of its policy has seeds of its own."""
     seeds_of = [
-        {seed for _, seed in STUDIES[name].runs()}
-        for name in ("collapse", "remedies", "isolation", "family_sums", "dose")
+        {seed for _, seed in STUDIES[name].runs()} for name in ("collapse", "remedies", "isolation", "family_sums", "dose")
     ]
     used = set().union(*seeds_of)
     assert len(used) == sum(map(len, seeds_of))
