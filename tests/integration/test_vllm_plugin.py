@@ -107,7 +107,7 @@ def test_it_registers_where_torch_knows_no_tiles(said):
 
 
 def test_an_update_does_not_leave_its_directory(tmp_path):
-    """What the plugin loads is what ``WorkerWeights`` yields."""
+    """The plugin loads exactly what ``WorkerWeights`` yields."""
     tensor, weights = np.ones(2, np.float32), WorkerWeights()
     with contextlib.closing(WeightDirectory(PublishConfig(), tmp_path)) as files:
         version = files.write([("a", tensor)], 1, {"a": array_checksum(tensor)})

@@ -68,7 +68,7 @@ def test_each_process_serves_what_it_wrote_and_only_that(count, tmp_path, mirror
         assert_holds(late, run.truth(4))
         urls = {it["at"] for it in files.values() if "at" in it}
         assert len(urls) == count - 1
-        assert run.end() == [0] * count, run.said()
+        assert run.end() == [0] * count, run.printed()
         for url in urls:
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{url}/health")
@@ -106,8 +106,8 @@ def test_a_server_killed_in_a_pull_is_started_again(tmp_path, mirror, monkeypatc
         assert server_at(url_of(told, 1)) != killed
         take(run.publish(), mirror)
         assert_holds(mirror, run.truth(1))
-        assert run.end() == [0, 0], run.said()
-    assert "died (exit status -9); another one is started" in run.said()[1]
+        assert run.end() == [0, 0], run.printed()
+    assert "died (exit status -9); another one is started" in run.printed()[1]
 
 
 def test_a_damaged_file_is_refused_until_an_anchor_comes(tmp_path, mirror):
@@ -143,7 +143,7 @@ def test_a_failed_write_gives_no_version_and_all_continue(tmp_path, mirror):
         told = run.publish()
         assert take(told, mirror).dense, "a delta against what is no version"
         assert_holds(mirror, run.truth(2))
-        assert run.end() == [0] * 4, run.said()
+        assert run.end() == [0] * 4, run.printed()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -154,7 +154,7 @@ def test_a_dead_process_leaves_no_server_and_its_files_go(victim, tmp_path, mirr
         urls = [told["source"], *{it["at"] for it in files_of(told).values() if "at" in it}]
         run.ask(0.5)
         run.processes[victim].kill()
-        assert run.processes[1 - victim].wait(60) == START_AGAIN_STATUS, run.said()
+        assert run.processes[1 - victim].wait(60) == START_AGAIN_STATUS, run.printed()
         for url in urls:
             until(lambda url=url: not _answers(url))
     assert all(provably_dead(own / "owner.json") for own in left if own.exists())
@@ -198,12 +198,12 @@ def test_a_process_elsewhere_serves_at_its_own_address(tmp_path):
                 assert_holds(Mirror(tmp_path / "mirror"), run.truth(number))
                 own = sum(it["bytes"] for it in files_of(told).values() if "at" in it)
                 assert own < second.sent_bytes() - before < 1.3 * own + 50_000
-            assert run.end() == [0, 0], run.said()
+            assert run.end() == [0, 0], run.printed()
         shutil.rmtree(tmp_path / "run")
         with Publishers(tmp_path / "run", 2, host="127.0.0.1", **where) as run:
             assert run.processes[1].wait(120) == 2
             line = "process 1 cannot hand over its part of the weights: publish.host = 127.0.0.1 is reached only on the"
-            assert line in run.said()[1].replace("\n", " ")
+            assert line in run.printed()[1].replace("\n", " ")
 
 
 def test_each_process_uploads_its_files_and_none_of_them_stays(tmp_path, mirror):
@@ -215,7 +215,7 @@ def test_each_process_uploads_its_files_and_none_of_them_stays(tmp_path, mirror)
             assert_holds(mirror, run.truth(number))
         assert {name.split("-")[0] for name in files_of(told)} == {"0", "1", "2", "3"}
         assert not list((tmp_path / "run").glob("process_*/*/**/*.safetensors"))
-        assert run.end() == [0] * 4, run.said()
+        assert run.end() == [0] * 4, run.printed()
     assert not list((tmp_path / "run").glob("process_*/*"))
     assert not list((tmp_path / "store").iterdir())
 

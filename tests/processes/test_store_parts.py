@@ -53,7 +53,7 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(s3, count, tmp_path):
         assert (take(told, late).dense, late.version.tag) == (True, mirror.version.tag)
         assert_holds(late, run.truth(4))
         assert not list((tmp_path / "run").glob("process_*/*/**/*.safetensors"))
-        assert run.end() == [0] * count, run.said()
+        assert run.end() == [0] * count, run.printed()
     assert bucket().find(URL) == []
     assert not list((tmp_path / "run").glob("process_*/*"))
 
@@ -72,7 +72,7 @@ def test_a_damaged_object_is_refused_until_an_anchor_comes(s3, tmp_path):
         run.publish()
         assert take(run.publish(), mirror).dense
         assert_holds(mirror, run.truth(3))
-        assert run.end() == [0, 0], run.said()
+        assert run.end() == [0, 0], run.printed()
 
 
 def test_where_one_process_cannot_upload_no_version_appears(s3, tmp_path):
@@ -85,5 +85,5 @@ def test_where_one_process_cannot_upload_no_version_appears(s3, tmp_path):
         assert "process 1: " in error
         assert "cannot be written" in error
         assert not [path for path in bucket().find(URL) if path.endswith("version.json")]
-        assert run.end() == [0, 0], run.said()
+        assert run.end() == [0, 0], run.printed()
     assert bucket().find(URL) == []

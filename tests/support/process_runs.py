@@ -3,11 +3,13 @@
 The processes are ended by their ids.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from ports import free_port
 from toy_runs import ROOT, TIMEOUT, comparable, environment
@@ -19,8 +21,43 @@ FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
 TINY = ("--packing.rows-per-micro-batch", "4", "--data.batch-size", "4", "--data.reward", "parity_reward:reward")
 
 
-class Run:
-    """A run of ``python -m rljax.train`` in ``count`` processes; a context manager that ends them all."""
+class Group:
+    """Processes that share the simulated devices; a context manager that ends them all."""
+
+    def __init__(self, output, commands, **settings):
+        """Starts the commands. The output of process i goes to the path ``output``.i, and the first one has a pipe.
+
+        Args:
+          output: The path.
+          commands: The words of each process.
+          **settings: The environment variables.
+        """
+        self.output, self.processes = output, []
+        share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // len(commands)}"
+        pipes = [subprocess.PIPE] + [subprocess.DEVNULL] * (len(commands) - 1)
+        for index, (words, given) in enumerate(zip(commands, pipes, strict=True)):
+            with open(f"{output}.{index}", "wb") as file:
+                own = {"env": environment(XLA_FLAGS=share, **settings), "stdin": given, "stdout": file, "stderr": file}
+                self.processes.append(subprocess.Popen([*map(str, words)], cwd=ROOT, text=True, **own))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.processes[0].stdin.close()
+
+    def printed(self):
+        """Returns the output of each process."""
+        paths = [Path(f"{self.output}.{index}") for index in range(len(self.processes))]
+        return [path.read_text(errors="replace") for path in paths]
+
+
+class Run(Group):
+    """A run of ``python -m rljax.train`` in ``count`` processes."""
 
     def __init__(self, words, count, output, heartbeat_s=10, inside=(), own=lambda index: (), **settings):
         """Starts the processes.
@@ -34,41 +71,13 @@ class Run:
           own: A function that returns the additional words of process i.
           **settings: The environment variables, and ``path``, which is added to PYTHONPATH.
         """
-        self.count, self.output = count, output
-        share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
         path = f"{ROOT}:{ROOT / 'tests/support'}:{settings.pop('path', '')}"
-        common = ["--run.processes", str(count)]
-        address = f"127.0.0.1:{free_port()}"
-        self.processes = []
+        program = [*inside, sys.executable, ROOT / "tests/support/timed_train.py", heartbeat_s]
+        address, commands = f"127.0.0.1:{free_port()}", []
         for index in range(count):
-            place = ["--run.process-id", str(index), "--run.coordinator", address] if count > 1 else []
-            each = [*words, *own(index)]
-            with open(f"{output}.{index}", "wb") as file:
-                self.processes.append(
-                    subprocess.Popen(
-                        [
-                            *inside,
-                            sys.executable,
-                            str(ROOT / "tests/support/timed_train.py"),
-                            str(heartbeat_s),
-                            *map(str, each),
-                            *common,
-                            *place,
-                        ],
-                        env=environment(XLA_FLAGS=share, PYTHONPATH=path, **settings),
-                        cwd=ROOT,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        for process in self.processes:
-            process.kill()
-            process.wait()
+            place = ["--run.process-id", index, "--run.coordinator", address] if count > 1 else []
+            commands.append([*program, *words, *own(index), "--run.processes", count, *place])
+        super().__init__(output, commands, PYTHONPATH=path, **settings)
 
     def wait(self, timeout=TIMEOUT, but=()):
         """Returns the exit statuses of all processes except ``but``, within ``timeout`` seconds."""
@@ -87,14 +96,6 @@ class Run:
     def send(self, index, number=signal.SIGKILL):
         """Sends a signal to one process."""
         self.processes[index].send_signal(number)
-
-    def printed(self):
-        """Returns the output of each process."""
-        outputs = []
-        for index in range(self.count):
-            with open(f"{self.output}.{index}", errors="replace") as file:
-                outputs.append(file.read())
-        return outputs
 
 
 def complete_together(words, count, output, **settings):

@@ -1,17 +1,14 @@
 """Real processes that publish the shards that they hold, and checks of a mirror of the shards."""
 
-import contextlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 from ports import free_port
-from process_runs import DEVICES
+from process_runs import Group
 from safetensors.numpy import load_file
-from toy_runs import ROOT, environment
+from toy_runs import ROOT
 from waiting import until
 
 from rljax.weights.pull import pull
@@ -21,8 +18,8 @@ from rljax.weights.sums import bits_of
 ANSWER_S = 240
 
 
-class Publishers:
-    """A group of ``count`` processes of ``publishing_processes``; a context manager that ends them all."""
+class Publishers(Group):
+    """A group of ``count`` processes of ``publishing_processes``."""
 
     def __init__(
         self,
@@ -34,38 +31,11 @@ class Publishers:
         inside=lambda index: (),
         heartbeat_s=10.0,
     ):
-        self.root, self.count, self.answered = root, count, 0
+        self.root, self.answered = root, 0
         root.mkdir(exist_ok=True)
-        share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
-        address, program = f"{coordinator}:{free_port()}", str(ROOT / "tests/support/publishing_processes.py")
-        self.processes = []
-        for index in range(count):
-            words = [sys.executable, program, str(index), str(count), address, store, host, str(root), str(heartbeat_s)]
-            with open(root / f"said.{index}", "wb") as said:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*inside(index), *words],
-                        env=environment(XLA_FLAGS=share),
-                        cwd=ROOT,
-                        stdin=subprocess.PIPE if index == 0 else subprocess.DEVNULL,
-                        stdout=said,
-                        stderr=said,
-                        text=True,
-                    )
-                )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self.processes[0].stdin.close()
-
-    def said(self):
-        return {index: (self.root / f"said.{index}").read_text() for index in range(self.count)}
+        program = [sys.executable, ROOT / "tests/support/publishing_processes.py"]
+        told = [count, f"{coordinator}:{free_port()}", store, host, root, heartbeat_s]
+        super().__init__(root / "said", [[*inside(index), *program, index, *told] for index in range(count)])
 
     def ask(self, share):
         """Tells process 0 to publish the next version."""
@@ -76,7 +46,7 @@ class Publishers:
     def answer(self):
         """Returns the answer of process 0 to the oldest request without one."""
         path = self.root / f"answers/{self.answered}.json"
-        until(path.exists, ANSWER_S, said=self.said, may_come=lambda: self.processes[0].poll() is None)
+        until(path.exists, ANSWER_S, said=self.printed, may_come=lambda: self.processes[0].poll() is None)
         self.answered += 1
         return json.loads(path.read_text())
 

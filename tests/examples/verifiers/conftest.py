@@ -30,8 +30,9 @@ def verifiers_python():
 @pytest.fixture(scope="session")
 def toy_server():
     """Yields a server that samples with the embedded engine and the toy base in float32, and keeps its answers."""
-    with GenerateServer(load_jax_engine(TOY, "float32", 64)) as server:
-        yield server
+    server = GenerateServer(load_jax_engine(TOY, "float32", 64))
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ from rljax.rollout.external.rows import RowLimits
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config, ModelConfig
 from rljax.run.config_file import config_to_yaml
+from rljax.tokens import as_stored
 
 pytestmark = pytest.mark.verifiers
 ROOT = Path(__file__).parents[3]
@@ -113,27 +114,26 @@ def play(trainer):
     return played
 
 
-def check_row(server, prompt, row):
-    """Checks that the turns of a row are answers of the server to the tokens before them, and zeros between them."""
-    assert (row.logprobs[row.turns == 0] == 0).all()
-    assert (row.tops.ids[row.turns == 0] == -1).all()
-    tokens = np.concatenate([prompt, row.token_ids]).tolist()
+def check_row(server, row):
+    """Checks that the turns of a row are answers of the server to the tokens before them, and unknown between them."""
+    assert (row["rollout_logprobs"][~row.sampled] == 0).all()
+    assert (row["top_ids"][~row.sampled] == -1).all()
     for number in sorted(set(row.turns.tolist()) - {0}):
         here = np.flatnonzero(row.turns == number)
-        answers = server.kept[tuple(tokens[: len(prompt) + here[0]])]
-        answer = next(one for one in answers if one.logprobs.tobytes() == row.logprobs[here].tobytes())
-        assert row.token_ids[here].tolist() == answer.token_ids.tolist()
-        assert row.tops.ids[here].tolist() == answer.tops.ids.tolist()
-        assert row.tops.logprobs[here].tobytes() == answer.tops.logprobs.tobytes()
+        answers = server.kept[tuple(row.ids[: row.prompt_length + here[0]].tolist())]
+        logprobs = row["rollout_logprobs"][here].tobytes()
+        answer = next(one for one in answers if one["rollout_logprobs"].tobytes() == logprobs)
+        assert row.response[here].tolist() == answer.response.tolist()
+        for name in ("top_ids", "top_logprobs"):
+            assert row[name][here].tobytes() == answer[name].tobytes()
 
 
-def check_scores(prompt, row):
+def check_scores(row):
     """Checks that the trainer's own forward gives the row's log-probabilities at the sampled tokens."""
     policy = read_config(TOY)
-    score = make_scorer(policy, "float32")
-    (own,) = score(load_params(TOY, policy), [np.concatenate([prompt, row.token_ids])])
-    sampled = row.turns > 0
-    np.testing.assert_allclose(own[len(prompt) :][sampled], row.logprobs[sampled], atol=2e-5)
+    (own,) = make_scorer(policy, "float32")(load_params(TOY, policy), [row.ids])
+    sampled = row.sampled
+    np.testing.assert_allclose(own[row.prompt_length :][sampled], row["rollout_logprobs"][sampled], atol=2e-5)
 
 
 SERVERS = ["toy_server", pytest.param("vllm_server", marks=pytest.mark.vllm)]
@@ -145,19 +145,20 @@ def test_turns_as_the_server_answered(play, request, name):
     server, tokenizer = request.getfixturevalue(name), load_tokenizer(TOY)
     played, output = play(server, TURNS, groups=4)
     assert "failed" not in output
-    assert sorted(tokenizer.decode(one.prompt) for one in played) == [f"{i}+1=" for i in range(4) for _ in range(2)]
+    assert sorted(tokenizer.decode(one.response.prompt) for one in played) == [
+        f"{i}+1=" for i in range(4) for _ in range(2)
+    ]
     for one in played:
         row = one.response
         assert set(row.turns.tolist()) == {0, 1, 2, 3}
-        assert tokenizer.decode(row.token_ids[row.turns == 0]) == "9+9+"
-        assert one.reward == len(tokenizer.decode(row.token_ids[row.turns > 0]))
-        check_scores(one.prompt, row)
+        assert tokenizer.decode(row.response[~row.sampled]) == "9+9+"
+        assert one.reward == len(tokenizer.decode(row.response[row.sampled]))
+        check_scores(row)
         if name == "toy_server":
-            check_row(server, one.prompt, row)
+            check_row(server, row)
             begins = np.flatnonzero(np.diff(row.turns, prepend=0) > 0)
-            versions = np.repeat([span.version for span in row.versions], [s.end - s.start for s in row.versions])
-            assert versions[begins].tolist() == [0, 0, 0]
-            assert set(versions[row.turns > 0].tolist()) == set(range(len(VERSIONS)))
+            assert row["version"][begins].tolist() == [0, 0, 0]
+            assert set(row["version"][row.sampled].tolist()) == set(range(len(VERSIONS)))
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -165,18 +166,18 @@ def test_a_tool_that_adds(play, request, name):
     server, tokenizer, replies = request.getfixturevalue(name), load_tokenizer(TOY), 0
     played, output = play(server, ADDER, n=4, max_turns=4)
     for one in played:
-        row, i = one.response, tokenizer.decode(one.prompt)[0]
-        assert tokenizer.decode(row.prompt if row.prompt is not None else one.prompt) == f"{i}{i}1+11{i}="
+        row, i = one.response, tokenizer.decode(one.response.prompt)[0]
+        assert tokenizer.decode(row.prompt) == f"{i}{i}1+11{i}="
         expected, count = "", int(row.turns.max())
         for turn in range(1, count):
-            digits = [c for c in tokenizer.decode(row.token_ids[row.turns == turn]) if c.isdigit()]
+            digits = [c for c in tokenizer.decode(row.response[row.turns == turn]) if c.isdigit()]
             expected += f"{int(digits[0]) + int(digits[-1])}="
-        assert tokenizer.decode(row.token_ids[row.turns == 0]) == expected
+        assert tokenizer.decode(row.response[~row.sampled]) == expected
         replies += count - 1
         assert one.reward >= count - 1  # the reply to the last turn of a full trajectory is not read
-        check_scores(one.prompt, row)
+        check_scores(row)
         if name == "toy_server":
-            check_row(server, one.prompt, row)
+            check_row(server, row)
     assert sum(map(int, re.findall(r"(\d+) calls of tools", output))) >= replies > 0
     assert "errors of tools" not in output
     assert "failed" not in output
@@ -198,7 +199,7 @@ def test_a_reward_that_raises_fails_the_trajectory(play, toy_server):
     assert output.count("2 of 2 failed, such as unscored: ") == 2
     for one in played:
         assert math.isnan(one.reward)
-        check_row(toy_server, one.prompt, one.response)
+        check_row(toy_server, one.response)
 
 
 def test_an_environment_that_is_late(play, toy_server):
@@ -218,11 +219,10 @@ def test_turns_that_do_not_extend_the_last(play, toy_server, forgetful_model, ma
         rows = one.response.rows
         assert len(rows) == max_rows
         for k, row in enumerate(rows):
-            prompt = row.prompt if k else one.prompt
             assert set(row.turns.tolist()) == {k + 1}
-            check_row(toy_server, prompt, row)
+            check_row(toy_server, row)
             if k:
-                assert tokenizer.decode(prompt) == "9+"
+                assert tokenizer.decode(row.prompt) == "9+"
 
 
 def test_a_trajectory_without_room(play, toy_server):
@@ -238,8 +238,8 @@ def test_a_trajectory_without_room(play, toy_server):
 
 def test_routes_are_sent_with_the_rows(play, toy_server):
     for one in play(toy_server, TURNS, routes=(1, 2, 16))[0]:
-        tokens = np.concatenate([one.prompt, one.response.token_ids])
-        np.testing.assert_array_equal(one.response.routes, routes_of(tokens))
+        row = one.response
+        np.testing.assert_array_equal(row.columns["routes"], as_stored(routes_of(row.ids)))
 
 
 REFUSED = {
