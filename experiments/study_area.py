@@ -115,14 +115,10 @@ def compare(one: Mapping[int, float], other: Mapping[int, float], count: int) ->
 
 
 def trend_of(arms: Sequence[str], areas: Mapping[str, Mapping[int, float]], runs: Runs) -> dict[str, Any]:
-    """Tests the trend of the areas over ``arms``, which are ordered by the size of a mismatch.
+    """Tests the slope of the areas over ``arms``, which are ordered by the size of a mismatch (``paired_test``).
 
-    Returns:
-      The mean slope of the area on the number of the arm with its exact test (``paired_test``), the slope of each seed
-      that has all arms, and the gap of each arm in nats.
-
-    Raises:
-      ValueError: No seed has all arms.
+    The result also has the slope of each seed that has all arms, and the gap of each arm in nats. Raises ValueError if
+    no seed has all arms.
     """
     seeds = sorted(set.intersection(*(set(areas.get(arm, ())) for arm in arms)))
     if not seeds:

@@ -51,7 +51,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Course:
-    """How a run went: the ``accuracy`` and the distance ``moved`` so far at each step, float64 [steps]."""
+    """The ``accuracy`` of a run and the distance ``moved`` so far at each step, float64 [steps]."""
 
     accuracy: np.ndarray
     moved: np.ndarray
@@ -71,15 +71,9 @@ def course_of(rows: Sequence[Row]) -> Course:
 
 
 def compare(one: Mapping[int, Course], other: Mapping[int, Course], count: int) -> dict[str, Any]:
-    """Compares two arms at equal distances and at their ends, by the seeds that both have.
+    """Compares two arms, each with its courses by seed, at equal distances and at their ends.
 
-    Args:
-      one: The course of each seed in the first arm.
-      other: The course of each seed in the second arm.
-      count: The number of comparisons that the p value is corrected for.
-
-    Raises:
-      ValueError: The arms have no seed in common.
+    ``count`` comparisons correct the p value. Raises ValueError if the arms have no seed in common.
     """
     seeds = sorted(set(one) & set(other))
     if not seeds:
