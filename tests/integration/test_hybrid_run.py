@@ -27,6 +27,7 @@ def base(tmp_path_factory):
     return hybrid_base(tmp_path_factory.mktemp("hybrid"))
 
 
+@pytest.mark.harness
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path, caplog):
     """Rows stay apart although the run would share prefixes. The engine uses its two slots again."""
     options = (*SIZE, *FLOAT32, "--packing.share-prefixes", "true", "--rollout.decode-tokens", "80")
@@ -46,7 +47,8 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path, capl
     assert 0 < np.abs(np.asarray(after) - before).max() < 0.01  # a difference that 16 bits would lose
 
 
-@pytest.mark.parametrize("more", [AHEAD, pytest.param(TURNS, marks=pytest.mark.harness)], ids=["ahead", "turns"])
+@pytest.mark.harness
+@pytest.mark.parametrize("more", [AHEAD, TURNS], ids=["ahead", "turns"])
 def test_the_numerics_of_float32_are_rounding(more, base, tmp_path):
     completed(tiny(base, tmp_path, 4, *FLOAT32, *more, "--optimizer.learning-rate", "1e-3"))
     rows = comparable(tmp_path)

@@ -84,7 +84,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FURTHER = ("score centering", "adapters, another temperature")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.harness] * (case in FURTHER)) for case in CASES]
+)
 def test_trees_give_the_numbers_of_separate_rows(case):
     config, kind, options = CASES[case]
     sequences = groups(**kind)
