@@ -112,7 +112,7 @@ OF_ROUNDING = ("mismatch_sign/", "mismatch/slope_per_1k", "mismatch/sum_")
 def largest_differences(rows, others):
     """Returns the largest difference of each metric between the rows of two float32 runs; {} if they are equal.
 
-    The difference is absolute for the mismatch, also by turn, and relative for all other metrics.
+    The difference is absolute for the mismatch, also by turn, and relative for perplexities and all other metrics.
     """
     assert len(rows) == len(others)
     found = {}
@@ -120,7 +120,8 @@ def largest_differences(rows, others):
         assert row.keys() == other.keys(), row.keys() ^ other.keys()
         for key, value in row.items():
             if value != other[key] and not key.startswith(OF_ROUNDING):
-                size = 1.0 if key.startswith(("mismatch", "turns")) else max(abs(value), abs(other[key]))
+                is_gap = key.startswith(("mismatch", "turns")) and not key.endswith("_ppl")
+                size = 1.0 if is_gap else max(abs(value), abs(other[key]))
                 found[key] = max(found.get(key, 0.0), abs(value - other[key]) / size)
     return found
 
