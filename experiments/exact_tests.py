@@ -3,6 +3,7 @@
 sign_flip_p: Compares two arms by the differences of their paired runs.
 shift_interval: Bounds the difference that such pairs have in common.
 paired_test: Tests the differences of one of several planned comparisons.
+table_cells: Formats such a test for a table.
 fisher_p: Compares two shares of runs.
 share_interval: Bounds one share of runs.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scipy import stats
@@ -78,6 +79,14 @@ def paired_test(differences: Sequence[float], count: int) -> dict[str, Any]:
         "p": p,
         "corrected_p": min(1.0, count * p),
     }
+
+
+def table_cells(test: Mapping[str, Any]) -> list[str]:
+    """Formats what ``paired_test`` found: seeds, difference, interval, better/same/worse, p, corrected p."""
+    bounds = "-" if test["interval"] is None else "{:+.2f} to {:+.2f}".format(*test["interval"])
+    signs = f"{test['better']}/{test['same']}/{test['seeds'] - test['better'] - test['same']}"
+    numbers = f"{test['p']:.2g}", f"{test['corrected_p']:.2g}"
+    return [str(test["seeds"]), f"{test['difference']:+.2f}", bounds, signs, *numbers]
 
 
 def fisher_p(well: int, runs: int, other_well: int, other_runs: int) -> float:

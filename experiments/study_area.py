@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from exact_tests import fisher_p, paired_test, share_interval
+from exact_tests import fisher_p, paired_test, share_interval, table_cells
 from matplotlib.figure import Figure
 from study import Study, read_study
 from study_outcome import Outcome, outcome_of
@@ -204,17 +204,12 @@ def markdown(found: Mapping[str, Any]) -> str:
     head = ["compared", "seeds", "difference", "interval", "better/same/worse", "p", "corrected p", "collapsed"]
     lines += ["", f"| {' | '.join(head)} | Fisher p |", "|---|---|---|---|---|---|---|---|---|"]
     for row in found["comparisons"]:
-        bounds = "-" if row["interval"] is None else "{:+.2f} to {:+.2f}".format(*row["interval"])
-        signs = f"{row['better']}/{row['same']}/{row['seeds'] - row['better'] - row['same']}"
         cells = [
             " - ".join(row["arms"]),
-            str(row["seeds"]),
-            f"{row['difference']:+.2f}",
-            bounds,
-            signs,
-            f"{row['p']:.2g}",
+            *table_cells(row),
+            "{}, {}".format(*row["collapsed"]),
+            f"{row['fisher_p']:.2g}",
         ]
-        cells += [f"{row['corrected_p']:.2g}", "{}, {}".format(*row["collapsed"]), f"{row['fisher_p']:.2g}"]
         lines.append(f"| {' | '.join(cells)} |")
     if trend := found["trend"]:
         bounds = "none" if trend["interval"] is None else "{:+.3f} to {:+.3f}".format(*trend["interval"])
@@ -293,7 +288,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.power:
         found = power_table(study, runs, arguments)
     else:
-        found = tables(study, runs)
+        with caller_errors():
+            found = tables(study, runs)
         print(markdown(found))
         if arguments.figure is not None:
             drawn = dose_figure(found) if study.trend else comparison_figure(found["comparisons"])

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from exact_tests import fisher_p, paired_test, share_interval
+from exact_tests import fisher_p, paired_test, share_interval, table_cells
 from study import read_study
 from study_outcome import ENDS_WELL, LEARNED, Outcome, outcome_of, trailing_mean
 from study_rows import Runs, read_table
@@ -206,10 +206,9 @@ def markdown(tables: Mapping[str, Any]) -> str:
     ]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for row in tables["comparisons"]:
-        signs = f"{row['better']}/{row['same']}/{row['seeds'] - row['better'] - row['same']}"
-        values = (f"{row['p']:.2g}", f"{row['corrected_p']:.2g}", "{}, {} of {}".format(*row["end_well"], row["seeds"]))
-        cells = (" - ".join(row["arms"]), f"{row['difference']:+.2f}", _between(row["interval"]), signs)
-        lines.append(_line(*cells, *values, f"{row['fisher_p']:.2g}"))
+        seeds, *cells = table_cells(row)
+        well = "{}, {} of {}".format(*row["end_well"], seeds)
+        lines.append(_line(" - ".join(row["arms"]), *cells, well, f"{row['fisher_p']:.2g}"))
     lines += ["", "| signal | median lead | leads | missed | false alarms |", "|---|---|---|---|---|"]
     for name, row in tables["signals"].items():
         lead = "-" if row["lead_median"] is None else f"{row['lead_median']:.0f}"
@@ -228,10 +227,6 @@ def markdown(tables: Mapping[str, Any]) -> str:
 
 def _line(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
-
-
-def _between(bounds: Sequence[float] | None) -> str:
-    return "-" if bounds is None else f"{bounds[0]:+.2f} to {bounds[1]:+.2f}"
 
 
 def main(argv: Sequence[str]) -> int:

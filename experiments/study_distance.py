@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from exact_tests import paired_test
+from exact_tests import paired_test, table_cells
 from matplotlib.figure import Figure
 from study import Study, read_study
 from study_outcome import trailing_mean
@@ -62,10 +62,10 @@ class Course:
 
 
 def course_of(rows: Sequence[Row]) -> Course:
-    """Computes the course of a run. Raises ValueError if a step has no distance."""
+    """Computes the course of a run. Raises ValueError if a step has no finite distance."""
     distances = [row.get("policy/reference_kl") for row in rows]
-    if None in distances:
-        raise ValueError("a step has no policy/reference_kl: set loss.kl")
+    if not all(distance is not None and np.isfinite(distance) for distance in distances):
+        raise ValueError("a step has no finite policy/reference_kl: set loss.kl")
     accuracy = trailing_mean([row["reward/mean"] for row in rows])
     return Course(accuracy, np.maximum.accumulate(trailing_mean(distances)))
 
@@ -123,12 +123,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines += ["", f"| {head} | seeds | difference | interval | better/same/worse | p | corrected p |"]
         lines.append("|---|---|---|---|---|---|---|")
         for row in found["comparisons"]:
-            test = row[key]
-            bounds = "-" if test["interval"] is None else "{:+.2f} to {:+.2f}".format(*test["interval"])
-            signs = f"{test['better']}/{test['same']}/{test['seeds'] - test['better'] - test['same']}"
-            cells = [" - ".join(row["arms"]), str(test["seeds"]), f"{test['difference']:+.2f}", bounds, signs]
-            cells += [f"{test['p']:.2g}", f"{test['corrected_p']:.2g}"]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| {' | '.join([' - '.join(row['arms']), *table_cells(row[key])])} |")
     return "\n".join(lines)
 
 

@@ -34,8 +34,9 @@ def test_what_was_moved_never_falls():
     course = course_of(RUNS["fast", 0])
     np.testing.assert_allclose(course.moved[[9, 19, 29]], [1.0, 2.0, 2.0])
     np.testing.assert_allclose(course.accuracy[[9, 19, 29]], [0.5, 0.25, 0.0])
-    with pytest.raises(ValueError, match="no policy/reference_kl"):
-        course_of([{"step": 1, "reward/mean": 0.0}])
+    for unknown in ({}, {"policy/reference_kl": float("nan")}):
+        with pytest.raises(ValueError, match="no finite policy/reference_kl"):
+            course_of([{"step": 1, "reward/mean": 0.0, **unknown}])
 
 
 @pytest.mark.parametrize(("distance", "step"), [(0.1, 1), (0.2, 1), (0.5, 2), (0.7, 3), (9.0, 4)])

@@ -88,6 +88,20 @@ def test_the_embedded_engine_records_the_noisy_distribution(params):
     assert 0.6 * 0.3 < np.abs(recorded - np.concatenate(plain)).mean() < 1.0 * 0.3
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_greedy_sampling_has_no_logit_noise(is_exact, exact, params):
+    def greedy(noise):
+        inject = InjectConfig(logit_noise=noise)
+        engine = (
+            ExactEngine(exact, inject=inject) if is_exact else JaxEngine(CONFIG, "float32", 6, mesh=MESH, inject=inject)
+        )
+        engine.publish(params, 0)
+        found = sample(engine, temperature=0.0)
+        return [(one.response.tolist(), one["rollout_logprobs"].tolist()) for one in found]
+
+    assert greedy(3.0) == greedy(0.0)
+
+
 def test_coarser_weights_mismatch_more(exact, params):
     found = [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "fp8"}]
     means = [mismatch(exact, params, **inject)["logprob_abs_diff_mean"] for inject in found]
