@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rljax.mismatch import importance_weights, rejection_mask
+from rljax.mismatch.centering import center
 from rljax.mismatch.correction import ratio_weight
-from rljax.mismatch.regions import Region, center, region_factor, tops_distance
+from rljax.mismatch.regions import Region, region_factor, tops_distance
 
 VOCABULARY, LENGTH = 3, 3
 SIZES = (0.03, 0.1, 0.3, 1.0)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.mismatch.centering import center
 from rljax.mismatch.correction import ratio_weight
-from rljax.mismatch.regions import Region, center, is_finite, region_factor, tops_distance
+from rljax.mismatch.regions import Region, is_finite, region_factor, tops_distance
 
 
 class LikelyTokens(NamedTuple):

@@ -30,7 +30,8 @@ from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches
 from rljax.run.sampling import BatchSampler, Rollouts, SampledStep
-from rljax.run.stop import StopRequest, Timers
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
 
 if TYPE_CHECKING:
     from rljax.rollout.external.receiver import Receiver

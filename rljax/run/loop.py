@@ -19,7 +19,7 @@ from rljax.record.writers import Recorder
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.evaluation import mean_accuracy
 from rljax.run.step import NewestStep, Progress, RunParts, is_due, one_step
-from rljax.run.stop import StepProfiler
+from rljax.run.timers import StepProfiler
 from rljax.trainer.state import TrainState
 
 

@@ -24,7 +24,8 @@ from rljax.errors import ServersLostError
 from rljax.policy.model import Params
 from rljax.rollout.engine import AHEAD, RolloutEngine
 from rljax.run.sampling import BatchSampler, SampledStep
-from rljax.run.stop import StopRequest, Timers
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
 
 _END_S = 60.0  # the longest wait for a batch to end once it is given up
 

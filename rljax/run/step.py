@@ -26,7 +26,8 @@ from rljax.run.pipeline import Batches
 from rljax.run.rate import RateController, ess_row, load_fork, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import ResponseSource, rollout_row, step_seed, training_sequences
-from rljax.run.stop import StopRequest, Timers
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
 from rljax.run.watch import Watch, Word, declared_by
 from rljax.trainer.measure import without_empty_buckets
 from rljax.trainer.packing import useful_fraction

@@ -9,7 +9,7 @@ import pytest
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.mismatch.regions import center
+from rljax.mismatch.centering import center
 from rljax.policy.score import Scores
 from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch

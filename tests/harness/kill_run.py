@@ -153,7 +153,7 @@ def mark_phases(phase: Any) -> None:
     """Wraps the parts of a step so that ``phase`` always holds the index in ``PHASES`` of the current part."""
     from rljax.record.writers import Recorder
     from rljax.run.checkpoint import Checkpointer
-    from rljax.run.stop import Timers
+    from rljax.run.timers import Timers
 
     places = {"rollout": 1, "wait": 1, "train": 2, "publish": 3, "eval": 6}
     timed, write, save = Timers.phase, Recorder.write, Checkpointer.save

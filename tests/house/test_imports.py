@@ -105,7 +105,7 @@ LEVEL_0 = ("errors", "schedule", "mismatch")
 # The names of rljax.mismatch that other packages may use besides those of its __init__.
 MISMATCH_MODULES = {
     *("accurate", "atlas", "metrics", "signs", "importance", "correction", "diagnosis", "names"),
-    "regions",
+    *("centering", "regions"),
 }
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 FOR_TORCH = {"schedule.torch": {"torch", "transformers"}}

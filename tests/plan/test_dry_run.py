@@ -13,7 +13,7 @@ from rljax.plan.dry_run import beside_bytes, check_shapes, dry_run, in_units, pl
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES, is_hub_id, model_directory, policy_shape
 from rljax.run.config import Config, RunConfig
-from rljax.run.stop import StepProfiler
+from rljax.run.timers import StepProfiler
 from rljax.sharding import MeshConfig
 
 ROOT = Path(__file__).parents[2]

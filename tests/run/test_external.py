@@ -16,7 +16,8 @@ from rljax.rollout.types import EpisodeConfig, InjectConfig, RolloutConfig, Samp
 from rljax.run.config import Config, RunConfig
 from rljax.run.external import make_external_batches
 from rljax.run.sampling import rollout_row, training_sequences
-from rljax.run.stop import StopRequest, Timers
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
 from rljax.trainer.packing import groups_of
 
 PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(100, 110)]

@@ -10,7 +10,8 @@ from rljax.data.prompts import PromptStream
 from rljax.errors import ServersLostError, StoppedWaitingError
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.sampling import SampledStep
-from rljax.run.stop import StopRequest, Timers
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
 
 PROBLEMS = [{"prompt": str(i), "answer": ""} for i in range(10)]
 SEED = 3

@@ -16,7 +16,8 @@ from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.sampling import REFILL_LIMIT, RefillingSampler, Sampler, SingleTurn, rollout_row, step_seed, sum_rows
-from rljax.run.stop import StopRequest, Timers
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
 
 PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(100, 117)]
 SEED, SIZE = 5, 4
