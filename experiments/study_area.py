@@ -47,6 +47,7 @@ REFERENCE = "constant"  # the arm whose surge begins the area of each seed
 SHIFTS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
 DRAWS = 2000
 GAP_STEPS = 100  # the first steps of a run, whose mean gap is the size of its mismatch
+RL_KERNEL = {0.0126: "no harm", 0.049: "-0.29"}  # by gap: the reward of Qwen3-8B after 200 steps, less an exact engine's
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,10 @@ def comparison_figure(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def dose_figure(found: Mapping[str, Any]) -> Figure:
-    """Draws the difference to the first arm against the gap in nats: each seed, the mean, and its 95% interval."""
+    """Draws the difference to the first arm against the gap in nats: each seed, the mean, and its 95% interval.
+
+    Dotted lines are at the gaps of RL-Kernel's two pairs of runs, whose outcome is another reward.
+    """
     trend = found["trend"]
     first, *others = trend["gaps"]
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -256,6 +260,9 @@ def dose_figure(found: Mapping[str, Any]) -> Figure:
             axis.plot([gap, gap], test["interval"], color=COLORS[0], linewidth=2)
         axis.plot([gap] * len(differences), differences, "o", color=COLORS[0], alpha=0.45, markersize=5)
         axis.plot(gap, test["difference"], "D", color=COLORS[0], markersize=7)
+    for gap, said in RL_KERNEL.items():
+        axis.axvline(gap, color=QUIET, linestyle=":", linewidth=0.9)
+        axis.text(gap, 0.01, f" RL-Kernel: {said}", transform=axis.get_xaxis_transform(), fontsize=8, color=QUIET)
     axis.set_xscale("log")
     axis.set_xlim(min(map(trend["gaps"].get, others)) / 1.5, max(trend["gaps"].values()) * 1.5)
     axis.set_xlabel("mean gap of a token in the first 100 steps (nats)", fontsize=8.5, color=QUIET)

@@ -44,6 +44,7 @@ SIGNALS = {
     "k3_kl": "mismatch/k3_kl",
     "entropy": "policy/entropy",
     "length": "response_length/mean",
+    "effective sample size": "is/sequence_effective_sample_size",
 }
 """The metric of each signal, by name in the table."""
 

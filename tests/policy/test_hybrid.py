@@ -107,7 +107,7 @@ def test_two_tokens_by_hand():
     tokens = DeltaTokens(*of_heads, *rows, jnp.zeros((1, 2), bool))
     # The key of the second token reads 0.6 from S = [1, 0], so 0.5 (1 - 0.6) = 0.2 is written at [0.6, 0.8].
     for rule in (recurrent, chunked):
-        y, state = rule(tokens, jnp.zeros((1, 1, 2, 1)))
+        y, state = jax.jit(rule)(tokens, jnp.zeros((1, 1, 2, 1)))
         np.testing.assert_allclose(y[0, :, 0, 0], [2.0, 1.28], atol=1e-6)
         np.testing.assert_allclose(state[0, 0, :, 0], [1.12, 0.16], atol=1e-6)
 
@@ -123,7 +123,7 @@ def test_chunks_are_the_recurrence(t, starts, strongest):
         return jnp.sum(jnp.sin(y)) + jnp.sum(after**2), (y, after)
 
     pulled = [
-        jax.value_and_grad(functools.partial(run, rule), (0, 1), has_aux=True, allow_int=True)
+        jax.jit(jax.value_and_grad(functools.partial(run, rule), (0, 1), has_aux=True, allow_int=True))
         for rule in (recurrent, chunked)
     ]
     ((_, one), one_grads), ((_, other), other_grads) = (each(tokens, state) for each in pulled)
@@ -132,7 +132,8 @@ def test_chunks_are_the_recurrence(t, starts, strongest):
         assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(a), name
     for end, start in zip((*starts, t)[1:], starts, strict=False):
         alone = DeltaTokens(*(x[:1, start:end] for x in tokens))
-        np.testing.assert_allclose(chunked(alone, state[:1])[0], other[0][:1, start:end], atol=strongest * 3e-6)
+        found, _ = jax.jit(chunked)(alone, state[:1])
+        np.testing.assert_allclose(found, other[0][:1, start:end], atol=strongest * 3e-6)
 
 
 @pytest.mark.parametrize("rope", ROPES[1:3], ids=lambda rope: rope["rope_type"])
@@ -168,18 +169,25 @@ def test_the_engine_samples_as_the_forward_scores():
         np.testing.assert_allclose(found, whole[1:], atol=2e-6)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "places"))
+def piece(params, config, tokens, states, start, places):
+    """Returns the log-probabilities of tokens after ``start`` others, of ``places`` in all, and the states after."""
+    with jax.default_matmul_precision("highest"):
+        positions = start + jnp.arange(tokens.shape[1])[None]
+        seen = jnp.arange(places)[None, None] <= positions[..., None]
+        where = cached(config, positions, positions >= 0, seen, start)
+        hidden, states, _ = run_blocks(params, config, embed_tokens(params, tokens), where, states)
+        return jax.nn.log_softmax(hidden[0] @ params["lm_head"].T), states
+
+
 def forward_in_pieces(params, config, tokens, pieces):
     """Returns the log-probabilities of one sequence. Each piece goes on from the states after the one before it."""
     spec = cache_spec(config, 1, len(tokens), jnp.float32, jnp.float32)
     states = tuple(tuple(jnp.zeros(a.shape, a.dtype) for a in of_block) for of_block in spec)
-    index, found, start = np.arange(len(tokens)), [], 0
+    found, start = [], 0
     for n in pieces:
-        positions = index[None, start : start + n]
-        where = cached(config, positions, positions >= 0, index[None, None] <= positions[..., None], start)
-        hidden, states, _ = run_blocks(
-            params, config, embed_tokens(params, tokens[None, start : start + n]), where, states
-        )
-        found.append(np.asarray(jax.nn.log_softmax(hidden[0] @ params["lm_head"].T)))
+        one, states = piece(params, config, tokens[None, start : start + n], states, start, len(tokens))
+        found.append(np.asarray(one))
         start += n
     return np.concatenate(found)
 
@@ -187,12 +195,11 @@ def forward_in_pieces(params, config, tokens, pieces):
 def test_a_carried_state_is_the_whole_forward():
     config = tiny_hybrid(initializer_range=0.05)
     params, (tokens,) = init_params(config, 0), sequences_of(24, [110])
-    with jax.default_matmul_precision("highest"):
-        whole = forward_in_pieces(params, config, tokens, [110])
-        assert np.abs(forward_in_pieces(params, config, tokens[1:], [109])[-1] - whole[-1]).max() > 1e-4  # it remembers
-        for pieces in ([100, *[1] * 10], [2, 70, 38]):
-            found = forward_in_pieces(params, config, tokens, pieces)
-            np.testing.assert_allclose(found, whole, atol=2e-6)
+    whole = forward_in_pieces(params, config, tokens, [110])
+    other = forward_in_pieces(params, config, np.append(tokens[:1] ^ 1, tokens[1:]), [110])
+    assert np.abs(other[-1] - whole[-1]).max() > 1e-4  # it remembers
+    for pieces in ([70, *[1] * 40], [2, 70, 38]):
+        np.testing.assert_allclose(forward_in_pieces(params, config, tokens, pieces), whole, atol=2e-6)
 
 
 def test_files_of_a_model_that_reads_images_are_read(tmp_path):
@@ -276,5 +283,5 @@ def test_the_inverse_of_a_triangle(size):
     draw = np.random.default_rng(size)
     for below in (0.3 * draw.normal(size=(2, 3, size, size)), np.ones((1, size, size))):
         expected = np.linalg.inv(np.eye(size) + np.tril(below, -1))
-        found = unit_lower_inverse(jnp.asarray(below, jnp.float32))
+        found = jax.jit(unit_lower_inverse)(jnp.asarray(below, jnp.float32))
         np.testing.assert_allclose(found, expected, atol=8e-7 * np.abs(expected).max())
