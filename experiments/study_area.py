@@ -47,7 +47,7 @@ REFERENCE = "constant"  # the arm whose surge begins the area of each seed
 SHIFTS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
 DRAWS = 2000
 GAP_STEPS = 100  # the first steps of a run, whose mean gap is the size of its mismatch
-RL_KERNEL = {0.0126: "no harm", 0.049: "-0.29"}  # by gap: the reward of Qwen3-8B after 200 steps, less an exact engine's
+RL_KERNEL = {0.0126: "no harm", 0.049: "-0.29"}  # by gap: Qwen3-8B's reward, less an exact engine's
 
 
 @dataclass(frozen=True)
