@@ -65,17 +65,9 @@ def inject_learning_rate(
             "inject a number, and write each result of its step with set_learning_rate."
         )
 
-    rate: Any
-    if isinstance(learning_rate, optax.schedules.StatefulSchedule):
-        rate = _Float32Schedule(learning_rate)
-    elif callable(learning_rate):
-        schedule = learning_rate
-
-        def rate(count: Any) -> jax.Array:
-            return jnp.asarray(schedule(count), jnp.float32)
-
-    else:
-        rate = float(_checked(learning_rate))
+    if callable(learning_rate) and not isinstance(learning_rate, optax.schedules.StatefulSchedule):
+        learning_rate = optax.schedules.WrappedSchedule(learning_rate)
+    rate = _Float32Schedule(learning_rate) if callable(learning_rate) else float(_checked(learning_rate))
 
     def build(learning_rate: Any) -> optax.GradientTransformation:
         return make_optimizer(learning_rate)
