@@ -80,6 +80,8 @@ def compute_advantages(
         mean = rewards.mean() if known.all() else rewards[known].sum() / max(known.sum(), 1)
         differs = groups_with_signal(np.insert(rewards, 0, mean, axis=1))[:, None]
         return np.where(known & differs, rewards - mean, 0.0).astype(np.float32)
+    if rewards.shape[1] < 2:
+        raise ValueError(f"rewards must be [b, g] with g at least 2, got shape {rewards.shape}")
     return _by_group(rewards, config.estimator)
 
 
@@ -89,13 +91,10 @@ def _by_group(rewards: Float[np.ndarray, "b g"], estimator: Estimator) -> Float[
     A failed response gets 0. So does the only reward of a group, because there is nothing to compare it with.
     """
     known = ~np.isnan(rewards)
-    whole = known.all(axis=1)
-    if whole.all():
+    if known.all():
         return compare_in_groups(rewards, estimator)
     advantages = np.zeros(rewards.shape, np.float32)
-    if whole.any():
-        advantages[whole] = compare_in_groups(rewards[whole], estimator)
-    for i in np.flatnonzero(~whole & (known.sum(axis=1) > 1)):
+    for i in np.flatnonzero(known.sum(axis=1) > 1):
         advantages[i, known[i]] = compare_in_groups(rewards[i : i + 1, known[i]], estimator)[0]
     return advantages
 
@@ -106,14 +105,8 @@ def compare_in_groups(rewards: Float[np.ndarray, "b g"], estimator: Estimator) -
     "rloo" (REINFORCE leave-one-out, arXiv 2402.14740) is the reward minus the mean of the others. "grpo" (DeepSeekMath,
     arXiv 2402.03300) is the reward minus the mean of the group, divided by its standard deviation. That is the one of a
     sample (divisor g - 1), as in verl and TRL. Other estimators leave out the division (Dr.GRPO, arXiv 2503.20783).
-    Groups without signal give exactly 0.
-
-    Raises:
-      ValueError: A group has fewer than two responses.
+    Groups without signal give exactly 0. A group has at least two responses.
     """
-    rewards = np.asarray(rewards, np.float64)
-    if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards must be [b, g] with g at least 2, got shape {rewards.shape}")
     g, mean = rewards.shape[1], rewards.mean(axis=1, keepdims=True)
     centered = np.where(groups_with_signal(rewards)[:, None], rewards - mean, 0.0)
     if estimator == "rloo":
