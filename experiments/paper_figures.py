@@ -6,12 +6,11 @@ FIGURE is a name in ``FIGURES``: 1 to 13 are figures of arXiv 2602.01826, and th
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -213,11 +212,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"expected one of {', '.join(FIGURES)}, got {name}")
     with caller_errors():
         read = read_runs(runs)
-        if given.labels:
-            labels = given.labels.split(",")
-            if len(labels) != len(read):
-                raise ConfigError(f"expected {len(read)} labels, one per run, got {len(labels)}")
-            read = [dataclasses.replace(run, label=label) for run, label in zip(read, labels, strict=True)]
+        labels = given.labels.split(",") if given.labels else [run.label for run in read]
+        if len(labels) != len(read):
+            raise ConfigError(f"expected {len(read)} labels, one per run, got {len(labels)}")
+        read = [replace(run, label=label) for run, label in zip(read, labels, strict=True)]
         print(style.save_figure(plot_figure(name, read, SMOOTH), given.out or f"figure_{name}.png"))
     return 0
 
