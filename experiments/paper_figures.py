@@ -10,7 +10,7 @@ import fnmatch
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -211,7 +211,11 @@ def main(argv: Sequence[str]) -> int:
     if name not in FIGURES:
         raise ConfigError(f"expected one of {', '.join(FIGURES)}, got {name}")
     with caller_errors():
-        read = read_runs(runs, given.labels.split(",") if given.labels else None)
+        read = read_runs(runs)
+        labels = given.labels.split(",") if given.labels else [run.label for run in read]
+        if len(labels) != len(read):
+            raise ConfigError(f"expected {len(read)} labels, one per run, got {len(labels)}")
+        read = [replace(run, label=label) for run, label in zip(read, labels, strict=True)]
         print(style.save_figure(plot_figure(name, read, SMOOTH), given.out or f"figure_{name}.png"))
     return 0
 

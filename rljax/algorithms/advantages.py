@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -81,52 +80,39 @@ def compute_advantages(
         mean = rewards.mean() if known.all() else rewards[known].sum() / max(known.sum(), 1)
         differs = groups_with_signal(np.insert(rewards, 0, mean, axis=1))[:, None]
         return np.where(known & differs, rewards - mean, 0.0).astype(np.float32)
-    estimate = rloo if config.estimator == "rloo" else partial(grpo, divide_by_std=config.estimator == "grpo")
-    return _by_group(rewards, estimate)
+    if rewards.shape[1] < 2:
+        raise ValueError(f"rewards must be [b, g] with g at least 2, got shape {rewards.shape}")
+    return _by_group(rewards, config.estimator)
 
 
-def _by_group(
-    rewards: Float[np.ndarray, "b g"], estimate: Callable[[np.ndarray], np.ndarray]
-) -> Float[np.ndarray, "b g"]:
-    """Applies ``estimate`` [b, g] -> [b, g] to the groups, each without its failed responses (NaN).
+def _by_group(rewards: Float[np.ndarray, "b g"], estimator: Estimator) -> Float[np.ndarray, "b g"]:
+    """Compares the responses of each group, without its failed responses (NaN).
 
     A failed response gets 0. So does the only reward of a group, because there is nothing to compare it with.
     """
     known = ~np.isnan(rewards)
-    whole = known.all(axis=1)
-    if whole.all():
-        return estimate(rewards)
+    if known.all():
+        return compare_in_groups(rewards, estimator)
     advantages = np.zeros(rewards.shape, np.float32)
-    if whole.any():
-        advantages[whole] = estimate(rewards[whole])
-    for i in np.flatnonzero(~whole & (known.sum(axis=1) > 1)):
-        advantages[i, known[i]] = estimate(rewards[i : i + 1, known[i]])[0]
+    for i in np.flatnonzero(known.sum(axis=1) > 1):
+        advantages[i, known[i]] = compare_in_groups(rewards[i : i + 1, known[i]], estimator)[0]
     return advantages
 
 
-def rloo(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
-    """Computes REINFORCE leave-one-out (arXiv 2402.14740): the reward minus the mean of the others in the group.
+def compare_in_groups(rewards: Float[np.ndarray, "b g"], estimator: Estimator) -> Float[np.ndarray, "b g"]:
+    """Computes the advantages of responses that are compared with the others of their group.
 
-    Raises:
-      ValueError: A group has fewer than two responses.
+    "rloo" (REINFORCE leave-one-out, arXiv 2402.14740) is the reward minus the mean of the others. "grpo" (DeepSeekMath,
+    arXiv 2402.03300) is the reward minus the mean of the group, divided by its standard deviation. That is the one of a
+    sample (divisor g - 1), as in verl and TRL. Other estimators leave out the division (Dr.GRPO, arXiv 2503.20783).
+    Groups without signal give exactly 0. A group has at least two responses.
     """
-    g = np.shape(rewards)[-1]
-    return (_centered(rewards) * (g / (g - 1))).astype(np.float32)
-
-
-def grpo(rewards: Float[np.ndarray, "b g"], *, divide_by_std: bool) -> Float[np.ndarray, "b g"]:
-    """Computes group-relative advantages (DeepSeekMath, arXiv 2402.03300); without the division, Dr.GRPO (2503.20783).
-
-    The standard deviation of a group is that of a sample (divisor g - 1), as in verl and TRL.
-
-    Raises:
-      ValueError: A group has fewer than two responses.
-    """
-    centered = _centered(rewards)
-    if divide_by_std:
-        g = centered.shape[1]
-        std = np.sqrt(np.sum(centered**2, axis=1, keepdims=True) / (g - 1))
-        centered = centered / (std + STD_EPSILON)
+    g, mean = rewards.shape[1], rewards.mean(axis=1, keepdims=True)
+    centered = np.where(groups_with_signal(rewards)[:, None], rewards - mean, 0.0)
+    if estimator == "rloo":
+        centered = centered * (g / (g - 1))
+    elif estimator == "grpo":
+        centered = centered / (np.sqrt(np.sum(centered**2, axis=1, keepdims=True) / (g - 1)) + STD_EPSILON)
     return centered.astype(np.float32)
 
 
@@ -197,11 +183,3 @@ def groups_with_loss(advantages: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, "
     included. Under "reinforce", a group carries no loss if its rewards and the mean of the batch are all equal.
     """
     return np.any(np.asarray(advantages) != 0, axis=1)
-
-
-def _centered(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
-    """Returns rewards minus the mean of their group, float64. Groups without signal give exactly 0."""
-    rewards = np.asarray(rewards, np.float64)
-    if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards must be [b, g] with g at least 2, got shape {rewards.shape}")
-    return np.where(groups_with_signal(rewards)[:, None], rewards - rewards.mean(axis=1, keepdims=True), 0.0)

@@ -1,7 +1,7 @@
 """The corrections of single tokens: trust regions and score centering.
 
 Both may read the sampler's likeliest tokens at each position. Their mathematics is in ``rljax.mismatch.regions`` and
-``rljax.mismatch.regions``.
+``rljax.mismatch.centering``.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ REFERENCES = ("jax", "jax-decode", "hf")
 STARTED = ("vllm", "vllm-decode")
 """The kinds of scorers whose server a bench starts when they name a dtype and no URL."""
 _OTHERS = {ROWS[kind][0] for kind in ("hf", *STARTED)}  # the engines whose gap is compared with published ones
-METRICS = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max", "extreme_rate", "log_ppl_abs_diff")
+GAP = "logprob_abs_diff_mean"
+METRICS = (GAP, "k3_kl", "logprob_abs_diff_max", "extreme_rate", "log_ppl_abs_diff")
 COUNTS = ("token_count", "nonfinite_count")
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
 """The packages whose versions bench.json holds, beside rljax."""
@@ -280,45 +281,40 @@ class Bench:
         """Scores the tokens with a form, writes the log-probabilities, and returns the numbers of its row."""
         config, dump, reference = self.config, self._dumps[form.length], self.config.reference
         reference = reference if ":" in reference else f"{reference}:{form.dtype}"
-        if reference not in (form.column, *dump.logprobs):
-            scored = score_column(reference, dump, config.model, batch_size=config.batch_size)
-            dump = self._dumps[form.length] = dump.with_column(reference, *scored)  # kept if the form itself fails
         spec = self._todo[form]
         if is_started(spec):
             spec = f"{spec.partition(':')[0]}:{address}"
-        if form.path == "decode" and form.prefill.column not in dump.logprobs:
-            at_once = f"{form.prefill.kind}:{spec.partition(':')[2]}"
-            scored = score_column(at_once, dump, config.model, batch_size=config.batch_size)
-            dump = dump.with_column(form.prefill.column, *scored)
-
-        form_of = (form, dump, reference, lambda size: score_column(spec, dump, config.model, batch_size=size))
-        numbers, dump = measure_form(*form_of, config.batch_size, shape=config.second_run, repeat=config.repeat)
+        others = {reference: reference}  # the specs of the columns that the row is compared with
+        if form.path == "decode":
+            others[form.prefill.column] = f"{form.prefill.kind}:{spec.partition(':')[2]}"
+        for column, other in others.items():
+            if column not in (form.column, *dump.logprobs):
+                dump = dump.with_column(column, *score_column(other, dump, config.model, batch_size=config.batch_size))
+                self._dumps[form.length] = dump  # kept if the form itself fails
+        numbers, dump = measure_form(
+            form, dump, reference, lambda size: score_column(spec, dump, config.model, batch_size=size), config
+        )
         self._dumps[form.length] = dump
         write_dump(config.out / f"tokens-{form.length}.parquet", dump)
         return numbers
 
 
 def measure_form(
-    form: BenchForm, dump: TokenDump, reference: str, score: ScoreRows, batch_size: int, *, shape: bool, repeat: int
+    form: BenchForm, dump: TokenDump, reference: str, score: ScoreRows, config: BenchConfig
 ) -> tuple[dict[str, Any], TokenDump]:
     """Measures one row of a bench. Returns its numbers, and the dump with the form's new columns.
 
-    Args:
-      form: The scorer and the length of the row.
-      dump: The tokens. It has the column ``reference``, unless this is the form's own. For a path "decode" it has the
-        column of the same engine's prefill, too.
-      reference: The name of the column that the gap is measured against.
-      score: A function that scores the dump in batches of the size that it gets.
-      batch_size: The number of sequences that are scored at the same time.
-      shape: Whether to score once more at half the batch size (or 2), whose column the dump gets, too.
-      repeat: The number of further scorings at the same batch size. The largest of their gaps is recorded.
+    The dump has the column ``reference``, which the gap is measured against, unless this is the form's own. For a path
+    "decode" it has the column of the same engine's prefill, too. ``score`` is a function that scores the dump in
+    batches of the size that it gets. The dump gets the column of the floor "shape", too. Of several repeats the largest
+    gap is recorded.
 
     Raises:
       ValueError: The engine has another dtype than the form or other weights than the reference, or no token has a
         finite number on both sides.
     """
-    start = time.perf_counter()
-    vectors, source = score(batch_size)
+    size, start = config.batch_size, time.perf_counter()
+    vectors, source = score(size)
     seconds = time.perf_counter() - start
     if source.dtype and source.dtype != form.dtype:
         raise ValueError(f"the engine computes in {source.dtype}, expected {form.dtype}")
@@ -328,13 +324,13 @@ def measure_form(
     row: dict[str, Any] = {"program": source.engine, "form": source.form, "reference": reference}
     row |= _gap(dump, reference, form.column) | {"seconds": seconds}
     if form.path == "decode":
-        row["floor_path"] = _gap(dump, form.prefill.column, form.column)["logprob_abs_diff_mean"]
-    if shape:
-        dump = dump.with_column(again, score(batch_size // 2 or 2)[0], source)
-        row["floor_shape"] = _gap(dump, form.column, again)["logprob_abs_diff_mean"]
-    if repeat:
-        repeated = (dump.with_column(again, score(batch_size)[0], source) for _ in range(repeat))
-        row["floor_repeat"] = max(_gap(each, form.column, again)["logprob_abs_diff_mean"] for each in repeated)
+        row["floor_path"] = _gap(dump, form.prefill.column, form.column)[GAP]
+    if config.second_run:
+        dump = dump.with_column(again, score(size // 2 or 2)[0], source)
+        row["floor_shape"] = _gap(dump, form.column, again)[GAP]
+    if config.repeat:
+        repeated = (dump.with_column(again, score(size)[0], source) for _ in range(config.repeat))
+        row["floor_repeat"] = max(_gap(each, form.column, again)[GAP] for each in repeated)
     return row, dump
 
 
@@ -379,7 +375,7 @@ def _cells(row: Mapping[str, Any], parameters: int) -> list[str]:
     form[2] += f" ({row['form']})" if row.get("form") else ""
     if "reason" in row:
         return [*form, *[""] * (len(HEAD) - len(form) - 1), row["reason"]]
-    names = ("logprob_abs_diff_mean", "floor_shape", "floor_repeat", "floor_path", *METRICS[1:], "seconds")
+    names = (GAP, "floor_shape", "floor_repeat", "floor_path", *METRICS[1:], "seconds")
     numbers = [f"{row[name]:.3g}" if name in row else "" for name in names]
     lost = f"{row['nonfinite_count']:.0f} tokens are not finite" if row["nonfinite_count"] else ""
     note = "the reference" if row["reference"] == BenchForm.of(row).column else lost or _standing(row, parameters)
@@ -391,5 +387,5 @@ def _standing(row: Mapping[str, Any], parameters: int) -> str:
     if row["engine"].removesuffix(ON_TPU) not in _OTHERS:
         return ""
     dtype = f"{row['reference'].partition(':')[2]} / {row.get('form') or row['dtype']}"
-    found = normal_range(METRICS[0], row[METRICS[0]], parameters=parameters / 1e9, tokens=row["length"], dtype=dtype)
+    found = normal_range(GAP, row[GAP], parameters=parameters / 1e9, tokens=row["length"], dtype=dtype)
     return found.sentence if "parameters" in found.compared and found.standing != "unknown" else ""

@@ -17,9 +17,7 @@ from rljax.errors import check_at_least
 from rljax.policy.families import read_config
 from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump, after_prompts, common_prefix, make_dump
 from rljax.rollout.build import load_jax_engine
-from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.kinds import engines_that
-from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.types import Response, SamplingParams
 
 
@@ -100,17 +98,19 @@ def _sample(
     kind, argument = split_sampler(spec)
     served = kind.removesuffix("-decode")
     sampling = SamplingParams(how.max_response_tokens, how.temperature, tuple(stops))
-    with _open_engine(served, argument, model, prompts) as engine:
-        if isinstance(engine, JaxEngine):
-            column, source = spec, local_source(kind, argument, how.temperature, model)
-            runs = [engine.generate(prompts, how.responses, sampling, seed=how.seed)]
-        else:
-            column, temperature = f"{kind}:{server_label(engine.info)}", engine.logprobs_temperature(how.temperature)
-            source = server_source(engine.info, "decode", temperature, served)
+    if served in engines_that("serves"):
+        with open_server(argument, served) as server:
+            column, temperature = f"{kind}:{server_label(server.info)}", server.logprobs_temperature(how.temperature)
+            source = server_source(server.info, "decode", temperature, served)
             sizes = (how.batch_size, how.batch_size // 2 or 2)[: 1 + how.second_run]
-            runs = [engine.generate(prompts, how.responses, sampling, seed=how.seed, at_once=size) for size in sizes]
-        order = operator.attrgetter("prompt_index", "sample_index")
-        return column, source, [sorted(counted(run, progress), key=order) for run in runs]
+            found = [server.generate(prompts, how.responses, sampling, seed=how.seed, at_once=size) for size in sizes]
+            runs = [list(counted(run, progress)) for run in found]
+    else:
+        column, source = spec, local_source(kind, argument, how.temperature, model)
+        with contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts)))) as engine:
+            runs = [list(counted(engine.generate(prompts, how.responses, sampling, seed=how.seed), progress))]
+    order = operator.attrgetter("prompt_index", "sample_index")
+    return column, source, [sorted(run, key=order) for run in runs]
 
 
 def split_sampler(spec: str) -> tuple[str, str]:
@@ -133,15 +133,6 @@ def toy_prompts(count: int, model: str | Path) -> TokenDump:
     tokenizer, problems = load_tokenizer(model), addition_problems("eval", count)
     prompts = [tokenizer.encode_prompt(problem["prompt"]).tolist() for problem in problems]
     return make_dump([f"held/{i}" for i in range(count)], prompts, [[False] * len(ids) for ids in prompts], {})
-
-
-def _open_engine(
-    kind: str, argument: str, model: str | Path, prompts: Sequence[np.ndarray]
-) -> contextlib.AbstractContextManager[ServedModel | JaxEngine]:
-    """Opens the server at the URL ``argument``, or the embedded engine in the dtype ``argument``."""
-    if kind in engines_that("serves"):
-        return open_server(argument, kind)
-    return contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts))))
 
 
 def _prompt(name: str, ids: np.ndarray, mask: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -265,14 +265,3 @@ def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
     ours = finalize_mismatch(statistics)
     values = {name: ours[value] if isinstance(value, str) else value(statistics) for name, _, value in _ROWS[framework]}
     return scalars(statistics.xp, values)
-
-
-def our_name(framework: str, name: str) -> str | None:
-    """Returns the name of our metric with exactly the value of a framework's metric, or None if there is none.
-
-    Raises ValueError if the pair is not in the table.
-    """
-    metrics = {metric.name: metric for metric in NAME_TABLE if metric.framework == framework}
-    if name not in metrics:
-        raise ValueError(f"{framework!r} has no metric {name!r} in the table; known: {[*metrics] or [*FRAMEWORKS]}")
-    return metrics[name].ours

@@ -94,19 +94,19 @@ class TokenPair:
         x, y = (pad(side, rows, np.nan) for side in self._sides)
         return x, y, pad(self.dump.response_mask, rows, False)
 
-    def measured(self, of: Callable[[Any], Any], progress: Callable[[int], object] = lambda count: None) -> Any:
+    def measured(self, of: Callable[[Any], Any]) -> Any:
         """Returns the statistics ``of`` the tokens of all sequences."""
         total = None
         for rows, sides in self.chunks():
             found = of(read_tokens(*sides))
             total = found if total is None else merge(total, found)
-            progress(len(rows))
+            self._progress(len(rows))
         return total
 
     @functools.cached_property
     def statistics(self) -> Statistics:
         """The statistics of all tokens."""
-        found: Statistics = self.measured(mismatch_statistics, self._progress)
+        found: Statistics = self.measured(mismatch_statistics)
         return found
 
     @functools.cached_property

@@ -283,19 +283,16 @@ def plot_report(
     return save_figure(plot_grid(grid, runs, smooth, panels=panels), out)
 
 
-def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None = None) -> list[Run]:
+def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
     """Reads the records of run directories, and gives each run a color and a line style.
 
-    Raises ValueError if there are no runs, a run has no rows, or the number of labels is wrong. Raises RuntimeError if
-    a metrics.jsonl is damaged, and FileNotFoundError if there is none.
+    Raises ValueError if there are no runs, or a run has no rows. Raises RuntimeError if a metrics.jsonl is damaged, and
+    FileNotFoundError if there is none.
     """
     directories = [Path(run_dir) for run_dir in run_dirs]
     if not directories:
         raise ValueError("expected at least one run directory, got none")
-    names = short_names(directories) if labels is None else list(labels)
-    if len(names) != len(directories):
-        raise ValueError(f"expected {len(directories)} labels, one per run, got {len(names)}")
-    runs = []
+    names, runs = short_names(directories), []
     for directory, label, (line, color) in zip(directories, names, itertools.cycle(LINES), strict=False):
         rows = read_rows(directory / "metrics.jsonl")
         if not rows:

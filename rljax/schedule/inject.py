@@ -65,17 +65,9 @@ def inject_learning_rate(
             "inject a number, and write each result of its step with set_learning_rate."
         )
 
-    rate: Any
-    if isinstance(learning_rate, optax.schedules.StatefulSchedule):
-        rate = _Float32Schedule(learning_rate)
-    elif callable(learning_rate):
-        schedule = learning_rate
-
-        def rate(count: Any) -> jax.Array:
-            return jnp.asarray(schedule(count), jnp.float32)
-
-    else:
-        rate = float(_checked(learning_rate))
+    if callable(learning_rate) and not isinstance(learning_rate, optax.schedules.StatefulSchedule):
+        learning_rate = optax.schedules.WrappedSchedule(learning_rate)
+    rate = _Float32Schedule(learning_rate) if callable(learning_rate) else float(_checked(learning_rate))
 
     def build(learning_rate: Any) -> optax.GradientTransformation:
         return make_optimizer(learning_rate)
@@ -119,7 +111,7 @@ def set_learning_rate(opt_state: Any, value: Any) -> Any:
         node = node._replace(inner_state=_map_states(write, node.inner_state))
         if _RATE not in node.hyperparams:
             return node
-        if _is_scheduled(node):
+        if _RATE in getattr(node, "hyperparams_states", {}):
             raise ValueError(
                 "the learning rate of this optimizer is set by its schedule, which would override the value "
                 f"{value}: build the optimizer with a number to set the rate from outside."
@@ -153,7 +145,8 @@ def get_learning_rate(opt_state: Any) -> jax.Array:
     def read(node: Any) -> Any:
         if isinstance(node, _InjectState):
             if _RATE in node.hyperparams:
-                rates.append(_unwrapped(node.hyperparams[_RATE]))
+                rate = node.hyperparams[_RATE]
+                rates.append(rate.get_value() if isinstance(rate, _variable_types()) else rate)
             _map_states(read, node.inner_state)
         return node
 
@@ -185,18 +178,10 @@ def _map_states(function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(function, tree, is_leaf=lambda node: isinstance(node, stop))
 
 
-def _is_scheduled(state: Any) -> bool:
-    return _RATE in getattr(state, "hyperparams_states", {})
-
-
 def _variable_types() -> tuple[Any, ...]:
     # If flax was never imported, no node can be a Variable. Importing it here would make it a requirement.
     nnx = sys.modules.get("flax.nnx")
     return () if nnx is None else (nnx.Variable,)
-
-
-def _unwrapped(leaf: Any) -> Any:
-    return leaf.get_value() if isinstance(leaf, _variable_types()) else leaf
 
 
 def _placed_like(old: Any, value: Any) -> jax.Array:

@@ -74,7 +74,8 @@ class LengthTriggeredScheduler(OfController, LRScheduler):
         if self.last_epoch >= 0:  # SequentialLR sets it to -1 until this scheduler's turn comes
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 _write_rate(group, rate)
-            self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
+            current = [group["lr"] for group in self.optimizer.param_groups]
+            self._last_lr = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in current]
         return rates
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -301,7 +302,3 @@ def _write_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
-
-
-def _copied(rate: Any) -> Any:
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate

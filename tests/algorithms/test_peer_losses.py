@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from micro_batches import micro_batch
 
 from rljax.algorithms.advantages import optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig, correct
 from rljax.algorithms.losses import LossConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackedBatch
 
 FILE = np.load(Path(__file__).parents[1] / "gold" / "peer_losses.npz")
 CASES = json.loads(str(FILE["about"]))["cases"]
@@ -49,22 +49,12 @@ def log_softmax(logits):
 
 
 def make_micro(tokens, rollout, ids):
-    zeros = np.zeros(MASK.shape, np.int32)
-    return PackedBatch(
-        tokens=tokens.astype(np.int32),
-        segment_ids=MASK.astype(np.int32),
-        positions=zeros,
-        sequence_ids=np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None], MASK.shape),
-        response_mask=MASK,
-        loss_mask=MASK,
-        rollout_logprobs=np.where(MASK, np.take_along_axis(rollout, tokens[..., None], -1)[..., 0], 0),
-        advantages=ADVANTAGES,
-        staleness=zeros,
-        with_loss=1,
-        used=1,
-        top_ids=None if ids is None else np.where(MASK[..., None], ids, -1).astype(np.int32),
-        top_logprobs=None if ids is None else np.where(MASK[..., None], np.take_along_axis(rollout, ids, -1), -np.inf),
-    )
+    sampled = np.take_along_axis(rollout, tokens[..., None], -1)[..., 0]
+    tops = {}
+    if ids is not None:
+        tops["top_ids"] = np.where(MASK[..., None], ids, -1).astype(np.int32)
+        tops["top_logprobs"] = np.where(MASK[..., None], np.take_along_axis(rollout, ids, -1), -np.inf)
+    return micro_batch(tokens, MASK, sampled, ADVANTAGES, **tops)
 
 
 def ours(correction, ids=None, *, has_tail=True, cut=False):

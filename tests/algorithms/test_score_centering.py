@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from micro_batches import micro_batch
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -41,24 +42,13 @@ def distributions(seed, size):
 
 def every_token(rollout, advantages, head):
     """Returns a micro-batch of V responses, one for each token; ``head`` has the ids of the likeliest tokens."""
-    shape = (V, 2)
-    second = np.broadcast_to([False, True], shape)
+    second = np.broadcast_to([False, True], (V, 2))
     tokens = np.stack([np.zeros(V, np.int32), np.arange(V, dtype=np.int32)], axis=1)
-    return PackedBatch(
-        tokens=tokens,
-        segment_ids=np.ones(shape, np.int32),
-        positions=np.broadcast_to(np.arange(2), shape),
-        sequence_ids=np.broadcast_to(np.arange(V, dtype=np.int32)[:, None], shape),
-        response_mask=second,
-        loss_mask=second,
-        rollout_logprobs=np.where(second, rollout[tokens], 0).astype(np.float32),
-        advantages=np.where(second, np.asarray(advantages)[:, None], 0).astype(np.float32),
-        staleness=np.zeros(shape, np.int32),
-        with_loss=None,
-        used=None,
-        top_ids=np.where(second[..., None], np.asarray(head, np.int32), -1),
-        top_logprobs=np.where(second[..., None], rollout[np.asarray(head)], -np.inf).astype(np.float32),
-    )
+    tops = {
+        "top_ids": np.where(second[..., None], np.asarray(head, np.int32), -1),
+        "top_logprobs": np.where(second[..., None], rollout[np.asarray(head)], -np.inf).astype(np.float32),
+    }
+    return micro_batch(tokens, second, rollout[tokens], np.float32(advantages)[:, None], **tops)
 
 
 def scores_of(logits, micro):

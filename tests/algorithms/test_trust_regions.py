@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from micro_batches import micro_batch
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig, policy_loss
@@ -13,7 +14,6 @@ from rljax.mismatch import merge, rejection_mask
 from rljax.mismatch.regions import Region, binary_kl, moment_bound, probability_gap, tops_distance
 from rljax.policy.score import Scores
 from rljax.trainer.objective import Objective, loss_row
-from rljax.trainer.packing import PackedBatch
 
 B, T, K, V = 3, 8, 3, 7
 
@@ -27,21 +27,9 @@ def batch(seed, spread=1.2):
     tokens = np.where(rng.random((B, T)) < 0.5, rng.integers(0, V, (B, T)), np.argmax(q, axis=-1)).astype(np.int32)
     ids = np.argsort(-q, axis=-1)[..., :K].astype(np.int32)
     mask = rng.random((B, T)) < 0.8
-    micro = PackedBatch(
-        tokens=tokens,
-        segment_ids=np.ones((B, T), np.int32),
-        positions=np.broadcast_to(np.arange(T), (B, T)),
-        sequence_ids=np.broadcast_to(np.arange(B, dtype=np.int32)[:, None], (B, T)),
-        response_mask=mask,
-        loss_mask=mask,
-        rollout_logprobs=np.take_along_axis(q, tokens[..., None], -1)[..., 0],
-        advantages=np.broadcast_to(rng.standard_normal((B, 1)), (B, T)).astype(np.float32),
-        staleness=np.zeros((B, T), np.int32),
-        with_loss=None,
-        used=None,
-        top_ids=ids,
-        top_logprobs=np.take_along_axis(q, ids, -1),
-    )
+    tops = {"top_ids": ids, "top_logprobs": np.take_along_axis(q, ids, -1)}
+    rollout = np.take_along_axis(q, tokens[..., None], -1)[..., 0]
+    micro = micro_batch(tokens, mask, rollout, rng.standard_normal((B, 1)).astype(np.float32), **tops)
     return micro, np.take_along_axis(p, tokens[..., None], -1)[..., 0], np.take_along_axis(p, ids, -1)
 
 

@@ -190,6 +190,8 @@ def test_sweep_shows_how_the_call_moves(tmp_path):
         ('{"response_length/mean": NaN}\n', (), "has no positive number in any of its 1 steps"),
         ('{"response_length/mean": 1\n', (), "line 1 is not JSON"),
         ("[1, 2]\n", (), "line 1 is not a JSON object"),
+        ('{"a":' * 900 + "1" + "}" * 900, (), "no length column"),
+        ('{"a":' * 100000 + "1" + "}" * 100000, (), "nested too deeply"),
         ('{"response_length/mean": 1}\n', ("--ratio", "0.5"), "ratio = 0.5"),
         ('{"response_length/mean": 1}\n', ("--multiplier", "0.5"), "multiplier = 0.5"),
         ('{"response_length/mean": 1}\n', ("--warmpu", "9"), "unknown option --warmpu; did you mean --warmup?"),
@@ -331,16 +333,12 @@ def test_a_directory_with_the_length_in_another_file(tmp_path):
     "tensor",
     [
         lambda n: {"dtype": 2, "double_val": [n]},
-        lambda n: {"dtype": 9, "int64_val": [int(n)]},
-        lambda n: {"dtype": 3, "int_val": [int(n)]},
+        lambda n: {"dtype": 1, "float_val": [n]},
         lambda n: {"dtype": 1, "tensor_content": struct.pack("<f", n)},
         lambda n: {"dtype": 2, "tensor_content": struct.pack("<d", n)},
-        lambda n: {"dtype": 9, "tensor_content": struct.pack("<q", int(n))},
-        lambda n: {"dtype": 14, "tensor_content": struct.pack("<f", n)[2:]},
-        lambda n: {"dtype": 19, "half_val": [struct.unpack("<H", struct.pack("<e", n))[0]]},
     ],
 )
-def test_tensors_of_every_dtype(tmp_path, tensor):
+def test_tensors_of_floats(tmp_path, tensor):
     path = tmp_path / "events.out.tfevents.1"
     file = RecordWriter(str(path))
     for step, length in enumerate(LENGTHS, 1):
@@ -362,8 +360,6 @@ def test_a_last_line_that_is_cut_is_left_out(tmp_path):
         ("run.wandb", "x", "export the history as CSV or JSONL"),
         ("log.json", "[]", "the log is empty"),
         ("log.json", '{"log_history": 3}', "no length column"),
-        ("log.jsonl", '{"a":' * 900 + "1" + "}" * 900, "no length column"),
-        ("log.jsonl", '{"a":' * 100000 + "1" + "}" * 100000, "nested too deeply"),
         ("log.csv", "step," + LENGTH, "the log is empty"),
         (
             "log.csv",
@@ -375,24 +371,6 @@ def test_a_last_line_that_is_cut_is_left_out(tmp_path):
 def test_other_files_are_refused_in_one_line(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     assert message in refused(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "(TaskRunner pid=7) step:{i} - a/b:1.0 - response_length/mean:np.float64({n}) - timing_s/step:3.5",
-        "[2026-01-02] rollout.py:55 - perf {j}: {{'rollout/response_len/mean': {n}, 'rollout/truncated_ratio': 1e-05}}",
-        " 3%|#   | 3/99 [00:01<00:02]\r{{'loss': '0.0', 'completions/mean_length': '{n}', 'epoch': '0.1'}}",
-    ],
-    ids=["verl", "slime", "TRL"],
-)
-def test_console_output(tmp_path, line):
-    text = "".join(
-        f"INFO it's step {i}\n{line.format(i=i, j=i - 1, n=n)}\neval {i}: {{'eval/response_len/mean': 5.0}}\n"
-        for i, n in enumerate(LENGTHS, 1)
-    )
-    (tmp_path / "train.log").write_text(text)
-    assert CALL in run(tmp_path / "train.log")
 
 
 def curve(path, lengths, column=LENGTH, **more):

@@ -10,7 +10,7 @@ from bench_tables import collected
 
 from rljax.cli import main as rljax
 from rljax.commands.compare import main
-from rljax.compare.bench import BenchForm, bench_rows, measure_form, reason_of, without_places
+from rljax.compare.bench import BenchConfig, BenchForm, bench_rows, measure_form, reason_of, without_places
 from rljax.errors import ConfigError
 from rljax.record.token_dumps import ColumnSource, make_dump, read_dump
 
@@ -19,15 +19,13 @@ FORM = BenchForm("transformers", "float32", "forward", 2)
 FILES = Path(__file__).parents[2] / "benchmarks" / "mismatch_bench"
 
 
-def measured(
-    by_size, *, reference=((-1.0, -2.0), (-1.5, -0.5)), source=SOURCE, shape=True, repeat=1, form=FORM, others=None
-):
+def measured(by_size, *, source=SOURCE, shape=True, repeat=1, form=FORM, others=None):
     """Measures two sequences of one prompt token.
 
     ``by_size`` has the numbers of each call, by the batch size, and ``others`` those of further columns.
     """
     whole = {size: [[[math.nan, *row] for row in rows] for rows in calls] for size, calls in by_size.items()}
-    columns = {"jax:float32": reference, **(others or {})}
+    columns = {"jax:float32": ((-1.0, -2.0), (-1.5, -0.5)), **(others or {})}
     column = {name: [[math.nan, *row] for row in rows] for name, rows in columns.items()}
     sources = {"jax:float32": ColumnSource("jax", "float32", "sha256:aa")}
     dump = make_dump(["a", "b"], [[1, 2, 3]] * 2, [[False, True, True]] * 2, column, sources)
@@ -35,7 +33,8 @@ def measured(
     def score(size):
         return list(map(np.float32, whole[size].pop(0))), source
 
-    return measure_form(form, dump, "jax:float32", score, 4, shape=shape, repeat=repeat)
+    config = BenchConfig(Path(), "", (), (2,), second_run=shape, repeat=repeat)
+    return measure_form(form, dump, "jax:float32", score, config)
 
 
 def test_a_row_has_the_numbers_worked_by_hand():

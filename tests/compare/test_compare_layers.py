@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from hybrids import hybrid_model
+from planted_in_jax import faulty
 from planted_layers import FAULTS, HYBRID_FAULTS
 from transformers_models import hf_model, mixture
 
@@ -116,6 +117,17 @@ def test_a_planted_fault_is_found_at_its_place(reference, directory, fault):
     assert place in [finding.place for finding in verdict.findings]
     others = {finding.place for finding in verdict.findings} - {place}
     assert len(others) <= 1, others
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "sum"])
+def test_a_fault_in_this_library_is_found(reference, tmp_path, fault):
+    tested = faulty(fault, SHAPE, tmp_path, reference.dtype)
+    _, verdict = judged(reference, tested)
+    assert not verdict.passed
+    places = {finding.place for finding in verdict.findings}
+    assert FAULTS[fault][1] in places, verdict.sentence
+    # The eps belongs to all norms, and the fault "no norms" removes the norm of queries and the norm of keys.
+    assert len(places) <= {"eps": 6, "no norms": 2, "stale": 1}.get(fault, 2), places
 
 
 def test_hints_say_what_the_numbers_show(directory):

@@ -7,20 +7,9 @@ from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import score_column
 from rljax.data.toy import ALPHABET, build_tokenizer
-from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import save_params
-from rljax.policy.model import init_params
 from rljax.record.token_dumps import make_dump
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    config = PolicyConfig(16, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3, eos_token_id=3)
-    path = tmp_path_factory.mktemp("model")
-    save_params(path, init_params(config, 0), config)
-    return path
 
 
 PROMPTS = make_dump(["p", "q"], [[1, 2, 5, 9], [4, 5]], [[False, False, True, False], [False, False]], {})
@@ -60,7 +49,7 @@ def test_the_embedded_engine_scores_every_response_token(model):
     ("ids", "mask", "message"),
     [
         ([1, 2], [True, True], "no prompt"),
-        ([1, 99, 2], [False, False, True], "no prompt of tokens below 16"),
+        ([1, 99, 2], [False, False, True], "no prompt of tokens below 64"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(model, ids, mask, message):

@@ -12,21 +12,10 @@ from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import name_columns, open_server, score_column, server_source, split_spec
 from rljax.errors import ReplyError, ServerGoneError, run_cli
-from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import save_params
-from rljax.policy.model import init_params
 from rljax.record.token_dumps import make_dump, read_dump, write_dump
 from rljax.weights.format import weights_hash
 
 DUMP = make_dump(["x", "y"], [[7, 8, 9], [4, 5]], [[False, True, True], [False, True]], {})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    config = PolicyConfig(64, 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3, eos_token_id=3)
-    path = tmp_path_factory.mktemp("model")
-    save_params(path, init_params(config, 0), config)
-    return path
 
 
 def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):

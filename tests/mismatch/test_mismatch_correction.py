@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.mismatch import importance_weights, read_tokens, rejection_mask
+from rljax.mismatch import importance_weights, mismatch_metrics, read_tokens, rejection_mask
 from rljax.mismatch.correction import finalize_importance, importance_statistics
 
 # Two sequences have three and two tokens, and the third row is empty. The token ratios are 4, 1/2, 1 and 3, 1/3, with
@@ -245,3 +245,31 @@ def test_in_packed_rows_nonfinite_tokens_follow_their_sequence(xp):
     )
     assert np.asarray(mask).tolist() == [[True, True, False, False, False, True, True, True, False, False]]
     assert float(stats["rejected_sequence_fraction"]) == pytest.approx(1 / 3)
+
+
+# top_p = 0.8 keeps two of three tokens. The sample has their proportions: 0.5 / 0.8 and 0.3 / 0.8 of eight tokens.
+POLICY = np.asarray([0.5, 0.3, 0.2])
+KEPT = np.asarray([True, True, False])
+MASS = 0.8
+SAMPLED = np.asarray([[0] * 5 + [1] * 3])
+RAW, PROCESSED = np.log(POLICY), np.log(np.where(KEPT, POLICY / MASS, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "ratio", "seen"),
+    [
+        # Before the cut the ratio is 1 and hides it: the sampled mean of 1[token 0] is 5/8 of the cut policy, not 1/2.
+        (RAW, RAW, 1.0, [5 / 8, 3 / 8, 0.0]),
+        # After the cut the sample gives the sum of pi f over the kept tokens: token 2 with 0.2 of the mass is missed.
+        (RAW, PROCESSED, MASS, [0.5, 0.3, 0.0]),
+        (PROCESSED, PROCESSED, 1.0, [5 / 8, 3 / 8, 0.0]),  # a trainer with the same cut has no bias
+    ],
+)
+def test_the_ratio_is_the_mass_that_a_cut_of_one_side_leaves(trainer, rollout, ratio, seen):
+    sides = trainer[SAMPLED], rollout[SAMPLED], np.ones(SAMPLED.shape, bool)
+    weights, _ = importance_weights(*sides, level="token", mode="truncate", threshold=2.0)
+    found = mismatch_metrics(*sides)
+    np.testing.assert_allclose(weights, ratio)
+    assert found["kl"] == found["log_ppl_abs_diff"] == pytest.approx(-np.log(ratio))
+    assert found["k3_kl"] == pytest.approx(ratio - 1 - np.log(ratio), abs=0 if ratio == 1.0 else 1e-12)
+    assert [np.mean(weights * (token == SAMPLED)) for token in range(3)] == pytest.approx(seen)

@@ -1,4 +1,4 @@
-"""Tests of buckets, sign skew and the length split, on numbers by hand and planted causes."""
+"""Tests of buckets, sign skew, the length split and turns, on numbers by hand and planted causes."""
 
 import math
 
@@ -9,15 +9,19 @@ import pytest
 
 from rljax.mismatch import merge, mismatch_metrics, read_tokens
 from rljax.mismatch.diagnosis import (
+    after_environment,
     bucket_labels,
+    count_labels,
     finalize_buckets,
     finalize_sign_skew,
     mismatch_by_count,
     mismatch_by_entropy,
     mismatch_by_position,
     mismatch_by_staleness,
+    mismatch_by_turn,
     sign_skew,
     split_sum_rise,
+    turns_of_mask,
 )
 
 LR = np.array([[0.1, -0.2, 0.3, 0.6], [0.0, 0.4, -0.7, 9.0]])
@@ -30,8 +34,12 @@ def k3(values):
 
 
 def assert_buckets(buckets, members):
-    found = finalize_buckets(buckets, range(len(members)))
-    for i, values in enumerate(members):
+    assert_named(finalize_buckets(buckets, range(len(members))), dict(enumerate(members)))
+
+
+def assert_named(found, members):
+    """Checks the metrics of the log-ratios in each bucket, by its label."""
+    for i, values in members.items():
         n = max(len(values), 1)
         assert found[f"{i}/token_count"] == len(values)
         assert found[f"{i}/kl"] == pytest.approx(-sum(values) / n)
@@ -79,6 +87,8 @@ def test_buckets_on_the_device():
 def test_labels_name_every_bucket():
     assert bucket_labels((64, 256, 1024)) == ("lt_64", "64_to_256", "256_to_1024", "ge_1024")
     assert bucket_labels((0.01,)) == ("lt_0.01", "ge_0.01")
+    assert count_labels((2, 3, 5, 9)) == ("1", "2", "3_to_4", "5_to_8", "ge_9")
+    assert count_labels((2, 5, 17)) == ("1", "2_to_4", "5_to_16", "ge_17")
 
 
 def test_labelled_numbers():
@@ -152,3 +162,62 @@ def test_mistakes_say_what_was_expected():
         mismatch_by_staleness(read_tokens(LR, LR, MASK), MASK, num_buckets=0)
     with pytest.raises(ValueError, match=r"advantages must have the shape .*\(2, 4\), got \(2,\)"):
         sign_skew(read_tokens(LR, LR, MASK), np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([1, 1, 1], [0, 0, 0]),  # no environment's token is before them
+        ([1, 1, 0, 0, 2, 2, 2], [0, 0, 0, 0, 1, 2, 3]),
+        ([1, 0, 2, 0, 0, 3, 3], [0, 0, 1, 0, 0, 1, 2]),
+        ([1, 2, 2], [0, 0, 0]),  # the environment wrote nothing between two turns
+        ([1, 0, 2, 3], [0, 0, 1, 2]),
+        ([3, 3, 0, 4], [1, 2, 0, 1]),  # a further row, whose prompt ends with the environment's tokens
+        ([0, 0, 1, 0, 2], [0, 0, 0, 0, 1]),  # a row with a prompt
+        ([0, 0, 3, 3], [0, 0, 1, 2]),
+        ([0, 0], [0, 0]),
+        ([], []),
+    ],
+)
+def test_distances_from_the_environment_by_hand(turns, expected):
+    assert after_environment(np.array(turns, np.int32)).tolist() == expected
+
+
+def test_runs_of_a_mask_are_numbered():
+    mask = np.array([0, 0, 1, 1, 0, 1, 0, 0, 1], bool)
+    assert turns_of_mask(mask).tolist() == [0, 0, 1, 1, 0, 2, 0, 0, 3]
+    assert turns_of_mask(np.ones(2, bool)).tolist() == [1, 1]
+
+
+def trajectories():
+    """Returns two trajectories. The environment's tokens have numbers that must not count."""
+    turns = [np.array([1, 1, 0, 0, 2, 2, 0, 3]), np.array([1, 0, 2])]
+    log_ratios = [np.array([0.1, -0.2, 9.0, 9.0, 0.7, 0.3, 9.0, -0.6]), np.array([0.0, np.nan, -0.9])]
+    rollout = [np.full(8, -2.0), np.full(3, -1.0)]
+    return [r + lr for r, lr in zip(rollout, log_ratios, strict=True)], rollout, turns
+
+
+@pytest.mark.parametrize("chunk", [2**20, 4])
+def test_buckets_of_turns_by_hand(chunk):
+    found = mismatch_by_turn(*trajectories(), chunk=chunk)
+    members = {
+        "turn_1": [0.1, -0.2, 0.0],
+        "turn_2": [0.7, 0.3, -0.9],
+        "turn_3_to_4": [-0.6],
+        "after_1": [0.7, -0.6, -0.9],
+        "after_2_to_4": [0.3],
+    }
+    assert_named(found, members)
+
+
+def test_late_turns_and_distances_share_the_last_buckets():
+    turns = np.concatenate([[0], np.full(20, 9), [0], np.full(3, 12)])
+    found = mismatch_by_turn([np.full(25, -1.5)], [np.full(25, -1.0)], [turns])
+    counts = {name.removesuffix("/token_count"): n for name, n in found.items() if name.endswith("token_count")}
+    assert counts == {"turn_ge_9": 23, "after_1": 2, "after_2_to_4": 3 + 2, "after_5_to_16": 12, "after_ge_17": 4}
+
+
+def test_tokens_without_a_finite_number_do_not_count():
+    found = mismatch_by_turn([np.array([-1.0, np.nan])], [np.array([-1.0, -1.0])], [np.array([1, 1])])
+    assert found["turn_1/token_count"] == 1
+    assert mismatch_by_turn([], [], []) == {}

@@ -311,5 +311,3 @@ def test_callers_mistakes_say_what_was_expected():
         read_tokens(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [2, 2, 2]]), num_sequences=2)
     with pytest.raises(ValueError, match=r"whole inside one row, got pieces of \[0\]"):
         read_tokens(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [0, 2, 2]]), num_sequences=3)
-    with pytest.raises(ValueError, match="statistics that merge must hold the same names"):
-        merge(statistics_of(ones, ones, ones), mismatch_statistics(read_tokens(ones, ones, ones), ones))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rljax.mismatch import framework_metrics, mismatch_metrics, mismatch_statistics, read_tokens
-from rljax.mismatch.names import FRAMEWORKS, NAME_TABLE, PUBLISHED_BARS, our_name
+from rljax.mismatch.names import FRAMEWORKS, NAME_TABLE, PUBLISHED_BARS
 
 
 def statistics_of(*arrays):
@@ -27,81 +27,58 @@ def batch():
     return trainer, rollout, mask
 
 
-def expected(framework, trainer, rollout, mask):
-    """Returns the framework's logged numbers by its formula, on whole sequences and without micro-batches."""
-    p, q = (torch.tensor(array) for array in (trainer, rollout))
-    m = torch.tensor(mask)
-    lr = p - q
-    flat, p_flat, q_flat = lr[m], p[m].exp(), q[m].exp()
-    per_sequence = [(p[i][m[i]], q[i][m[i]]) for i in range(len(m))]
-    seq_p, seq_q = (torch.stack([pair[k].mean() for pair in per_sequence]) for k in (0, 1))
-    gap = (p_flat - q_flat).abs()
-    sequence_sum = torch.stack([(a - b).sum() for a, b in per_sequence])
+def by_formula(trainer, rollout, mask):
+    """Returns the number of each formula, on whole sequences and without micro-batches."""
+    p, q, m = (torch.tensor(array) for array in (trainer, rollout, mask))
+    lr, gap = (p - q)[m], (p[m].exp() - q[m].exp()).abs()
+    rows = [(p[i][m[i]], q[i][m[i]]) for i in range(len(m))]
+    seq_p, seq_q = (torch.stack([row[k].mean() for row in rows]) for k in (0, 1))
+    sums = torch.stack([(a - b).sum() for a, b in rows])
+    d = seq_q - seq_p
+    cap = "no cap on the weights"
+
+    def k3(x):
+        return x.exp() - x - 1
+
     return {
-        "verl": {
-            "rollout_corr/kl": -flat.mean(),
-            "rollout_corr/k3_kl": (flat.exp() - flat - 1).mean(),
-            "rollout_corr/training_ppl": (-seq_p).exp().mean(),
-            "rollout_corr/rollout_ppl": (-seq_q).exp().mean(),
-            "rollout_corr/training_log_ppl": -seq_p.mean(),
-            "rollout_corr/rollout_log_ppl": -seq_q.mean(),
-            "rollout_corr/log_ppl_diff": (seq_q - seq_p).mean(),
-            "rollout_corr/log_ppl_abs_diff": (seq_q - seq_p).abs().mean(),
-            "rollout_corr/log_ppl_diff_max": (seq_q - seq_p).max(),
-            "rollout_corr/log_ppl_diff_min": (seq_q - seq_p).min(),
-            "rollout_corr/ppl_ratio": (seq_q - seq_p).exp().mean(),
-            "rollout_corr/chi2_token": flat.clamp(-20, 20).exp().square().mean() - 1,
-            "rollout_corr/chi2_seq": (2 * sequence_sum.clamp(-20, 20)).exp().mean() - 1,
-            "training/rollout_probs_diff_mean": gap.mean(),
-            "training/rollout_probs_diff_max": gap.max(),
-            "training/rollout_probs_diff_std": gap.std(),
-            "training/rollout_actor_probs_pearson_corr": torch.corrcoef(torch.stack([p_flat, q_flat]))[0, 1],
-        },
-        "trl": {
-            "sampling/sampling_logp_difference/mean": flat.abs().mean(),
-            "sampling/sampling_logp_difference/max": flat.abs().max(),
-        },
-        "nemo_rl": {
-            "token_mult_prob_error": flat.abs().exp().mean(),
-            "gen_kl_error": (flat.exp() - flat - 1).mean(),
-            "policy_kl_error": ((-flat).exp() + flat - 1).mean(),
-        },
-        "prime_rl": {
-            "mismatch_kl/mean": torch.stack([((a - b).exp() - (a - b) - 1).mean() for a, b in per_sequence]).mean()
-        },
-        "slime": {
-            "train/train_rollout_logprob_abs_diff": torch.stack([(a - b).abs().mean() for a, b in per_sequence]).mean()
-        },
-        "skyrl": {
-            "policy/rollout_train_logprobs_abs_diff_mean": flat.abs().mean(),
-            "policy/rollout_train_logprobs_abs_diff_std": flat.abs().std(),
-            "policy/rollout_train_logprobs_abs_diff_max": flat.abs().max(),
-        },
-        "areal": {
-            "behave_approx_kl/avg": flat.mean(),
-            "behave_approx_kl/max": flat.max(),
-            "behave_approx_kl/min": flat.min(),
-            "behave_imp_weight/avg": flat.exp().mean(),
-        },
-        "tunix": {
-            "sampler_trainer/logp_diff_mean": flat.abs().mean(),
-            "sampler_trainer/logp_diff_max": flat.abs().max(),
-            "sampler_trainer/prob_diff_mean": gap.mean(),
-            "sampler_trainer/prob_diff_max": gap.max(),
-            "sampler_trainer/probs_pearson_corr": torch.corrcoef(torch.stack([p_flat, q_flat]))[0, 1],
-            "sampler_trainer/mult_prob_error_max": flat.abs().clamp(max=20).exp().max(),
-        },
-        "torchtitan": {
-            "bit_wise/logprob_diff/mean": flat.mean(),
-            "bit_wise/logprob_diff/max": flat.abs().max(),
-            "bit_wise/ratio_tokens_different/mean": (flat.abs() > 1e-6).double().mean(),
-        },
-    }[framework]
+        "<-lr>": -lr.mean(),
+        "<exp(lr) - lr - 1>": k3(lr).mean(),
+        "<exp(-lr) + lr - 1>": k3(-lr).mean(),
+        "mean_i exp(-mean_t trainer)": (-seq_p).exp().mean(),
+        "mean_i exp(-mean_t rollout)": (-seq_q).exp().mean(),
+        "mean_i -mean_t trainer": -seq_p.mean(),
+        "mean_i -mean_t rollout": -seq_q.mean(),
+        "mean_i mean_t -lr": d.mean(),
+        "mean_i abs(mean_t lr)": d.abs().mean(),
+        "max_i mean_t -lr": d.max(),
+        "min_i mean_t -lr": d.min(),
+        "mean_i exp(mean_t -lr)": d.exp().mean(),
+        "<exp(2 clip(lr, +-20))> - 1": lr.clamp(-20, 20).exp().square().mean() - 1,
+        "mean_i exp(2 clip(sum_t lr, +-20)) - 1": (2 * sums.clamp(-20, 20)).exp().mean() - 1,
+        "<abs(exp(trainer) - exp(rollout))>": gap.mean(),
+        "max abs(exp(trainer) - exp(rollout))": gap.max(),
+        "standard deviation (n - 1) over tokens of abs(exp(trainer) - exp(rollout))": gap.std(),
+        "standard deviation (n - 1) over tokens of abs(lr)": lr.abs().std(),
+        "correlation of the two probabilities": torch.corrcoef(torch.stack([p[m].exp(), q[m].exp()]))[0, 1],
+        "<abs(lr)>": lr.abs().mean(),
+        "max abs(lr)": lr.abs().max(),
+        "<exp(abs(lr))>": lr.abs().exp().mean(),
+        "max exp(min(abs(lr), 20))": lr.abs().clamp(max=20).exp().max(),
+        "mean_i mean_t (exp(lr) - lr - 1)": torch.stack([k3(a - b).mean() for a, b in rows]).mean(),
+        "mean_i mean_t abs(lr)": torch.stack([(a - b).abs().mean() for a, b in rows]).mean(),
+        "<lr> (signed)": lr.mean(),
+        f"<lr>, {cap}": lr.mean(),
+        f"max lr, {cap}": lr.max(),
+        f"min lr, {cap}": lr.min(),
+        f"<exp(lr)>, {cap} (here lr is clipped at +-20)": lr.exp().mean(),
+        "share of tokens with abs(lr) > 1e-6": (lr.abs() > 1e-6).double().mean(),
+    }
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_numbers_are_the_frameworks_own(batch, framework):
-    wanted = {name: float(value) for name, value in expected(framework, *batch).items()}
+    known = by_formula(*batch)
+    wanted = {one.name: float(known[one.formula]) for one in NAME_TABLE if one.framework == framework}
     assert framework_metrics(statistics_of(*batch), framework) == pytest.approx(wanted, rel=1e-12)
     device = jax.device_get(jax.jit(statistics_of)(*(jnp.asarray(array) for array in batch)))
     assert framework_metrics(device, framework) == pytest.approx(wanted, rel=2e-6)
@@ -118,11 +95,7 @@ def test_the_bars_are_of_metrics_in_the_table():
     assert set(PUBLISHED_BARS) <= {(metric.framework, metric.name) for metric in NAME_TABLE}
 
 
-def test_our_names():
-    assert our_name("nemo_rl", "gen_kl_error") == "k3_kl"
-    assert our_name("prime_rl", "mismatch_kl/mean") is None
-    with pytest.raises(ValueError, match=r"'trl' has no metric 'kl' in the table; known: \['sampling/"):
-        our_name("trl", "kl")
+def test_an_unknown_framework_is_named():
     with pytest.raises(ValueError, match=r"framework must be one of .* got 'openrlhf'"):
         framework_metrics(statistics_of(*(np.ones((1, 1)),) * 3), "openrlhf")
 

@@ -6,15 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from records import full_dump
 
 from rljax.data.files import read_rows
 from rljax.errors import ConfigError
 from rljax.record.event_files import scalar_rows
-from rljax.record.token_dumps import ColumnSource, make_dump, read_dump, write_dump
+from rljax.record.token_dumps import read_dump, write_dump
 
 SummaryWriter = pytest.importorskip("tensorboardX").SummaryWriter
 
@@ -81,20 +81,6 @@ def test_bytes_that_are_no_event_are_refused(events):
         list(scalar_rows(events))
 
 
-def small_dump():
-    """Returns a dump of two responses with every kind of column."""
-    numbers = [[None, -0.1, -0.7], [None, None, 0.0]]
-    none = [-1, -1]
-    columns = {
-        "top_ids": [[none, [7, 3], [2, 9]], [none, none, [4, 5]]],
-        "top_logprobs": [-np.ones((3, 2))] * 2,
-        "values/advantage": numbers,
-    }
-    tokens, masks = [[5, 7, 2], [6, 8, 4]], [[False, True, True], [False, False, True]]
-    sources = {"rollout": ColumnSource("vllm", "bfloat16", "sha256:12", 0.7, "rollout")}
-    return make_dump(["a", "b"], tokens, masks, {"rollout": numbers}, sources, {"temperature": 0.7}, columns)
-
-
 def contents(dump):
     """Returns every name and number of a dump, in a form that can be compared."""
     columns = {**dump.columns, "ids": dump.token_ids, "mask": dump.response_mask}
@@ -103,8 +89,8 @@ def contents(dump):
 
 
 def test_no_flipped_bit_changes_a_dump_in_silence(tmp_path):
-    path, expected = tmp_path / "x.parquet", contents(small_dump())
-    whole, draw, refused = write_dump(path, small_dump()).read_bytes(), random.Random(0), 0
+    path, expected = tmp_path / "x.parquet", contents(full_dump())
+    whole, draw, refused = write_dump(path, full_dump()).read_bytes(), random.Random(0), 0
     for _ in range(300):
         path.write_bytes(flipped(whole, draw))
         try:
@@ -112,7 +98,7 @@ def test_no_flipped_bit_changes_a_dump_in_silence(tmp_path):
         except ValueError:
             refused += 1
     assert refused > 100
-    table = pq.read_table(write_dump(path, small_dump()))  # older files have no checksums
+    table = pq.read_table(write_dump(path, full_dump()))  # older files have no checksums
     pq.write_table(table.replace_schema_metadata({"rljax.dump": table.schema.metadata[b"rljax.dump"]}), path)
     assert contents(read_dump(path)) == expected
 
@@ -127,7 +113,7 @@ def test_no_flipped_bit_changes_a_dump_in_silence(tmp_path):
     ],
 )
 def test_what_no_page_covers_is_checked(tmp_path, pattern, place, said):
-    path = write_dump(tmp_path / "x.parquet", small_dump())
+    path = write_dump(tmp_path / "x.parquet", full_dump())
     whole = bytearray(path.read_bytes())
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     whole[footer + re.search(pattern, whole[footer:]).start() + place] ^= 4

@@ -20,10 +20,11 @@ from rljax.record.rows import read_rows
 from rljax.record.writers import Recorder
 
 
-def record(run_dir, rows, first_step=1, total=100):
-    recorder = Recorder(run_dir, total, first_step=first_step, tensorboard=False, progress=False)
+def record(run_dir, rows, first_step=1, total=100, histograms=None, **reports):
+    """Writes rows. ``reports`` turns reports on."""
+    recorder = Recorder(run_dir, total, first_step=first_step, **{"tensorboard": False, "progress": False} | reports)
     for row in rows:
-        recorder.write(row)
+        recorder.write(row, histograms)
     recorder.close()
 
 
@@ -164,18 +165,11 @@ def read_values(directory):
     return shown
 
 
-def read_events(directory):
-    """Returns (step, tag, value) of every scalar."""
-    return [(step, value.tag, value.simple_value) for step, value in read_values(directory)]
-
-
 def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
     """There are two exact zeros, one value of 1.5e-3 nats and three of 0.2. Each is in a bin of 2% that holds it."""
     tokens = read_tokens(np.array([[0.0, 0.0, 1.5e-3, 0.2, -0.2, 0.2]]), np.zeros((1, 6)), np.ones((1, 6)))
     counts = mismatch_statistics(tokens)["histogram"]
-    recorder = Recorder(tmp_path, 1, progress=False)
-    recorder.write({"step": 1}, {"mismatch/logprob_abs_diff": counts})
-    recorder.close()
+    record(tmp_path, steps(1, 1), histograms={"mismatch/logprob_abs_diff": counts}, tensorboard=True)
     ((step, value),) = read_values(tmp_path / "tb")
     histogram = value.histo
     assert (step, value.tag, histogram.num) == (1, "mismatch/logprob_abs_diff", 6)
@@ -189,14 +183,10 @@ def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
 
 
 def test_in_tensorboard_a_resume_replaces_the_dropped_steps(tmp_path):
-    recorder = Recorder(tmp_path, 3, progress=False)
-    for step in (1, 2, 3):
-        recorder.write({"step": step, "reward/mean": 0.5, "a/none": None, "a/text": "x", "a/bad": math.nan})
-    recorder.close()
-    recorder = Recorder(tmp_path, 3, first_step=3, progress=False)
-    recorder.write({"step": 3, "reward/mean": 0.75})
-    recorder.close()
-    shown = read_events(tmp_path / "tb")
+    values = {"reward/mean": 0.5, "a/none": None, "a/text": "x", "a/bad": math.nan}
+    record(tmp_path, steps(1, 3, **values), tensorboard=True)
+    record(tmp_path, steps(3, 3, **{"reward/mean": 0.75}), 3, tensorboard=True)
+    shown = [(step, value.tag, value.simple_value) for step, value in read_values(tmp_path / "tb")]
     assert [item for item in shown if item[1] == "reward/mean"] == [
         (1, "reward/mean", 0.5),
         (2, "reward/mean", 0.5),
@@ -207,11 +197,9 @@ def test_in_tensorboard_a_resume_replaces_the_dropped_steps(tmp_path):
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys):
-    recorder = Recorder(tmp_path, 40, tensorboard=False)
-    for step in range(1, 41):
-        row = {"step": step, "reward/mean": 0.25, "response_length/mean": 31.25, "schedule/learning_rate": 2e-4}
-        recorder.write(row | ({"eval/toy/accuracy": 0.5} if step == 15 else {}))
-    recorder.close()
+    rows = steps(1, 40, **{"reward/mean": 0.25, "response_length/mean": 31.25, "schedule/learning_rate": 2e-4})
+    rows[14]["eval/toy/accuracy"] = 0.5
+    record(tmp_path, rows, total=40, progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, 10, 15, 20, 30, 40]
     assert lines[0].startswith("step  1/40  reward 0.250  length 31.2  lr 2.00e-04  mismatch -  ")
@@ -225,11 +213,8 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    recorder = Recorder(tmp_path, 2, tensorboard=False)
-    for step in (1, 2):
-        mismatch = {"mismatch/log_ppl_abs_diff": 2.5e-3, "mismatch/logprob_abs_diff_mean": 3.0}
-        recorder.write({"step": step, "reward/mean": 0.25, **mismatch})
-    recorder.close()
+    mismatch = {"mismatch/log_ppl_abs_diff": 2.5e-3, "mismatch/logprob_abs_diff_mean": 3.0}
+    record(tmp_path, steps(1, 2, **{"reward/mean": 0.25}, **mismatch), total=2, progress=True)
     assert "2/2" in terminal.getvalue()
     assert "reward 0.250  length -  lr -  mismatch 2.50e-03  mean abs 3.00e+00" in terminal.getvalue()
 

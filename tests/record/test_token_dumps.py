@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from python_calls import count_calls
+from records import full_dump
 from toy_runs import outcome
 
 from rljax.commands import diagnose
@@ -27,27 +28,11 @@ def small_dump():
     )
 
 
-def dump_with_tops():
-    """Returns a dump of responses of 2 and 1 tokens, with two likeliest tokens each.
-
-    At the last place only one can be sampled.
-    """
-    none, nothing = [-1, -1], [-np.inf, -np.inf]
-    columns = {
-        "top_ids": [[none, [7, 3], [2, 9]], [none, none, [4, -1]]],
-        "top_logprobs": [[nothing, [-0.1, -2.5], [-0.7, -0.8]], [nothing, nothing, [0.0, -np.inf]]],
-    }
-    masks, rollout = [[False, True, True], [False, False, True]], [[None, -0.1, -0.7], [None, None, 0.0]]
-    of_column = {"rollout": ColumnSource(cut=True)}
-    return make_dump(["a", "b"], [[5, 7, 2], [6, 8, 4]], masks, {"rollout": rollout}, of_column, {"top_k": 2}, columns)
-
-
 def dump_with_values():
-    """Returns a dump with the likeliest tokens of one column, and with advantages."""
-    columns = dict(dump_with_tops().columns)
+    """Returns a dump in which the likeliest tokens are of a named column."""
+    columns = dict(full_dump().columns)
     columns |= {f"{name}/rollout": columns.pop(name) for name in ("top_ids", "top_logprobs")}
-    advantage = tuple(np.asarray(each, np.float32) for each in ([np.nan, 1, -1], [np.nan, np.nan, 0]))
-    return dataclasses.replace(dump_with_tops(), columns={"values/advantage": advantage} | columns)
+    return dataclasses.replace(full_dump(), columns=columns)
 
 
 def assert_same(got, expected):
@@ -63,7 +48,7 @@ def assert_same(got, expected):
 BARE = make_dump(["a"], [[1]], [[True]], {})
 
 
-@pytest.mark.parametrize("dump", [small_dump(), dump_with_tops(), dump_with_values(), TokenDump((), (), ()), BARE])
+@pytest.mark.parametrize("dump", [small_dump(), full_dump(), dump_with_values(), TokenDump((), (), ()), BARE])
 def test_what_is_written_is_read_back_bit_for_bit(tmp_path, dump):
     path = write_dump(tmp_path / "deep" / "x.parquet", dump)
     assert_same(read_dump(path), dump)
@@ -81,7 +66,7 @@ def test_the_columns_are_typed_and_another_reader_sees_them(tmp_path):
     note = json.loads(table.schema.metadata[b"rljax.dump"])
     assert (note["version"], "cut" in note["columns"]["rollout"]) == (1, False)
     assert not {"top_ids", "top_logprobs"} & set(table.column_names)
-    table = pq.read_table(write_dump(tmp_path / "x.parquet", dump_with_tops()))
+    table = pq.read_table(write_dump(tmp_path / "x.parquet", full_dump()))
     assert table["top_ids"].to_pylist() == [[[-1, -1], [7, 3], [2, 9]], [[-1, -1], [-1, -1], [4, -1]]]
     assert table["top_logprobs"].to_pylist()[1][2] == [0.0, -np.inf]
     found = read_dump(write_dump(tmp_path / "x.parquet", dump_with_values()))

@@ -25,7 +25,7 @@ def curve_of(lengths, steps=None, truncated=None, cap=None):
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
-def test_a_curve_is_well_formed(curve):
+def test_a_curve_is_well_formed_and_of_its_kind(curve):
     assert len(curve.steps) == len(curve.lengths) == len(curve.truncated) >= 3
     assert np.all(np.isfinite(curve.lengths))
     assert np.all(curve.lengths > 0)
@@ -39,10 +39,6 @@ def test_a_curve_is_well_formed(curve):
     assert tuple(curve.setting) == length_curves.SETTING_KEYS
     assert curve.source["project"]
     assert curve.source["repository"] or curve.source["address"]
-
-
-@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
-def test_a_kind_is_by_rule_or_says_by_eye(curve):
     assert length_curves.kind_by_rule(curve) == curve.kind or "By eye" in curve.reason
     assert curve.kind != "surge" or curve.surge
     if curve.surge:

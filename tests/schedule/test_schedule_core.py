@@ -1,12 +1,17 @@
-"""The core of `rljax.schedule` needs only numpy.
+"""`rljax.schedule` needs only jax, optax, numpy and their requirements, and its core needs only numpy.
 
-A process that can import neither jax nor optax nor torch uses it.
+A process that can import nothing else uses it.
 """
 
 import json
+import re
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 from isolated import run_with_only
+
+DOCS = Path(__file__).parents[2] / "docs" / "schedule.md"
 
 USE = """
 import json
@@ -23,28 +28,12 @@ assert schedule.decay_period_from_surge(110) == 198
 assert "length_triggered_schedule" in dir(schedule)
 """
 
-REPLAY = """
-import sys
-from rljax.errors import run_cli
-from rljax.commands import replay
-sys.exit(run_cli(replay.main, sys.argv[1:]))
-"""
-
 
 def test_tracker_and_controller_run_with_numpy_alone():
     """The call is at step 66, when six lengths in a row are long. The period is 118.8, rounded to 119."""
     done = run_with_only(["numpy"], USE)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[66], 119, 1e-6, 5e-7, 119]
-
-
-def test_replay_runs_without_jax(tmp_path):
-    log = tmp_path / "metrics.jsonl"
-    rows = [{"step": step, "response_length/mean": 1000.0 if step <= 60 else 3500.0} for step in range(1, 121)]
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run_with_only(["numpy"], REPLAY, log)
-    assert done.returncode == 0, done.stderr
-    assert "surge called at step 66 (crossing since step 63), decay period 119" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["length_decay_schedule", "inject_learning_rate"])
@@ -61,3 +50,38 @@ def test_an_unknown_name_is_an_attribute_error():
     schedule = pytest.importorskip("rljax.schedule")
     with pytest.raises(AttributeError, match="no attribute 'length_trigered_schedule'"):
         schedule.length_trigered_schedule  # noqa: B018
+
+
+def packages_needed():
+    """Returns the top-level names of jax, optax, numpy and all packages that they require without extras."""
+    distributions, todo = set(), ["jax", "optax", "numpy"]
+    while todo:
+        name = todo.pop()
+        if name in distributions:
+            continue
+        distributions.add(name)
+        needed = [line for line in metadata.requires(name) or [] if "extra ==" not in line]
+        todo += [re.match(r"[A-Za-z0-9._-]+", line)[0].lower().replace("_", "-") for line in needed]
+    by_distribution = metadata.packages_distributions()
+    return sorted(
+        package
+        for package, owners in by_distribution.items()
+        if any(owner.lower().replace("_", "-") in distributions for owner in owners)
+    )
+
+
+def test_the_example_of_the_docs_needs_nothing_else():
+    block = re.search(r"```python\n(# A plain optax loop.*?)```", DOCS.read_text(), re.DOTALL)[1]
+    assert len([line for line in block.splitlines() if line.strip()]) <= 13
+    lengths = "lengths = [1000.0] * 60 + [3500.0] * 60\n"
+    state = "params = {'w': jnp.ones(3)}\n"
+    setup = "import jax.numpy as jnp\n" + lengths + state
+    check = "assert controller.surge_step == 66, controller.surge_step\n"
+    check += "assert get_learning_rate(opt_state) == jnp.float32(5e-7)\n"
+    done = run_with_only(packages_needed(), setup + block + check, room="schedule")
+    assert done.stdout.strip() == "isolated", done.stderr
+
+
+def test_the_refusal_works():
+    done = run_with_only(packages_needed(), "import flax\n")
+    assert "No module named 'flax'" in done.stderr

@@ -79,6 +79,22 @@ def small_dump() -> TokenDump:
     )
 
 
+def full_dump() -> TokenDump:
+    """Returns a dump of responses of 2 and 1 tokens with every kind of column.
+
+    Two likeliest tokens are listed at each. At the last place only one can be sampled.
+    """
+    numbers, none, nothing = [[None, -0.1, -0.7], [None, None, 0.0]], [-1, -1], [-np.inf, -np.inf]
+    columns = {
+        "top_ids": [[none, [7, 3], [2, 9]], [none, none, [4, -1]]],
+        "top_logprobs": [[nothing, [-0.1, -2.5], [-0.7, -0.8]], [nothing, nothing, [0.0, -np.inf]]],
+        "values/advantage": [[None, 1.0, -1.0], [None, None, 0.0]],
+    }
+    tokens, masks = [[5, 7, 2], [6, 8, 4]], [[False, True, True], [False, False, True]]
+    sources = {"rollout": ColumnSource("vllm", "bfloat16", "sha256:12", 0.7, "rollout", cut=True)}
+    return make_dump(["a", "b"], tokens, masks, {"rollout": numbers}, sources, {"temperature": 0.7}, columns)
+
+
 def make_tokens(kind, prompt, tokens, arrays, **facts):
     """Returns a record of the class ``kind``. Arrays [r, ...] of its response that are None are absent."""
     given = {name: array for name, array in arrays.items() if array is not None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -32,8 +31,7 @@ def check_traced(spec: str) -> None:
         raise ValueError(f"--layers cannot look into the scorer {spec!r}, expected {_FORMS}")
 
 
-@contextlib.contextmanager
-def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> Iterator[Tracer]:
+def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> contextlib.AbstractContextManager[Tracer]:
     """Opens a scorer whose operations can be compared; the end of a ``with`` closes it.
 
     The keys of ``jax:`` are attention (auto, xla, cudnn or splash), head (the dtype of the LM head's products), logits
@@ -46,16 +44,9 @@ def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> Iterator[Tra
       ServerError: A server does not answer.
     """
     check_traced(spec)
-    if spec.startswith("vllm:http"):
-        with contextlib.closing(VllmTracer(spec.removeprefix("vllm:"), model)) as server:
-            yield server
-    else:
-        yield _local_tracer(spec, model)
-
-
-def _local_tracer(spec: str, model: str | os.PathLike[str] | None) -> Tracer:
     found = _SPEC.fullmatch(spec)
-    assert found is not None
+    if found is None:
+        return contextlib.closing(VllmTracer(spec.removeprefix("vllm:"), model))
     kind, dtype = found["kind"], found["dtype"]
     directory = Path(found["directory"] or model or "")
     if not found["directory"] and model is None:
@@ -65,11 +56,13 @@ def _local_tracer(spec: str, model: str | os.PathLike[str] | None) -> Tracer:
     if unknown := sorted(set(options) - set(_KEYS[kind])):
         raise ValueError(f"scorer {spec!r} has the key {unknown[0]!r}, expected {', '.join(_KEYS[kind])}")
     if kind == "hf":
-        return TorchTracer(directory, dtype, spec, options.get("attention"), numbers.get("rows", 1))
+        torch_tracer = TorchTracer(directory, dtype, spec, options.get("attention"), numbers.get("rows", 1))
+        return contextlib.nullcontext(torch_tracer)
     for key, names in _NAMES.items():
         if options.get(key, names[0]) not in names:
             raise ValueError(f"scorer {spec!r} has {key}={options[key]}, expected one of {', '.join(names)}")
-    return JaxTracer(directory, JaxForm(dtype, **(options | numbers)), spec)  # type: ignore[arg-type]
+    form = JaxForm(dtype, **(options | numbers))  # type: ignore[arg-type]
+    return contextlib.nullcontext(JaxTracer(directory, form, spec))
 
 
 def _number(spec: str, key: str, value: str) -> int:
