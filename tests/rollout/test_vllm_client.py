@@ -7,7 +7,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from opened_clients import fleet_of, opened, probes, sampled
+from opened_clients import fleet_of, listed_asks, opened, probes, sampled
 from python_calls import count_calls
 from quick_backends import quick
 from vllm_fake import rollout_reply
@@ -16,7 +16,7 @@ from waiting import until
 from rljax.errors import ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.replies import check_completion
-from rljax.rollout.servers.requests import Request, listed_asks
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import ClientLimits, SamplingParams
