@@ -1,13 +1,6 @@
 """Tests of weight files: the files that are written, kept and removed."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-import textwrap
-import time
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -70,46 +63,6 @@ def test_one_dtype(files):
         files.write([("a", np.ones(1, np.float16)), ("b", np.ones(1, np.float32))], 0, {})
     with pytest.raises(ValueError, match="no tensors"):
         files.write([], 0, {})
-
-
-KEEPS_WEIGHTS = """
-    import sys, time
-    from rljax.weights.publish_config import PublishConfig
-    from rljax.weights.store import WeightDirectory
-    print(WeightDirectory(PublishConfig(), sys.argv[1]).root, flush=True)
-    time.sleep(60)
-"""
-
-
-def test_only_directories_of_dead_processes_are_removed(tmp_path):
-    """The age of a living owner's directory does not matter. For an owner on another machine the heartbeat decides.
-
-    A directory without an owner stays.
-    """
-    command = [sys.executable, "-c", textwrap.dedent(KEEPS_WEIGHTS), str(tmp_path)]
-    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    living, dead = (Path(child.stdout.readline().strip()) for child in children)
-    silent, beating, nobodys = (tmp_path / f"rljax-weights-{name}" for name in ("silent", "beating", "nobodys"))
-    for root in (silent, beating):
-        shutil.copytree(living, root)
-        record = json.loads((root / "owner.json").read_text())
-        (root / "owner.json").write_text(json.dumps({**record, "host": "node7", "machine": "another boot"}))
-    nobodys.mkdir()
-    try:
-        children[1].kill()
-        children[1].wait()
-        long_ago = time.time() - 3600
-        for root in (living, dead, silent):
-            os.utime(root / "owner.json", (long_ago, long_ago))
-        newcomer = WeightDirectory(PublishConfig(), tmp_path)
-        assert set(tmp_path.iterdir()) == {living, beating, nobodys, newcomer.root}
-        newcomer.close()
-        newcomer.close()
-        assert set(tmp_path.iterdir()) == {living, beating, nobodys}
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
