@@ -53,7 +53,7 @@ def test_an_owned_directory_is_removed_when_it_is_closed(tmp_path):
 
 
 def test_only_directories_of_dead_owners_are_removed(tmp_path):
-    """Which owners are dead is the matter of test_ownership. A directory without an owner stays."""
+    """A directory without an owner stays. ``test_ownership`` shows when an owner is dead."""
     living, dead, nobodys = OwnedDirectory("mine-", tmp_path), tmp_path / "mine-dead", tmp_path / "mine-nobodys"
     shutil.copytree(living.root, dead)
     record = json.loads((dead / "owner.json").read_text())

@@ -67,10 +67,11 @@ def test_what_is_listed_goes_before_what_is_named(fakes, tmp_path):
         make()
 
 
-def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog):
+def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("rljax.rollout.servers.discovery.LOOK_EVERY_S", 0.02)
     file = tmp_path / "servers"
     file.write_text("http://a:1\nhttp://a:1/\n")
-    with contextlib.closing(Discovery(str(file), check_url, every_s=0.02)) as found:
+    with contextlib.closing(Discovery(str(file), check_url)) as found:
         until(lambda: found.urls == ("http://a:1",))
         file.write_text("http://a:1\nhttp://b:2\n")
         until(lambda: found.urls == ("http://a:1", "http://b:2"))

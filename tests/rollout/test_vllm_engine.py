@@ -446,7 +446,8 @@ def test_a_server_that_differs_is_refused_with_the_remedy(fake, tmp_path, descri
 )
 def test_a_server_that_fits_is_taken(fake, described, settings):
     fake.described = described
-    make(fake.url, **settings).close()
+    with closing(make(fake.url, **settings)) as engine:
+        assert engine.fleet.answering()
 
 
 @pytest.mark.parametrize("share", [{}, {"partial_rotary_factor": 0.25}])
@@ -502,7 +503,7 @@ def test_an_update_that_the_server_refuses_ends_the_run(fake):
         assert "/resume" not in fake.events
 
 
-def test_a_restarted_server_is_recovered_and_all_metrics_are_explained(fake, another, caplog):
+def test_a_server_is_recovered_and_all_metrics_are_explained(fake, another, caplog):
     """A server is replaced after the second publish, so that every kind of figure of the glossary is reported."""
     with published(fake.url) as engine:
         metrics = engine.publish(PARAMS, 1)

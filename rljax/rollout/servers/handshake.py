@@ -33,9 +33,14 @@ class Expectation:
     version_bytes: int = 0  # the size of one version of the weights; a mirror must have room for two
 
     @property
+    def needs_routes(self) -> bool:
+        """Whether the server must report the experts of each token."""
+        return self.config.router_replay == "r3"
+
+    @property
     def routes(self) -> tuple[int, int, int] | None:
         """The sizes (layers, experts of a token, experts) of the routes that the server must report, or None."""
-        if self.config.router_replay != "r3":
+        if not self.needs_routes:
             return None
         sizes = self.hf_config
         return sizes["num_hidden_layers"], sizes["num_experts_per_tok"], sizes["num_experts"]

@@ -76,7 +76,7 @@ class ServedModel(RolloutEngine):
         check_prompts(prompts, sampling.max_response_tokens, self.info)
         asks, metrics = make_asks(prompts, n, sampling, seed), dict[str, float]()
         size = at_once or max(1, len(asks))
-        parts = [functools.partial(list, asks[at : at + size]) for at in range(0, len(asks), size)]
+        parts: list[TakeAsks] = [functools.partial(list, asks[at : at + size]) for at in range(0, len(asks), size)]
         responses = (response for take in parts for response in self._responses(take, None, metrics))
         return Samples(responses, metrics)
 

@@ -18,8 +18,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
-
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError, VerificationError
 from rljax.rollout.kinds import can
 from rljax.rollout.servers.handshake import Expectation, refusals, server_info
@@ -96,7 +94,8 @@ class Proof:
     info: ServerInfo | None = None  # the server's description if it had to pass the handshake
 
 
-class _LoadedAnswer(msgspec.Struct):
+@dataclass
+class _LoadedAnswer:
     tag: str  # the tag of the version that the last update brought to the worker
     # The ``Checksum`` of each tensor, or of the worker's part of it, as it was loaded; None where it was not loaded.
     tensors: dict[str, tuple[int, int, int, int] | None]

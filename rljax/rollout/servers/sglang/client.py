@@ -184,7 +184,7 @@ class SglangBackend(Backend):
             )
         if not described["has_prefix_cache"]:
             lines.append("it has no prefix cache (--disable-radix-cache), so that stale keys and values could not show")
-        if expected.routes or described["shape"]["num_experts"]:
+        if expected.needs_routes or described["shape"]["num_experts"]:
             lines.append("mixtures of experts are not supported with rollout.engine = sglang")
         if described["preferred_sampling"]:
             said = described["preferred_sampling"]

@@ -259,7 +259,7 @@ class VllmBackend(Backend):
                 f"the weight-transfer backend is {described['backend']!r}, expected {BACKEND!r} "
                 "(--weight-transfer-config)"
             )
-        if expected.routes and not described.get("returns_routes", False):
+        if expected.needs_routes and not described.get("returns_routes", False):
             lines.append(
                 "it does not report the experts of its tokens (rollout.router_replay = r3): start it with "
                 "--enable-return-routed-experts and VLLM_USE_V2_MODEL_RUNNER=1, which vLLM's build for a CPU does not "
