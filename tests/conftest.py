@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,12 @@ def another():
 @pytest.fixture
 def fake(another):
     return another()
+
+
+@pytest.fixture
+def elsewhere():
+    """Yields an executor of one thread that samples ahead, while the test publishes."""
+    from rljax.rollout.engine import AHEAD
+
+    with ThreadPoolExecutor(1, initializer=AHEAD.set, initargs=(1,)) as thread:
+        yield thread

@@ -94,16 +94,16 @@ def end_followers(leader: int) -> None:
     A descendant of a process that had ended is found only if ``leader`` adopts orphans or it stayed in the session.
     """
     for _ in range(_SWEEPS):
-        followers = _followers(leader)
-        if not followers:
+        found = followers(leader)
+        if not found:
             return
-        for process in followers:
+        for process in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
 
 
-def _followers(leader: int) -> list[int]:
-    """Returns the ids of the living followers of a process; none if the system has no /proc."""
+def followers(leader: int) -> list[int]:
+    """Returns the ids of the living processes that ``end_followers`` would kill; none if there is no /proc."""
     parents, found, living = {}, {leader}, set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -155,15 +155,13 @@ class Version(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Raises ValueError if the version contradicts itself, or names a file outside its directory."""
-        if self.format not in (FORMAT, FORMAT_OF_PLACES):
-            raise ValueError(f"format {self.format}; this program reads {FORMAT} and {FORMAT_OF_PLACES}")
         if not self.tensors or not (self.dense or self.base):
             raise ValueError("neither a dense version nor a delta")
         for file in self.files:
             if file in ("", ".", "..") or PurePosixPath(file).name != file:
                 raise ValueError(f"a file outside its directory: {file!r:.80}")
         if self.format != format_of(self.files):
-            raise ValueError(f"format {self.format}, but the files are those of {format_of(self.files)}")
+            raise ValueError(f"format {self.format}, but this program reads {format_of(self.files)} with such files")
         for pieces in filter(None, (self.dense, self.delta)):
             elements = dict.fromkeys(self.tensors, 0)
             for piece in pieces:

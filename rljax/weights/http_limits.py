@@ -20,19 +20,26 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rljax.weights.access import App, RefuseWebPages, RequireKey
+from rljax.weights.access import RefuseWebPages, RequireKey
 
 WAIT_S = 5.0
 """The longest time that a connection may keep the server waiting for the head of a request (seconds)."""
 _FILES = 320  # the most file descriptors of a server; two fifths are for connections that wait to be accepted
-_UNREAD_S = 60.0  # the longest time that a client may leave a reply unread (seconds)
 
 
-def limited_server(app: App, *, keep_alive_s: int = 5) -> uvicorn.Server:
-    """Returns a server of ``app`` with limits; it does not run yet. An idle connection is kept for ``keep_alive_s``."""
+def limited_server(
+    routes: Sequence[Route], host: str, key_file: Path | None, *, keep_alive_s: int = 5
+) -> uvicorn.Server:
+    """Returns a server of ``routes`` and ``/health``, which is to be bound to ``host`` and does not run yet.
+
+    Every request must bring the key in ``key_file``, if there is one. Requests that web pages make are refused. An idle
+    connection is kept for ``keep_alive_s`` seconds.
+    """
+    guards = [Middleware(RefuseWebPages, host=None if key_file else host)]
+    guards += [Middleware(RequireKey, key_file=key_file)] if key_file else []
     files = _share_of_files()
     config = uvicorn.Config(
-        app,
+        Starlette(routes=[Route("/health", _health), *routes], middleware=guards),
         http=LimitedConnection,
         ws="none",
         log_level="error",
@@ -84,16 +91,6 @@ class LimitedConnection(H11Protocol):
         self._since = self.loop.time()
         self._close_in(WAIT_S if self.conn.their_state is h11.SEND_BODY else None)
 
-    def pause_writing(self) -> None:
-        """Begins to wait for the client to read its reply."""
-        super().pause_writing()
-        self._close_in(_UNREAD_S)
-
-    def resume_writing(self) -> None:
-        """Stops that wait, because the client has read a part of its reply."""
-        super().resume_writing()
-        self._close_in(None)
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
         self._close_in(None)
@@ -121,16 +118,6 @@ def _share_of_files() -> int:
     """Returns the number of file descriptors that a server may use. Three quarters stay for the rest of the process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _FILES if limit == resource.RLIM_INFINITY else max(10, min(_FILES, limit // 4))
-
-
-def guarded_app(routes: Sequence[Route], host: str, key_file: Path | None) -> Starlette:
-    """Returns an application with ``routes`` and ``/health`` for a server that is bound to ``host``.
-
-    Every request must bring the key in ``key_file``, if there is one. Requests that web pages make are refused.
-    """
-    guards = [Middleware(RefuseWebPages, host=None if key_file else host)]
-    guards += [Middleware(RequireKey, key_file=key_file)] if key_file else []
-    return Starlette(routes=[Route("/health", _health), *routes], middleware=guards)
 
 
 async def _health(_: Request) -> Response:

@@ -139,7 +139,7 @@ def serve(frames: Frames, root: Path, host: str, listening: int, key_file: Path 
     from starlette.responses import FileResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
-    from rljax.weights.http_limits import guarded_app, limited_server
+    from rljax.weights.http_limits import limited_server
 
     end_with_parent(frames)
     if key_file is not None:
@@ -155,6 +155,6 @@ def serve(frames: Frames, root: Path, host: str, listening: int, key_file: Path 
             return PlainTextResponse("no such file\n", 404)
         return FileResponse(root / name, media_type="application/octet-stream")
 
-    server = limited_server(guarded_app([Route("/{name:path}", file)], host, key_file), keep_alive_s=60)
+    server = limited_server([Route("/{name:path}", file)], host, key_file, keep_alive_s=60)
     tell_ready(frames)
     server.run(sockets=[socket.socket(fileno=listening)])

@@ -1,5 +1,8 @@
 """Tests of files that appear whole or not at all, and of directories that are removed with their owner."""
 
+import json
+import shutil
+
 import pytest
 
 from rljax.distributed.files import OwnedDirectory, memory_directory, replacing, write_whole
@@ -47,3 +50,17 @@ def test_an_owned_directory_is_removed_when_it_is_closed(tmp_path):
     owned.close()
     assert list(owned.parent.iterdir()) == []
     assert memory_directory().is_dir()
+
+
+def test_only_directories_of_dead_owners_are_removed(tmp_path):
+    """A directory without an owner stays. ``test_ownership`` shows when an owner is dead."""
+    living, dead, nobodys = OwnedDirectory("mine-", tmp_path), tmp_path / "mine-dead", tmp_path / "mine-nobodys"
+    shutil.copytree(living.root, dead)
+    record = json.loads((dead / "owner.json").read_text())
+    (dead / "owner.json").write_text(json.dumps(record | {"started": 1}))
+    nobodys.mkdir()
+    newcomer = OwnedDirectory("mine-", tmp_path)
+    assert set(tmp_path.iterdir()) == {living.root, nobodys, newcomer.root}
+    newcomer.close()
+    living.close()
+    assert list(tmp_path.iterdir()) == [nobodys]

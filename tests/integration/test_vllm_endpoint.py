@@ -8,10 +8,10 @@ import urllib.request
 import httpx
 import numpy as np
 import pytest
-from opened_clients import opened, probes
+from opened_clients import listed_asks, opened, probes
 
 from rljax.errors import ServerRefusedError
-from rljax.rollout.servers.requests import Request, listed_asks, make_requests
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import SamplingParams
@@ -128,7 +128,7 @@ def test_what_would_end_the_engine_is_refused(float32):
 
 def test_one_bad_request_does_not_harm_the_others(float32, prompts):
     bad = Request(np.full(600, 7, np.int32), SamplingParams(4))  # longer than the server takes
-    good = make_requests(prompts[:1], 3, SamplingParams(4), 0)
+    good = [Request(prompts[0], SamplingParams(4), seed) for seed in range(3)]
     with opened(float32.url) as client:
         with pytest.raises(ServerRefusedError, match="answered 400: "):
             probes(client, [*good, bad])
@@ -143,8 +143,7 @@ MANY, LONG = 320, SamplingParams(400)
 def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
     before = generated(float32.url)
     with opened(float32.url) as client:
-        requests = make_requests(prompts[:1], MANY, LONG, 0)
-        requests[0] = Request(prompts[0], SamplingParams(2))
+        requests = [Request(prompts[0], LONG if seed else SamplingParams(2), seed) for seed in range(MANY)]
         (index, _), first = next(client.stream(lambda: listed_asks(requests)))
         assert len(first.response) == requests[index].sampling.max_response_tokens  # of any batch
     asyncio.run(until(lambda: running(float32.url) == 0))

@@ -11,7 +11,6 @@ from vllm_checks import sabotaged
 from rljax.errors import HandshakeError
 from rljax.policy.hf import SINGLE_NAME, open_tensors
 from rljax.rollout.types import SamplingParams
-from rljax.weights.format import PROTOCOL
 from rljax.weights.store import WeightDirectory
 
 pytestmark = pytest.mark.vllm
@@ -113,8 +112,3 @@ def test_directory_that_the_server_does_not_see(float32, monkeypatch):
     sound = WeightDirectory.probe
     monkeypatch.setattr(WeightDirectory, "probe", lambda self: (sound(self)[0].with_name("elsewhere.txt"), "x"))
     assert "set transfer_dir to one that both see" in refused(float32)
-
-
-def test_protocol(float32, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.servers.kind.PROTOCOL", PROTOCOL + 1)
-    assert refused(float32).startswith(f"the plugin speaks protocol {PROTOCOL}, the trainer {PROTOCOL + 1}")

@@ -17,7 +17,6 @@ from vllm_checks import OTHER_BITS, adamw_step, check_use, rpc, sabotaged
 
 from rljax.distributed.files import memory_directory
 from rljax.errors import HandshakeError, ServerRefusedError, VerificationError
-from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SamplingParams
 from rljax.weights.format import mapped, read_version, write_version, xxh3_of
 from rljax.weights.mirror import Mirror
@@ -237,7 +236,7 @@ def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
     moved = bfloat16.model.moved(7)
     tensors = bfloat16.model.tensors("bfloat16")
     version = engine.files.write(tensors(moved), 1, bfloat16.model.checksums("bfloat16")(moved))
-    engine.fleet.wait(VllmBackend().prepare(engine.fleet.server(bfloat16.url), version))
+    engine.fleet.wait(engine.fleet.server(bfloat16.url).pull(version))
     assert_bits(engine, bfloat16, moved)
     band = engine.verifier.band
     assert check_use(engine, bfloat16.url, bfloat16.model.params).mean < band

@@ -1,23 +1,19 @@
 """Real processes hold the shards of a policy, each with its own directory that no other process reads.
 
-Each serves or uploads what it wrote. What is pulled from all of them must equal the whole tensors, bit for bit.
+Each serves what it wrote. What is pulled from all of them must equal the whole tensors, bit for bit.
 """
 
 import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import httpx
 import pytest
-from child_servers import server_at
 from network_link import Side, linked
 from shard_publishers import Publishers, assert_holds, take
 from toy_runs import ROOT, environment
@@ -25,7 +21,6 @@ from waiting import until
 
 from rljax.distributed.ownership import provably_dead
 from rljax.errors import START_AGAIN_STATUS
-from rljax.weights import source as sources
 from rljax.weights.mirror import DamagedError, Mirror
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
@@ -38,12 +33,6 @@ def mirror(tmp_path):
 
 def files_of(told):
     return json.loads((Path(told["path"]) / "version.json").read_text())["files"]
-
-
-def url_of(told, index):
-    """Returns the URL at which a process other than 0 serves its files."""
-    (url,) = {it["at"] for name, it in files_of(told).items() if name.startswith(f"{index}-")}
-    return url
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -73,41 +62,6 @@ def test_each_process_serves_what_it_wrote_and_only_that(count, tmp_path, mirror
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{url}/health")
     assert not list((tmp_path / "run").glob("process_*/*")), "directories are left"
-
-
-def test_a_server_that_stands_still_in_mid_pull_and_goes_on(tmp_path, mirror):
-    with Publishers(tmp_path / "run", 2) as run:
-        told = run.publish()
-        stopped = server_at(url_of(told, 1))
-        os.kill(stopped, signal.SIGSTOP)
-        thread, failures = pulling(told, mirror)
-        own_bytes = sum(it["bytes"] for it in files_of(told).values() if "at" not in it)
-        until(lambda: sum(path.stat().st_size for path in mirror.root.glob("incoming/*")) >= own_bytes)
-        time.sleep(1)
-        assert thread.is_alive()
-        os.kill(stopped, signal.SIGCONT)
-        thread.join(120)
-        assert failures == []
-        assert_holds(mirror, run.truth(0))
-
-
-def test_a_server_killed_in_a_pull_is_started_again(tmp_path, mirror, monkeypatch):
-    monkeypatch.setattr(sources, "RANGE_BYTES", 4000)
-    with Publishers(tmp_path / "run", 2) as run:
-        told = run.publish()
-        killed = server_at(url_of(told, 1))
-        os.kill(killed, signal.SIGSTOP)
-        thread, failures = pulling(told, mirror)
-        time.sleep(0.5)
-        os.kill(killed, signal.SIGKILL)
-        thread.join(120)
-        assert failures == []
-        assert_holds(mirror, run.truth(0))
-        assert server_at(url_of(told, 1)) != killed
-        take(run.publish(), mirror)
-        assert_holds(mirror, run.truth(1))
-        assert run.end() == [0, 0], run.printed()
-    assert "died (exit status -9); another one is started" in run.printed()[1]
 
 
 def test_a_damaged_file_is_refused_until_an_anchor_comes(tmp_path, mirror):
@@ -204,35 +158,6 @@ def test_a_process_elsewhere_serves_at_its_own_address(tmp_path):
             assert run.processes[1].wait(120) == 2
             line = "process 1 cannot hand over its part of the weights: publish.host = 127.0.0.1 is reached only on the"
             assert line in run.printed()[1].replace("\n", " ")
-
-
-def test_each_process_uploads_its_files_and_none_of_them_stays(tmp_path, mirror):
-    with Publishers(tmp_path / "run", 4, store=f"file://{tmp_path}/store") as run:
-        for number in range(5):
-            told = run.publish()
-            done = take(told, mirror)
-            assert (done.dense, done.deltas) == (number == 0, int(number > 0))
-            assert_holds(mirror, run.truth(number))
-        assert {name.split("-")[0] for name in files_of(told)} == {"0", "1", "2", "3"}
-        assert not list((tmp_path / "run").glob("process_*/*/**/*.safetensors"))
-        assert run.end() == [0] * 4, run.printed()
-    assert not list((tmp_path / "run").glob("process_*/*"))
-    assert not list((tmp_path / "store").iterdir())
-
-
-def pulling(told, mirror):
-    """Returns a thread that pulls a version, and the list that receives its error."""
-    failures = []
-
-    def work():
-        try:
-            take(told, mirror)
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread, failures
 
 
 def _answers(url):

@@ -5,25 +5,17 @@ parts: the first token of a part equals the last token of the part before.
 """
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from served_engines import PARAMS, PROMPTS, published
 from waiting import until
 
-from rljax.errors import ReplyError, ServerError, VerificationError
+from rljax.errors import ReplyError, ServerError, ServersLostError, VerificationError
 from rljax.rollout.build import check_engine
-from rljax.rollout.engine import AHEAD
 from rljax.rollout.types import RolloutConfig, SamplingParams
 
 TOKENS = 40
-
-
-@pytest.fixture
-def elsewhere():
-    with ThreadPoolExecutor(1, initializer=AHEAD.set, initargs=(1,)) as thread:
-        yield thread
 
 
 def sampled(engine, n=2, reported=0):
@@ -123,6 +115,37 @@ def test_a_response_given_up_without_new_weights_fails(fake):
         fake.finish = "abort"
         with pytest.raises(ServerError, match=r"failed 6 times; the last: .* ended a response with 'abort'"):
             sampled(engine)
+
+
+# ---- Another thread than the publishing one samples ----
+
+
+def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere, another):
+    other = another()
+    with published(fake.url, other.url) as engine:
+        port = other.port
+        other.stop()
+        other = another(port)
+        # Nothing may be verified here, because the trainer may have taken over the weights.
+        responses = elsewhere.submit(sampled, engine).result(timeout=30)
+        assert len(responses) == 4
+        assert engine.fleet.opened() == [fake.url]
+        engine.publish(PARAMS, 1)
+        assert sorted(engine.fleet.opened()) == sorted([fake.url, other.url])
+        for response in elsewhere.submit(sampled, engine).result(timeout=30):
+            assert response["version"].tolist() == [1] * TOKENS
+
+
+def test_without_any_server_sampling_ends_at_once(fake, elsewhere, another):
+    with published(fake.url) as engine:
+        port = fake.port
+        fake.stop()
+        another(port)
+        with pytest.raises(ServersLostError, match="no vLLM server is left to sample"):
+            elsewhere.submit(sampled, engine).result(timeout=30)
+        # On the thread that published, the weights are at hand, so the server is recovered as usual.
+        assert len(sampled(engine)) == 4
+        np.testing.assert_equal(engine.fleet.report()["rollout/servers_brought_back"], 1)
 
 
 @pytest.mark.parametrize(

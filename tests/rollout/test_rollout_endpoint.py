@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 import pytest
-from opened_clients import opened
+from opened_clients import listed_asks, opened
 from quick_backends import quick
 from vllm_fake import as_base64, flat_scores, hash_of
 from waiting import until
@@ -20,7 +20,7 @@ from waiting import until
 from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.replies import check_completion
-from rljax.rollout.servers.requests import Request, listed_asks
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import SamplingParams

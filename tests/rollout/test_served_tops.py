@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from opened_clients import opened, sampled
 from records import completion
-from served_engines import PROMPTS, make, published
+from served_engines import PROMPTS, published
 
-from rljax.errors import HandshakeError, ReplyError
+from rljax.errors import ReplyError
 from rljax.rollout.build import check_engine
 from rljax.rollout.servers.replies import check_tops, make_completion, make_tops, without_ties
 from rljax.rollout.servers.requests import Request
-from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import RolloutConfig, SamplingParams
@@ -74,22 +73,13 @@ def test_a_response_without_tokens_has_no_positions():
     ("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 6), (5, None, 6), (63, 64, 64), (64, 64, 64)]
 )
 def test_one_token_more_is_asked_for_if_there_is_one(k, vocab_size, asked):
-    """If the sampled token is none of the k likeliest, vLLM cuts off the last of them."""
+    """If the sampled token is none of the k likeliest, vLLM cuts off the last of them.
+
+    In the reply of rljax's endpoint the sampled token comes beside the k likeliest.
+    """
     request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
-    assert VllmBackend().body(GENERATE, request, "policy")["sampling_params"]["logprobs"] == asked
-
-
-@pytest.mark.parametrize(("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 5), (5, None, 5), (64, 64, 64)])
-def test_rljaxs_endpoint_is_asked_for_no_token_more(k, vocab_size, asked):
-    """In this endpoint's reply the sampled token comes beside the k likeliest."""
-    request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
-    assert VllmBackend().body(ROLLOUTS, request, "policy")["sampling_params"]["logprobs"] == asked
-
-
-def test_the_cut_is_sent():
-    sampling = SamplingParams(2, top_p=0.9, top_k=7, min_p=0.05, reported=7)
-    sent = VllmBackend().body(GENERATE, Request(PROMPT, sampling), "policy")["sampling_params"]
-    assert (sent["top_p"], sent["top_k"], sent["min_p"], sent["logprobs"]) == (0.9, 7, 0.05, 8)
+    for route, wanted in ((GENERATE, asked), (ROLLOUTS, k)):
+        assert VllmBackend().body(route, request, "policy")["sampling_params"]["logprobs"] == wanted
 
 
 def reply_of(tokens, logprobs, tops):
@@ -223,23 +213,6 @@ def test_probes_are_of_the_whole_distribution(fake):
     assert all(shape == {"top_k": 0, "top_p": 1.0, "min_p": 0.0} for shape in shapes[:probes])
     assert shapes[probes:] == [cut]
     np.testing.assert_allclose(np.exp(response["top_logprobs"]).sum(1), 1.0, rtol=1e-6)
-
-
-def test_a_server_must_allow_as_many_as_are_reported(fake):
-    with pytest.raises(
-        HandshakeError, match=r"max_logprobs is 20, expected at least 21.*start it with --max-logprobs 21"
-    ):
-        make(fake.url, top_logprobs=20)
-    for allowed in (21, -1):
-        fake.max_logprobs = allowed
-        make(fake.url, top_logprobs=20).close()
-    fake.max_logprobs = 64
-    make(fake.url, top_logprobs=64).close()  # the whole vocabulary, which contains the sampled token
-
-
-def test_sglang_is_asked_for_them():
-    sampling = SamplingParams(2, reported=5)
-    assert SglangBackend().body("/generate", Request(PROMPT, sampling), "policy")["top_logprobs_num"] == 5
 
 
 def test_a_cut_with_sglang_is_refused():

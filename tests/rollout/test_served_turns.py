@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from stopping import StopWhen
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.build import connect
-from rljax.rollout.engine import AHEAD, TurnQueue, TurnRequest
+from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.rollout.servers.requests import response_seed
 from rljax.rollout.types import SamplingParams
 
@@ -28,11 +27,6 @@ def published(*fakes, **config):
             each.asked.clear()
             each.sampling.clear()
         yield engine
-
-
-def ahead_thread():
-    """Returns an executor of one thread that samples ahead, while the test publishes."""
-    return ThreadPoolExecutor(1, initializer=AHEAD.set, initargs=(1,))
 
 
 def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, turn: 6, after=lambda response: None, n=1):
@@ -94,10 +88,10 @@ def test_turns_are_answered_while_others_run(fake):
     assert places(responses) == [(1, 0), (1, 1), (1, 2), (1, 3), (0, 0)]
 
 
-def test_requests_may_come_late_and_from_other_threads(fake):
-    with published(fake) as engine, ahead_thread() as thread:
+def test_requests_may_come_late_and_from_other_threads(fake, elsewhere):
+    with published(fake) as engine:
         queue, responses = TurnQueue([3, 8]), []
-        answering = thread.submit(lambda: responses.extend(engine.answer(queue, LIMITS, seed=0)))
+        answering = elsewhere.submit(lambda: responses.extend(engine.answer(queue, LIMITS, seed=0)))
         for key in (8, 3):
             time.sleep(0.3)
             assert not answering.done()
@@ -141,11 +135,11 @@ def test_another_server_goes_on_where_one_dies(another):
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
-def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update):
-    with published(fake, update=update, max_staleness=1) as engine, ahead_thread() as thread:
+def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update, elsewhere):
+    with published(fake, update=update, max_staleness=1) as engine:
         fake.token_s = 0.02
         limits = SamplingParams(40)
-        answering = thread.submit(converse, engine, [2, 2], limits=limits, max_tokens=lambda key, turn: 40)
+        answering = elsewhere.submit(converse, engine, [2, 2], limits=limits, max_tokens=lambda key, turn: 40)
         while fake.running < 2:
             time.sleep(0.01)
         time.sleep(0.2)
@@ -159,12 +153,12 @@ def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update):
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
-def test_turns_are_asked_for_while_new_weights_come(fake, update):
+def test_turns_are_asked_for_while_new_weights_come(fake, update, elsewhere):
     """Trajectories have many short turns. Some turns end while the servers are not verified yet."""
-    with published(fake, update=update, max_staleness=1) as engine, ahead_thread() as thread:
+    with published(fake, update=update, max_staleness=1) as engine:
         fake.token_s = 0.01
         limits = SamplingParams(1, stop_token_ids=(63,))
-        answering = thread.submit(converse, engine, [30] * 4, limits=limits, max_tokens=lambda key, turn: 1)
+        answering = elsewhere.submit(converse, engine, [30] * 4, limits=limits, max_tokens=lambda key, turn: 1)
         for version in (1, 2, 3):
             time.sleep(0.1)
             engine.publish(PARAMS, version)

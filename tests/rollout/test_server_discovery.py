@@ -5,10 +5,7 @@ import socket
 import threading
 import time
 
-import numpy as np
 import pytest
-from opened_clients import opened
-from opened_clients import sampled as sampled_from
 from served_engines import PARAMS, PROMPTS, make, published
 from vllm_fake import FakeVllm
 from waiting import until
@@ -16,7 +13,6 @@ from waiting import until
 from rljax.errors import HandshakeError
 from rljax.rollout.servers.discovery import Discovery, make_lookup
 from rljax.rollout.servers.http import check_url
-from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.types import ClientLimits, SamplingParams
 
@@ -71,10 +67,11 @@ def test_what_is_listed_goes_before_what_is_named(fakes, tmp_path):
         make()
 
 
-def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog):
+def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("rljax.rollout.servers.discovery.LOOK_EVERY_S", 0.02)
     file = tmp_path / "servers"
     file.write_text("http://a:1\nhttp://a:1/\n")
-    with contextlib.closing(Discovery(str(file), check_url, every_s=0.02)) as found:
+    with contextlib.closing(Discovery(str(file), check_url)) as found:
         until(lambda: found.urls == ("http://a:1",))
         file.write_text("http://a:1\nhttp://b:2\n")
         until(lambda: found.urls == ("http://a:1", "http://b:2"))
@@ -270,40 +267,3 @@ def test_a_publish_waits_for_a_straggler_for_a_while(fakes, path, monkeypatch):
         until(lambda: engine.fleet.recover() or slow.url in engine.fleet.opened())
         assert slow.version == engine.files.tag(2)
         assert len(list(engine.generate(PROMPTS, 4, SamplingParams(2), seed=0))) == 8
-
-
-def test_responses_of_a_prompt_come_from_one_server(fakes):
-    """There are 12 prompts with 4 responses each.
-
-    Servers have plenty of room, then room for two requests, then one server ends.
-    """
-    servers = fakes(3)
-    asked = {each.url: [] for each in servers}
-    for each in servers:
-        answer = each.answer
-
-        def record(method, path, body, answer=answer, url=each.url):
-            if path.endswith("/generate"):
-                asked[url].append(body["token_ids"][0])
-            return answer(method, path, body)
-
-        each.answer = record
-        each.delay_s = 0.05
-    requests = [Request(np.array([i], np.int32), SamplingParams(2)) for i in range(12) for _ in range(4)]
-
-    def sampled(max_outstanding: int) -> None:
-        for prompts in asked.values():
-            prompts.clear()
-        limits = ClientLimits(max_outstanding=max_outstanding)
-        with opened(*(each.url for each in servers), limits=limits, route=GENERATE) as fleet:
-            answered = [place for place, _ in sampled_from(fleet, requests, group_size=4)]
-        assert sorted(answered) == [(i, j) for i in range(12) for j in range(4)]
-
-    sampled(512)
-    assert all(len(prompts) == 16 and len(set(prompts)) == 4 for prompts in asked.values())
-    sampled(2)
-    assert all(len(prompts) > 4 for prompts in asked.values())
-    servers[0].stop()
-    sampled(512)
-    assert not set(asked[servers[1].url]) & set(asked[servers[2].url])
-    assert sum(map(len, asked.values())) == 48

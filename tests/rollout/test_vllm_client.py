@@ -7,7 +7,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from opened_clients import fleet_of, opened, probes, sampled
+from opened_clients import fleet_of, listed_asks, opened, probes, sampled
 from python_calls import count_calls
 from quick_backends import quick
 from vllm_fake import rollout_reply
@@ -16,7 +16,7 @@ from waiting import until
 from rljax.errors import ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.replies import check_completion
-from rljax.rollout.servers.requests import Request, listed_asks
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import ClientLimits, SamplingParams
@@ -152,17 +152,20 @@ def test_hundreds_of_responses_come_back_as_they_complete(fake, client):
 
 
 def test_a_group_stays_at_one_server(another):
-    """Twelve groups of six wait for three places each at two servers, which refuse some requests at first.
+    """Twelve groups of six meet two servers, which refuse some requests at first, and one that is gone.
 
-    Only the last group of a server may end at the other one, which has nothing else to do.
+    Then they wait for three places each. Only the last group of a server may end at the other one, which has nothing
+    else to do.
     """
-    fakes = [another(), another()]
+    fakes, gone = [another(), another()], another()
+    gone.stop()
     requests = [Request(np.array([i], np.int32), SamplingParams(1)) for i in range(12) for _ in range(6)]
     for limit, most_split in ((512, 0), (3, 2)):
         for fake in fakes:
             fake.fail_next, fake.delay_s = [500, 500], 0.01
             fake.asked.clear()
-        with opened(*(fake.url for fake in fakes), backend=WIRE, limits=ClientLimits(max_outstanding=limit)) as client:
+        urls = [fake.url for fake in (*fakes, gone)][: 2 + (limit == 512)]
+        with opened(*urls, backend=WIRE, limits=ClientLimits(max_outstanding=limit)) as client:
             assert len(sampled(client, requests, group_size=6)) == 72
         homes = [{prompt[0] for prompt, _, _ in fake.asked} for fake in fakes]
         assert len(homes[0] & homes[1]) <= most_split

@@ -1,6 +1,5 @@
 """Tests of the order of the engine's actions, against stand-in servers whose log-probability is always -1."""
 
-import contextlib
 import logging
 import re
 import threading
@@ -70,20 +69,6 @@ def test_out_of_band_stops_and_stays_stopped(fake):
             engine.publish(PARAMS, 1)
         with pytest.raises(RuntimeError, match="publish first"):
             engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
-
-
-def test_a_server_restarted_between_rollouts_is_recovered_first(fake, caplog, another):
-    with contextlib.closing(make(fake.url)) as engine:
-        engine.publish(PARAMS, 2)
-        port = fake.port
-        fake.stop()
-        again = another(port)
-        responses = list(engine.generate(PROMPTS, 2, SamplingParams(3), seed=0))
-        metrics = engine.fleet.report()
-    assert all(r["version"].tolist() == [2] * 3 for r in responses)
-    assert metrics["rollout/servers_brought_back"] == 1
-    assert again.version == engine.files.tag(2)
-    assert "is back with policy version 2, verified" in caplog.text
 
 
 @pytest.mark.slow
@@ -249,19 +234,11 @@ def test_replies_without_version_are_counted(fake, caplog):
 
 
 def test_seeds_differ_by_place_and_repeat_by_call(fake):
-    seeds = []
-    answer = fake.answer
-
-    def record(method, path, body):
-        if path.endswith("/generate"):
-            seeds.append(body["sampling_params"]["seed"])
-        return answer(method, path, body)
-
     with published(fake.url) as engine:
-        fake.answer = record
-        list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=5))
-        list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=5))
-        list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=6))
+        fake.sampling.clear()
+        for seed in (5, 5, 6):
+            list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=seed))
+    seeds = [sampling["seed"] for sampling in fake.sampling]
     assert sorted(seeds[:8]) == sorted(seeds[8:16])
     assert len(set(seeds)) == 16
 
@@ -383,40 +360,94 @@ def test_checksums_of_another_update_prove_nothing(fake):
             engine.publish(PARAMS, 0)
 
 
-def test_wrong_dtypes(fake):
+def test_tensors_of_another_dtype_are_not_published(fake):
     halves = make(fake.url, tensors=lambda params: [(name, np.ones(2, np.float16)) for name in params])
     said = "published tensors are float16, the rollout dtype is float32"
     with closing(halves), pytest.raises(ValueError, match=said):
         halves.publish(PARAMS, 0)
-    with pytest.raises(HandshakeError, match="the dtype is float32, expected float16"):
-        make(fake.url, dtype="float16")
 
 
-def test_the_servers_head_must_compute_in_the_trainers_dtype(fake):
-    """A server that does not say has a head in its own dtype, which is float32 here.
-
-    The expectation None takes any dtype.
-    """
-    for head_dtype in ("float32", None):
-        make(fake.url, head_dtype=head_dtype).close()
-    with pytest.raises(HandshakeError) as caught:
-        make(fake.url, head_dtype="bfloat16")
-    assert str(caught.value) == (
-        f"{fake.url}: the LM head computes in float32, expected bfloat16 (precision.lm_head_dtype): start without "
-        '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
-    )
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+ROUNDED = {"kv_cache_dtype": "fp8", "quantization": "fp8_per_channel"}
+OF_CACHE = "set rollout.server_form.kv_cache = fp8_e4m3, or start the server"
 
 
-def test_the_servers_rotary_settings_must_be_the_trainers(fake):
-    """The description of an older plugin lacks them, and they are not compared."""
-    fake.described = {"shape": {name: value for name, value in SHAPE.items() if name != "rope_parameters"}}
-    make(fake.url).close()
-    theirs = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
-    fake.described = {"shape": SHAPE | {"rope_parameters": theirs}}
-    with pytest.raises(HandshakeError) as caught:
-        make(fake.url)
-    ours = SHAPE["rope_parameters"]
-    assert str(caught.value) == f"{fake.url}: rope_parameters is {theirs}, expected {ours} (another model)"
+@pytest.mark.parametrize(
+    ("described", "settings", "lines"),
+    [
+        ({}, {"dtype": "float16"}, ["the dtype is float32, expected float16 (rollout.dtype)"]),
+        (  # A server that does not say has a head in its own dtype, which is float32 here.
+            {},
+            {"head_dtype": "bfloat16"},
+            [
+                "the LM head computes in float32, expected bfloat16 (precision.lm_head_dtype): start without "
+                '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
+            ],
+        ),
+        (
+            {"shape": SHAPE | {"rope_parameters": LINEAR}},
+            {},
+            [f"rope_parameters is {LINEAR}, expected {SHAPE['rope_parameters']} (another model)"],
+        ),
+        (
+            ROUNDED,
+            {},
+            [
+                "the server's form of the weights is fp8_per_channel, expected none: set rollout.server_form.weights = "
+                "fp8_per_channel, or start the server without --quantization",
+                f"the server's form of the cache is fp8_e4m3, expected auto: {OF_CACHE} without --kv-cache-dtype",
+            ],
+        ),
+        (
+            ROUNDED,
+            {"server_form": ServerForm("fp8_per_channel", "fp8_e5m2")},
+            [
+                f"the server's form of the cache is fp8_e4m3, expected fp8_e5m2: {OF_CACHE} with --kv-cache-dtype "
+                "fp8_e5m2"
+            ],
+        ),
+        (
+            {},
+            {"batch_invariant": True},
+            ["its bits depend on the batch (rollout.batch_invariant): start it with --batch-invariant"],
+        ),
+        (
+            {},
+            {"top_logprobs": 20},
+            [
+                "max_logprobs is 20, expected at least 21, for the likeliest tokens and the sampled one "
+                "(rollout.top_logprobs or rollout.top_k): start it with --max-logprobs 21"
+            ],
+        ),
+    ],
+)
+def test_a_server_that_differs_is_refused_with_the_remedy(fake, tmp_path, described, settings, lines):
+    fake.described = described
+    with pytest.raises(HandshakeError) as refused:
+        make(fake.url, tmp_path=tmp_path, **settings)
+    assert str(refused.value).splitlines() == [f"{fake.url}: {line}" for line in lines]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("described", "settings"),
+    [
+        ({}, {"head_dtype": "float32"}),
+        ({"head_dtype": "bfloat16"}, {}),  # None expects any head
+        ({"shape": {name: value for name, value in SHAPE.items() if name != "rope_parameters"}}, {}),  # an older plugin
+        (ROUNDED, {"server_form": ServerForm("fp8_per_channel", "fp8_e4m3")}),
+        ({"kv_cache_dtype": "float32"}, {}),  # the server names it, and it is the model's own dtype
+        ({"batch_invariant": True}, {"batch_invariant": True}),
+        ({"batch_invariant": True}, {}),
+        ({"max_logprobs": 21}, {"top_logprobs": 20}),
+        ({"max_logprobs": -1}, {"top_logprobs": 20}),
+        ({"max_logprobs": 64}, {"top_logprobs": 64}),  # the whole vocabulary, which contains the sampled token
+    ],
+)
+def test_a_server_that_fits_is_taken(fake, described, settings):
+    fake.described = described
+    with closing(make(fake.url, **settings)) as engine:
+        assert engine.fleet.answering()
 
 
 @pytest.mark.parametrize("share", [{}, {"partial_rotary_factor": 0.25}])
@@ -435,34 +466,6 @@ def test_rotary_settings_with_and_without_defaults_are_equal(fake, share):
     fake.described = {"shape": SHAPE | {"rope_parameters": short}}
     with pytest.raises(HandshakeError, match="yarn reaches 80 tokens, where vLLM's table ends, expected at least 100"):
         make(fake.url, rope=short)
-
-
-def test_a_form_that_nobody_named_is_refused_with_its_key(fake):
-    fake.described = {"kv_cache_dtype": "fp8", "quantization": "fp8_per_channel"}
-    said = f"{fake.url}: the server's form of the"
-    key = "set rollout.server_form.kv_cache = fp8_e4m3, or start the server"
-    with pytest.raises(HandshakeError) as caught:
-        make(fake.url)
-    assert str(caught.value).splitlines() == [
-        f"{said} weights is fp8_per_channel, expected none: set rollout.server_form.weights = fp8_per_channel, or "
-        "start the server without --quantization",
-        f"{said} cache is fp8_e4m3, expected auto: {key} without --kv-cache-dtype",
-    ]
-    with pytest.raises(HandshakeError) as caught:
-        make(fake.url, server_form=ServerForm("fp8_per_channel", "fp8_e5m2"))
-    line = f"{said} cache is fp8_e4m3, expected fp8_e5m2: {key} with --kv-cache-dtype fp8_e5m2"
-    assert str(caught.value) == line
-    make(fake.url, server_form=ServerForm("fp8_per_channel", "fp8_e4m3")).close()
-    fake.described = {"kv_cache_dtype": "float32"}  # the server names it, and it is the model's own dtype
-    make(fake.url).close()
-
-
-def test_a_server_whose_bits_depend_on_the_batch_is_refused(fake):
-    with pytest.raises(HandshakeError, match=r"\(rollout.batch_invariant\): start it with --batch-invariant"):
-        make(fake.url, batch_invariant=True)
-    fake.described = {"batch_invariant": True}
-    for wanted in (True, False):
-        make(fake.url, batch_invariant=wanted).close()
 
 
 def test_servers_without_what_is_needed(fake):
@@ -500,23 +503,20 @@ def test_an_update_that_the_server_refuses_ends_the_run(fake):
         assert "/resume" not in fake.events
 
 
-def test_a_failed_start_leaves_no_directory(fake, tmp_path):
-    with pytest.raises(HandshakeError):
-        make(fake.url, dtype="float16", tmp_path=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_metrics_are_those_that_the_glossary_explains(fake, another):
-    """A server is replaced after the second publish, so that every kind of figure is reported."""
+def test_a_server_is_recovered_and_all_metrics_are_explained(fake, another, caplog):
+    """A server is replaced after the second publish, so that every kind of figure of the glossary is reported."""
     with published(fake.url) as engine:
         metrics = engine.publish(PARAMS, 1)
         port = fake.port
         fake.stop()
-        another(port)
+        again = another(port)
         samples = engine.generate(PROMPTS, 2, SamplingParams(3), seed=0)
-        assert len(list(samples)) == 4
+        assert [response["version"].tolist() for response in samples] == [[1] * 3] * 4
+        assert again.version == engine.files.tag(1)
+        assert "is back with policy version 1, verified" in caplog.text
         assert not metrics.keys() & samples.metrics.keys()
         metrics |= samples.metrics | engine.fleet.report()
+    assert metrics["rollout/servers_brought_back"] == 1
     explained = {key for key in glossary() if SERVED_METRICS.fullmatch(key)} - OF_A_PULL - OF_ROUNDING
     assert len(explained) == 18
     assert {key for key in metrics if not key.startswith("time/")} == explained

@@ -74,27 +74,20 @@ def helper_of(log: Path) -> int:
     return int(log.read_text().split("helper ")[1].split()[0])
 
 
-def test_stop_ends_the_whole_group(script, tmp_path):
-    log = tmp_path / "log"
-    with start(VllmConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30) as server:
-        assert server.healthy()
-        helper = helper_of(log)
-        assert not gone(helper, 0.2)
-    assert gone(helper)
-    assert not server.alive()
-    server.stop()
-
-
-def test_kill_ends_it_at_once(script, tmp_path):
+@pytest.mark.parametrize("end", [ServerProcess.stop, ServerProcess.kill])
+def test_the_whole_group_ends(script, tmp_path, end):
     log = tmp_path / "log"
     server = start(VllmConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30)
-    helper = helper_of(log)
-    socket = Path(log.read_text().split("socket ")[1].split()[0])
+    assert server.healthy()
+    helper, socket = helper_of(log), Path(log.read_text().split("socket ")[1].split()[0])
     assert socket.exists()
-    server.kill()
+    assert not gone(helper, 0.2)
+    end(server)
     assert gone(helper)
+    assert not server.alive()
     assert not server.healthy()
     assert not socket.parent.exists()
+    server.stop()
 
 
 def test_a_server_that_ends_shows_its_log(script, tmp_path):
@@ -302,10 +295,3 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         VllmConfig("m", port=70000)
     with pytest.raises(RuntimeError, match="no vLLM environment"):
         vllm_python(tmp_path)
-
-
-def test_log_tail(script, tmp_path):
-    server = ServerProcess(VllmConfig("m", python=script("print(*range(100), sep='\\n')"), log_path=tmp_path / "log"))
-    while server.alive():
-        time.sleep(0.05)
-    assert server.log_tail(3).splitlines()[:2] == ["98", "99"]

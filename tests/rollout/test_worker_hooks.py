@@ -1,13 +1,101 @@
-"""Hooks on real torch modules, put there as in a vLLM worker, are removed together and raise nothing."""
+"""Hooks on real torch modules, put there as in a vLLM worker. Some force tokens, where a module is the sampler."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from rljax.rollout.servers.vllm.forced import ForcedDecoding  # noqa: E402
 from rljax.rollout.servers.vllm.hooks import Hooks  # noqa: E402
+from rljax.rollout.servers.vllm.server import FORCED_TOKENS  # noqa: E402
 from rljax.rollout.servers.vllm.taps import Taps  # noqa: E402
+
+LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]))
+
+
+class Sampler(torch.nn.Module):
+    """A sampler that draws the likeliest token of each row."""
+
+    def forward(self, logits):
+        scores, tokens = torch.log_softmax(logits, -1).max(-1, keepdim=True)
+        tensors = SimpleNamespace(
+            logprob_token_ids=tokens.clone(), logprobs=scores, selected_token_ranks=torch.ones(len(logits))
+        )
+        return SimpleNamespace(sampled_token_ids=tokens, logprobs_tensors=tensors)
+
+
+def worker(*given, done=(), **config):
+    """Returns a worker with one request for each entry of ``given``. An entry has the tokens to force, or is None."""
+    requests = {
+        str(i): SimpleNamespace(
+            sampling_params=SimpleNamespace(extra_args=tokens and {FORCED_TOKENS: tokens}), output_token_ids=list(done)
+        )
+        for i, tokens in enumerate(given)
+    }
+    runner = SimpleNamespace(sampler=Sampler(), requests=requests, input_batch=SimpleNamespace(req_ids=list(requests)))
+    made = ForcedDecoding()
+    made.model_runner = runner
+    model = SimpleNamespace(enable_trace_replay=config.get("replays", False))
+    made.vllm_config = SimpleNamespace(speculative_config=config.get("speculates"), model_config=model)
+    return made
+
+
+def drawn(made):
+    output = made.model_runner.sampler(logits=LOGITS.clone())
+    scores = output.logprobs_tensors
+    assert output.sampled_token_ids.tolist() == scores.logprob_token_ids.tolist()
+    return [
+        (int(token), round(float(torch.exp(score)), 4), int(rank))
+        for (token,), (score,), rank in zip(
+            output.sampled_token_ids, scores.logprobs, scores.selected_token_ranks, strict=True
+        )
+    ]
+
+
+def test_a_given_token_takes_the_place_of_the_drawn_one():
+    """One token exists already, so the second given token is forced. The other request keeps its own token."""
+    made = worker(None, [2, 1], done=[2])
+    assert made.rljax_force("me", 60.0) == {"way": "extra_args", "reason": ""}
+    assert drawn(made) == [(0, 0.5, 1), (1, 0.2, 2)]
+    made.model_runner.requests["1"].output_token_ids.append(1)
+    assert drawn(made) == [(0, 0.5, 1), (2, 0.7, 1)]
+
+
+def test_the_hooks_go_with_the_last_client_or_its_time():
+    made = worker([1], [1])
+    for client in ("a", "b"):
+        made.rljax_force(client, 60.0)
+    assert made.rljax_end_force("a") == ""
+    assert [token for token, _, _ in drawn(made)] == [1, 1]
+    assert made.rljax_end_force("b") == ""
+    assert [token for token, _, _ in drawn(made)] == [0, 2]
+    made.rljax_force("c", 0.01)
+    time.sleep(0.05)
+    assert [token for token, _, _ in drawn(made)] == [0, 2]
+    assert not made.model_runner.sampler._forward_hooks
+
+
+@pytest.mark.parametrize("tokens", [[3], [-1], ["x"]])
+def test_a_token_that_the_model_lacks_ends_the_forcing_alone(tokens):
+    made = worker([1], tokens)
+    made.rljax_force("me", 60.0)
+    assert [token for token, _, _ in drawn(made)] == [0, 2]
+    assert "ValueError" in made.rljax_end_force("me")
+
+
+def test_a_server_that_cannot_says_why():
+    assert "speculation" in worker(speculates="ngram").rljax_force("me", 60.0)["reason"]
+    made = worker(replays=True)
+    made.model_runner = SimpleNamespace()
+    assert made.rljax_force("me", 60.0)["way"] == "trace_decode_token_ids"
+    assert made.rljax_end_force("me") == ""
+    made.vllm_config.model_config.enable_trace_replay = False
+    assert "needs --enable-trace-replay" in made.rljax_force("me", 60.0)["reason"]
+
+
+# ---- Any hooks ----
 
 
 def count(*modules):

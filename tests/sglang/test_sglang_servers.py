@@ -14,7 +14,7 @@ from sglang_policy import Policy
 
 from rljax.errors import HandshakeError
 from rljax.rollout.servers.process import ServerProcess, environment_python
-from rljax.rollout.servers.requests import make_requests
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sglang.server import SglangConfig, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
@@ -190,8 +190,7 @@ def test_responses_of_a_killed_server_are_sampled_elsewhere(pair, engine_of):
     assert metrics["publish/verify_abs_diff_mean"] < 1e-5
     assert all(response["version"].tolist() == [1] * 120 for response in responses)
     assert worst_gap(pair.policy, params, responses) < 2e-5
-    (completion,) = engine.fleet.wait(
-        engine.fleet.server(lost).sample(make_requests(PROMPTS[:1], 1, SamplingParams(24), 0, None))
-    )
+    request = Request(PROMPTS[0], SamplingParams(24), seed=0)
+    (completion,) = engine.fleet.wait(engine.fleet.server(lost).sample([request]))
     (scored,) = pair.policy.scorer()(params, [np.concatenate([PROMPTS[0], completion.response])])
     np.testing.assert_allclose(completion["rollout_logprobs"], scored[-24:], atol=2e-5)

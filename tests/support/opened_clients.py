@@ -3,7 +3,7 @@
 import contextlib
 
 from rljax.rollout.servers.fleet import Fleet
-from rljax.rollout.servers.requests import listed_asks
+from rljax.rollout.servers.requests import Ask, Group
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import ClientLimits, RolloutConfig
@@ -23,6 +23,15 @@ def opened(*urls, limits=None, route=ROLLOUTS, backend=None, version=None):
             server.route = route
             fleet.on_loop(server.open, version)
         yield fleet
+
+
+def listed_asks(requests, group_size=1):
+    """Returns requests as the fleet takes them. Every ``group_size`` successive ones have one prompt."""
+    groups = [Group() for _ in range(0, len(requests), group_size)]
+    return [
+        Ask(divmod(number, group_size), f"response {number}", request, groups[number // group_size])
+        for number, request in enumerate(requests)
+    ]
 
 
 def sampled(fleet, requests, vocab_size=None, metrics=None, group_size=1):

@@ -66,7 +66,6 @@ class FakeVllm:
         self.model, self.root = "policy", "nowhere"
         self.raw, self.paused, self.asleep = False, False, False
         self.finish = "length"
-        self.unhealthy = False
         self.key = ""  # every route except /health needs this key
         self.refuse: dict[str, int] = {}  # the status by path
         self.not_loaded: set[str] = set()  # the tensors that its next updates leave out
@@ -91,7 +90,7 @@ class FakeVllm:
         if path in self.refuse:
             return self.refuse[path], {"error": {"message": "no such thing"}}
         if path == "/health":
-            return (503 if self.unhealthy else 200), {}
+            return 200, {}
         if path in ("/sleep", "/wake_up"):
             self.asleep = path == "/sleep"
         if path == "/is_sleeping":

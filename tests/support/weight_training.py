@@ -77,17 +77,17 @@ def shards(tensors, count):
     return held
 
 
-def held(mirror):
-    """Returns what a server would load: the tag of the version, and the tensors of its files."""
-    version = json.loads((mirror.root / "version.json").read_text())
+def held(root):
+    """Returns what a server would load from a directory: the tag of the version, and the tensors of its files."""
+    version = json.loads((root / "version.json").read_text())
     tensors = {}
     for file in version["files"]:
-        tensors.update(load_file(mirror.root / file))
+        tensors.update(load_file(root / file))
     return version["tag"], tensors
 
 
 def assert_holds(mirror, training, version=None):
-    tag, tensors = held(mirror)
+    tag, tensors = held(mirror.root)
     assert tag == (version or training.versions[-1]).tag
     assert list(tensors) == list(training.tensors)
     for name, array in training.tensors.items():

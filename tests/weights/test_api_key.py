@@ -8,21 +8,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from vllm_fake import SHAPE
+from served_engines import PARAMS, PROMPTS
+from served_engines import make as engine_of
 
 from rljax.commands.serve import serve
 from rljax.compare.scorers import score_column
 from rljax.errors import HandshakeError, ServerRefusedError
 from rljax.record.token_dumps import make_dump
 from rljax.rollout.build import connect
-from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm import server
-from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import VllmConfig
-from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.rollout.types import SamplingParams
 from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, read_api_key
-from rljax.weights.sums import array_checksum
 
 KEY = "0123456789abcdef-a-key"
 OTHER = "another-key-of-some-length"
@@ -97,27 +95,13 @@ def test_what_is_no_key_file_is_refused(tmp_path, make_key, text, mode, said):
     assert not text or text not in str(refused.value)
 
 
-def engine_of(url, **config):
-    return ServedEngine(
-        RolloutConfig(engine="vllm", urls=(url,), dtype="float32", **config),
-        VllmBackend(),
-        PolicyFunctions(
-            dict.items,
-            lambda params: {name: array_checksum(array) for name, array in params.items()},
-            lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
-        ),
-        hf_config=SHAPE,
-        max_tokens=100,
-    )
-
-
 def test_the_client_brings_the_key_on_every_path(fake, key_file, monkeypatch):
-    prompts, sampling = [np.array([3], np.int32)], SamplingParams(2)
+    sampling = SamplingParams(2)
     with closing(engine_of(fake.url, api_key_file=str(key_file))) as engine:
-        engine.publish({"a": np.ones(2, np.float32)}, 0)
-        assert len(list(engine.generate(prompts, 2, sampling, seed=0))) == 2
+        engine.publish(PARAMS, 0)
+        assert len(list(engine.generate(PROMPTS, 2, sampling, seed=0))) == 4
     model = connect([fake.url], api_key_file=str(key_file))
-    assert len(list(model.generate(prompts, 2, sampling, seed=0))) == 2
+    assert len(list(model.generate(PROMPTS, 2, sampling, seed=0))) == 4
     model.close()
     monkeypatch.setenv(KEY_FILE, str(key_file))  # the tools have no option of their own
     vectors, _ = score_column(f"vllm:{fake.url}", make_dump(["x"], [[7, 8]], [[False, True]], {}))
@@ -255,5 +239,5 @@ def test_health_is_asked_past_any_proxy(fake, monkeypatch):
     assert server.healthy()
     fake.key = ""
     model = connect([fake.url])
-    assert len(list(model.generate([np.array([3], np.int32)], 1, SamplingParams(1), seed=0))) == 1
+    assert len(list(model.generate(PROMPTS, 1, SamplingParams(1), seed=0))) == 2
     model.close()

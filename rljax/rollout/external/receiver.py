@@ -31,7 +31,7 @@ from rljax.errors import naming
 from rljax.rollout.external.queue import TrajectoryQueue, parse_address
 from rljax.rollout.external.rows import PostedRow, RowLimits, Trajectory, read_trajectories, row_type, wrong_type
 from rljax.weights.access import KEY_FILE, listen, serving_key
-from rljax.weights.http_limits import WAIT_S, guarded_app, limited_server
+from rljax.weights.http_limits import WAIT_S, limited_server
 
 MOST_ROWS = 8192
 """The most rows of one request. To check them takes a few seconds, in which other requests wait."""
@@ -106,7 +106,7 @@ class Receiver:
                 self._keys[digest] = path.name
         self._socket, self.url = listen(self._host, self._port)
         routes = [Route("/trajectories", self._post, methods=["POST"]), Route("/policy", self._policy)]
-        self._server = limited_server(guarded_app(routes, self._host, self._key_file))
+        self._server = limited_server(routes, self._host, self._key_file)
         run = functools.partial(self._server.run, sockets=[self._socket])
         self._thread = threading.Thread(target=run, name="rljax-trajectories", daemon=True)
         self._thread.start()

@@ -49,13 +49,13 @@ class Discovery:
     may be read when only half of it is written.
     """
 
-    def __init__(self, where: str, check: Callable[[str], None], *, every_s: float = LOOK_EVERY_S) -> None:
-        """Begins to read the list in ``where``, every ``every_s`` seconds.
+    def __init__(self, where: str, check: Callable[[str], None]) -> None:
+        """Begins to read the list in ``where``, every ``LOOK_EVERY_S`` seconds.
 
         ``check`` is a function that raises ValueError if its argument is not the URL of a server. Raises ValueError if
         ``where`` has none of the forms of :func:`make_lookup`.
         """
-        self.where, self._check, self._every_s = where, check, every_s
+        self.where, self._check = where, check
         self._lookup = make_lookup(where)
         self.urls: tuple[str, ...] = ()  # the URLs of the last list, each once; () before the first look
         self._ended = threading.Event()
@@ -82,7 +82,7 @@ class Discovery:
                 if listed == before or not self.urls:
                     self.urls = listed
                 before = listed
-            self._ended.wait(self._every_s)
+            self._ended.wait(LOOK_EVERY_S)
 
 
 def _read_urls(path: Path) -> tuple[str, ...]:

@@ -31,8 +31,7 @@ from rljax.rollout.servers.requests import (
     ServerInfo,
     TakeAsks,
     check_prompts,
-    listed_asks,
-    make_requests,
+    make_asks,
     shortest,
     turn_asks,
 )
@@ -173,9 +172,9 @@ class ServedEngine(Admission, RolloutEngine):
         self._check_verified()
         info, seed_sent = self._shortest(), self._seed_sent(seed)
         check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
-        requests = make_requests(prompts, n, sampling, seed_sent, self._expected.routes, info.vocab_size)
+        asks = make_asks(prompts, n, sampling, seed_sent, self._expected.routes, info.vocab_size)
         metrics: dict[str, float] = {}
-        return Samples(self._responses(lambda: listed_asks(requests, n), None, metrics), metrics)
+        return Samples(self._responses(lambda: asks, None, metrics), metrics)
 
     def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples each turn as soon as it is asked for. It uses the servers, and raises the errors, of ``generate``.
@@ -211,8 +210,8 @@ class ServedEngine(Admission, RolloutEngine):
         metrics["rollout/responses_without_version"] = 0.0
         if asleep := self.fleet.all_in("asleep"):
             self._renew_all(asleep)
-        kind, version = self._backend, self.version
-        self.fleet.side_by_side(lambda server: kind.check_serves(server, version), self.fleet.all_in("open"))
+        version = self.version
+        self.fleet.side_by_side(lambda server: server.check_serves(version), self.fleet.all_in("open"))
         try:
             with contextlib.closing(self.fleet.stream(take, turns, self._shortest().vocab_size, metrics)) as stream:
                 for place, reply in stream:
@@ -280,7 +279,7 @@ class ServedEngine(Admission, RolloutEngine):
                 return Proof((), info)
             except ReplyError as error:  # no server of this kind: waiting would not make it one
                 raise HandshakeError(error) from error
-        if not await server.wake() and await self._backend.serves(server, published.version):
+        if not await server.wake() and await server.serves(published.version):
             return await server.prove(published, self.verifier)
         try:
             info = await server.greet(self._expected, self.files)

@@ -90,7 +90,7 @@ class Fleet(Dispatcher):
         self.metrics = Metrics()  # the numbers that :meth:`report` returns
         self._wait_s, self._last_said = config.server_wait_s, -math.inf
         self._known: dict[str, Server] = {}  # all servers that were ever listed, by URL
-        self._listed: tuple[str, ...] = ()
+        self.urls: tuple[str, ...] = ()  # the URLs of the servers of the list, in its order
         # The proof that each asked server will give, and the number of publishes when it was asked, by URL.
         self._proofs: dict[str, tuple[Future[Any], int]] = {}
         self._publishes = 0
@@ -100,14 +100,9 @@ class Fleet(Dispatcher):
     # ---- The list ----
 
     @property
-    def urls(self) -> tuple[str, ...]:
-        """The URLs of the servers, in the order in which they were given."""
-        return self._listed
-
-    @property
     def servers(self) -> list[Server]:
         """The servers of the list, in its order."""
-        return [self._known[url] for url in self._listed]
+        return [self._known[url] for url in self.urls]
 
     def server(self, url: str) -> Server:
         """Returns the server at ``url``, which may have left the list."""
@@ -157,7 +152,7 @@ class Fleet(Dispatcher):
         If the hard limit of file descriptors does not allow ``max_outstanding`` requests to each server, fewer are sent
         at a time.
         """
-        before, wanted = self._listed, self.limits.max_outstanding
+        before, wanted = self.urls, self.limits.max_outstanding
         joined, left = [url for url in urls if url not in before], [url for url in before if url not in urls]
         if not joined and not left:
             return [], []
@@ -165,7 +160,7 @@ class Fleet(Dispatcher):
             if url not in self._known:
                 timeout_s = self.limits.request_timeout_s
                 self._known[url] = Server(url, self.kind, self._http, timeout_s, self.metrics, self.assign)
-        self._listed = tuple(urls)
+        self.urls = tuple(urls)
         for url in left:
             self._known[url].leave()
         count = max(1, len(urls))

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import resource
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -26,7 +25,7 @@ CONNECT_S = 10.0
 """The longest that a connection may take to open (seconds)."""
 _MOST = 64  # The most requests that share a connection. All of them are lost if it breaks.
 _GATHER_S = 0.002  # The longest time that a request waits for others (seconds).
-_SPARE_FILES = 256  # The file descriptors left to checkpoints, rows, reward workers and the device driver.
+_SPARE_FILES = 512  # The file descriptors left to JAX, checkpoints, rows, reward workers and the device driver.
 
 _LONG_REPLY = 2**22  # A longer reply is read on a thread, so that the event loop goes on meanwhile (bytes).
 
@@ -223,20 +222,13 @@ def room_for(connections: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return connections
-    taken = count_open_files() + _SPARE_FILES
-    if soft < taken + connections:
-        wanted = taken + connections if hard == resource.RLIM_INFINITY else min(taken + connections, hard)
+    wanted = connections + _SPARE_FILES
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # a kernel that allows less than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-            soft = max(soft, wanted)
-    return max(1, min(connections, soft - taken))
-
-
-def count_open_files() -> int:
-    """Returns the number of open file descriptors of this process, or 0 if there is no /proc."""
-    with contextlib.suppress(OSError):
-        return len(os.listdir("/proc/self/fd"))
-    return 0
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return max(1, min(connections, soft - _SPARE_FILES))
 
 
 def check_url(url: str) -> None:

@@ -1,9 +1,7 @@
-"""The interface of one kind of server: its replies, its handshake, and the loading of weights."""
+"""The interface of one kind of server: how it is asked, described and given weights, and how its replies are read."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -12,27 +10,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError, VerificationError
-from rljax.rollout.servers import handshake
+from rljax.errors import HandshakeError, ReplyError, ServerRefusedError
 from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.replies import without_ties
 from rljax.rollout.servers.requests import Completion, Remote, Request, Retries, ServerInfo
 from rljax.rollout.types import InFlight
-from rljax.weights.format import PROTOCOL, Checksum
-from rljax.weights.pull import Pulled
-from rljax.weights.store import WeightDirectory, WeightVersion
-from rljax.weights.sums import describe_differences, differences
+from rljax.weights.store import WeightVersion
 
 UPDATE_S = 600.0
 """The longest time of one step of an update (seconds)."""
-_POLL_S = 0.05  # The time between two questions whether the workers have pulled a version (seconds).
-
-
-class _LoadedAnswer(msgspec.Struct):
-    tag: str  # the tag of the version that the last update brought to the worker
-    # The ``Checksum`` of each tensor, or of the worker's part of it, as it was loaded; None where it was not loaded.
-    tensors: dict[str, tuple[int, int, int, int] | None]
-    seconds: float  # the time that the checksums took
 
 
 class Backend(ABC):
@@ -160,40 +146,6 @@ class Backend(ABC):
                     raise
         raise HandshakeError(f"{server.url} has no {self.route}: {self.without_route}")
 
-    async def handshake(self, server: Remote, expected: Expectation, files: WeightDirectory) -> ServerInfo:
-        """Compares a server with the trainer, and tells it where the run's weights will be. Nothing is sampled.
-
-        It raises HandshakeError if they differ, with one line for each difference.
-        """
-        await self.resume(server)
-        with handshake.refusals(server.url, self.without_plugin):
-            answers = await self.ask_plugin(server, "rljax_describe")
-        try:
-            described = answers[0]
-            if (theirs := described.get("protocol")) != PROTOCOL:
-                said = (
-                    f"the plugin speaks protocol {theirs}, the trainer {PROTOCOL}: install the same rljax beside both"
-                )
-                raise HandshakeError(f"{server.url}: {said}")
-            server.platform = described.get("platform", "")
-            differing = self.differences(described, expected)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ReplyError(f"{server.url}: the plugin answered without {error}: {str(answers)[:300]}") from error
-        if differing:
-            raise HandshakeError("\n".join(f"{server.url}: {line}" for line in differing))
-        with handshake.refusals(server.url, self.without_version):
-            await server.call("GET", self.version_route)
-        await self.find_route(server)
-        unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
-        unread += ", and publish.readable_by where the server runs as another user"
-        if files.source:
-            unread = f"the server's machine cannot read weights from {files.source}"
-        path, text = files.probe()
-        with handshake.refusals(server.url, unread):
-            probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
-            await self.show(server, probe | {"version_bytes": expected.version_bytes})
-        return handshake.server_info(server.url, described, self.name.lower())
-
     async def ask(self, server: Remote, wanted: Any, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of the plugin in each worker, and returns the answers, of the type ``wanted`` each."""
         answers = await self.ask_plugin(server, method, *arguments)
@@ -201,52 +153,3 @@ class Backend(ABC):
             return [msgspec.convert(answer, wanted) for answer in answers]
         except msgspec.ValidationError as error:
             raise ReplyError(f"{server.url} answered {method} with {str(answers)[:300]}: {error}") from error
-
-    async def prepare(self, server: Remote, version: WeightVersion) -> Pulled | None:
-        """Makes the workers pull a version into their machine's mirror while they sample. :meth:`push` loads it later.
-
-        Returns the work of the slowest worker, or None if servers read the version in the directory of the trainer.
-        It raises ServerGoneError if a worker could not pull the version in time.
-        """
-        if not version.source:
-            return None
-        name, begun = version.path.name, time.monotonic()
-        await self.ask_plugin(server, "rljax_pull", name)
-        while time.monotonic() - begun < UPDATE_S:
-            answers: list[Pulled | None] = await self.ask(server, Pulled | None, "rljax_pulled", name)
-            done = [answer for answer in answers if answer is not None]
-            if failed := [answer.error for answer in done if answer.error]:
-                raise ServerGoneError(f"{server.url} could not pull {version.tag}: {failed[0]}")
-            if len(done) == len(answers):
-                return max(done, key=lambda answer: answer.seconds)
-            await asyncio.sleep(_POLL_S)
-        raise ServerGoneError(f"{server.url} did not pull {version.tag} within {UPDATE_S:g} s")
-
-    async def serves(self, server: Remote, version: WeightVersion) -> bool:
-        """Returns whether the server says that it holds ``version``. Raises ServerGoneError also after a refusal."""
-        try:
-            answer = await server.call("GET", self.version_route, timeout_s=10.0)
-        except ServerRefusedError as error:
-            raise ServerGoneError(str(error)) from error
-        return answer.get("weight_version") == version.tag
-
-    async def check_serves(self, server: Remote, version: WeightVersion) -> None:
-        """Raises ServerGoneError unless the server says that it holds ``version``."""
-        if not await self.serves(server, version):
-            raise ServerGoneError(f"{server.url} does not hold {version.tag}: it was restarted or updated by others")
-
-    async def check_bits(self, server: Remote, version: WeightVersion, sums: Mapping[str, Checksum]) -> float:
-        """Compares the weights that each worker loaded with the trainer's ``sums``.
-
-        Returns the time of the slowest worker's checksums (seconds). It raises VerificationError if a tensor differs,
-        or a worker's last update brought another version.
-        """
-        await self.check_serves(server, version)
-        workers: list[_LoadedAnswer] = await self.ask(server, _LoadedAnswer, "rljax_checksums")
-        tags = {worker.tag for worker in workers}
-        if tags != {version.tag}:
-            raise VerificationError(f"{server.url} was last given the weights {sorted(tags)}, not {version.tag!r}")
-        loaded = [{name: found and Checksum(*found) for name, found in worker.tensors.items()} for worker in workers]
-        if found := await asyncio.to_thread(differences, sums, loaded):
-            raise VerificationError(f"{server.url} does not hold the trainer's weights: {describe_differences(found)}")
-        return max(worker.seconds for worker in workers)

@@ -21,8 +21,7 @@ from rljax.rollout.servers.requests import (
     Request,
     TakeAsks,
     check_prompts,
-    listed_asks,
-    make_requests,
+    make_asks,
     shortest,
     turn_asks,
 )
@@ -75,10 +74,9 @@ class ServedModel(RolloutEngine):
     ) -> Samples:
         """Samples ``n`` responses to each prompt. ``at_once`` requests are sent at a time; None sends all at once."""
         check_prompts(prompts, sampling.max_response_tokens, self.info)
-        requests = make_requests(prompts, n, sampling, seed)
-        size, metrics = at_once or max(1, len(requests)), dict[str, float]()
-        starts = range(0, len(requests), size)
-        parts = [functools.partial(listed_asks, requests[at : at + size], n, first=at) for at in starts]
+        asks, metrics = make_asks(prompts, n, sampling, seed), dict[str, float]()
+        size = at_once or max(1, len(asks))
+        parts: list[TakeAsks] = [functools.partial(list, asks[at : at + size]) for at in range(0, len(asks), size)]
         responses = (response for take in parts for response in self._responses(take, None, metrics))
         return Samples(responses, metrics)
 

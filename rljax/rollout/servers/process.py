@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
+from rljax.distributed.child_program import followers
 from rljax.errors import ServerFailedError, check_choices
 from rljax.weights.access import KEY_FILE, http_url, serving_key
 
@@ -288,13 +289,13 @@ def _guard(argv: Sequence[str]) -> None:
         elif not at_once.is_set():
             child.terminate()
             _until(lambda: child.poll() is not None or at_once.is_set(), _GRACE_S)
-            _until(lambda: not _others_in_group() or at_once.is_set(), _CLEANUP_S)
+            _until(lambda: not followers(os.getpid()) or at_once.is_set(), _CLEANUP_S)
         # Resource trackers live on for a moment, to remove the shared memory of the other processes.
-        for pid, name in _others_in_group().items():
-            if "resource_tracker" not in name:
-                with contextlib.suppress(ProcessLookupError):
+        for pid in followers(os.getpid()):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text():
                     os.kill(pid, signal.SIGKILL)
-        _until(lambda: child.poll() is not None and not _others_in_group(), _CLEANUP_S)
+        _until(lambda: child.poll() is not None and not followers(os.getpid()), _CLEANUP_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
@@ -302,18 +303,6 @@ def _until(done: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not done() and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _others_in_group() -> dict[int, str]:
-    """Returns the command line of each other live process of this group, by its id; {} if there is no /proc."""
-    found = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        pid = int(directory.name)
-        with contextlib.suppress(OSError):
-            # A process that has ended and was not waited for yet has no command line.
-            if pid != os.getpid() and os.getpgid(pid) == os.getpgrp() and (name := (directory / "cmdline").read_text()):
-                found[pid] = name
-    return found
 
 
 if __name__ == "__main__":

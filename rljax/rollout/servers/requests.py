@@ -119,15 +119,6 @@ TakeAsks = Callable[[], Iterable[Ask]]
 """A function that returns the requests that came since its last call. It may raise the error that ended them."""
 
 
-def listed_asks(requests: Sequence[Request], group_size: int = 1, *, first: int = 0) -> list[Ask]:
-    """Returns ``requests`` as asks, numbered from ``first``. Every ``group_size`` successive ones have one prompt."""
-    groups: defaultdict[int, Group] = defaultdict(Group)
-    return [
-        Ask(divmod(number, group_size), f"response {number}", request, groups[number // group_size])
-        for number, request in enumerate(requests, first)
-    ]
-
-
 def turn_asks(
     queue: TurnQueue,
     sampling: SamplingParams,
@@ -161,23 +152,26 @@ def turn_asks(
     return take
 
 
-def make_requests(
+def make_asks(
     prompts: Sequence[np.ndarray],
     n: int,
     sampling: SamplingParams,
     seed: int | None,
     routes: tuple[int, int, int] | None = None,
     vocab_size: int | None = None,
-) -> list[Request]:
+) -> list[Ask]:
     """Returns ``n`` requests for each prompt, in order. Each has a seed of its own unless ``seed`` is None.
 
-    The other arguments are fields of :class:`Request`.
+    The requests for a prompt form a group. The other arguments are fields of :class:`Request`.
     """
-    return [
-        Request(prompt, sampling, None if seed is None else response_seed(seed, i, j), None, routes, vocab_size)
-        for i, prompt in enumerate(prompts)
-        for j in range(n)
-    ]
+    asks: list[Ask] = []
+    for i, prompt in enumerate(prompts):
+        group = Group()
+        for j in range(n):
+            own_seed = None if seed is None else response_seed(seed, i, j)
+            request = Request(prompt, sampling, own_seed, None, routes, vocab_size)
+            asks.append(Ask((i, j), f"response {len(asks)}", request, group))
+    return asks
 
 
 def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:

@@ -18,17 +18,19 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
+from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError, VerificationError
 from rljax.rollout.kinds import can
-from rljax.rollout.servers.handshake import Expectation
+from rljax.rollout.servers.handshake import Expectation, refusals, server_info
 from rljax.rollout.servers.http import Http, json_object, may_pass
-from rljax.rollout.servers.kind import Backend
+from rljax.rollout.servers.kind import UPDATE_S, Backend
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
 from rljax.rollout.servers.verify import Look, Verifier
 from rljax.rollout.types import InFlight
-from rljax.weights.format import Checksum
+from rljax.weights.format import PROTOCOL, Checksum
+from rljax.weights.pull import Pulled
 from rljax.weights.store import WeightDirectory, WeightVersion
+from rljax.weights.sums import describe_differences, differences
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ State = Literal["down", "greeted", "loading", "proving", "open", "paused", "asle
 SENT: Counter[str] = Counter()
 """The number of requests for a response that this process has sent, by the URL of the server."""
 _PROBE_S = 600.0  # The longest time of a probe: a few tokens, and the server's compilations for them (seconds).
+_POLL_S = 0.05  # The time between two questions whether the workers have pulled a version (seconds).
 
 
 class Metrics:
@@ -89,6 +92,14 @@ class Proof:
 
     looks: Sequence[Look]  # the completions of the probes, one look for each round; there are none before a publish
     info: ServerInfo | None = None  # the server's description if it had to pass the handshake
+
+
+@dataclass
+class _LoadedAnswer:
+    tag: str  # the tag of the version that the last update brought to the worker
+    # The ``Checksum`` of each tensor, or of the worker's part of it, as it was loaded; None where it was not loaded.
+    tensors: dict[str, tuple[int, int, int, int] | None]
+    seconds: float  # the time that the checksums took
 
 
 class Server(Remote):
@@ -235,24 +246,70 @@ class Server(Remote):
     # ---- Weights ----
 
     async def greet(self, expected: Expectation, files: WeightDirectory) -> ServerInfo:
-        """Shakes hands with the server. Raises HandshakeError if it does not fit, in one line for each difference."""
-        info = await self._kind.handshake(self, expected, files)
-        log.info("%s: %s %s, %s, agrees with the trainer", self.url, self._kind.name, info.version, info.dtype)
+        """Compares the server with the trainer, and tells it where the run's weights will be. Nothing is sampled.
+
+        It raises HandshakeError if they differ, with one line for each difference.
+        """
+        kind = self._kind
+        await kind.resume(self)
+        with refusals(self.url, kind.without_plugin):
+            answers = await kind.ask_plugin(self, "rljax_describe")
+        try:
+            described = answers[0]
+            if (theirs := described.get("protocol")) != PROTOCOL:
+                said = f"the plugin speaks protocol {theirs}, the trainer {PROTOCOL}"
+                raise HandshakeError(f"{self.url}: {said}: install the same rljax beside both")
+            self.platform = described.get("platform", "")
+            differing = kind.differences(described, expected)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ReplyError(f"{self.url}: the plugin answered without {error}: {str(answers)[:300]}") from error
+        if differing:
+            raise HandshakeError("\n".join(f"{self.url}: {line}" for line in differing))
+        with refusals(self.url, kind.without_version):
+            await self.call("GET", kind.version_route)
+        await kind.find_route(self)
+        unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
+        unread += ", and publish.readable_by where the server runs as another user"
+        if files.source:
+            unread = f"the server's machine cannot read weights from {files.source}"
+        path, text = files.probe()
+        with refusals(self.url, unread):
+            probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
+            await kind.show(self, probe | {"version_bytes": expected.version_bytes})
+        info = server_info(self.url, described, kind.name.lower())
+        log.info("%s: %s %s, %s, agrees with the trainer", self.url, kind.name, info.version, info.dtype)
         if not can(expected.config.engine, "takes_seeds", self.platform):
             log.warning("%s takes no seeds on a %s: its rollouts cannot be repeated", self.url, self.platform.upper())
         self.state = "greeted"
         return info
 
     async def pull(self, version: WeightVersion) -> None:
-        """Makes the server's machine pull a version while the server samples."""
-        done = await self._kind.prepare(self, version)
-        if done is not None:
-            names = {"pull_s": done.seconds, "fetch_s": done.fetch_s, "check_s": done.check_s}
-            for name, value in {**names, "pulled_bytes": done.bytes}.items():
-                self._metrics.highest(f"publish/{name}", value)
-            if done.repaired:
-                self._metrics.add("publish/mirrors_repaired", 1.0)
-                log.warning("%s: the weights on its machine were repaired: %s", self.url, done.repaired)
+        """Makes the workers pull a version into their machine's mirror while they sample. :meth:`load` loads it later.
+
+        If servers read the version in the directory of the trainer, there is nothing to do. It raises ServerGoneError
+        if a worker could not pull the version in time.
+        """
+        if not version.source:
+            return
+        name, began = version.path.name, time.monotonic()
+        await self._kind.ask_plugin(self, "rljax_pull", name)
+        while True:
+            answers: list[Pulled | None] = await self._kind.ask(self, Pulled | None, "rljax_pulled", name)
+            done = [answer for answer in answers if answer is not None]
+            if failed := [answer.error for answer in done if answer.error]:
+                raise ServerGoneError(f"{self.url} could not pull {version.tag}: {failed[0]}")
+            if len(done) == len(answers):
+                break
+            if time.monotonic() - began > UPDATE_S:
+                raise ServerGoneError(f"{self.url} did not pull {version.tag} within {UPDATE_S:g} s")
+            await asyncio.sleep(_POLL_S)
+        slowest = max(done, key=lambda answer: answer.seconds)
+        names = {"pull_s": slowest.seconds, "fetch_s": slowest.fetch_s, "check_s": slowest.check_s}
+        for metric, value in {**names, "pulled_bytes": slowest.bytes}.items():
+            self._metrics.highest(f"publish/{metric}", value)
+        if slowest.repaired:
+            self._metrics.add("publish/mirrors_repaired", 1.0)
+            log.warning("%s: the weights on its machine were repaired: %s", self.url, slowest.repaired)
 
     async def load(self, version: WeightVersion, in_flight: InFlight) -> None:
         """Loads weights that the server's machine has. ``in_flight`` is the fate of the responses under way."""
@@ -260,12 +317,35 @@ class Server(Remote):
         with self._metrics.slowest("publish/load_s"):
             await self._kind.push(self, version, in_flight)
 
+    async def serves(self, version: WeightVersion) -> bool:
+        """Returns whether the server says that it holds ``version``. Raises ServerGoneError also after a refusal."""
+        try:
+            answer = await self.call("GET", self._kind.version_route, timeout_s=10.0)
+        except ServerRefusedError as error:
+            raise ServerGoneError(str(error)) from error
+        return answer.get("weight_version") == version.tag
+
+    async def check_serves(self, version: WeightVersion) -> None:
+        """Raises ServerGoneError unless the server says that it holds ``version``."""
+        if not await self.serves(version):
+            raise ServerGoneError(f"{self.url} does not hold {version.tag}: it was restarted or updated by others")
+
     async def prove(self, published: Published, verifier: Verifier, info: ServerInfo | None = None) -> Proof:
-        """Asks for the proof that the server holds these weights. Raises the errors of :meth:`Backend.check_bits`."""
-        self.state = "proving"
-        seconds = await self._kind.check_bits(self, published.version, published.sums)
+        """Compares the weights that each worker loaded with the trainer's, and samples the probes.
+
+        It raises VerificationError if a tensor differs, or a worker's last update brought another version.
+        """
+        self.state, version = "proving", published.version
+        await self.check_serves(version)
+        workers: list[_LoadedAnswer] = await self._kind.ask(self, _LoadedAnswer, "rljax_checksums")
+        tags = {worker.tag for worker in workers}
+        if tags != {version.tag}:
+            raise VerificationError(f"{self.url} was last given the weights {sorted(tags)}, not {version.tag!r}")
+        loaded = [{name: found and Checksum(*found) for name, found in worker.tensors.items()} for worker in workers]
+        if found := await asyncio.to_thread(differences, published.sums, loaded):
+            raise VerificationError(f"{self.url} does not hold the trainer's weights: {describe_differences(found)}")
         self._metrics.put("publish/verified_tensors", len(published.sums))
-        self._metrics.highest("time/server_checksums_s", seconds)
+        self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
         with self._metrics.slowest("publish/probe_s"):
             return Proof(await verifier.sample(self), info)
 

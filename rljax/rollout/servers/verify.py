@@ -260,35 +260,27 @@ class Verifier:
         return min(self._ceiling, max(floor, self._config.factor * measured))
 
     def _said(self, url: str, measured: Sequence[ProbeDifference]) -> str:
-        """Returns the message of a failure: the mean of each round, the server's dtypes and the limit."""
-        info = self._info
-        means = ", then ".join(f"{each.mean:.3g}" for each in measured)
+        """Returns the message of a failure: the mean of each round, the server's dtypes and the limits."""
+        info, name = self._info, f"{self._dtype} with {self._info.form}" if self._is_rounded else self._dtype
+        means, own = (", then ".join(f"{getattr(each, of):.3g}" for each in measured) for of in ("mean", "own"))
         prompts = ", ".join(f"{gap:.3g}" for gap in measured[-1].per_prompt)
+        limit = f"the ceiling for {name} is {self._ceiling:.3g}"
+        if self.band is not None:
+            limit = (
+                f"the band for {name} is {self.band:.3g} (rollout.verify.factor {self._config.factor:g} x the first "
+                f"publish, at least {self._floor:g}, at most {self._ceiling:.3g})"
+            )
+        if self._is_rounded:
+            most = self._ceiling if self.own_band is None else self.own_band
+            limit += (
+                f"; its own scores of these tokens without its prefix cache differ by {own} nats, at most {most:.3g} "
+                "are expected: above that its cache may hold keys and values of older weights"
+            )
         return (
             f"{url} holds the trainer's weights, by their checksums, but does not sample from them: "
             f"mean |server - trainer| over {self._probes * self._tokens} probe tokens is {means} nats "
             f"(largest {measured[-1].largest:.3g}; by prompt {prompts}); the server has dtype {info.dtype}, LM head "
-            f"{info.head_dtype or 'unknown'}, {info.form}; {self._said_limit()}{self._said_own(measured)}"
-        )
-
-    def _said_limit(self) -> str:
-        name = f"{self._dtype} with {self._info.form}" if self._is_rounded else self._dtype
-        if self.band is None:
-            return f"the ceiling for {name} is {self._ceiling:.3g}"
-        return (
-            f"the band for {name} is {self.band:.3g} (rollout.verify.factor {self._config.factor:g} x the first "
-            f"publish, at least {self._floor:g}, at most {self._ceiling:.3g})"
-        )
-
-    def _said_own(self, measured: Sequence[ProbeDifference]) -> str:
-        """Returns the part of the message about the two scores of a server that rounds, or ""."""
-        if not self._is_rounded:
-            return ""
-        means = ", then ".join(f"{each.own:.3g}" for each in measured)
-        limit = self._ceiling if self.own_band is None else self.own_band
-        return (
-            f"; its own scores of these tokens without its prefix cache differ by {means} nats, at most {limit:.3g} "
-            "are expected: above that its cache may hold keys and values of older weights"
+            f"{info.head_dtype or 'unknown'}, {info.form}; {limit}"
         )
 
 

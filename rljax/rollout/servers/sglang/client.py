@@ -21,6 +21,7 @@ from rljax.rollout.servers.kind import UPDATE_S, Backend
 from rljax.rollout.servers.process import Dtype
 from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
 from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
+from rljax.rollout.servers.sglang.server import ANSWER
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
@@ -31,7 +32,6 @@ GENERATE = "/generate"
 _PAUSES = {"keep": "retract", "abort": "abort"}
 _UNFLUSHED = "the cache was not flushed"  # what SGLang says after it has loaded weights while a request was under way
 _UNFLUSHED_S = (0.05, 0.2, 1.0)  # how long to wait before the update is tried again (seconds)
-_ANSWER = "rljax"  # The key of the plugin's answer in a reply of /weights_checker.
 
 
 # The fields of a reply that are read. The decoder skips other fields and makes no Python object of them.
@@ -137,7 +137,7 @@ class SglangBackend(Backend):
         body = {"action": method, "selector": "target", "skip_tensor_list": [json.dumps(each) for each in arguments]}
         reply = await server.call("POST", "/weights_checker", json=body)
         try:
-            return [json.loads(rank["checksums"][_ANSWER]) for rank in reply["ranks"]]
+            return [json.loads(rank["checksums"][ANSWER]) for rank in reply["ranks"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ReplyError(f"{server.url}/weights_checker answered without {error}: {str(reply)[:300]}") from error
 

@@ -29,14 +29,12 @@ from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from rljax.rollout.servers.loaded import ModelTensors, described_shape, has_tied_head
-from rljax.rollout.servers.sglang.server import ROOM
+from rljax.rollout.servers.sglang.server import ANSWER, ROOM
 from rljax.weights.access import KEY_FILE, RequireKey
 from rljax.weights.format import PROTOCOL
 from rljax.weights.sums import tensor_checksum
 from rljax.weights.worker import WorkerWeights
 
-ANSWER = "rljax"
-"""The key of the answer, which is JSON, among the checksums in a reply of /weights_checker."""
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 

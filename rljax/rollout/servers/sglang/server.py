@@ -26,6 +26,8 @@ _CPU_ARGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampli
 # ends if other programs take more than that share while it loads.
 _CPU_ARGS += ["--disable-overlap-schedule", "--mem-fraction-static", "0.5", "--max-total-tokens", "32768"]
 _KERNELS = "sgl_kernel"
+ANSWER = "rljax"
+"""The key of the plugin's answer, which is JSON, among the checksums in a reply of /weights_checker."""
 ROOM = 8
 """The number of tokens of the context that SGLang does not give to prompt and response."""
 
