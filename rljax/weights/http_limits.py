@@ -25,6 +25,7 @@ from rljax.weights.access import RefuseWebPages, RequireKey
 WAIT_S = 5.0
 """The longest time that a connection may keep the server waiting for the head of a request (seconds)."""
 _FILES = 320  # the most file descriptors of a server; two fifths are for connections that wait to be accepted
+_UNREAD_S = 60.0  # the longest time that a client may leave a reply unread (seconds)
 
 
 def limited_server(
@@ -90,6 +91,16 @@ class LimitedConnection(H11Protocol):
         super().on_response_complete()
         self._since = self.loop.time()
         self._close_in(WAIT_S if self.conn.their_state is h11.SEND_BODY else None)
+
+    def pause_writing(self) -> None:
+        """Begins to wait for the client to read its reply."""
+        super().pause_writing()
+        self._close_in(_UNREAD_S)
+
+    def resume_writing(self) -> None:
+        """Stops that wait, because the client has read a part of its reply."""
+        super().resume_writing()
+        self._close_in(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
