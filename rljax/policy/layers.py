@@ -55,7 +55,7 @@ class HFTensor(NamedTuple):
         return names
 
 
-class Declared(NamedTuple):
+class ParamDeclaration(NamedTuple):
     """One parameter of a pytree. In a stack of blocks it is the parameter of all of them."""
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Declared(NamedTuple):
     stored: HFTensor  # the tensor in the files
 
 
-class Declarations(dict[tuple[str, ...], Declared]):
+class Declarations(dict[tuple[str, ...], ParamDeclaration]):
     """The parameters of a pytree, by path."""
 
     def abstract(self) -> Any:

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from rljax.errors import check_at_least
 from rljax.policy.config import PolicyConfig
-from rljax.policy.layers import Declarations, Declared
+from rljax.policy.layers import Declarations, ParamDeclaration
 from rljax.policy.model import Params, cast_params, declared_params, logical_axes, param_shardings
 from rljax.sharding import constrain_tree, is_on_host, on_devices, on_host
 
@@ -74,7 +74,7 @@ class LoraConfig:
 OFF = LoraConfig()
 
 
-def _letters(target: Declared) -> tuple[str, str]:
+def _letters(target: ParamDeclaration) -> tuple[str, str]:
     """Returns the letters of the input and the output axes of one layer of a target, for einsum."""
     inputs = target.stored.inputs or 0
     return "abc"[:inputs], "xyz"[: len(target.shape) - 1 - inputs]
@@ -118,8 +118,8 @@ def declared_adapters(config: PolicyConfig, lora: LoraConfig) -> Declarations:
         of_a, of_b = ("rank" if "embed" in others else "split_rank" for others in (in_axes, out_axes))
         module = "base_model.model." + stored.name.removesuffix(".weight")
         a, b = (stored._replace(name=f"{module}.lora_{x}.weight", inputs=n) for x, n in (("A", inputs), ("B", 1)))
-        adapters[*path, "a"] = Declared((layers, *ins, lora.rank), ("layers", *in_axes, of_a), a)
-        adapters[*path, "b"] = Declared((layers, lora.rank, *outs), ("layers", of_b, *out_axes), b)
+        adapters[*path, "a"] = ParamDeclaration((layers, *ins, lora.rank), ("layers", *in_axes, of_a), a)
+        adapters[*path, "b"] = ParamDeclaration((layers, lora.rank, *outs), ("layers", of_b, *out_axes), b)
     return adapters
 
 

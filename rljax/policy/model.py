@@ -27,7 +27,7 @@ from rljax.policy.layers import (
     PRODUCT,
     BlockStats,
     Declarations,
-    Declared,
+    ParamDeclaration,
     Routing,
     RoutingRecord,
     all_tokens,
@@ -108,7 +108,7 @@ def _declaration(config: PolicyConfig) -> _Declaration:
                 numbers = range(first, config.num_layers, len(stacks))
                 axes = ("layers", *axes)
                 stored = stored._replace(name="model.layers.{}." + stored.name, blocks=numbers)
-        params[path] = Declared(shapes[path].shape, axes, stored)
+        params[path] = ParamDeclaration(shapes[path].shape, axes, stored)
     return _Declaration([nnx.split(block)[0] for block in blocks], nnx.split(model.final_norm)[0], params)
 
 
