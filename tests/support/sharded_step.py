@@ -66,9 +66,10 @@ def outcome(mesh, made=None, *, steps=1, **options):
     made = batch() if made is None else made
     computed = made.tokens if made.trees is None else made.trees.tokens
     step, state = make_step(mesh, shape=computed.shape, **options)
+    before = step.compilations  # another test may have run an equal step on batches of other arrays
     for _ in range(steps):
         state, metrics, values = step(state, made, 0.1, True)
-    assert step.compilations == 1
+    assert step.compilations <= before + 1
     return jax.device_get((state.opt_state.inner_state.trace, metrics, values.logprobs))
 
 
