@@ -29,29 +29,15 @@ OPTIONAL_AXES = ("expert", "context")
 
 # Logical axis -> mesh axes that split it.
 RULES: dict[str, tuple[str, ...]] = {
-    "layers": (),
-    "embed": ("fsdp", "expert", "context"),
+    **dict.fromkeys(("layers", "router", "head_dim", "norm", "rank", "micro", "tokens", "act_embed"), ()),
+    **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "act_heads", "act_mlp", "split_tokens"), ("tp",)),
+    **dict.fromkeys(("embed", "split_rank"), ("fsdp", "expert", "context")),
     "experts": ("expert",),
     "expert_embed": ("fsdp", "context"),
-    "router": (),
-    "heads": ("tp",),
-    "kv_heads": ("tp",),
-    "head_dim": (),
-    "mlp": ("tp",),
-    "vocab": ("tp",),
-    "norm": (),
     "exchanged_heads": ("tp", "context"),
-    "rank": (),
-    "split_rank": ("fsdp", "expert", "context"),
-    "micro": (),
     "batch_rows": ("replica", "fsdp", "expert"),
     "batch_tokens": ("context",),
     "rows": ("replica", "fsdp", "expert", "context"),
-    "tokens": (),
-    "split_tokens": ("tp",),
-    "act_embed": (),
-    "act_heads": ("tp",),
-    "act_mlp": ("tp",),
 }
 
 
@@ -146,11 +132,6 @@ def _automatic(logical: str | None, mesh: Any) -> tuple[str, ...]:
 def named_sharding(mesh: Mesh, logical: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
     """Returns the sharding on ``mesh`` of an array with these logical axes and this shape."""
     return NamedSharding(mesh, fit_spec(logical, shape, mesh))
-
-
-def tree_shardings(mesh: Mesh, axes: Any, abstract: Any) -> Any:
-    """Returns the sharding of each leaf of ``abstract``. The leaves of ``axes`` are tuples of logical axes."""
-    return jax.tree.map(lambda leaf, logical: named_sharding(mesh, logical, leaf.shape), abstract, axes)
 
 
 def constrain_tree(tree: Any, axes: Any) -> Any:
@@ -291,7 +272,7 @@ def split_over(logical: str) -> tuple[str, ...]:
 def axis_size(logical: str) -> int:
     """Returns the number of parts of a logical axis on the mesh of the context (``jax.set_mesh``), 1 without a mesh."""
     mesh: Any = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _automatic(logical, mesh))
+    return math.prod(mesh.shape[axis] for axis in split_over(logical))
 
 
 _NARROW_SUMS: ContextVar[bool] = ContextVar("narrow_sums", default=False)

@@ -69,7 +69,7 @@ class Experts(nnx.Module):
             gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
         weights = (self.gate[...], self.up[...], self.down[...])
         out, inside = experts(routing.grouped, x, choices, gates, weights)
-        return out, inside[:, None], _routed(probabilities, own, choices, routing)
+        return out, jax.lax.stop_gradient(inside)[:, None], _routed(probabilities, own, choices, routing)
 
 
 @jax.custom_vjp
@@ -175,6 +175,7 @@ class _SortedPairs(NamedTuple):
         return jax.lax.fori_loop(0, rounds, lambda number, so_far: body(self.window(number), so_far), start)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def experts(
     grouped: Grouped,
     x: Float[Array, "b t d"],
@@ -187,12 +188,6 @@ def experts(
     The gates are float32. ``weights`` are the matrices gate, up and down of all experts, in the dtype of ``x``. The
     sums have this dtype, too. Of the absolute values inside the experts only the maximum over all rows is exact.
     """
-    out, inside = _experts(grouped, x, choices, gates, weights)
-    return out, jax.lax.stop_gradient(inside)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: Any) -> tuple[Array, Array]:
     mesh = _axes(*x.shape[::2])
 
     def of_device(x: Array, choices: Array, gates: Array, gate: Array, up: Array, down: Array) -> tuple[Array, Array]:
@@ -217,7 +212,7 @@ def _experts(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: 
 
 def _forward(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: Any) -> tuple[Any, Any]:
     assert x.shape[0] % axis_size("rows") == 0, "the mesh does not divide the rows of a micro-batch"
-    return _experts(grouped, x, choices, gates, weights), (x, choices, gates, weights)
+    return experts(grouped, x, choices, gates, weights), (x, choices, gates, weights)
 
 
 def _backward(grouped: Grouped, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
@@ -320,4 +315,4 @@ def _of_batch(mesh: _MeshAxes, gradient: Array, width: int) -> Array:
     return jax.lax.psum(gradient, rest) if rest else gradient
 
 
-_experts.defvjp(_forward, _backward)
+experts.defvjp(_forward, _backward)

@@ -40,7 +40,6 @@ class Family:
     # is hidden_size / num_heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=dict)  # the keys of this family's own fields, by our field names
-    aliases: Mapping[str, str] = field(default_factory=dict)  # alternative keys in some files, by the usual key
     free_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_heads
     windows_by_layer: bool = True  # whether the file says which layers have a sliding window; otherwise all have it
     norm: Callable[..., RMSNorm] = RMSNorm  # the form of the final norm
@@ -115,7 +114,7 @@ QWEN3_MOE = Family(
         "expert_size": "moe_intermediate_size",
         "normalize_gates": "norm_topk_prob",
     },
-    aliases={"num_experts": "num_local_experts"},
+    prepared=lambda raw: {"num_experts": raw.get("num_local_experts")} | raw,
     windows_by_layer=False,
 )
 
@@ -224,7 +223,7 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got {kind!r:.60}")
-    raw = family.prepared({key: raw.get(other) for key, other in family.aliases.items()} | raw)
+    raw = family.prepared(raw)
     raw |= _rotary_share(raw)
     _check_features(raw, family)
     keys = {**_KEYS, **family.fields}

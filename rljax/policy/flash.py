@@ -137,11 +137,13 @@ def block_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attention(q: Array, k: Array, v: Array, ends: Array, block: int, parts: int) -> Array:
-    return _forward(q, k, v, ends, block, parts)[0]
+    return _attention_fwd(q, k, v, ends, block, parts)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, ends: Array, block: int, parts: int) -> tuple[Array, Array]:
-    """Computes the output [b, t, h, k] and the log-sum-exp, float32 [b, t, h, 1]."""
+def _attention_fwd(
+    q: Array, k: Array, v: Array, ends: Array, block: int, parts: int
+) -> tuple[Array, tuple[Array, ...]]:
+    """Computes the output [b, t, h, k], and saves it with the log-sum-exp, float32 [b, t, h, 1]."""
     heads = head_axes(k)
 
     def of_device(q: Array, k: Array, v: Array, ends: Array) -> tuple[Array, Array]:
@@ -150,13 +152,7 @@ def _forward(q: Array, k: Array, v: Array, ends: Array, block: int, parts: int) 
         return lax.map(lambda row: _row_forward(row, block, pairs), rows)
 
     run = on_each_device(of_device, (heads, heads, heads, ends_axes(parts)), (heads, heads), rows=q.shape[0])
-    return run(q, k, v, ends)
-
-
-def _attention_fwd(
-    q: Array, k: Array, v: Array, ends: Array, block: int, parts: int
-) -> tuple[Array, tuple[Array, ...]]:
-    out, lse = _forward(q, k, v, ends, block, parts)
+    out, lse = run(q, k, v, ends)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, (q, k, v, ends, out, lse)
 

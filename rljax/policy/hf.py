@@ -28,8 +28,8 @@ from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
-from rljax.policy.layers import HFTensor
-from rljax.policy.model import Params, abstract_params, stored_tensors
+from rljax.policy.layers import Declarations
+from rljax.policy.model import Params, declared_params
 from rljax.sharding import fetch
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -172,16 +172,16 @@ def _check_finite(name: str, stored: np.ndarray, read: np.ndarray, computes_in: 
             raise ValueError(f"tensor {name!r} holds {said}")
 
 
-def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> Iterator[Leaf]:
-    """Yields the parameters of a pytree of ``jax.ShapeDtypeStruct``, in the order of the files."""
-    for path, leaf in sorted(flatten_dict(abstract).items()):
-        names = stored[path].names(leaf.shape)
-        yield Leaf(path, names, leaf.shape[names.ndim :], stored[path].inputs, stored[path].wide)
+def leaves_of(params: Declarations) -> Iterator[Leaf]:
+    """Yields the parameters of a pytree, in the order of the files."""
+    for path, (shape, _, stored) in sorted(params.items()):
+        names = stored.names(shape)
+        yield Leaf(path, names, shape[names.ndim :], stored.inputs, stored.wide)
 
 
 def policy_leaves(config: PolicyConfig) -> Iterator[Leaf]:
     """Yields the parameters of a policy, in the order of the files."""
-    return leaves_of(abstract_params(config), stored_tensors(config))
+    return leaves_of(declared_params(config))
 
 
 def _open_sources(directory: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Sequence
@@ -31,32 +30,23 @@ _QWEN3_SIZES = {
 _MIXTURE = {"num_experts": 128, "experts_per_token": 8, "expert_size": 768, "normalize_gates": True}
 
 
-def _qwen3(size: str, suffix: str) -> PolicyConfig:
+def _qwen3(size: str, longest: int, end: int = 151_645, theta: float = 1e6) -> PolicyConfig:
     more: dict[str, Any] = {"family": "qwen3_moe", **_MIXTURE} if size == "30B-A3B" else {}
+    more |= {"max_position_embeddings": longest, "eos_token_id": end, "rope_theta": theta}
+    is_tied = size in ("0.6B", "1.7B", "4B")
     return PolicyConfig(
-        151_936,
-        *_QWEN3_SIZES[size],
-        head_dim=128,
-        rope_theta=1e6,
-        tie_word_embeddings=size in ("0.6B", "1.7B", "4B"),
-        max_position_embeddings=32_768 if suffix else 40_960,
-        bos_token_id=151_643,
-        eos_token_id=151_643 if suffix else 151_645,
-        **more,
+        151_936, *_QWEN3_SIZES[size], head_dim=128, tie_word_embeddings=is_tied, bos_token_id=151_643, **more
     )
 
 
-KNOWN_SHAPES: dict[str, PolicyConfig] = {
-    f"Qwen/Qwen3-{size}{suffix}": _qwen3(size, suffix) for size in _QWEN3_SIZES for suffix in ("", "-Base")
-}
+KNOWN_SHAPES: dict[str, PolicyConfig] = {}
+for _size in _QWEN3_SIZES:
+    KNOWN_SHAPES[f"Qwen/Qwen3-{_size}"] = _qwen3(_size, 40_960)
+    KNOWN_SHAPES[f"Qwen/Qwen3-{_size}-Base"] = _qwen3(_size, 32_768, 151_643)
 # The models of July 2025 are the same with longer rows.
-KNOWN_SHAPES |= {
-    f"Qwen/Qwen3-{size}-{kind}-2507": dataclasses.replace(
-        _qwen3(size, ""), max_position_embeddings=262_144, rope_theta=theta
-    )
-    for size, theta in (("4B", 5e6), ("30B-A3B", 1e7))
-    for kind in ("Instruct", "Thinking")
-}
+for _size, _theta in (("4B", 5e6), ("30B-A3B", 1e7)):
+    for _kind in ("Instruct", "Thinking"):
+        KNOWN_SHAPES[f"Qwen/Qwen3-{_size}-{_kind}-2507"] = _qwen3(_size, 262_144, theta=_theta)
 _QWEN2: dict[str, Any] = {"family": "qwen2", "bos_token_id": 151_643}
 KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"] = PolicyConfig(
     151_936, *(1536, 8960, 28, 12, 2, 128), max_position_embeddings=131_072, eos_token_id=151_643, **_QWEN2

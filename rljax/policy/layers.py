@@ -15,14 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.taps import tap
-from rljax.sharding import axis_size, constrain, gradient_sum_dtype
+from rljax.sharding import axis_size, constrain, gradient_sum_dtype, named_sharding
 
 PRODUCT = "product"
 """The name of a product with weights for ``jax.checkpoint``."""
@@ -51,6 +53,30 @@ class HFTensor(NamedTuple):
             numbers = index if self.blocks is None else (self.blocks[index[0]], *index[1:])
             names[index] = self.name.format(*numbers)
         return names
+
+
+class ParamDeclaration(NamedTuple):
+    """One parameter of a pytree. In a stack of blocks it is the parameter of all of them."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]  # the logical axis of each dimension
+    stored: HFTensor  # the tensor in the files
+
+
+class Declarations(dict[tuple[str, ...], ParamDeclaration]):
+    """The parameters of a pytree, by path."""
+
+    def abstract(self) -> Any:
+        """Returns the pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf. Nothing is allocated."""
+        return unflatten_dict({path: jax.ShapeDtypeStruct(each.shape, jnp.float32) for path, each in self.items()})
+
+    def axes(self) -> Any:
+        """Returns the pytree with a tuple of logical axis names at each leaf."""
+        return unflatten_dict({path: each.axes for path, each in self.items()})
+
+    def shardings(self, mesh: Mesh) -> Any:
+        """Returns the pytree with a NamedSharding at each leaf."""
+        return unflatten_dict({path: named_sharding(mesh, each.axes, each.shape) for path, each in self.items()})
 
 
 def opaque(*arrays: Array) -> tuple[Array, ...]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +19,13 @@ from jaxtyping import Array
 
 from rljax.errors import check_at_least
 from rljax.policy.config import PolicyConfig
-from rljax.policy.layers import HFTensor
-from rljax.policy.model import Params, abstract_params, cast_params, logical_axes, param_shardings, stored_tensors
-from rljax.sharding import constrain_tree, is_on_host, on_devices, on_host, tree_shardings
+from rljax.policy.layers import Declarations, ParamDeclaration
+from rljax.policy.model import Params, cast_params, declared_params, logical_axes, param_shardings
+from rljax.sharding import constrain_tree, is_on_host, on_devices, on_host
 
 _COMMON = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYERS = (*_COMMON, "in_proj_qkv", "in_proj_z", "out_proj")
 """The linear layers of a block that may have an adapter. The last three belong to delta nets."""
-Path = tuple[str, ...]
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -76,56 +74,42 @@ class LoraConfig:
 OFF = LoraConfig()
 
 
-class _Target(NamedTuple):
-    """A parameter that has an adapter: a stack of linear layers [layers, *in, *out]."""
-
-    shape: tuple[int, ...]  # the shape of the parameter
-    axes: tuple[str, ...]  # the logical axes of the parameter
-    stored: HFTensor  # the tensor in a checkpoint
-
-    @property
-    def letters(self) -> tuple[str, str]:
-        """The letters of the input and the output axes of one layer, for einsum."""
-        inputs = self.stored.inputs or 0
-        return "abc"[:inputs], "xyz"[: len(self.shape) - 1 - inputs]
+def _letters(target: ParamDeclaration) -> tuple[str, str]:
+    """Returns the letters of the input and the output axes of one layer of a target, for einsum."""
+    inputs = target.stored.inputs or 0
+    return "abc"[:inputs], "xyz"[: len(target.shape) - 1 - inputs]
 
 
 @functools.lru_cache(maxsize=32)
-def find_targets(config: PolicyConfig, lora: LoraConfig) -> Mapping[Path, _Target]:
-    """Finds the parameters that have an adapter, by their path in the pytree.
+def find_targets(config: PolicyConfig, lora: LoraConfig) -> Declarations:
+    """Finds the parameters that have an adapter: stacks of linear layers [layers, *in, *out].
 
     Raises ValueError if a target is not a linear layer of the policy's blocks, or belongs to its experts.
     """
-    shapes, axes = flatten_dict(abstract_params(config)), flatten_dict(logical_axes(config))
-    targets: dict[Path, _Target] = {}
-    names = set()
-    for path, stored in sorted(stored_tensors(config).items()):
-        name, kind = stored.name.split(".")[-2:]
+    targets, names = Declarations(), set()
+    for path, declared in sorted(declared_params(config).items()):
+        name, kind = declared.stored.name.split(".")[-2:]
         if name not in lora.targets or kind != "weight":
             continue
-        if "experts" in axes[path]:
+        if "experts" in declared.axes:
             raise ValueError(
                 f"lora.targets: {name} belongs to the experts of this {config.family} policy, which get no adapters; "
                 "name layers of the attention (q_proj, k_proj, v_proj, o_proj)"
             )
-        targets[path] = _Target(shapes[path].shape, axes[path], stored)
+        targets[path] = declared
         names.add(name)
     if missing := [name for name in lora.targets if name not in names]:
         raise ValueError(f"lora.targets: a {config.family} policy has no {missing[0]}")
     return targets
 
 
-class _Adapter(NamedTuple):
-    """One matrix of an adapter: ``a`` [layers, *in, rank] or ``b`` [layers, rank, *out] of a target."""
+def declared_adapters(config: PolicyConfig, lora: LoraConfig) -> Declarations:
+    """Returns the matrices of all adapters, whose tensors are named as in PEFT's files.
 
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]  # the logical axes
-    stored: HFTensor  # the tensor in a file of PEFT's layout
-
-
-def _adapters(config: PolicyConfig, lora: LoraConfig) -> dict[Path, _Adapter]:
-    """Returns the description of each adapter, by its path: the path of its target, and "a" or "b"."""
-    adapters = {}
+    A target [layers, *in, *out] of the policy has ``a`` [layers, *in, rank] and ``b`` [layers, rank, *out] at its path.
+    Raises ValueError if a target is not a linear layer of the policy's blocks, or belongs to its experts.
+    """
+    adapters = Declarations()
     for path, (shape, axes, stored) in find_targets(config, lora).items():
         inputs = stored.inputs or 0
         (layers, *ins), outs = shape[: 1 + inputs], shape[1 + inputs :]
@@ -134,24 +118,14 @@ def _adapters(config: PolicyConfig, lora: LoraConfig) -> dict[Path, _Adapter]:
         of_a, of_b = ("rank" if "embed" in others else "split_rank" for others in (in_axes, out_axes))
         module = "base_model.model." + stored.name.removesuffix(".weight")
         a, b = (stored._replace(name=f"{module}.lora_{x}.weight", inputs=n) for x, n in (("A", inputs), ("B", 1)))
-        adapters[*path, "a"] = _Adapter((layers, *ins, lora.rank), ("layers", *in_axes, of_a), a)
-        adapters[*path, "b"] = _Adapter((layers, lora.rank, *outs), ("layers", of_b, *out_axes), b)
+        adapters[*path, "a"] = ParamDeclaration((layers, *ins, lora.rank), ("layers", *in_axes, of_a), a)
+        adapters[*path, "b"] = ParamDeclaration((layers, lora.rank, *outs), ("layers", of_b, *out_axes), b)
     return adapters
 
 
 def abstract_adapters(config: PolicyConfig, lora: LoraConfig) -> Params:
-    """Returns the pytree of adapters with a float32 ``jax.ShapeDtypeStruct`` at each leaf.
-
-    A target [layers, *in, *out] of the policy has the leaves ``a`` [layers, *in, rank] and ``b`` [layers, rank, *out].
-    Raises ValueError if a target is not a linear layer of the policy's blocks, or belongs to its experts.
-    """
-    adapters = _adapters(config, lora).items()
-    return unflatten_dict({path: jax.ShapeDtypeStruct(adapter.shape, jnp.float32) for path, adapter in adapters})
-
-
-def stored_adapters(config: PolicyConfig, lora: LoraConfig) -> dict[Path, HFTensor]:
-    """Returns the tensor of each adapter in a file of PEFT's layout, by its path in the pytree of adapters."""
-    return {path: adapter.stored for path, adapter in _adapters(config, lora).items()}
+    """Returns the pytree of adapters with a float32 ``jax.ShapeDtypeStruct`` at each leaf."""
+    return declared_adapters(config, lora).abstract()
 
 
 def init_adapters(config: PolicyConfig, lora: LoraConfig, seed: int) -> Params:
@@ -172,7 +146,9 @@ def init_adapters(config: PolicyConfig, lora: LoraConfig, seed: int) -> Params:
 
 
 def targets_of(weights: Params, config: PolicyConfig, lora: LoraConfig) -> Params:
-    """Returns the leaves of a policy's pytree that have an adapter, as a pytree of its own."""
+    """Returns the leaves of a policy's pytree that need a gradient: those with an adapter, or all without adapters."""
+    if not lora.rank:
+        return weights
     flat = flatten_dict(weights)
     return unflatten_dict({path: flat[path] for path in find_targets(config, lora)})
 
@@ -190,7 +166,7 @@ def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: L
     frozen, flat = flatten_dict(base), flatten_dict(adapters)
     merged = {}
     for path, target in find_targets(config, lora).items():
-        ins, outs = target.letters
+        ins, outs = _letters(target)
 
         def of_layer(layer: tuple[Array, Array, Array], spec: str = f"{ins}r,r{outs}->{ins}{outs}") -> Array:
             weight, a, b = layer
@@ -210,7 +186,7 @@ def adapter_gradients(adapters: Params, gradients: Params, config: PolicyConfig,
     of_weights, flat = flatten_dict(gradients), flatten_dict(adapters)
     of_adapters = {}
     for path, target in find_targets(config, lora).items():
-        ins, outs = target.letters
+        ins, outs = _letters(target)
 
         def of_layer(layer: tuple[Array, Array, Array], ins: str = ins, outs: str = outs) -> tuple[Array, Array]:
             weight, a, b = layer[0].astype(jnp.float32) * lora.scale, *layer[1:]
@@ -227,33 +203,20 @@ class TrainedParams:
     """The parameters that the optimizer holds, and their relation to the weights that the forward pass reads.
 
     If ``lora`` has a rank they are the adapters, and ``MergedPolicy`` computes the weights. Otherwise they are all
-    weights. The targets are the leaves of the policy's pytree that need a gradient.
+    weights.
     """
 
     config: PolicyConfig
     lora: LoraConfig
 
-    def abstract(self) -> Params:
-        """Returns the pytree of trained parameters with a float32 ``jax.ShapeDtypeStruct`` at each leaf."""
-        return abstract_adapters(self.config, self.lora) if self.lora.rank else abstract_params(self.config)
-
-    def axes(self) -> Params:
-        """Returns the pytree of trained parameters with a tuple of logical axis names at each leaf."""
-        if not self.lora.rank:
-            return logical_axes(self.config)
-        return unflatten_dict({path: adapter.axes for path, adapter in _adapters(self.config, self.lora).items()})
-
-    def shardings(self, mesh: Mesh) -> Params:
-        """Returns the pytree of trained parameters with a NamedSharding at each leaf."""
-        return tree_shardings(mesh, self.axes(), self.abstract())
+    @property
+    def declared(self) -> Declarations:
+        """The trained parameters."""
+        return declared_adapters(self.config, self.lora) if self.lora.rank else declared_params(self.config)
 
     def targets(self, weights: Params) -> Params:
-        """Returns the targets of a policy's pytree, whose leaves may be arrays or anything else."""
-        return targets_of(weights, self.config, self.lora) if self.lora.rank else weights
-
-    def with_targets(self, weights: Params, targets: Params) -> Params:
-        """Returns a policy's pytree with its targets replaced."""
-        return with_targets(weights, targets) if self.lora.rank else targets
+        """Returns the leaves of a policy's pytree that need a gradient. They may be arrays or anything else."""
+        return targets_of(weights, self.config, self.lora)
 
     def residuals(self, params: Params) -> Any:
         """Returns the values that ``gradients`` needs from the trained parameters."""

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, traverse_util
+from flax import nnx
+from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -25,7 +26,8 @@ from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.layers import (
     PRODUCT,
     BlockStats,
-    HFTensor,
+    Declarations,
+    ParamDeclaration,
     Routing,
     RoutingRecord,
     all_tokens,
@@ -35,7 +37,7 @@ from rljax.policy.layers import (
 from rljax.policy.mixers import BlockState, Where
 from rljax.policy.rotary import rotation
 from rljax.policy.taps import Substitutes, Values, record_stack, recording_layer, stack_paths, substitutes_of_stack, tap
-from rljax.sharding import constrain, tree_shardings
+from rljax.sharding import constrain
 
 Params = dict[str, Any]
 Remat = Literal["none", "dots", "blocks", "offload"]
@@ -87,44 +89,42 @@ class _Decoder(nnx.Module):
 class _Declaration(NamedTuple):
     blocks: list[Any]  # the graphdef of each block of a period
     final_norm: Any  # the graphdef of the final norm
-    abstract: Params
-    logical: Params
-    stored: dict[Any, HFTensor]  # by path
+    params: Declarations
 
 
 @functools.lru_cache(maxsize=32)
 def _declaration(config: PolicyConfig) -> _Declaration:
     model = nnx.eval_shape(lambda: _Decoder(config, nnx.Rngs(0)))
     state = nnx.state(model, nnx.Param)
-    logical, stored = {}, {}
+    params: Any = Declarations()
+    shapes = flatten_dict(nnx.to_pure_dict(state))
     blocks = blocks_of(config)
     stacks = stack_paths(len(blocks))
     for path, variable in nnx.to_flat_state(state):
         metadata = variable.get_metadata()
-        logical[path], stored[path] = metadata["logical"], metadata["stored"]
+        axes, stored = metadata["logical"], metadata["stored"]
         for first, stack in enumerate(stacks):
             if path[: len(stack)] == stack:
                 numbers = range(first, config.num_layers, len(stacks))
-                logical[path] = ("layers", *logical[path])
-                stored[path] = stored[path]._replace(name="model.layers.{}." + stored[path].name, blocks=numbers)
-    graphs = [nnx.split(block)[0] for block in blocks]
-    final = nnx.split(model.final_norm)[0]
-    return _Declaration(graphs, final, nnx.to_pure_dict(state), traverse_util.unflatten_dict(logical), stored)
+                axes = ("layers", *axes)
+                stored = stored._replace(name="model.layers.{}." + stored.name, blocks=numbers)
+        params[path] = ParamDeclaration(shapes[path].shape, axes, stored)
+    return _Declaration([nnx.split(block)[0] for block in blocks], nnx.split(model.final_norm)[0], params)
+
+
+def declared_params(config: PolicyConfig) -> Declarations:
+    """Returns the parameters of a policy. In the names of tensors of blocks, the first ``{}`` is the block's number."""
+    return _declaration(config).params
 
 
 def abstract_params(config: PolicyConfig) -> Params:
-    """Returns the pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf. Nothing is allocated."""
-    return _declaration(config).abstract
+    """Returns the pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf."""
+    return declared_params(config).abstract()
 
 
 def logical_axes(config: PolicyConfig) -> Params:
-    """Returns the pytree with a tuple of logical axis names at each leaf, one for each dimension."""
-    return _declaration(config).logical
-
-
-def stored_tensors(config: PolicyConfig) -> dict[tuple[str, ...], HFTensor]:
-    """Returns the checkpoint tensor of each parameter, by path. In blocks, the first ``{}`` is the block's number."""
-    return _declaration(config).stored
+    """Returns the pytree with a tuple of logical axis names at each leaf."""
+    return declared_params(config).axes()
 
 
 def gathered_axes(config: PolicyConfig) -> Params:
@@ -138,7 +138,7 @@ def gathered_axes(config: PolicyConfig) -> Params:
 
 def param_shardings(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Params:
     """Returns the pytree with a NamedSharding at each leaf."""
-    return tree_shardings(mesh, logical_axes(config), abstract_params(config))
+    return declared_params(config).shardings(mesh)
 
 
 def init_params(config: PolicyConfig, seed: int) -> Params:

@@ -13,7 +13,7 @@ from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import host_tensors, leaves_of, open_tensors, read_leaves
-from rljax.policy.lora import LoraConfig, abstract_adapters, stored_adapters
+from rljax.policy.lora import LoraConfig, declared_adapters
 from rljax.policy.model import Params
 
 CONFIG_NAME = "adapter_config.json"
@@ -55,8 +55,7 @@ def save_adapters(
     """
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)
-    leaves = leaves_of(abstract_adapters(config, lora), stored_adapters(config, lora))
-    tensors = dict(host_tensors(adapters, leaves, jnp.float32))
+    tensors = dict(host_tensors(adapters, leaves_of(declared_adapters(config, lora)), jnp.float32))
     with replacing(out / WEIGHTS_NAME) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
     settings = _FIXED | {
@@ -88,7 +87,7 @@ def load_adapters(
             raise ValueError(f"no adapters at {folder}: {folder / name} does not exist")
     _check_config(folder / CONFIG_NAME, lora)
     sources = open_tensors(folder / WEIGHTS_NAME)
-    leaves = list(leaves_of(abstract_adapters(config, lora), stored_adapters(config, lora)))
+    leaves = list(leaves_of(declared_adapters(config, lora)))
     unknown = sorted(set(sources) - {name for leaf in leaves for name in leaf.names})
     if unknown:
         raise ValueError(f"{folder / WEIGHTS_NAME}: {unknown[0]!r:.120} belongs to no layer in lora.targets")

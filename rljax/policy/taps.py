@@ -26,24 +26,18 @@ class Substitutes(NamedTuple):
     flags: dict[str, Bool[Array, "*l"]]  # whether to put the value in; for a stack, in each block
 
 
-class TapRecorder(NamedTuple):
-    """The values that a forward has recorded so far, and the substitutes for computed ones."""
-
-    recorded: Values
-    substitutes: Substitutes
-
-
-_active: contextvars.ContextVar[TapRecorder | None] = contextvars.ContextVar("recorder", default=None)
+# The values that a forward has recorded so far, and the substitutes for computed ones.
+_active: contextvars.ContextVar[tuple[Values, Substitutes] | None] = contextvars.ContextVar("recorder", default=None)
 _NONE = Substitutes({}, {})
 
 
 @contextlib.contextmanager
 def recording(substitutes: Substitutes = _NONE) -> Iterator[Values]:
     """Records every ``tap`` inside the context. Yields the dictionary that receives the values by name."""
-    recorder = TapRecorder({}, substitutes)
-    token = _active.set(recorder)
+    recorded: Values = {}
+    token = _active.set((recorded, substitutes))
     try:
-        yield recorder.recorded
+        yield recorded
     finally:
         _active.reset(token)
 
@@ -58,11 +52,11 @@ def tap(name: str, x: Array) -> Array:
     recorder = _active.get()
     if recorder is None:
         return x
-    recorder.recorded[name] = x
-    if name not in recorder.substitutes.values:
+    recorded, substitutes = recorder
+    recorded[name] = x
+    if name not in substitutes.values:
         return x
-    value = recorder.substitutes.values[name].astype(x.dtype).reshape(x.shape)
-    return jnp.where(recorder.substitutes.flags[name], value, x)
+    return jnp.where(substitutes.flags[name], substitutes.values[name].astype(x.dtype).reshape(x.shape), x)
 
 
 def stack_paths(period: int) -> list[tuple[str, ...]]:
@@ -81,7 +75,7 @@ def substitutes_of_stack(stack: tuple[str, ...]) -> Substitutes:
     prefix = "/".join(stack) + "/"
     values, flags = (
         {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
-        for arrays in recorder.substitutes
+        for arrays in recorder[1]
     )
     return Substitutes(values, flags)
 
@@ -95,4 +89,4 @@ def record_stack(stack: tuple[str, ...], stacked: Values) -> None:
     """Records the values of a stack of blocks, with a leading axis. It does nothing outside of ``recording``."""
     recorder = _active.get()
     if recorder is not None:
-        recorder.recorded.update({"/".join((*stack, name)): x for name, x in stacked.items()})
+        recorder[0].update({"/".join((*stack, name)): x for name, x in stacked.items()})

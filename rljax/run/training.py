@@ -98,7 +98,7 @@ def initial_params(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
     if not lora.rank:
         dtype = config.precision.compute_dtype
         return load_params(config.model.path, policy, param_shardings(policy, mesh), computes_in=dtype)
-    shardings = TrainedParams(policy, lora).shardings(mesh)
+    shardings = TrainedParams(policy, lora).declared.shardings(mesh)
     if lora.adapter is not None:
         return load_adapters(lora.adapter, policy, lora, shardings)
     make: Any = jax.jit(functools.partial(init_adapters, policy, lora, config.run.seed), out_shardings=shardings)

@@ -37,9 +37,8 @@ from rljax.policy.model import (
 )
 from rljax.policy.score import align, over_support, segment_ends
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
-from rljax.trainer.forward import MicroSums, TokenValues, micro_gradients, values_of
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
-from rljax.trainer.objective import Objective
+from rljax.trainer.objective import MicroSums, Objective, TokenValues, micro_gradients, values_of
 from rljax.trainer.packing import PackedBatch, TrainSequence, fill
 from rljax.trainer.state import PrecisionConfig, TrainState, abstract_state
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals

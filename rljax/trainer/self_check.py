@@ -20,8 +20,8 @@ from rljax.mismatch import mismatch_metrics
 from rljax.policy.model import Remat
 from rljax.record.token_arrays import to_rows
 from rljax.sharding import fetch
-from rljax.trainer.forward import TokenValues
 from rljax.trainer.measure import Cause
+from rljax.trainer.objective import TokenValues
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch, TrainSequence, shared_fraction, unpack
 from rljax.trainer.state import TrainState
 from rljax.trainer.trees import common_prefixes, in_tree_order

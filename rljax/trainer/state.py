@@ -165,8 +165,8 @@ def abstract_state(
     If ``lora`` has a rank, the state has the adapters. Each leaf is a ``jax.ShapeDtypeStruct``.
     """
     trained = TrainedParams(config, lora)
-    shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), trained.abstract())
-    by_param = trained.shardings(mesh)
+    shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), trained.declared.abstract())
+    by_param = trained.declared.shardings(mesh)
     everywhere = replicated(mesh)
     opt_shardings = optax.tree.map_params(
         tx, lambda _, sharding: sharding, shapes.opt_state, by_param, transform_non_params=lambda _: everywhere

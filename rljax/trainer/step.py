@@ -24,7 +24,7 @@ from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
 from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import choose_kernels
-from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
+from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams, with_targets
 from rljax.policy.model import Params, abstract_params, cast_params, gathered_axes, logical_axes, param_shardings
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.sharding import (
@@ -35,7 +35,6 @@ from rljax.sharding import (
     narrow_gradient_sums,
     replicated,
 )
-from rljax.trainer.forward import MicroSums, TokenValues, micro_gradients, values_of
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, replayed_choices, routes_of
 from rljax.trainer.micro_batches import (
     BATCH_AXES,
@@ -46,7 +45,7 @@ from rljax.trainer.micro_batches import (
     over_micro_batches,
     place_batch,
 )
-from rljax.trainer.objective import Objective
+from rljax.trainer.objective import MicroSums, Objective, TokenValues, micro_gradients, values_of
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch
 from rljax.trainer.state import PrecisionConfig, TrainState, abstract_state
 from rljax.trainer.totals import (
@@ -76,9 +75,7 @@ class TrainStep:
     precision: PrecisionConfig
     objective: Objective
     batch_shape: tuple[int, int, int]  # the shape (micro-batches, rows, tokens) of every batch
-    temperature: float = (
-        1.0  # the temperature of the rollouts, at which the trainer computes its log-probabilities, too
-    )
+    temperature: float = 1.0  # the temperature of the rollouts, at which the trainer scores their tokens, too
     diagnosis: DiagnosisConfig | None  # the settings of the mismatch metrics; None if the step does not measure them
     keep_gathered: bool = False  # whether every device keeps the gathered weights for the whole step (``MeshConfig``)
     options: PolicyOptions = DEFAULTS  # the choice of kernels
@@ -156,7 +153,7 @@ class TrainStep:
 
     def constrained(self, totals: Totals) -> Totals:
         """Returns totals whose gradients are sharded as the parameters are."""
-        return totals._replace(grads=constrain_tree(totals.grads, self.trained.axes()))
+        return totals._replace(grads=constrain_tree(totals.grads, self.trained.declared.axes()))
 
     def alone(
         self,
@@ -198,7 +195,7 @@ class TrainStep:
         score = self.score(tops=objective.correction.needs_tops)
 
         def score_part(part: Params, micro: PackedBatch) -> Scores:
-            return score(trained.with_targets(compute, part), micro)
+            return score(with_targets(compute, part), micro)
 
         def each(micro: PackedBatch) -> tuple[MicroSums, TokenValues]:
             targets = trained.targets(compute)

@@ -19,7 +19,7 @@ from rljax.mismatch import importance_weights
 from rljax.mismatch.diagnosis import mismatch_by_turn
 from rljax.policy.model import Params
 from rljax.sharding import fetch, on_devices, on_host
-from rljax.trainer.forward import TokenValues
+from rljax.trainer.objective import TokenValues
 from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, trajectories, unpack, unpack_whole
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep

@@ -7,7 +7,7 @@ from toy_runs import comparable, completed, tiny
 from rljax.compare.report import compare_columns
 from rljax.record.token_dumps import read_dump
 
-# rollout/test_tops.py, trainer/test_exact_cut.py and trainer/test_dumped_values.py have the parts of these runs.
+# rollout/test_tops.py, trainer/test_exact_engine.py and trainer/test_dumped_values.py have the parts of these runs.
 pytestmark = [pytest.mark.slow, pytest.mark.harness]
 
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32", "--rollout.dump-every", "1")

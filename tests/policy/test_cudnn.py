@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as wrapper
-from packed_rows import ends_of, equations, heads, masked_reference, tree_gradients
+from packed_rows import check_trees, ends_of, equations
 
 from rljax.plan.memory import compiled_for_hopper
-from rljax.policy.attention import path_mask
 from rljax.policy.attention_errors import why_no_trees
 from rljax.policy.config import PolicyConfig
 from rljax.policy.cudnn import call_of_segments, cudnn_attention, max_segments
@@ -124,11 +123,7 @@ def test_calls_for_nodes_and_roots_are_joined(cudnn):
         [],
     ]
     ends = np.stack([ends_of(32, trees) for trees in rows])
-    arrays = heads(ends)
-    expected = masked_reference(*arrays, np.asarray(path_mask(ends)) & (ends > 0)[:, :, None])
-    found = tree_gradients(functools.partial(cudnn_attention, trees=True), arrays, ends)
-    for x, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(x, wanted, atol=1e-5, rtol=0)
+    check_trees(functools.partial(cudnn_attention, trees=True), ends)
 
 
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")

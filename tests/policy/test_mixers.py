@@ -19,12 +19,11 @@ from rljax.policy.families import FAMILIES, BlockKind, Family, config_from_hf, c
 from rljax.policy.hf import hf_tensors, load_params, save_params
 from rljax.policy.kernels import choose_kernels
 from rljax.policy.layers import MLP, linear, param
-from rljax.policy.lora import LoraConfig, stored_adapters
+from rljax.policy.lora import LoraConfig, declared_adapters
 from rljax.policy.mixers import Attention, Block, StateArray
 from rljax.policy.model import hidden_states, init_params
 from rljax.policy.score import make_scorer, segment_ends
 from rljax.policy.taps import Substitutes, recording, tap
-from rljax.rollout.decode_sizes import cache_row_bytes
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MESH_AXES, MeshConfig, make_mesh
@@ -146,12 +145,6 @@ def test_decoding_with_a_cache_is_the_whole_forward(params, decode_tokens):
         np.testing.assert_allclose(found, whole[1:], atol=1e-5)
 
 
-def test_the_bytes_of_a_cache_are_what_the_mixers_ask_for():
-    """In each of two periods, a row has sums of 6 x 4 and values of 6 x 2 bytes, and 10 places of 2 x 2 x 8 bytes."""
-    mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
-    assert cache_row_bytes(CONFIG, mesh, 10, jnp.bfloat16, jnp.float8_e4m3fn) == 2 * (6 * 4 + 6 * 2 + 10 * 2 * 2 * 8)
-
-
 @pytest.mark.harness
 def test_recomputed_values_give_the_same_gradients(params):
     of_none, of_blocks = (
@@ -170,8 +163,8 @@ def test_files_have_the_numbers_of_the_blocks(params, tmp_path):
     save_params(tmp_path, params, CONFIG)
     assert read_config(tmp_path) == CONFIG
     jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path, CONFIG), params)
-    stored = stored_adapters(CONFIG, LoraConfig(rank=2, targets=("q_proj",)))
-    names = stored["layers", "1", "attention", "query", "a"].names((2, 32, 2)).tolist()
+    adapters = declared_adapters(CONFIG, LoraConfig(rank=2, targets=("q_proj",)))
+    names = adapters["layers", "1", "attention", "query", "a"].stored.names((2, 32, 2)).tolist()
     assert names == [f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight" for i in (1, 3)]
 
 

@@ -133,16 +133,6 @@ def test_a_value_that_is_not_finite_is_refused_by_its_tensor(
     assert not [warning for warning in recwarn if "cast" in str(warning.message)]
 
 
-def test_old_and_new_rope_forms_read_alike(tmp_path):
-    hf_model(SHAPES[1]).save_pretrained(tmp_path)
-    new = read_config(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    assert new.rope_theta == 1_000_000.0
-    raw["rope_theta"] = raw.pop("rope_parameters")["rope_theta"]
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert read_config(tmp_path) == new
-
-
 def small_config(**changes):
     base = PolicyConfig(32, 32, 64, 3, 4, 2, 8, tie_word_embeddings=False)
     return dataclasses.replace(base, **changes)

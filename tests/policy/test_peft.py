@@ -104,44 +104,40 @@ BAD_FILES = [
 ]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    save_adapters(tmp_path, random_adapters(MIXTURE, OF_ATTENTION), MIXTURE, OF_ATTENTION, "base")
-    return tmp_path
-
-
-def check_refused(folder, said, config=MIXTURE):
-    with pytest.raises(ValueError, match=said) as raised:
-        load_adapters(folder, config, OF_ATTENTION)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(("values", "said"), BAD_CONFIGS)
-def test_another_configuration_is_refused(values, said, folder):
-    assert jax.tree.leaves(load_adapters(folder, MIXTURE, OF_ATTENTION))[0].dtype == jnp.float32
+def with_values(folder, values):
     file = folder / CONFIG_NAME
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
-    check_refused(folder, said)
 
 
-@pytest.mark.parametrize(("change", "said"), BAD_TENSORS)
-def test_other_tensors_are_refused(change, said, folder):
+def with_tensors(folder, change):
     tensors = load_file(folder / WEIGHTS_NAME)
     change(tensors)
     save_file(tensors, folder / WEIGHTS_NAME)
-    check_refused(folder, said)
 
 
-@pytest.mark.parametrize(("name", "content", "said"), BAD_FILES)
-def test_files_that_cannot_be_read_are_refused(name, content, said, folder):
+def with_file(folder, name, content):
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
-    check_refused(folder, said)
 
 
-def test_adapters_of_another_policy_are_refused(folder):
-    check_refused(folder, r"layers\.2.* is missing", dataclasses.replace(MIXTURE, num_layers=3))
+@pytest.mark.parametrize(
+    ("spoil", "change", "said"),
+    [
+        *((with_values, (values,), said) for values, said in BAD_CONFIGS),
+        *((with_tensors, (change,), said) for change, said in BAD_TENSORS),
+        *((with_file, file, said) for *file, said in BAD_FILES),
+        (lambda folder: None, (), r"layers\.2.* is missing"),  # the policy has three layers
+    ],
+)
+def test_other_adapters_are_refused(spoil, change, said, tmp_path):
+    save_adapters(tmp_path, random_adapters(MIXTURE, OF_ATTENTION), MIXTURE, OF_ATTENTION, "base")
+    assert jax.tree.leaves(load_adapters(tmp_path, MIXTURE, OF_ATTENTION))[0].dtype == jnp.float32
+    spoil(tmp_path, *change)
+    config = MIXTURE if change else dataclasses.replace(MIXTURE, num_layers=3)
+    with pytest.raises(ValueError, match=said) as raised:
+        load_adapters(tmp_path, config, OF_ATTENTION)
+    assert "\n" not in str(raised.value)
 
 
 INITIALISATIONS = {

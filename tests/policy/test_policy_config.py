@@ -76,6 +76,7 @@ def test_a_qwen2_whose_heads_vllm_would_read_otherwise_is_named():
         {"rope_parameters": {"rope_theta": 12_345, "partial_rotary_factor": 1.0}},
         {"rope_parameters": {"rope_type": "default"}, "rope_theta": 3e5},
         {"rope_parameters": None, "rope_theta": None},
+        {"rope_parameters": None, "rope_theta": 3e5},
         {"rope_parameters": None, "rope_theta": 3e5, "rope_scaling": {"rope_theta": 4e5}},
     ],
 )

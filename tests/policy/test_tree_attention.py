@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_rows import ends_of, heads, masked_reference, tree_gradients
+from packed_rows import check_trees, ends_of, heads, tree_gradients
 
 from rljax.policy.attention import packed_attention, path_mask
 from rljax.policy.flash import block_attention, seen_blocks
@@ -31,13 +31,6 @@ def rows_of(trees, t):
     return np.stack([ends_of(t, each) for each in trees])
 
 
-def check(attention, ends, **kind):
-    arrays = heads(ends, **kind)
-    expected = masked_reference(*arrays, np.asarray(path_mask(ends)) & (ends > 0)[:, :, None])
-    for x, wanted in zip(tree_gradients(attention, arrays, ends), expected, strict=True):
-        np.testing.assert_allclose(x, wanted, atol=1e-5, rtol=0)
-
-
 def test_the_mask_by_hand():
     # A root of one token has a branch of two and a branch of one; another tree of one token follows, and padding.
     mask = path_mask(jnp.asarray(ends_of(6, [(1, [(2, LEAF), (1, LEAF)]), (1, LEAF)]))[None])[0]
@@ -48,12 +41,12 @@ def test_the_mask_by_hand():
 @pytest.mark.parametrize("attention", [packed_attention, BLOCKS], ids=["in one piece", "in blocks"])
 @pytest.mark.parametrize("trees", [TWO_LEVELS, DEEPER], ids=["two levels", "deeper"])
 def test_values_and_gradients_are_those_of_float64(attention, trees):
-    check(attention, rows_of(trees, 300))
+    check_trees(attention, rows_of(trees, 300))
 
 
 @pytest.mark.slow
 def test_the_kernel_of_a_tpu_joins_two_calls():
-    check(SPLASH, rows_of(TWO_LEVELS, 300), head_dim=16)
+    check_trees(SPLASH, rows_of(TWO_LEVELS, 300), head_dim=16)
 
 
 @pytest.mark.parametrize("attention", [BLOCKS, pytest.param(SPLASH, marks=pytest.mark.slow)], ids=["blocks", "splash"])

@@ -28,6 +28,14 @@ def on_mesh(mesh, arrays, rows, split_heads):
     return jax.device_put(arrays, NamedSharding(mesh, axes))
 
 
+def check_on_mesh(kernel, arrays, segments, mesh, atol):
+    expected = gradients(kernel, arrays, segments)
+    with jax.set_mesh(mesh):
+        got = gradients(kernel, on_mesh(mesh, arrays, len(segments), mesh.shape["tp"] == 2), segments)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=atol, rtol=0)
+
+
 # Two key-value heads or 5 rows are not split over 4 devices.
 @pytest.mark.parametrize(
     ("fsdp", "tp", "rows"),
@@ -35,13 +43,7 @@ def on_mesh(mesh, arrays, rows, split_heads):
 )
 def test_a_mesh_gives_the_numbers_of_one_device(fsdp, tp, rows):
     segments = SEGMENTS[:rows]
-    arrays = heads(segments, num_heads=8)
-    expected = gradients(attention, arrays, segments)
-    mesh = make_mesh(MeshConfig(fsdp, tp))
-    with jax.set_mesh(mesh):
-        got = gradients(attention, on_mesh(mesh, arrays, rows, tp == 2), segments)
-    for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-6, rtol=0)
+    check_on_mesh(attention, heads(segments, num_heads=8), segments, make_mesh(MeshConfig(fsdp, tp)), 2e-6)
 
 
 def test_devices_do_not_talk_and_may_recompute():
@@ -67,10 +69,4 @@ def test_the_kernel_of_a_tpu_gives_the_numbers_of_one_device(fsdp, tp):
         return splash_attention(q, k, v, segments, block=128, interpret=True)
 
     segments = np.stack([row(256, lengths) for lengths in ([100, 130], [256], [], [1, 60, 60])] * 2)
-    arrays = heads(segments, head_dim=16)
-    expected = gradients(interpreted, arrays, segments)
-    mesh = make_mesh(MeshConfig(fsdp, tp))
-    with jax.set_mesh(mesh):
-        got = gradients(interpreted, on_mesh(mesh, arrays, len(segments), tp == 2), segments)
-    for x, y in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(x, y)
+    check_on_mesh(interpreted, heads(segments, head_dim=16), segments, make_mesh(MeshConfig(fsdp, tp)), 0)

@@ -8,21 +8,15 @@ import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
-from records import train_sequence
-from sharded_step import check_equal, gradient_keeper
+from sharded_step import COUNT, check_equal, make_step, outcome, shape
+from sharded_step import batch as batch_of_all
+from tiny_step import UNCORRECTED
 
-from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
-from rljax.policy.model import init_params
-from rljax.sharding import MeshConfig, make_mesh
+from rljax.sharding import MeshConfig
 from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.objective import Objective
-from rljax.trainer.packing import max_micro_batches, pack
-from rljax.trainer.state import PrecisionConfig, create_state
-from rljax.trainer.step import TrainStep
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 
@@ -31,20 +25,11 @@ CONFIG = PolicyConfig(
     tie_word_embeddings=True, initializer_range=0.2, family="qwen3_moe",
     num_experts=8, experts_per_token=3, expert_size=16, normalize_gates=True,
 )  # fmt: skip
-ROW, ROWS, COUNT, LONGEST = 64, 8, 40, 30
-SHAPE = (max_micro_batches(COUNT, LONGEST, ROW, ROWS), ROWS, ROW)
+SHAPE = shape()
 
 
 def batch(routed):
-    rng = np.random.default_rng(0)
-    sequences = []
-    for i in range(COUNT):
-        p, r = int(rng.integers(2, 9)), int(rng.integers(1, 22))
-        tokens = [rng.integers(0, 32, size).astype(np.int32) for size in (p, r)]
-        sequences.append(
-            train_sequence(*tokens, rng.normal(-3.0, 0.5, r).astype(np.float32), float(rng.normal()), i % 5 != 0)
-        )
-    packed = pack(sequences, row_tokens=ROW, rows_per_micro_batch=ROWS, micro_batches=SHAPE[0])
+    packed, rng = batch_of_all(), np.random.default_rng(0)
     if not routed:
         return packed
     if routed == "to the same":  # one device computes nearly all, in several rounds
@@ -56,25 +41,13 @@ def batch(routed):
     return packed._replace(routes=routes.reshape(*SHAPE, -1).astype(np.uint8))
 
 
-def make_step(mesh, *, config=CONFIG, remat="none", balance=0.1):
-    tx = gradient_keeper()
-    mesh = make_mesh(mesh)
-    step = TrainStep(
-        config,
-        tx,
-        mesh,
-        precision=PrecisionConfig(compute_dtype="float32", remat=remat),
-        objective=Objective(LossConfig(router_balance=balance), CorrectionConfig(), COUNT, 16),
-        batch_shape=SHAPE,
-        diagnosis=None,
-    )
-    return step, create_state(init_params(config, 0), config, tx, mesh, dynamic_scale=False)
+def asked(config=CONFIG, balance=0.1, **options):
+    how = {"config": config, "loss": LossConfig(router_balance=balance), "correction": UNCORRECTED}
+    return how | {"diagnosis": None} | options
 
 
 def run(mesh, *, routed=False, **options):
-    step, state = make_step(mesh, **options)
-    state, metrics, values = step(state, batch(routed), 0.1, True)
-    return jax.device_get((state.opt_state.inner_state.trace, metrics, values.logprobs))
+    return outcome(mesh, batch(routed), **asked(**options))
 
 
 @functools.cache
@@ -116,7 +89,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, options):
 @pytest.mark.harness
 def test_routes_of_shared_rows_are_those_of_whole_rows():
     def routes(mesh):
-        step, state = make_step(mesh)
+        step, state = make_step(mesh, **asked())
         options = {"num_sequences": COUNT, "diagnosis": DiagnosisConfig(), "with_routes": True}
         return jax.device_get(step.forward(state.params, batch(False), **options)[1].routes)
 
@@ -127,9 +100,7 @@ def test_routes_of_shared_rows_are_those_of_whole_rows():
 
 
 def test_each_device_holds_its_part_of_the_experts():
-    mesh = make_mesh(MeshConfig(2, 2, expert=2))
-    tx = optax.sgd(1.0)
-    params = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=False).params
+    params = make_step(MeshConfig(2, 2, expert=2), **asked())[1].params
     mlp = params["layers"]["mlp"]
     assert mlp["gate"].sharding.shard_shape(mlp["gate"].shape) == (2, 4, 16, 8)
     assert mlp["down"].sharding.shard_shape(mlp["down"].shape) == (2, 4, 8, 16)

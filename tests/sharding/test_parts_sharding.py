@@ -1,4 +1,4 @@
-"""The parts that devices hold make up each tensor once, wherever its shards and copies are."""
+"""The parts that devices hold make up each tensor once, and give its checksum, wherever its shards and copies are."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from hybrids import tiny_hybrid
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_tensors
 from rljax.policy.model import init_params, param_shardings
-from rljax.policy.published import hf_parts
+from rljax.policy.published import hf_checksums, hf_parts
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.format import TensorRegion
 
@@ -42,6 +42,7 @@ def test_parts_put_together_are_the_tensors(mesh, config, dtype):
         seen[part.tensor].reshape(whole.rows, whole.width)[place] += 1
         sharded += region != whole
     assert sharded > 20
+    assert hf_checksums(split, config, dtype) == hf_checksums(params, config, dtype)
     for name, array in wanted.items():
         assert (seen[name] == 1).all(), name
         assert found[name].tobytes() == array.tobytes(), name

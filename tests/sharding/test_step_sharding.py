@@ -143,7 +143,7 @@ def test_noise_is_that_of_each_replicas_micro_batches():
     found = step(state, batch(), 0.1, True, True)[1]["optimizer/grad_noise"]
     m, b, t = shape()
     parted = jax.tree.map(lambda x: x.reshape(2 * m, b // 2, t) if x.ndim else 2 * x, batch())
-    step, state = make_step(MeshConfig(1), batch_shape=(2 * m, b // 2, t), diagnosis=None)
+    step, state = make_step(MeshConfig(1), shape=(2 * m, b // 2, t), diagnosis=None)
     expected = step(state, parted, 0.1, True, True)[1]["optimizer/grad_noise"]
     assert float(expected) > 0
     np.testing.assert_allclose(found, expected, rtol=1e-4)

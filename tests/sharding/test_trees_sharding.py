@@ -5,17 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from sharded_step import CONFIG, CORRECTION, gradient_keeper
+from sharded_step import CONFIG, outcome
 from tree_batches import groups, in_trees
 
 from rljax.algorithms.losses import LossConfig
-from rljax.policy.model import init_params
-from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.objective import Objective
+from rljax.sharding import MeshConfig
 from rljax.trainer.packing import unpack
-from rljax.trainer.state import PrecisionConfig, create_state
-from rljax.trainer.step import TrainStep
 
 pytestmark = pytest.mark.mesh
 
@@ -23,22 +18,10 @@ MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts
 
 
 def run(mesh, config, sequences):
-    mesh, tx, made = make_mesh(mesh), gradient_keeper(), in_trees(sequences, row=56, rows=8)
-    step = TrainStep(
-        config,
-        tx,
-        mesh,
-        precision=PrecisionConfig(compute_dtype="float32", remat="blocks"),
-        objective=Objective(LossConfig(), CORRECTION, len(sequences), 24),
-        batch_shape=made.trees.tokens.shape,
-        diagnosis=DiagnosisConfig(),
-    )
-    state = create_state(init_params(config, 0), config, tx, mesh, dynamic_scale=False)
-    for _ in range(2):
-        state, _, values = step(state, made, 0.1, True)
-    assert step.compilations == 1
-    state, values = jax.device_get((state.opt_state.inner_state.trace, values.logprobs))
-    return jax.tree.leaves(state), np.concatenate(unpack(values, made, sequences))
+    made = in_trees(sequences, row=56, rows=8)
+    options = {"config": config, "loss": LossConfig(), "count": len(sequences), "limit": 24, "remat": "blocks"}
+    gradient, _, logprobs = outcome(mesh, made, steps=2, **options)
+    return jax.tree.leaves(gradient), np.concatenate(unpack(logprobs, made, sequences))
 
 
 @pytest.mark.slow

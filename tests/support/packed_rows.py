@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
+from rljax.policy import attention_errors
+from rljax.policy.attention import path_mask
 from rljax.policy.score import segment_ends
 
 
@@ -28,14 +30,8 @@ def heads(segments, dtype="float32", num_heads=4, kv_heads=2, head_dim=8, seed=0
 
 @functools.cache
 def compiled(attention):
-    """Returns the jitted function behind ``gradients``; arrays of the same shapes share a program."""
-
-    @jax.jit
-    def run(q, k, v, d_out, ends):
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, ends), q, k, v)
-        return jnp.where((ends > 0)[:, :, None, None], out, 0), *pull(d_out)
-
-    return run
+    """Returns the jitted function behind ``gradients``. Arrays of the same shapes share a program."""
+    return jax.jit(attention_errors.gradients(attention))
 
 
 def gradients(attention, arrays, segments):
@@ -46,6 +42,14 @@ def gradients(attention, arrays, segments):
 def tree_gradients(attention, arrays, ends):
     """Returns ``gradients`` of rows of trees."""
     return [np.asarray(x) for x in compiled(attention)(*arrays, ends)]
+
+
+def check_trees(attention, ends, **kind):
+    """Compares attention of rows of trees with float64."""
+    arrays = heads(ends, **kind)
+    expected = masked_reference(*arrays, np.asarray(path_mask(ends)) & (ends > 0)[:, :, None])
+    for x, wanted in zip(tree_gradients(attention, arrays, ends), expected, strict=True):
+        np.testing.assert_allclose(x, wanted, atol=1e-5, rtol=0)
 
 
 def ends_of(t, trees):

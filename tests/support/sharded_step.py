@@ -4,20 +4,15 @@ import functools
 
 import jax
 import numpy as np
-import optax
+import tiny_step
 from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
-from rljax.policy.model import init_params
-from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, pack
-from rljax.trainer.state import PrecisionConfig, create_state
-from rljax.trainer.step import TrainStep
 
 CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
@@ -57,49 +52,24 @@ def batch(seed=0):
     return pack(sequences(seed), row_tokens=t, rows_per_micro_batch=b, micro_batches=m)
 
 
-@functools.cache
-def gradient_keeper():
-    """Returns an optimizer whose state is the gradient itself."""
-    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
-
-
-def make_step(
-    mesh,
-    *,
-    config=CONFIG,
-    tx=None,
-    loss=LOSS,
-    correction=CORRECTION,
-    cut=False,
-    dtype="float32",
-    remat="none",
-    batch_shape=None,
-    diagnosis=MEASURED,
-    **options,
-):
+def make_step(mesh, *, tx=None, params=None, **options):
     """Returns a step on a mesh of these sizes, and its first state. Without ``tx`` the state keeps the gradient."""
-    mesh, tx = make_mesh(mesh), tx or gradient_keeper()
-    step = TrainStep(
-        config,
-        tx,
-        mesh,
-        precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
-        objective=Objective(loss, correction, COUNT, 16, has_tail=not cut),
-        batch_shape=batch_shape or shape(),
-        diagnosis=diagnosis,
-        cut=cut,
-        **options,
-    )
-    return step, create_state(init_params(config, 0), config, tx, mesh, dynamic_scale=dtype == "float16")
+    mesh = make_mesh(mesh)
+    usual = {"config": CONFIG, "shape": shape(), "loss": LOSS, "correction": CORRECTION, "count": COUNT}
+    step = tiny_step.make_step(tx, mesh=mesh, **{**usual, "diagnosis": MEASURED, **options})
+    of_step = {"config": step.config, "dtype": step.precision.compute_dtype, "lora": step.lora}
+    return step, tiny_step.fresh_state(tx, mesh=mesh, params=params, **of_step)
 
 
 def outcome(mesh, made=None, *, steps=1, **options):
     """Returns the gradient, the metrics and the log-probabilities of the last step on the batch ``made``."""
     made = batch() if made is None else made
-    step, state = make_step(mesh, batch_shape=made.tokens.shape, **options)
+    computed = made.tokens if made.trees is None else made.trees.tokens
+    step, state = make_step(mesh, shape=computed.shape, **options)
+    before = step.compilations  # another test may have run an equal step on batches of other arrays
     for _ in range(steps):
         state, metrics, values = step(state, made, 0.1, True)
-    assert step.compilations == 1
+    assert step.compilations <= before + 1
     return jax.device_get((state.opt_state.inner_state.trace, metrics, values.logprobs))
 
 
@@ -109,10 +79,10 @@ def alone():
     return outcome(MeshConfig(1))
 
 
-def check_equal(found, expected):
+def check_equal(found, expected, most=1e-5):
     for gradient, wanted in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
         assert np.abs(wanted).max() > 0
-        assert np.abs(gradient - wanted).max() / np.abs(wanted).max() <= 1e-5
+        assert np.abs(gradient - wanted).max() / np.abs(wanted).max() <= most
     assert found[1].keys() == expected[1].keys()
     for name, value in found[1].items():
         np.testing.assert_allclose(value, expected[1][name], rtol=1e-4, atol=1e-6, err_msg=name)

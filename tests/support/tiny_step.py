@@ -1,4 +1,4 @@
-"""A tiny policy, its batch, and the gradient of its loss, computed directly."""
+"""A tiny policy, its batch, its step and state, and the gradient of its loss, computed directly."""
 
 import functools
 
@@ -11,18 +11,21 @@ from records import train_sequence
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
+from rljax.policy.lora import OFF
 from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.policy.score import segment_ends
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, pack
-from rljax.trainer.state import PrecisionConfig
+from rljax.trainer.state import PrecisionConfig, create_state
 from rljax.trainer.step import TrainStep
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 COUNT, LONGEST = 12, 19
 MESH = make_mesh(MeshConfig(1, 1))
+PLAIN, UNCORRECTED = LossConfig(), CorrectionConfig()
 
 
 def sequences(in_loss=lambda i: i % 4 != 0):
@@ -50,18 +53,46 @@ def keep_gradient():
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
 
 
-def make_step(tx=None, *, row=20, rows=2, dtype="float32", remat=False, diagnosis=None, **options):
-    """Returns the step of such a batch. Without ``tx`` its state keeps the gradient."""
+def make_step(
+    tx=None,
+    *,
+    config=CONFIG,
+    mesh=MESH,
+    row=20,
+    rows=2,
+    shape=None,
+    loss=PLAIN,
+    correction=UNCORRECTED,
+    count=COUNT,
+    limit=16,
+    dtype="float32",
+    remat=False,
+    head="compute",
+    diagnosis=None,
+    **options,
+):
+    """Returns the step of such a batch, or of batches of ``shape``. Without ``tx`` its state keeps the gradient."""
     return TrainStep(
-        CONFIG,
+        config,
         tx or keep_gradient(),
-        MESH,
-        precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
-        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
-        batch_shape=batch_shape(row, rows),
+        mesh,
+        precision=PrecisionConfig(compute_dtype=dtype, remat=remat, lm_head_dtype=head),
+        objective=Objective(loss, correction.resolved(), count, limit, has_tail=not options.get("cut")),
+        batch_shape=shape or batch_shape(row, rows),
         diagnosis=diagnosis,
         **options,
     )
+
+
+def forward_of(step, count=COUNT):
+    """Returns the step's forward without a gradient, as updates take it."""
+    return functools.partial(step.forward, num_sequences=count, diagnosis=DiagnosisConfig())
+
+
+def fresh_state(tx=None, *, config=CONFIG, mesh=MESH, params=None, dtype="float32", lora=OFF):
+    """Returns the first state of such a step, from new parameters if ``params`` is None."""
+    params = init_params(config, 0) if params is None else params
+    return create_state(params, config, tx or keep_gradient(), mesh, dynamic_scale=dtype == "float16", lora=lora)
 
 
 def in_own_rows(batch_sequences):

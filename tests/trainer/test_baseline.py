@@ -9,10 +9,10 @@ from records import train_sequence
 from tiny_step import (
     CONFIG,
     COUNT,
-    MESH,
     expected_gradient,
+    forward_of,
+    fresh_state,
     in_own_rows,
-    keep_gradient,
     log_distributions,
     make_step,
     packed,
@@ -25,8 +25,6 @@ from rljax.policy.model import init_params
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.training import has_separate_forward
-from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.state import create_state
 from rljax.trainer.update import MultipleUpdates, UpdateOptions, subtract_baselines
 
 GROUP = 3
@@ -87,10 +85,6 @@ def of_group(i):
     return (i // GROUP) % 2 == 0
 
 
-def weighed(logprobs, rollout, threshold):
-    return [np.minimum(np.exp(a - b), threshold) for a, b in zip(logprobs, rollout, strict=True)]
-
-
 def test_importance_weights_weigh_the_energies():
     rng = np.random.default_rng(1)
     given, own = [], []
@@ -102,7 +96,7 @@ def test_importance_weights_weigh_the_energies():
     collisions = [rng.uniform(0.2, 0.9, len(each)) for each in own]
     config = CorrectionConfig(level="token", threshold=1.2)
     result = subtract_baselines(given, collisions, group_size=GROUP, correction=config)
-    ratios = weighed(own, [s["rollout_logprobs"] for s in given], 1.2)
+    ratios = [np.minimum(np.exp(a - s["rollout_logprobs"]), 1.2) for a, s in zip(own, given, strict=True)]
     expected = optimal_token_advantages(np.arange(3.0), own[:GROUP], collisions[:GROUP], ratios[:GROUP])
     for s, each in zip(result[:GROUP], expected, strict=True):
         np.testing.assert_allclose(s["advantages"], each, rtol=1e-6, atol=1e-7)
@@ -134,7 +128,7 @@ def test_the_update_has_the_gradient_of_token_advantages():
     step = make_step()
     update = MultipleUpdates(
         step,
-        functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig()),
+        forward_of(step),
         packed,
         packed,
         mini_batches=1,
@@ -142,8 +136,7 @@ def test_the_update_has_the_gradient_of_token_advantages():
         group_size=GROUP,
         baseline=functools.partial(subtract_baselines, group_size=GROUP, correction=CorrectionConfig()),
     )
-    state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
-    updated = update(state, update.pack(given), given, UpdateOptions(0.0, 0, False))
+    updated = update(fresh_state(), update.pack(given), given, UpdateOptions(0.0, 0, False))
     gradient = updated.state.opt_state.inner_state.trace
     for ours, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient(expected)), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=2e-6 * float(np.abs(wanted).max()) + 1e-9, rtol=2e-4)

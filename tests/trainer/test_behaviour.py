@@ -1,17 +1,18 @@
 """Tests of the numerics and drift of stale tokens by hand, and of the versions and responses to score for them."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
+from number_updates import NumberUpdate
 from records import train_sequence
 
 from rljax.policy.config import toy_config
 from rljax.policy.model import copy_params, init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh, put
 from rljax.trainer.behaviour import SplitUpdate, split_metrics
-from rljax.trainer.forward import TokenValues
-from rljax.trainer.packing import pack
-from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
+from rljax.trainer.update import UpdateOptions
 
 OPTIONS = UpdateOptions(1e-3, 0, noise=False)
 
@@ -43,83 +44,53 @@ def test_parts_by_hand():
     assert row["is_drift/token_fraction_above"] == 0
 
 
-class Inner:
-    """An update whose policy is a number. Each update raises it by one."""
-
-    def __init__(self):
-        self.asked = []
-
-    def pack(self, sequences):
-        return pack(sequences, row_tokens=8, rows_per_micro_batch=1, micro_batches=8)
-
-    def forward(self, params, batch):
-        self.asked.append((params, int(batch.response_mask.sum())))
-        return {}, TokenValues(np.full(batch.tokens.shape, -float(params), np.float32))
-
-    def __call__(self, state, batch, sequences, options):
-        return Updated(State(state.params + 1), {}, {}, lambda: constant(-9.0, sequences))
+def make(inner, **options):
+    return SplitUpdate(inner, inner.forward, inner.pack, copy=lambda params: params, **options)
 
 
-def constant(value, sequences):
-    return TrainerValues([np.full(len(s.response), value) for s in sequences])
-
-
-class State:
-    def __init__(self, params):
-        self.params = params
-
-
-def updated(split, state, behind):
-    sequences = [sequence([-1.0, -1.0], [d, d]) for d in behind]
-    return split(state, split.pack(sequences), sequences, OPTIONS)
+def train(split, *steps):
+    """Trains from the policy 100 on tokens that are so many versions behind. Returns the row of each step."""
+    state, rows = SimpleNamespace(params=100), []
+    for behind in steps:
+        sequences = [sequence([-1.0, -1.0], [d, d]) for d in behind]
+        found = split(state, split.pack(sequences), sequences, OPTIONS)
+        state, rows = found.state, [*rows, found.row]
+    return rows
 
 
 def test_each_version_is_scored_with_its_own_weights():
-    inner = Inner()
-    split = SplitUpdate(inner, inner.forward, inner.pack, copy=lambda params: params, versions=2, sample=8)
-    state = State(100)
-    for behind in ([0, 0], [0, 0], [1, 0], [2, 1], [3, 3]):
-        found = updated(split, state, behind)
-        state = found.state
-        has_parts = any(key.startswith("mismatch_drift/") for key in found.row)
-        assert has_parts == bool({1, 2} & set(behind))
+    inner, steps = NumberUpdate(-9.0), ([0, 0], [0, 0], [1, 0], [2, 1], [3, 3])
+    rows = train(make(inner, versions=2, sample=8), *steps)
+    has_parts = [any(key.startswith("mismatch_drift/") for key in row) for row in rows]
+    assert has_parts == [bool({1, 2} & set(behind)) for behind in steps]
     # Step 3 trains from 102 and step 4 from 103. Three versions are kept, so tokens that are three behind are not
     # scored.
-    assert inner.asked == [(101, 4), (102, 4), (101, 4)]
+    assert inner.counts() == [(101, 4), (102, 4), (101, 4)]
 
 
 def test_a_correction_gets_logprobs_of_every_kept_version():
     seen = []
 
-    class Seeing(Inner):
+    class Seeing(NumberUpdate):
         def __call__(self, state, batch, sequences, options):
             seen.append((batch.behaviour_logprobs, [s["behaviour_logprobs"] for s in sequences]))
             return super().__call__(state, batch, sequences, options)
 
-    inner = Seeing()
-    split = SplitUpdate(
-        inner, inner.forward, inner.pack, copy=lambda params: params, versions=1, sample=1, for_correction=True
-    )
-    state = State(100)
-    for behind in ([0, 0], [0, 1], [2, 1]):
-        found = updated(split, state, behind)
-        state = found.state
+    rows = train(make(Seeing(-9.0), versions=1, sample=1, for_correction=True), [0, 0], [0, 1], [2, 1])
     nan = [np.nan, np.nan]
     np.testing.assert_array_equal([given for _, given in seen], [[nan, nan], [nan, [-100, -100]], [nan, [-101, -101]]])
     for packed, given in seen:
         known = np.sort(packed[np.isfinite(packed) & (packed != 0)])
         np.testing.assert_array_equal(known, np.sort([value for values in given for value in values if value < 0]))
-    assert found.row["mismatch_numerics/token_count"] == 2
+    assert rows[-1]["mismatch_numerics/token_count"] == 2
 
 
 def test_a_sample_is_spread_evenly_over_the_batch():
-    inner = Inner()
-    split = SplitUpdate(inner, inner.forward, inner.pack, copy=lambda params: params, versions=1, sample=3)
-    updated(split, State(0), [0] * 7)
-    found = updated(split, State(1), [1, 0, 0, 1, 0, 0, 1])
-    assert found.row["mismatch_numerics/token_count"] == 6
-    assert inner.asked == [(0, 6)]
-    assert found.row["mismatch_drift/1/logprob_abs_diff_mean"] == 9.0
+    inner = NumberUpdate(-109.0)
+    row = train(make(inner, versions=1, sample=3), [0] * 7, [1, 0, 0, 1, 0, 0, 1])[-1]
+    assert row["mismatch_numerics/token_count"] == 6
+    assert inner.counts() == [(100, 6)]
+    assert row["mismatch_drift/1/logprob_abs_diff_mean"] == 9.0
 
 
 @pytest.mark.mesh

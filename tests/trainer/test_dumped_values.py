@@ -8,10 +8,12 @@ from tiny_step import (
     COUNT,
     LONGEST,
     MESH,
-    batch_shape,
+    forward_of,
+    fresh_state,
     in_own_rows,
     keep_gradient,
     log_distributions,
+    make_step,
     packed,
     sequences,
 )
@@ -22,8 +24,7 @@ from rljax.policy.model import init_params
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.state import PrecisionConfig, create_state
-from rljax.trainer.step import TrainStep
+from rljax.trainer.state import PrecisionConfig
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions
 
 K, TEMPERATURE = 3, 0.8
@@ -55,13 +56,6 @@ def written_out(given):
         yield -(np.exp(every) * every).sum(axis=1), tops
 
 
-def make_step(for_dumps, correction):
-    objective = Objective(LossConfig(), correction.resolved(), COUNT, 16)
-    where = {"precision": FLOAT32, "objective": objective, "batch_shape": batch_shape(20, 2)}
-    where |= {"temperature": TEMPERATURE, "diagnosis": None, "for_dumps": for_dumps}
-    return TrainStep(CONFIG, keep_gradient(), MESH, **where)
-
-
 def make_update(kind, for_dumps, correction):
     if kind == "exact":
         objective = Objective(LossConfig(), correction.resolved(), COUNT, 16)
@@ -69,21 +63,16 @@ def make_update(kind, for_dumps, correction):
         exact = ExactPass(CONFIG, MESH, precision=FLOAT32, objective=objective, **asked)
         where = {"precision": FLOAT32, "temperature": TEMPERATURE, "diagnosis": DiagnosisConfig()}
         return ExactUpdate(exact, CONFIG, keep_gradient(), **where, for_dumps=for_dumps)
-    step = make_step(for_dumps, correction)
-
-    def forward(params, batch, **flags):
-        return step.forward(params, batch, num_sequences=COUNT, diagnosis=DiagnosisConfig(), **flags)
-
+    step = make_step(correction=correction, temperature=TEMPERATURE, for_dumps=for_dumps)
     if kind == "one":
-        return SingleUpdate(step, forward, packed)
+        return SingleUpdate(step, forward_of(step), packed)
     shape = {"mini_batches": 1, "epochs": 1, "group_size": 3}
-    return MultipleUpdates(step, forward, packed, packed, **shape, for_dumps=for_dumps)
+    return MultipleUpdates(step, forward_of(step), packed, packed, **shape, for_dumps=for_dumps)
 
 
 def trained(kind, for_dumps, correction=CENTERED):
     update, given = make_update(kind, for_dumps, correction), with_tops()
-    state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
-    return given, update(state, update.pack(given), given, UpdateOptions(1e-2, 0, False))
+    return given, update(fresh_state(), update.pack(given), given, UpdateOptions(1e-2, 0, False))
 
 
 @pytest.mark.slow

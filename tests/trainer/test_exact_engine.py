@@ -5,31 +5,27 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from records import train_sequence
+from tiny_step import CONFIG, UNCORRECTED, fresh_state, keep_gradient, make_step
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.exact import ExactEngine
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config
-from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, ExactUpdate, lay_out
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
-from rljax.trainer.state import OptimizerConfig, PrecisionConfig, create_state, make_optimizer
-from rljax.trainer.step import TrainStep
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig, make_optimizer
 from rljax.trainer.update import UpdateOptions
 
 pytestmark = pytest.mark.slow
 
-CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 ROWS, ROW_TOKENS, LIMIT = 4, 16, 10
 N, STOPS = 3, (0, 1)
 PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
@@ -57,7 +53,7 @@ CUT, PLAIN = {"top_k": 5, "top_p": 0.9, "reported": 5}, LossConfig()
 @functools.cache
 def make_pass(loss, precision, mesh, **sampled):
     """Returns an executable. It is compiled once for all tests with the same arguments."""
-    objective = Objective(loss, CorrectionConfig(), COUNT, LIMIT)
+    objective = Objective(loss, UNCORRECTED, COUNT, LIMIT)
     shape = {"rows": max(ROWS, mesh.shape["fsdp"]), "row_tokens": ROW_TOKENS}
     return ExactPass(CONFIG, mesh, precision=precision, objective=objective, **shape, **sampled)
 
@@ -71,17 +67,8 @@ def make(dtype="bfloat16", *, mesh=(1, 1), loss=PLAIN, tx=None, temperature=0.8,
     exact = make_pass(loss, precision, mesh, **sampled)
     tx = tx or make_optimizer(OptimizerConfig(learning_rate=1e-2))
     reference = None if loss.kl == "none" else init_params(CONFIG, 0)
-    update = ExactUpdate(
-        exact,
-        CONFIG,
-        tx,
-        precision=precision,
-        temperature=temperature,
-        diagnosis=DiagnosisConfig(),
-        reference=reference,
-    )
-    state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
-    return exact, update, state
+    how = {"precision": precision, "temperature": temperature, "diagnosis": DiagnosisConfig(), "reference": reference}
+    return exact, ExactUpdate(exact, CONFIG, tx, **how), fresh_state(tx, mesh=mesh, dtype=dtype)
 
 
 def draw(engine, n=N, *, seed=0, temperature=0.8, limit=LIMIT, stops=STOPS, **asked):
@@ -103,14 +90,17 @@ def not_exact(row):
     return wrong | ({} if names["ppl_ratio"] == 1.0 else {"ppl_ratio": names["ppl_ratio"]})
 
 
+def of_pass(asked):
+    return {"reported": asked["reported"], "cut": "top_k" in asked} if asked else {}
+
+
 def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
     """Returns the rows of some steps of sampling and training.
 
     ``asked`` has the cut and the number of reported tokens.
     """
     asked = asked or {}
-    sampled = {"reported": asked["reported"], "cut": "top_k" in asked} if asked else {}
-    exact, update, state = make(dtype, mesh=mesh, loss=loss, head=head, **sampled)
+    exact, update, state = make(dtype, mesh=mesh, loss=loss, head=head, **of_pass(asked))
     engine, rows = ExactEngine(exact), []
     for step in range(steps):
         engine.publish(state.params, step)
@@ -122,34 +112,27 @@ def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
     return rows
 
 
+# integration/test_exact_run.py has whole runs in 16 bits, and test_the_gradient_is_that_of_the_packed_step has a cut.
 @pytest.mark.parametrize(
-    "dtype",
-    # integration/test_exact_run.py has whole runs in 16 bits
-    [pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("float32", "bfloat16", "float16")],
+    ("dtype", "options"),
+    [
+        *(pytest.param(dtype, {}, marks=pytest.mark.harness) for dtype in ("float32", "bfloat16", "float16")),
+        *(pytest.param("bfloat16", {"asked": asked}, marks=pytest.mark.harness) for asked in (CUT, {"reported": 3})),
+        pytest.param("bfloat16", {"mesh": (2, 2)}, marks=pytest.mark.mesh),
+    ],
+    ids=str,
 )
-def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype):
-    rows = trained(dtype, 3)
+def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype, options):
+    rows = trained(dtype, 3, **options)
     for row in rows:
         assert not_exact(row) == {}
         assert row["optimizer/grad_norm"] > 0
         assert row["optimizer/skipped_updates"] == 0
         assert row["precision/loss_scale"] == (2.0**15 if dtype == "float16" else 1.0)
+        assert 0.5 < row["policy/entropy"] < (np.log(5) if options.get("asked") == CUT else np.log(24))
     assert len({row["mismatch/training_log_ppl"] for row in rows}) == 3
     assert rows[0]["optimizer/grad_noise"] > 0
     assert "optimizer/grad_noise" not in rows[1]
-
-
-@pytest.mark.harness  # test_exact_cut.py has a cut
-@pytest.mark.parametrize("asked", [CUT, {"reported": 3}], ids=["cut", "tops"])
-def test_the_mismatch_is_exactly_zero_with_a_cut_and_with_tops(asked):
-    rows = trained("bfloat16", 3, asked=asked)
-    assert [not_exact(row) for row in rows] == [{}] * 3
-    assert all(0.5 < row["policy/entropy"] < (np.log(5) if "top_k" in asked else 3.0) for row in rows)
-
-
-@pytest.mark.mesh
-def test_the_mismatch_is_exactly_zero_on_a_mesh():
-    assert [not_exact(row) for row in trained("bfloat16", 2, mesh=(2, 2))] == [{}, {}]
 
 
 @pytest.mark.harness
@@ -226,38 +209,25 @@ def test_greedy_takes_the_argmax_and_scores_it_at_temperature_1():
             assert r["rollout_logprobs"][i] == pytest.approx(every[token], abs=2e-5)
 
 
-@functools.cache
-def keep_gradient():
-    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
-
-
-def test_the_gradient_is_that_of_the_packed_step():
-    tx, temperature = keep_gradient(), 0.8
-    exact, update, state = make("float32", tx=tx, temperature=temperature)
+@pytest.mark.parametrize("asked", [{}, CUT], ids=["whole", "cut"])
+def test_the_gradient_is_that_of_the_packed_step(asked):
+    """If sampling is cut, the trainer's scores of the support have the bits of the engine's scores."""
+    exact, update, state = make("float32", tx=keep_gradient(), **of_pass(asked))
     engine = ExactEngine(exact)
     engine.publish(state.params, 0)
-    sequences = to_train(draw(engine))
+    sequences = to_train(draw(engine, **asked))
     shape = (max_micro_batches(COUNT, 16, 32, 2), 2, 32)
-    step = TrainStep(
-        CONFIG,
-        tx,
-        exact.mesh,
-        precision=PrecisionConfig("float32"),
-        objective=exact.objective,
-        batch_shape=shape,
-        temperature=temperature,
-        diagnosis=None,
-    )
+    step = make_step(shape=shape, count=COUNT, limit=LIMIT, temperature=0.8, cut=bool(asked))
     packed = pack(sequences, row_tokens=32, rows_per_micro_batch=2, micro_batches=shape[0])
-    fresh = create_state(init_params(CONFIG, 0), CONFIG, tx, exact.mesh, dynamic_scale=False)
-    expected, metrics, _ = step(fresh, packed, 1e-2, True)
+    expected, metrics, _ = step(fresh_state(), packed, 1e-2, True)
     found = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
-    for g, wanted in zip(
-        *(jax.tree.leaves(s.opt_state.inner_state.trace) for s in (found.state, expected)), strict=True
-    ):
+    traces = (one.opt_state.inner_state.trace for one in (found.state, expected))
+    for g, wanted in zip(*map(jax.tree.leaves, traces), strict=True):
         assert np.abs(g - wanted).max() <= 1e-5 * np.abs(wanted).max()
     for name in ("policy/loss", "policy/entropy", "optimizer/grad_norm", "precision/activation_max"):
         assert found.row[name] == pytest.approx(float(metrics[name]), rel=1e-4, abs=1e-6), name
+    assert found.row["mismatch/logprob_abs_diff_max"] == 0.0
+    assert not asked or any((s["top_ids"] < 0).any() for s in sequences)
 
 
 def test_sequences_lie_where_they_were_drawn():

@@ -5,19 +5,16 @@ import functools
 import numpy as np
 import pytest
 from records import train_sequence
-from tiny_step import CONFIG, keep_gradient
+from tiny_step import CONFIG, MESH, UNCORRECTED, fresh_state, keep_gradient
 
-from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.policy.model import init_params
 from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.rollout.exact import ExactEngine
 from rljax.rollout.types import SamplingParams
-from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.state import PrecisionConfig, create_state
+from rljax.trainer.state import PrecisionConfig
 from rljax.trainer.update import UpdateOptions
 
 pytestmark = pytest.mark.slow
@@ -27,22 +24,19 @@ PROMPTS = [np.asarray([1, 2, 3][: 1 + key % 3], np.int32) for key in range(COUNT
 TURNS = [3, 1, 2, 1, 1, 3]  # turns of each trajectory: trajectories 1 and 5 share a row of the executable
 ENVIRONMENT = np.asarray([20, 21], np.int32)
 LIMITS = SamplingParams(6, 0.8, (0, 5))
-
-
-MESH, PRECISION = make_mesh(MeshConfig(1, 1)), PrecisionConfig("bfloat16")
+PRECISION = PrecisionConfig("bfloat16")
 
 
 @functools.cache
 def executable():
-    objective = Objective(LossConfig(), CorrectionConfig(), COUNT, ROW_TOKENS)
+    objective = Objective(LossConfig(), UNCORRECTED, COUNT, ROW_TOKENS)
     return ExactPass(CONFIG, MESH, precision=PRECISION, objective=objective, rows=ROWS, row_tokens=ROW_TOKENS)
 
 
 def make():
     tx, exact = keep_gradient(), executable()
     update = ExactUpdate(exact, CONFIG, tx, precision=PRECISION, temperature=0.8, diagnosis=DiagnosisConfig())
-    state = create_state(init_params(CONFIG, 0), CONFIG, tx, MESH, dynamic_scale=False)
-    engine = ExactEngine(exact)
+    engine, state = ExactEngine(exact), fresh_state()
     engine.publish(state.params, 0)
     return engine, update, state
 

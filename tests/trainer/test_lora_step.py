@@ -5,21 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_step import (
-    CONFIG,
-    MESH,
-    expected_gradient,
-    keep_gradient,
-    make_step,
-    packed,
-    sequences,
-)
+from tiny_adapters import random_adapters
+from tiny_step import CONFIG, MESH, expected_gradient, fresh_state, keep_gradient, make_step, packed, sequences
 
-from rljax.policy.lora import LoraConfig, MergedPolicy, abstract_adapters, adapter_gradients, targets_of
+from rljax.policy.lora import LoraConfig, MergedPolicy, adapter_gradients, targets_of
 from rljax.policy.model import cast_params, init_params
 from rljax.sharding import replicated
 from rljax.trainer.micro_batches import place_batch
-from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
+from rljax.trainer.state import OptimizerConfig, make_optimizer
 from rljax.trainer.totals import place_controls
 
 pytestmark = pytest.mark.slow
@@ -28,11 +21,8 @@ ADAMW = OptimizerConfig(learning_rate=1e-2)
 LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
 
 
-def adapters(*, seed=4, b_size=0.2):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(b_size * rng.normal(size=leaf.shape), jnp.float32), abstract_adapters(CONFIG, LORA)
-    )
+def adapters():
+    return random_adapters(CONFIG, LORA, 0.2)
 
 
 def run(tx, batch, *, row=20, rows=2, dtype="float32", apply=True, noise=False, rate=1.0, updates=1):
@@ -40,7 +30,7 @@ def run(tx, batch, *, row=20, rows=2, dtype="float32", apply=True, noise=False, 
     merged = MergedPolicy(CONFIG, LORA, MESH, base, dtype)
     # integration/test_lora_run.py measures.
     step = make_step(tx, row=row, rows=rows, dtype=dtype, lora=LORA, merged=merged)
-    state = create_state(adapters(), CONFIG, tx, MESH, dynamic_scale=dtype == "float16", lora=LORA)
+    state = fresh_state(tx, params=adapters(), dtype=dtype, lora=LORA)
     for _ in range(updates):
         state, metrics, values = step(state, packed(batch, row, rows), rate, apply, noise)
     return step, base, state, jax.device_get(metrics), values.logprobs
@@ -103,7 +93,7 @@ def test_the_lowered_step_is_the_one_that_is_called():
     base = cast_params(init_params(CONFIG, 0), jnp.bfloat16)
     weights = MergedPolicy(CONFIG, LORA, MESH, base, jnp.bfloat16)(adapters())
     placed = place_batch(packed(sequences()), everywhere, everywhere)
-    fresh = create_state(adapters(), CONFIG, tx, MESH, dynamic_scale=False, lora=LORA)
+    fresh = fresh_state(tx, params=adapters(), lora=LORA)
     found = step.lower().compile()(fresh, placed, place_controls(1.0, True, False, everywhere), weights)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found[:2]), jax.device_get((state, metrics)))
 

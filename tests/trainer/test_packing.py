@@ -14,14 +14,12 @@ from records import train_sequence
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer, packed_logprobs
-from rljax.trainer.packing import (
-    PackingConfig,
-    groups_of,
-    max_micro_batches,
-    pack,
-    unpack,
-    useful_fraction,
-)
+from rljax.trainer.packing import PackingConfig, groups_of, max_micro_batches, unpack, useful_fraction
+from rljax.trainer.packing import pack as pack_all
+
+
+def pack(sequences, row, rows=1, micro=1):
+    return pack_all(sequences, row_tokens=row, rows_per_micro_batch=rows, micro_batches=micro)
 
 
 def sequence(rng, prompt, response, in_loss=True):
@@ -40,7 +38,7 @@ def test_every_sequence_comes_back_out(seed, count):
     rng = np.random.default_rng(seed)
     sequences = [sequence(rng, int(rng.integers(1, 6)), int(rng.integers(0, 15)), bool(i % 3)) for i in range(count)]
     micro = max_micro_batches(count, 20, 50, 2)
-    batch = pack(sequences, row_tokens=50, rows_per_micro_batch=2, micro_batches=micro)
+    batch = pack(sequences, 50, 2, micro)
     flat = {name: np.asarray(array).reshape(-1, 50) for name, array in batch._asdict().items() if np.ndim(array)}
     for i, s in enumerate(sequences):
         row, places = 0, np.array([], int)
@@ -71,7 +69,7 @@ def test_rows_are_dealt_in_turn_and_given_arrays_are_carried():
         sequence(rng, 1, n - 1).add({"staleness": np.full(n - 1, n), "old_logprobs": np.full(n - 1, -float(n))})
         for n in (6, 10, 8, 9, 7)
     ]
-    batch = pack(sequences, row_tokens=10, rows_per_micro_batch=3, micro_batches=4)
+    batch = pack(sequences, 10, 3, 4)
     assert int(batch.used) == 2
     assert (batch.segment_ids > 0).sum(axis=2).tolist() == [[10, 8, 6], [9, 7, 0], [0, 0, 0], [0, 0, 0]]
     for name, sign in (("staleness", 1), ("old_logprobs", -1)):
@@ -79,24 +77,15 @@ def test_rows_are_dealt_in_turn_and_given_arrays_are_carried():
         assert [values.tolist() for values in unpack(getattr(batch, name), batch, sequences)] == expected
     assert batch.reference_logprobs is None
     with pytest.raises(ValueError, match="old_logprobs must be given for all sequences or for none, got 4 of 5"):
-        pack(
-            [sequences[0].without("old_logprobs"), *sequences[1:]],
-            row_tokens=10,
-            rows_per_micro_batch=3,
-            micro_batches=4,
-        )
+        pack([sequences[0].without("old_logprobs"), *sequences[1:]], 10, 3, 4)
 
 
 def test_tokens_of_an_environment_are_in_no_mask():
     rng = np.random.default_rng(0)
     of_turns = sequence(rng, 2, 5).add({"turn": np.array([1, 0, 0, 2, 2])})
     single = sequence(rng, 1, 2).add({"turn": np.ones(2)})
-    batch = pack([of_turns, single], row_tokens=12, rows_per_micro_batch=1, micro_batches=1)
-    assert batch.response_mask[0, 0, :10].tolist() == [False] * 2 + [True, False, False, True, True] + [
-        False,
-        True,
-        True,
-    ]
+    batch = pack([of_turns, single], 12)
+    assert batch.response_mask[0, 0, :10].astype(int).tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1]
     np.testing.assert_array_equal(batch.loss_mask, batch.response_mask)
     assert batch.positions[0, 0, :7].tolist() == list(range(7))  # an environment's tokens have places, too
     values = np.arange(1.0, 13.0, dtype=np.float32)[None, None]
@@ -116,7 +105,7 @@ def test_packed_scores_equal_lone_scores_and_nothing_leaks():
     params = init_params(config, 0)
     rng = np.random.default_rng(0)
     sequences = [sequence(rng, 3, int(rng.integers(1, 12))) for _ in range(9)]
-    batch = pack(sequences, row_tokens=40, rows_per_micro_batch=4, micro_batches=1)
+    batch = pack(sequences, 40, 4)
 
     @jax.jit
     def score(tokens):
@@ -161,7 +150,7 @@ def test_the_likeliest_tokens_lie_with_their_tokens():
         )
         for prompt, response in ((2, 3), (1, 1))
     ]
-    batch = pack(sequences, row_tokens=8, rows_per_micro_batch=1, micro_batches=2)
+    batch = pack(sequences, 8, micro=2)
     assert (batch.top_ids.dtype, batch.top_logprobs.dtype) == (np.int32, np.float32)
     assert batch.top_ids.shape == batch.top_logprobs.shape == (2, 1, 8, 2)
     for name, empty in (("top_ids", -1), ("top_logprobs", -np.inf)):
@@ -173,18 +162,13 @@ def test_the_likeliest_tokens_lie_with_their_tokens():
         assert (int(batch.used), found[1].any()) == (1, False)  # a micro-batch that is never computed is not written
         for a, b in zip(unpack(found, batch, sequences), values, strict=True):
             np.testing.assert_array_equal(a, b)
-    plain = pack(
-        [s.without("top_ids", "top_logprobs") for s in sequences],
-        row_tokens=8,
-        rows_per_micro_batch=1,
-        micro_batches=2,
-    )
+    plain = pack([s.without("top_ids", "top_logprobs") for s in sequences], 8, micro=2)
     assert plain.top_ids is plain.top_logprobs is None
 
 
 def test_no_python_runs_for_a_token():
     def calls(length):
         sequences = [sequence(np.random.default_rng(0), length, length) for _ in range(4)]
-        return count_calls(lambda: pack(sequences, row_tokens=4 * length, rows_per_micro_batch=1, micro_batches=2))
+        return count_calls(lambda: pack(sequences, 4 * length, micro=2))
 
     assert calls(4) == calls(4000)

@@ -10,18 +10,16 @@ import numpy as np
 import optax
 import pytest
 from records import train_sequence
+from tiny_step import fresh_state
+from tiny_step import make_step as make_any_step
 
-from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import embed_tokens, init_params
 from rljax.policy.score import packed_logprobs
-from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, inject_learning_rate
-from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.objective import Objective
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 from rljax.trainer.packing import pack
-from rljax.trainer.state import OptimizerConfig, PrecisionConfig, create_state, make_optimizer
-from rljax.trainer.step import TrainStep
+from rljax.trainer.state import OptimizerConfig, make_optimizer
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +34,6 @@ FAMILIES = pytest.mark.parametrize(
     ids=lambda config: config.family,
 )
 COUNT = 4
-MESH = make_mesh(MeshConfig(1, 1))
 
 
 def batch(advantage=1.0, seed=0):
@@ -54,16 +51,9 @@ def batch(advantage=1.0, seed=0):
     return pack(sequences, row_tokens=12, rows_per_micro_batch=2, micro_batches=2)
 
 
-def make_step(tx, dtype, lm_head_dtype="compute", config=CONFIG):
-    return TrainStep(
-        config,
-        tx,
-        MESH,
-        precision=PrecisionConfig(compute_dtype=dtype, lm_head_dtype=lm_head_dtype),
-        objective=Objective(LossConfig(kind="policy_gradient"), CorrectionConfig(), COUNT, 9),
-        batch_shape=(2, 2, 12),
-        diagnosis=None,
-    )
+make_step = functools.partial(
+    make_any_step, config=CONFIG, loss=LossConfig(kind="policy_gradient"), count=COUNT, limit=9, shape=(2, 2, 12)
+)
 
 
 @pytest.fixture(
@@ -74,8 +64,8 @@ def make_step(tx, dtype, lm_head_dtype="compute", config=CONFIG):
 def trained(request):
     """Returns eight steps in float16. Advantages that no scale can hold plant overflows at steps 2, 3 and 6."""
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-2))
-    step = make_step(tx, "float16", config=request.param)
-    state = create_state(init_params(request.param, 0), request.param, tx, MESH, dynamic_scale=True)
+    how = {"config": request.param, "dtype": "float16"}
+    step, state = make_step(tx, **how), fresh_state(tx, **how)
     tracker = SurgeTracker(SurgeConfig(smooth=1, persistence=1, warmup=2))
     controller = LengthTriggeredLR(1e-2, tracker=tracker, multiplier=1.0)
     rows = []
@@ -113,16 +103,10 @@ def test_a_surge_on_a_skipped_step_sets_the_next_rate(trained):
     ]
 
 
-@functools.cache
-def keep_gradient():
-    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
-
-
 def gradient_with(dtype, scale, advantage, config=CONFIG):
-    tx = keep_gradient()
-    state = create_state(init_params(config, 0), config, tx, MESH, dynamic_scale=dtype == "float16")
+    state = fresh_state(config=config, dtype=dtype)
     state = state._replace(loss_scale=state.loss_scale._replace(scale=jnp.float32(scale)))
-    state, metrics, _ = make_step(tx, dtype, config=config)(state, batch(advantage), 1.0, True)
+    state, metrics, _ = make_step(dtype=dtype, config=config)(state, batch(advantage), 1.0, True)
     return jax.device_get(state.opt_state.inner_state.trace), float(metrics["optimizer/grad_norm"])
 
 
@@ -152,8 +136,7 @@ def test_unscaled_gradients_do_not_depend_on_the_scale():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_float32_head_scores_with_the_published_table(dtype):
     """The bits of a master that 16 bits cannot hold change nothing in the step's scores and gradients."""
-    tx = keep_gradient()
-    step = make_step(tx, dtype, "float32")
+    step = make_step(dtype=dtype, head="float32")
     published = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), init_params(CONFIG, 0))
     # It is a quarter of the distance between two neighbours in that dtype, which rounds away.
     quarter = 2.0 ** -(jnp.finfo(dtype).nmant + 2)
@@ -162,7 +145,7 @@ def test_a_float32_head_scores_with_the_published_table(dtype):
     )
     found = []
     for params in (masters, published):
-        state = create_state(jax.tree.map(jnp.copy, params), CONFIG, tx, MESH, dynamic_scale=dtype == "float16")
+        state = fresh_state(config=CONFIG, params=jax.tree.map(jnp.copy, params), dtype=dtype)
         state, _, values = step(state, batch(), 1.0, True)
         found.append(jax.device_get((values.logprobs, state.opt_state.inner_state.trace)))
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (masters, published)), strict=True))
@@ -170,47 +153,47 @@ def test_a_float32_head_scores_with_the_published_table(dtype):
     assert np.abs(found[0][1]["embed"]).max() > 0
 
 
+TOKEN = jnp.array([[7]])
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def stats_of(params, config, token):
     return packed_logprobs(params, config, token, jnp.ones_like(token), jnp.zeros_like(token)).stats
 
 
-def test_activation_max_covers_the_residual_stream_and_mlps():
-    """The block is written out for a lone token, so attention returns the token's own value vector."""
-    params = init_params(CONFIG, 3)
-    params["embed"] = params["embed"] * 40.0
-    token = jnp.array([[7]])
-    found = stats_of(params, CONFIG, token).activation_max
+def mlp_input_by_hand(config, params):
+    """Returns the residual stream of a lone token after attention, and the normed input of the MLP.
+
+    Attention returns the token's own value vector.
+    """
     layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
 
     def norm(x, scale):
-        return x / jnp.sqrt(jnp.mean(x**2) + CONFIG.rms_norm_eps) * scale
+        return x / jnp.sqrt(jnp.mean(x**2) + config.rms_norm_eps) * scale
 
-    x = embed_tokens(params, token)[0, 0]
+    x = embed_tokens(params, TOKEN)[0, 0]
     value = jnp.einsum("d,dgk->gk", norm(x, layer["attention_norm"]["scale"]), layer["attention"]["value"])
     x = x + jnp.einsum("hk,hkd->d", jnp.repeat(value, 2, axis=0), layer["attention"]["output"])
-    inner = norm(x, layer["mlp_norm"]["scale"])
-    product = jax.nn.silu(inner @ layer["mlp"]["gate"]) * (inner @ layer["mlp"]["up"])
-    x = x + product @ layer["mlp"]["down"]
+    return x, norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
+
+
+def test_activation_max_covers_the_residual_stream_and_mlps():
+    params = init_params(CONFIG, 3)
+    params["embed"] = params["embed"] * 40.0
+    found = stats_of(params, CONFIG, TOKEN).activation_max
+    x, inner, mlp = mlp_input_by_hand(CONFIG, params)
+    product = jax.nn.silu(inner @ mlp["gate"]) * (inner @ mlp["up"])
+    x = x + product @ mlp["down"]
     expected = max(float(jnp.abs(product).max()), float(jnp.abs(x).max()))
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 def test_activation_max_holds_what_is_inside_the_experts():
-    """The products inside the SwiGLU of each chosen expert are worked out by hand for a lone token."""
+    """The products inside the SwiGLU of each chosen expert are worked out by hand."""
     params = init_params(MIXTURE, 3)
     params["layers"]["mlp"]["up"] = params["layers"]["mlp"]["up"] * 300.0
-    token = jnp.array([[7]])
-    stats = stats_of(params, MIXTURE, token)
-    layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
-
-    def norm(x, scale):
-        return x / jnp.sqrt(jnp.mean(x**2) + MIXTURE.rms_norm_eps) * scale
-
-    x = embed_tokens(params, token)[0, 0]
-    value = jnp.einsum("d,dgk->gk", norm(x, layer["attention_norm"]["scale"]), layer["attention"]["value"])
-    x = x + jnp.einsum("hk,hkd->d", jnp.repeat(value, 2, axis=0), layer["attention"]["output"])
-    inner, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
+    stats = stats_of(params, MIXTURE, TOKEN)
+    _, inner, mlp = mlp_input_by_hand(MIXTURE, params)
     chosen = jax.lax.top_k(inner @ mlp["router"], 2)[1]
     products = [jax.nn.silu(inner @ mlp["gate"][e]) * (inner @ mlp["up"][e]) for e in chosen]
     assert sorted(stats.router.choices[0, 0, 0].tolist()) == sorted(chosen.tolist())

@@ -8,21 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_step import MESH, forward_of, fresh_state, make_step
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.policy.score import segment_ends
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
 from rljax.schedule import inject_learning_rate
-from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig, balance_loss
-from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack, unpack_whole
-from rljax.trainer.state import PrecisionConfig, create_state
-from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions
 
 pytestmark = pytest.mark.slow
@@ -39,14 +34,9 @@ COUNT = PROMPTS * GROUP
 
 
 @functools.cache
-def mesh():
-    return make_mesh(MeshConfig(1, 1), jax.devices()[:1])
-
-
-@functools.cache
 def sampled(config, dtype="bfloat16", *, with_routes=True, seed=0):
     """Returns sequences that the embedded engine sampled, with its log-probabilities and routes."""
-    with closing(JaxEngine(config, dtype, 8, mesh=mesh(), with_routes=with_routes)) as engine:
+    with closing(JaxEngine(config, dtype, 8, mesh=MESH, with_routes=with_routes)) as engine:
         engine.publish(init_params(config, 0), 0)
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(0, 32, rng.integers(3, 9)).astype(np.int32) for _ in range(PROMPTS)]
@@ -60,20 +50,9 @@ def batches(sequences, rows=4):
 
 
 def make(config=CONFIG, count=COUNT, dtype="bfloat16"):
-    step = TrainStep(
-        config,
-        SGD,
-        mesh(),
-        precision=PrecisionConfig(compute_dtype=dtype),
-        objective=Objective(LossConfig(), CorrectionConfig(), count, LONGEST),
-        batch_shape=(max_micro_batches(count, LONGEST, ROW, 4), 4, ROW),
-        diagnosis=DiagnosisConfig(),
-    )
-    return step, create_state(init_params(config, 0), config, SGD, mesh(), dynamic_scale=False)
-
-
-def forward(step, params, batch, **options):
-    return step.forward(params, batch, num_sequences=COUNT, diagnosis=DiagnosisConfig(), **options)
+    how = {"config": config, "dtype": dtype}
+    shape = {"shape": (max_micro_batches(count, LONGEST, ROW, 4), 4, ROW), "count": count, "limit": LONGEST}
+    return make_step(SGD, **how, **shape, diagnosis=DiagnosisConfig()), fresh_state(SGD, **how)
 
 
 def test_the_engine_reports_the_experts_that_its_tokens_went_to():
@@ -84,7 +63,7 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
     sequences = sampled(CONFIG, "float32")
     step, state = make(dtype="float32")
     batch = batches(sequences)
-    routes = forward(step, state.params, batch._replace(routes=None), with_routes=True)[1].routes
+    routes = forward_of(step, COUNT)(state.params, batch._replace(routes=None), with_routes=True)[1].routes
     own = unpack_whole(np.asarray(routes), batch, sequences)
     assert len({len(s.prompt) for s in sequences}) > 2
     for s, expected in zip(sequences, own, strict=True):
@@ -101,10 +80,10 @@ def test_with_replay_the_mismatch_is_that_of_a_dense_policy():
     sequences = sampled(CONFIG)
     batch = batches(sequences)
     anywhere = batch._replace(routes=np.zeros_like(batch.routes))
-    replayed, free = (jax.device_get(forward(step, state.params, each)[0]) for each in (batch, anywhere))
+    replayed, free = (jax.device_get(forward_of(step, COUNT)(state.params, each)[0]) for each in (batch, anywhere))
     dense_step, dense_state = make(DENSE, dtype="float32")
     dense_batch = batches(sampled(DENSE, with_routes=False))
-    dense = jax.device_get(forward(dense_step, dense_state.params, dense_batch)[0])
+    dense = jax.device_get(forward_of(dense_step, COUNT)(dense_state.params, dense_batch)[0])
     name = "mismatch/logprob_abs_diff_mean"
     assert 0.005 < replayed["router/disagreement"] < 0.5
     assert free[name] > 1.5 * replayed[name]
@@ -144,8 +123,7 @@ def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
 def test_an_update_measures_free_routing_on_request():
     step, state = make(dtype="float32")
     sequences = sampled(CONFIG)
-    measure = functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig())
-    update = SingleUpdate(step, measure, batches)
+    update = SingleUpdate(step, forward_of(step, COUNT), batches)
     batch = update.pack(sequences)
     updated = update(state, batch, sequences, UpdateOptions(1e-3, 0, False, free_routing=True))
     free, with_replay = (
@@ -164,17 +142,8 @@ def test_r2_replays_the_forward_before_the_first_update():
     taken = {}
     for replays_own in (False, True):
         step, state = make(count=COUNT // 2, dtype="float32")
-        measure = functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig())
-        update = MultipleUpdates(
-            step,
-            measure,
-            batches,
-            lambda mini: batches(mini),
-            mini_batches=2,
-            epochs=2,
-            group_size=GROUP,
-            replays_own=replays_own,
-        )
+        how = {"mini_batches": 2, "epochs": 2, "group_size": GROUP, "replays_own": replays_own}
+        update = MultipleUpdates(step, forward_of(step, COUNT), batches, batches, **how)
         sequences = [s.without("routes") for s in sampled(CONFIG)]
         updated = update(state, update.pack(sequences), sequences, UpdateOptions(0.3, 0, False))
         taken[replays_own] = updated.row

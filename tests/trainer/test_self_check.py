@@ -1,13 +1,15 @@
 """Tests of the trainer against itself: the steps, tokens and programs of the measurement, and what it leaves alone."""
 
+import functools
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from number_updates import NumberUpdate
 from records import train_sequence
 
-from rljax.trainer.forward import TokenValues
-from rljax.trainer.packing import pack
 from rljax.trainer.self_check import (
     SelfCheckedUpdate,
     at_other_shape,
@@ -18,7 +20,7 @@ from rljax.trainer.self_check import (
     self_metrics,
     spread,
 )
-from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
+from rljax.trainer.update import UpdateOptions
 
 DUE = UpdateOptions(1e-3, 0, noise=False, self_mismatch=True)
 
@@ -28,70 +30,42 @@ def sequence(length):
     return train_sequence(tokens[:1], tokens, np.zeros(length, np.float32), 0.0, True)
 
 
-class Inner:
-    """An update that gives each token the log-probability -1. Its forward gives -1.25 if the parameters are 0.25."""
+def updated(lengths, sample=64, options=DUE):
+    """Returns the batches that the two other programs scored, and the outcome of the update."""
+    inner = NumberUpdate(-1.0, rows=2)
 
-    def __init__(self):
-        self.shapes, self.batches = [], []
+    def loss_forward(state, batch):
+        return inner.forward(state.params + 0.25, batch)[1]
 
-    def pack(self, sequences):
-        return pack(sequences, row_tokens=8, rows_per_micro_batch=2, micro_batches=8)
-
-    def pack_other(self, sequences):
-        return pack(sequences, row_tokens=16, rows_per_micro_batch=1, micro_batches=8)
-
-    def forward(self, params, batch):
-        self.shapes.append((batch.tokens.shape, int(batch.response_mask.sum())))
-        return {}, TokenValues(np.full(batch.tokens.shape, -1.0 - params, np.float32))
-
-    def loss_forward(self, state, batch):
-        self.batches.append(batch)
-        return TokenValues(np.full(batch.tokens.shape, -1.0 - 2 * state.params, np.float32))
-
-    def __call__(self, state, batch, sequences, options):
-        return Updated(State(9.0), {"policy/loss": 1.0}, {}, lambda: constant(-1.0, sequences))
-
-
-def constant(value, sequences):
-    return TrainerValues([np.full(len(s.response), value) for s in sequences])
-
-
-class State:
-    def __init__(self, params):
-        self.params = params
-
-
-def updated(options, lengths, sample=64):
-    inner = Inner()
     checks = {
-        "shape": at_other_shape(inner.forward, inner.pack_other, sample=sample),
-        "remat": in_other_program(inner.loss_forward, sample=sample, stand_ins=("old_logprobs",)),
+        "shape": at_other_shape(inner.forward, functools.partial(inner.pack, row=16, rows=1), sample=sample),
+        "remat": in_other_program(loss_forward, sample=sample, stand_ins=("old_logprobs",)),
     }
     checked = SelfCheckedUpdate(inner, checks)
     sequences = [sequence(length) for length in lengths]
-    return inner, checked(State(0.25), checked.pack(sequences), sequences, options)
+    found = checked(SimpleNamespace(params=1.25), checked.pack(sequences), sequences, options)
+    return [batch for _, batch in inner.asked], found
 
 
 def test_a_step_that_is_not_due_is_left_alone():
-    inner, found = updated(DUE._replace(self_mismatch=False), [3, 2])
+    batches, found = updated([3, 2], options=DUE._replace(self_mismatch=False))
     assert found.row == {"policy/loss": 1.0}
-    assert inner.shapes == inner.batches == []
+    assert batches == []
 
 
 def test_the_same_tokens_at_another_shape():
-    inner, found = updated(DUE, [3, 2])
-    assert inner.shapes == [((8, 1, 16), 5)]
-    assert found.state.params == 9.0
+    (batch, _), found = updated([3, 2])
+    assert batch.tokens.shape == (8, 1, 16)
+    assert found.state.params == 2.25
     assert found.row["policy/loss"] == 1.0
-    assert found.row["mismatch_self/token_count"] == 5
+    assert batch.response_mask.sum() == found.row["mismatch_self/token_count"] == 5
     assert found.row["mismatch_self/logprob_abs_diff_mean"] == pytest.approx(0.25)
     assert found.row["mismatch_self/kl"] == pytest.approx(-0.25)  # lr is the update's number less the other one
     assert [len(values) for values in found.trainer().logprobs] == [3, 2]
 
 
 def test_the_same_micro_batches_in_another_program():
-    inner, found = updated(DUE, [3, 2])
-    (batch,) = inner.batches
+    (_, batch), found = updated([3, 2])
     assert batch.tokens.shape == (8, 2, 8)
     assert batch.old_logprobs is batch.rollout_logprobs
     assert batch.reference_logprobs is None
@@ -101,8 +75,7 @@ def test_the_same_micro_batches_in_another_program():
 
 def test_only_the_first_micro_batches_are_scored_again():
     """A micro-batch has two rows of 8 tokens. Each response takes a row with its prompt of one token."""
-    inner, found = updated(DUE, [7, 6, 5, 7, 6], sample=3)
-    (batch,) = inner.batches
+    (_, batch), found = updated([7, 6, 5, 7, 6], sample=3)
     assert (int(batch.used), int(batch.with_loss)) == (2, 2)
     count, held = first_micro_batches(batch, 3)
     assert (count, len(held)) == (2, 4)
@@ -111,8 +84,8 @@ def test_only_the_first_micro_batches_are_scored_again():
 
 
 def test_a_sample_is_measured():
-    inner, found = updated(DUE, [1, 2, 3, 4, 5], sample=3)
-    assert inner.shapes[0][1] == found.row["mismatch_self/token_count"] == 1 + 3 + 5
+    (batch, _), found = updated([1, 2, 3, 4, 5], sample=3)
+    assert batch.response_mask.sum() == found.row["mismatch_self/token_count"] == 1 + 3 + 5
 
 
 def test_samples_are_spread_over_the_batch():
@@ -121,10 +94,8 @@ def test_samples_are_spread_over_the_batch():
 
 
 def test_metrics_by_hand():
-    first, second = (
-        [[-1.0, 0.0, -2.0], [-3.0]],
-        [[-1.5, 0.0, -2.0], [-2.0]],
-    )  # an environment wrote the token with zeros
+    # An environment wrote the token with zeros.
+    first, second = [[-1.0, 0.0, -2.0], [-3.0]], [[-1.5, 0.0, -2.0], [-2.0]]
     sampled = [np.array([True, False, True]), np.array([True])]
     row = self_metrics([*map(np.float32, first)], [*map(np.float32, second)], sampled)
     assert row["logprob_abs_diff_mean"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)

@@ -5,27 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from records import train_sequence
+from tiny_step import MESH, fresh_state, make_step
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
-from rljax.policy.config import PolicyConfig
-from rljax.policy.model import init_params
-from rljax.sharding import MeshConfig, make_mesh, replicated
+from rljax.sharding import replicated
 from rljax.trainer.micro_batches import over_micro_batches, place_batch
-from rljax.trainer.objective import Objective
 from rljax.trainer.packing import pack
-from rljax.trainer.state import OptimizerConfig, PrecisionConfig, create_state, make_optimizer
-from rljax.trainer.step import TrainStep
+from rljax.trainer.state import OptimizerConfig, make_optimizer
 from rljax.trainer.totals import place_controls
 
-CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)
-SHAPE = (2, 1, 16)
-
-
-def make_step(mesh):
-    objective = Objective(LossConfig(), CorrectionConfig(), 3, 8)
-    precision, tx = PrecisionConfig(compute_dtype="float32"), make_optimizer(OptimizerConfig())
-    return TrainStep(CONFIG, tx, mesh, precision=precision, objective=objective, batch_shape=SHAPE, diagnosis=None), tx
+ADAMW = make_optimizer(OptimizerConfig())
+HOW = {"shape": (2, 1, 16), "count": 3, "limit": 8}
 
 
 def make_batch(**more):
@@ -40,29 +29,20 @@ def of_shapes(tree):
 
 @pytest.mark.parametrize("given", [(), ("old_logprobs",), ("old_logprobs", "reference_logprobs")])
 def test_it_takes_what_the_packed_batches_have(given):
-    mesh = make_mesh(MeshConfig(1, 1))
-    step, tx = make_step(mesh)
-    batch = make_batch(**dict.fromkeys(given, np.full(5, -1.0, np.float32)))
-    state = jax.eval_shape(lambda: create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=False))
+    step, batch = make_step(ADAMW, **HOW), make_batch(**dict.fromkeys(given, np.full(5, -1.0, np.float32)))
+    state = jax.eval_shape(lambda: fresh_state(ADAMW))
     (lowered_state, lowered_batch, controls), _ = step.lower(*given).args_info
     assert of_shapes(lowered_state) == of_shapes(state)
     assert of_shapes(lowered_batch) == of_shapes(batch)
-    assert of_shapes(controls) == of_shapes(place_controls(1e-3, True, False, replicated(mesh)))
+    assert of_shapes(controls) == of_shapes(place_controls(1e-3, True, False, replicated(MESH)))
 
 
 @pytest.mark.slow
 def test_its_executable_gives_what_a_call_gives():
-    mesh = make_mesh(MeshConfig(1, 1))
-    step, tx = make_step(mesh)
-    everywhere = replicated(mesh)
-
-    def state():
-        return create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=False)
-
-    compiled = step.lower().compile()
+    step, everywhere = make_step(ADAMW, **HOW), replicated(MESH)
     placed = place_batch(make_batch(), everywhere, everywhere)
-    mine = compiled(state(), placed, place_controls(1e-3, True, False, everywhere))
-    jax.tree.map(np.testing.assert_array_equal, mine, step(state(), make_batch(), 1e-3, True))
+    mine = step.lower().compile()(fresh_state(ADAMW), placed, place_controls(1e-3, True, False, everywhere))
+    jax.tree.map(np.testing.assert_array_equal, mine, step(fresh_state(ADAMW), make_batch(), 1e-3, True))
 
 
 @pytest.mark.parametrize("span", [(0, "used"), (0, 1)])

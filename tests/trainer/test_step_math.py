@@ -7,17 +7,18 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from hybrids import tiny_hybrid
-from tiny_step import CONFIG, COUNT, MESH, expected_gradient, keep_gradient, make_step, packed, sequences
+from tiny_step import CONFIG, expected_gradient, fresh_state, keep_gradient, make_step, packed, sequences
 
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.model import init_params
+from rljax.record.token_arrays import to_rows
 from rljax.schedule import inject_learning_rate
 from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.packing import unpack
 from rljax.trainer.state import (
     GROWTH_INTERVAL,
     OptimizerConfig,
     adjust_loss_scale,
-    create_state,
     initial_loss_scale,
     make_optimizer,
 )
@@ -28,8 +29,7 @@ pytestmark = pytest.mark.slow
 
 def run(tx, batch_sequences, *, apply=True, params=None, rate=1e-2, diagnosis=None, row=20, rows=2, **kind):
     step = make_step(tx, diagnosis=diagnosis, row=row, rows=rows, **kind)
-    params = init_params(CONFIG, 0) if params is None else params
-    state = create_state(params, CONFIG, tx, MESH, dynamic_scale=kind.get("dtype") == "float16")
+    state = fresh_state(tx, params=params, dtype=kind.get("dtype", "float32"))
     batch = packed(batch_sequences, row, rows)
     before = jax.device_get(state)
     state, metrics, values = jax.device_get(step(state, batch, rate, apply))
@@ -66,14 +66,9 @@ def test_gradient_is_that_of_the_loss_however_it_is_cut(row, rows, remat, refere
 def test_mismatch_rows_are_those_of_unpacked_arrays():
     batch_sequences = sequences()
     _, _, metrics, (batch, logprobs) = run(keep_gradient(), batch_sequences, diagnosis=DiagnosisConfig())
-    width = max(len(s.response) for s in batch_sequences)
-    trainer, rollout, mask = (np.zeros((COUNT, width)) for _ in range(3))
-    for i, s in enumerate(batch_sequences):
-        places = batch.response_mask & (batch.sequence_ids == i)
-        trainer[i, : len(s.response)] = logprobs[places]
-        rollout[i, : len(s.response)] = s["rollout_logprobs"]
-        mask[i, : len(s.response)] = 1
-    expected = mismatch_metrics(trainer, rollout, mask)
+    of_each = unpack(logprobs, batch, batch_sequences), [s["rollout_logprobs"] for s in batch_sequences]
+    trainer, rollout, mask = (to_rows(x, 0.0) for x in (*of_each, [s.sampled for s in batch_sequences]))
+    expected = mismatch_metrics(trainer.astype(float), rollout.astype(float), mask)
     for name, value in expected.items():
         # On the device a quantile is known to one bin of its histogram, 2% wide.
         rel = 2e-2 if name.endswith(("_p99", "_p999")) else 1e-4
@@ -83,10 +78,7 @@ def test_mismatch_rows_are_those_of_unpacked_arrays():
 def test_equal_steps_share_their_programs():
     make_programs.cache_clear()
     first, second = make_step(keep_gradient()), make_step(keep_gradient())
-    found = []
-    for step in (first, second):
-        state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
-        found.append(jax.device_get(step(state, packed(sequences()), 1e-2, True)))
+    found = [jax.device_get(step(fresh_state(), packed(sequences()), 1e-2, True)) for step in (first, second)]
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert first.compilations == second.compilations == 1
     others = ({"row": 24}, {"rows": 1}, {"dtype": "bfloat16"}, {"remat": True})
@@ -100,10 +92,8 @@ def test_a_forward_without_loss_changes_nothing():
     step = make_step(keep_gradient(), diagnosis=DiagnosisConfig())
     batch = packed(sequences(lambda i: i % 3 == 0))
     assert 2 <= int(batch.with_loss) < int(batch.used)
-    found = []
-    for given in (batch, batch._replace(with_loss=batch.used), packed(sequences(lambda i: False))):
-        state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
-        found.append(jax.device_get(step(state, given, 1e-2, True, True)))
+    every = (batch, batch._replace(with_loss=batch.used), packed(sequences(lambda i: False)))
+    found = [jax.device_get(step(fresh_state(), given, 1e-2, True, True)) for given in every]
     assert step.compilations == 1
     (state, row, values), (all_state, all_row, all_values), (_, silent, _) = found
     for g, expected in zip(*(jax.tree.leaves(s.opt_state.inner_state.trace) for s in (state, all_state)), strict=True):

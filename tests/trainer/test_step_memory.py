@@ -7,30 +7,18 @@ import math
 
 import jax
 import pytest
+from tiny_step import make_step
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import abstract_params
-from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.objective import Objective
-from rljax.trainer.state import OptimizerConfig, PrecisionConfig, make_optimizer
-from rljax.trainer.step import TrainStep
+from rljax.trainer.state import OptimizerConfig, make_optimizer
 
 CONFIG = PolicyConfig(4096, 256, 768, 4, 4, 2, 64, tie_word_embeddings=True)
 
 
 def bytes_a_parameter(micro_batches):
-    mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
-    step = TrainStep(
-        CONFIG,
-        make_optimizer(OptimizerConfig()),
-        mesh,
-        precision=PrecisionConfig(remat="blocks"),
-        objective=Objective(LossConfig(), CorrectionConfig(), 2, 8),
-        batch_shape=(micro_batches, 1, 16),
-        diagnosis=None,
-    )
+    how = {"count": 2, "limit": 8, "dtype": "bfloat16", "remat": "blocks"}
+    step = make_step(make_optimizer(OptimizerConfig()), config=CONFIG, shape=(micro_batches, 1, 16), **how)
     memory = step.lower().compile().memory_analysis()
     assert memory.alias_size_in_bytes > 0.99 * memory.argument_size_in_bytes  # the state is donated
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(CONFIG)))

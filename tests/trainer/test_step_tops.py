@@ -5,20 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cut_batches import cut_log_softmax, with_supports
-from tiny_step import CONFIG, COUNT, MESH, keep_gradient, make_step, packed, sequences
+from tiny_step import CONFIG, COUNT, fresh_state, make_step, packed, sequences
 
 from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.policy.score import segment_ends
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.micro_batches import with_all_rows
-from rljax.trainer.state import create_state
 
 K = 5
 
 
 def run(step, batch):
-    state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
-    state, row, values = jax.device_get(step(state, batch, 1e-2, True))
+    state, row, values = jax.device_get(step(fresh_state(), batch, 1e-2, True))
     return state.opt_state.inner_state.trace, row, values.logprobs
 
 

@@ -4,36 +4,21 @@ import functools
 
 import numpy as np
 import pytest
-from tiny_step import CONFIG, MESH, keep_gradient
+from tiny_step import forward_of, fresh_state, make_step
 from tree_batches import groups, in_trees, separate
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
-from rljax.policy.model import init_params
 from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.objective import Objective
 from rljax.trainer.self_check import FLOORS, CheckedTrees, distance, is_rounding, largest_tree
-from rljax.trainer.state import PrecisionConfig, create_state
-from rljax.trainer.step import TrainStep
 from rljax.trainer.update import SingleUpdate, UpdateOptions
 
 
 def checked(pack_first):
     """Returns an update on trees whose first check packs trees by ``pack_first``, and a new state."""
-    step = TrainStep(
-        CONFIG,
-        keep_gradient(),
-        MESH,
-        precision=PrecisionConfig(compute_dtype="float32"),
-        objective=Objective(LossConfig(), CorrectionConfig(), 20, 24),
-        batch_shape=(1, 2, 48),
-        diagnosis=DiagnosisConfig(),
-    )
-    forward = functools.partial(step.forward, num_sequences=20, diagnosis=DiagnosisConfig())
+    step = make_step(shape=(1, 2, 48), count=20, limit=24, diagnosis=DiagnosisConfig())
+    forward = forward_of(step, 20)
     packs = pack_first, separate, functools.partial(separate, row=64)
     on_trees, apart = (SingleUpdate(step, forward, pack) for pack in (in_trees, separate))
-    update = CheckedTrees(on_trees, forward, packs, FLOORS["float32"], lambda: apart)
-    return update, create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
+    return CheckedTrees(on_trees, forward, packs, FLOORS["float32"], lambda: apart), fresh_state()
 
 
 def two_steps(update, state):

@@ -1,26 +1,23 @@
 """Rows of prefix trees give the numbers of separate rows, and mistakes in them do not."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from records import train_sequence
-from tiny_step import CONFIG, MESH, keep_gradient
+from tiny_adapters import random_adapters
+from tiny_step import CONFIG, MESH, fresh_state, make_step
 from tree_batches import groups, in_trees, separate, tree_tokens
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, abstract_adapters
+from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
 from rljax.policy.model import init_params
 from rljax.policy.score import states_at
 from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.objective import Objective
 from rljax.trainer.packing import unpack, useful_fraction
-from rljax.trainer.state import PrecisionConfig, create_state
-from rljax.trainer.step import TrainStep
 from rljax.trainer.trees import flat_row_tokens, pack_trees, tree_row_tokens
 
 MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
@@ -28,36 +25,18 @@ LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "do
 QWEN2 = dataclasses.replace(CONFIG, family="qwen2")
 
 
-@functools.cache
-def params_of(config):
-    return init_params(config, 0)
+BY_TOKEN = CorrectionConfig(level="token", threshold=1.2)
 
 
-@functools.cache
-def adapters_of(config):
-    rng = np.random.default_rng(4)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype), abstract_adapters(config, LORA))
-
-
-def trained(sequences, batch, config=CONFIG, loss=None, correction=None, dtype="float32", lora=OFF, **options):
+def trained(sequences, batch, config=CONFIG, *, correction=BY_TOKEN, dtype="float32", lora=OFF, **options):
     """Returns the log-probabilities of each response, the gradients, and the metrics of a step."""
-    step = TrainStep(
-        config,
-        keep_gradient(),
-        MESH,
-        precision=PrecisionConfig(compute_dtype=dtype),
-        objective=Objective(
-            loss or LossConfig(), correction or CorrectionConfig(level="token", threshold=1.2), len(sequences), 24
-        ),
-        batch_shape=batch.tokens.shape,
-        diagnosis=DiagnosisConfig(),
-        lora=lora,
-        merged=MergedPolicy(config, lora, MESH, params_of(config), dtype) if lora.rank else None,
-        **options,
-    )
-    params = jax.tree.map(jnp.copy, adapters_of(config) if lora.rank else params_of(config))
-    state = create_state(params, config, keep_gradient(), MESH, dynamic_scale=dtype == "float16", lora=lora)
-    state, row, values = jax.device_get(step(state, batch, 1e-2, True))
+    params, merged = init_params(config, 0), None
+    if lora.rank:
+        params, merged = random_adapters(config, lora, 0.2), MergedPolicy(config, lora, MESH, params, dtype)
+    how = {"config": config, "dtype": dtype, "lora": lora}
+    shape = {"shape": batch.tokens.shape, "count": len(sequences), "limit": 24}
+    step = make_step(**how, **shape, correction=correction, diagnosis=DiagnosisConfig(), merged=merged, **options)
+    state, row, values = jax.device_get(step(fresh_state(params=params, **how), batch, 1e-2, True))
     assert not values.logprobs[batch.segment_ids == 0].any()
     return unpack(values.logprobs, batch, sequences), state.opt_state.inner_state.trace, row
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny_step
 from records import train_sequence
+from tiny_step import MESH, UNCORRECTED, forward_of, in_own_rows, keep_gradient
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -18,15 +20,16 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.policy.score import Scores, make_scorer, packed_logprobs
+from rljax.record.token_arrays import to_rows
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config, ModelConfig
 from rljax.run.training import load_reference, make_update
 from rljax.schedule import inject_learning_rate
-from rljax.sharding import MeshConfig, make_mesh
+from rljax.sharding import MeshConfig
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackingConfig, max_micro_batches, pack
-from rljax.trainer.state import PrecisionConfig, create_state
+from rljax.trainer.state import PrecisionConfig
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions, reference_logprobs
 
@@ -34,19 +37,20 @@ pytestmark = pytest.mark.slow
 
 CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 COUNT, LONGEST, LIMIT = 12, 19, 14
-PRECISION = PrecisionConfig(compute_dtype="float32")
-MESH = make_mesh(MeshConfig(1, 1))
+fresh_state = functools.partial(tiny_step.fresh_state, config=CONFIG)
 
 
 @functools.cache
 def on_policy_logprobs():
     """Returns the policy's own log-probabilities of the responses, so that ratios are near 1."""
-    score = make_scorer(CONFIG, jnp.float32)
-    return [values[len(s.prompt) :] for s, values in zip(drawn(), scored(score), strict=True)]
+    scored = make_scorer(CONFIG, jnp.float32)(init_params(CONFIG, 0), [s.ids for s in drawn()])
+    return [values[len(s.prompt) :] for s, values in zip(drawn(), scored, strict=True)]
 
 
-def scored(score):
-    return score(init_params(CONFIG, 0), [np.concatenate([s.prompt, s.response]) for s in drawn()])
+def as_rows(given):
+    """Returns the policy's log-probabilities, the rollout's and the mask [n, r] of sequences from ``sequences``."""
+    rollout, mask = [s["rollout_logprobs"] for s in given], [s.sampled for s in given]
+    return [to_rows(each, 0.0) for each in (on_policy_logprobs(), rollout, mask)]
 
 
 @functools.cache
@@ -80,25 +84,9 @@ def packer(row, rows, count=COUNT):
     return functools.partial(pack, row_tokens=row, rows_per_micro_batch=rows, micro_batches=micro), (micro, rows, row)
 
 
-@functools.cache
-def keep_gradient():
-    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
-
-
-def make_step(loss, correction, row, rows, *, tx=None, count=COUNT, precision=PRECISION, diagnosis=None):
-    return TrainStep(
-        CONFIG,
-        tx or keep_gradient(),
-        MESH,
-        precision=precision,
-        objective=Objective(loss, correction.resolved(), count, LIMIT),
-        batch_shape=packer(row, rows, count)[1],
-        diagnosis=diagnosis,
-    )
-
-
-def fresh_state(tx=None, dynamic=False):
-    return create_state(init_params(CONFIG, 0), CONFIG, tx or keep_gradient(), MESH, dynamic_scale=dynamic)
+def make_step(loss, correction, row, rows, **options):
+    shape = {"config": CONFIG, "shape": packer(row, rows)[1], "count": COUNT, "limit": LIMIT}
+    return tiny_step.make_step(loss=loss, correction=correction, **shape, **options)
 
 
 def gradient(loss, correction, batch_sequences, row, rows):
@@ -130,7 +118,7 @@ OBJECTIVES = {
     ),
     "policy gradient, token mean, bypass": (
         LossConfig(kind="ppo_clip", old_logprobs="rollout"),
-        CorrectionConfig(),
+        UNCORRECTED,
         None,
     ),
 }
@@ -206,7 +194,7 @@ def test_normalised_weights_leave_the_kl_penalty_as_it_is():
     both, metrics = gradient(penalty, weights, given, 20, 2)
     policy, _ = gradient(LossConfig(), weights, given, 20, 2)
     # Without advantages only the penalty is left.
-    alone, pure = gradient(penalty, CorrectionConfig(), [dataclasses.replace(s, advantage=0.0) for s in given], 20, 2)
+    alone, pure = gradient(penalty, UNCORRECTED, [dataclasses.replace(s, advantage=0.0) for s in given], 20, 2)
     assert metrics["correction/weight_mean"] < 0.97
     for found, p, a in zip(*map(jax.tree.leaves, (both, policy, alone)), strict=True):
         assert np.abs(a).max() > 0.02 * np.abs(p).max()
@@ -219,11 +207,8 @@ def test_token_weights_multiply_the_gradient_of_each_token():
     correction = CorrectionConfig(preset="token_tis")
     batch_sequences = sequences()
     found, metrics = gradient(LossConfig(), correction, batch_sequences, 240, 1)
-    width = max(len(s.response) for s in batch_sequences)
-    trainer, rollout, mask = (np.zeros((COUNT, width)) for _ in range(3))
-    for i, (s, own) in enumerate(zip(batch_sequences, on_policy_logprobs(), strict=True)):
-        n = len(s.response) if s.in_loss else 0
-        trainer[i, :n], rollout[i, :n], mask[i, :n] = own[:n], s["rollout_logprobs"][:n], 1
+    trainer, rollout, mask = as_rows(batch_sequences)
+    mask &= np.array([[s.in_loss] for s in batch_sequences])
     weights, _ = importance_weights(trainer, rollout, mask, level="token", mode="truncate", threshold=2.0)
     assert weights.max() > 1.5
     of_tokens = np.float32(weights * mask * np.array([[s.advantage] for s in batch_sequences]) / mask.sum())
@@ -231,7 +216,7 @@ def test_token_weights_multiply_the_gradient_of_each_token():
     @jax.jit
     @jax.grad
     def corrected(params):
-        return -jnp.sum(of_tokens * response_logprobs(params, batch_sequences)[:, :width])
+        return -jnp.sum(of_tokens * response_logprobs(params, batch_sequences)[:, : mask.shape[1]])
 
     with jax.default_matmul_precision("highest"):
         expected = corrected(init_params(CONFIG, 0))
@@ -245,14 +230,10 @@ def response_logprobs(params, batch_sequences):
 
     After a response's end they are 0.
     """
-    shape = (len(batch_sequences), LONGEST)
-    tokens, segments, places = (np.zeros(each, np.int32) for each in (shape, shape, (shape[0], LIMIT)))
-    for i, s in enumerate(batch_sequences):
-        first, end = len(s.prompt), len(s.prompt) + len(s.response)
-        tokens[i, :end], segments[i, :end] = np.concatenate([s.prompt, s.response]), 1
-        places[i, : end - first] = range(first, end)
-    positions = np.tile(np.arange(LONGEST), (shape[0], 1))
-    found = packed_logprobs(params, CONFIG, *map(jnp.asarray, (tokens, segments, positions))).logprobs
+    places = np.zeros((len(batch_sequences), LIMIT), np.int32)
+    for row, s in zip(places, batch_sequences, strict=True):
+        row[: len(s.response)] = range(len(s.prompt), len(s.ids))
+    found = packed_logprobs(params, CONFIG, *map(jnp.asarray, in_own_rows(batch_sequences))).logprobs
     return jnp.where(places > 0, jnp.take_along_axis(found, places, axis=1), 0.0)
 
 
@@ -274,8 +255,7 @@ def train(update, state, given, rate, **options):
 
 
 def make_forward(row, rows):
-    step = make_step(LossConfig(), CorrectionConfig(), row, rows)
-    return functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig())
+    return forward_of(make_step(LossConfig(), UNCORRECTED, row, rows))
 
 
 def test_one_mini_batch_is_the_fused_step():
@@ -313,15 +293,9 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
             taken.append(batch)
             return super().__call__(state, batch, *rest)
 
-    step = Watched(
-        CONFIG,
-        tx,
-        MESH,
-        precision=PRECISION,
-        objective=Objective(LossConfig(), CorrectionConfig(), 6, LIMIT),
-        batch_shape=packer(20, 1, 6)[1],
-        diagnosis=None,
-    )
+    precision, objective = PrecisionConfig("float32"), Objective(LossConfig(), UNCORRECTED, 6, LIMIT)
+    how = {"precision": precision, "objective": objective, "batch_shape": packer(20, 1, 6)[1], "diagnosis": None}
+    step = Watched(CONFIG, tx, MESH, **how)
     update = MultipleUpdates(
         step, make_forward(20, 2), packer(20, 2)[0], packer(20, 1, 6)[0], mini_batches=2, epochs=2, group_size=3
     )
@@ -346,11 +320,8 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
     assert updated.row["policy/clip_fraction"] > 0
     assert updated.row["optimizer/skipped_updates"] == 0
     assert step.compilations == 1
-    trainer = [np.zeros((COUNT, LIMIT)) for _ in range(3)]
-    for i, (s, own) in enumerate(zip(given, on_policy_logprobs(), strict=True)):
-        for array, values in zip(trainer, (own, s["rollout_logprobs"], np.ones(len(own))), strict=True):
-            array[i, : len(own)] = values
-    assert updated.row["mismatch/k3_kl"] == pytest.approx(mismatch_metrics(*trainer)["k3_kl"], rel=1e-3)
+    expected = mismatch_metrics(*as_rows(given))
+    assert updated.row["mismatch/k3_kl"] == pytest.approx(expected["k3_kl"], rel=1e-3)
     again = train(update, fresh_state(tx), given, 0.5, seed=3, noise=True)
     jax.tree.map(np.testing.assert_array_equal, again.state.params, updated.state.params)
 
@@ -359,7 +330,7 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
     """At the reference the k2 penalty and its gradient are 0. Away from it the gradient is coef (lp - ref)."""
     loss = LossConfig(kl="k2", kl_coefficient=0.7)
     silent = [dataclasses.replace(s, advantage=0.0) for s in sequences()]
-    step = make_step(loss, CorrectionConfig(), 240, 1)
+    step = make_step(loss, UNCORRECTED, 240, 1)
     pack_all = packer(240, 1)[0]
     forward = make_forward(240, 1)
     of_reference = functools.partial(reference_logprobs, forward)
@@ -394,7 +365,7 @@ def test_a_single_update_normalises_beside_a_penalty(tmp_path):
         data=DataConfig(batch_size=4, max_prompt_tokens=LONGEST - LIMIT),
         rollout=RolloutConfig(group_size=3, max_response_tokens=LIMIT),
         loss=LossConfig(kl="k3", kl_coefficient=0.7),
-        precision=PRECISION,
+        precision=PrecisionConfig("float32"),
         packing=PackingConfig(row_tokens=20, rows_per_micro_batch=2, share_prefixes=False),
         mesh=MeshConfig(1, 1),
     )
@@ -415,7 +386,7 @@ def test_a_sequence_sum_is_divided_by_the_length_limit():
 
     def loss(constant):
         chosen = LossConfig(kind="policy_gradient", aggregation="sequence_sum", sequence_constant=constant)
-        objective = Objective(chosen, CorrectionConfig(), COUNT, max_response_tokens=512)
+        objective = Objective(chosen, UNCORRECTED, COUNT, max_response_tokens=512)
         scores = Scores(-jnp.ones(micro.tokens.shape), jnp.zeros(micro.tokens.shape), stats=None)
         return float(jax.jit(lambda: objective.micro_loss(scores, micro, jnp.float32(1.0))[0])())
 
