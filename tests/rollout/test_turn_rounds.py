@@ -78,14 +78,6 @@ def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
             assert not routes[-1].any()
 
 
-@pytest.mark.harness  # test_decoding.py has a sharded cache
-@pytest.mark.mesh
-def test_turns_on_several_devices_have_the_same_logprobs():
-    engine, params = make(mesh=make_mesh(MeshConfig(2, 2)), decode_tokens=4 * 22)
-    responses, _ = converse(engine, turns=(3, 1, 2))
-    check_logprobs(responses, CONFIG, params)
-
-
 def test_the_loop_scores_the_joined_tokens_as_it_sampled_them():
     engine, params = make(decode_tokens=1000)
     scorer = JaxEngine(CONFIG, jnp.float32, 17, mesh=MESH)
