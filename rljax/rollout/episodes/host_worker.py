@@ -18,7 +18,7 @@ import gc
 import os
 import pickle
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -231,25 +231,24 @@ class _Noted(Coroutine[Any, Any, Any]):
         self._coroutine, self._number, self._board = coroutine, number, board
 
     def send(self, value: Any) -> Any:
-        self._board.write(self._number)
-        try:
-            return self._coroutine.send(value)
-        finally:
-            self._note_end()
+        return self._run(self._coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
-        self._board.write(self._number)
-        try:
-            return self._coroutine.throw(*error)
-        finally:
-            self._note_end()
+        return self._run(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._coroutine.__await__()
 
-    def _note_end(self) -> None:
-        end_if_forked()
-        self._board.write(0)
+    def _run(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        self._board.write(self._number)
+        try:
+            return act(*arguments)
+        finally:
+            end_if_forked()
+            self._board.write(0)
 
 
 def _used_gib() -> float:

@@ -16,8 +16,6 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from rljax.distributed.child import Child, decode, default_count, new_number
 from rljax.distributed.frames import FrameError
 from rljax.errors import printable
@@ -310,7 +308,7 @@ class EnvironmentHosts:
                 return
             if outcome.failure is None:
                 checked = check_outcome(trajectory.method, outcome.value)
-                outcome = msgspec.structs.replace(checked, cut=checked.cut or outcome.cut)
+                outcome = Outcome(checked.value, checked.failure, checked.message, checked.cut or outcome.cut)
             else:
                 outcome = Outcome(None, outcome.failure, printable(outcome.message[:LONGEST_MESSAGE]))
             future, trajectory.future, trajectory.packed = trajectory.future, None, None
