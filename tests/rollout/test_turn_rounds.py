@@ -1,5 +1,7 @@
 """Tests of turns of several trajectories through engines that answer them in rounds."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,11 +15,7 @@ from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
-EXPERTS = PolicyConfig(
-    **{"vocab_size": 24, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4},
-    **{"num_kv_heads": 2, "head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.25},
-    **{"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_size": 16},
-)
+EXPERTS = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
 MESH = make_mesh(MeshConfig(1, 1))
 PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [2, 2])]
 ENVIRONMENT = np.asarray([20, 21], np.int32)  # the tokens that the environment of these tests writes after each turn
