@@ -32,6 +32,7 @@ COLUMNS = "columns"  # the key of a row's other values, which a reward of the us
 TRUTH = "truth"  # the key of a right answer that is a list or a record, for a reward of the user's own
 FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 _KEY = b"rljax.problems"
+_NO_PROMPT = "the prompt must be text or a list of messages with role and content"
 _BATCH_ROWS = 8192
 _LONGEST_FIELD = 2**30  # characters of a value in CSV; Python's own limit is 2**17
 _CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -131,15 +132,12 @@ def read_problems(path: str | Path, form: Form = None, *, whole: bool = False) -
     Raises:
       ValueError: The file cannot be read, a row is not a problem, or the file has no problems.
     """
-    problems = tuple(parse_row(row, f"{path}: row {number}", form, whole=whole) for number, row in read_rows(path))
-    if not problems:
-        raise ValueError(f"{path} holds no problems")
-    return problems
+    return tuple(problem for _, problem in answered_rows(path, None, form, whole=whole))
 
 
 def answered_rows(
     path: str | Path,
-    tally: Tally,
+    tally: Tally | None,
     form: Form = None,
     rows: Iterable[tuple[int, FileRow]] | None = None,
     *,
@@ -147,24 +145,27 @@ def answered_rows(
 ) -> Iterator[tuple[FileRow, Problem]]:
     """Yields each row of a file and its problem; rows whose right answer is empty are only counted.
 
-    The counts of the file are added to ``tally``. ``form`` and ``whole`` are as in ``parse_row``. ``rows`` are the
-    numbered rows of the file, if they were read already.
+    The counts of the file are added to ``tally``; without one such a row is an error. ``form`` and ``whole`` are as in
+    ``parse_row``. ``rows`` are the numbered rows of the file, if they were read already.
 
     Raises:
       ValueError: The file cannot be read, a row is not a problem, or no row has a right answer.
     """
+    counts = tally or Tally(str(path))
     first: NoAnswerError | None = None
     for number, row in read_rows(path) if rows is None else rows:
-        tally.rows += 1
+        counts.rows += 1
         try:
             problem = parse_row(row, f"{path}: row {number}", form, whole=whole)
         except NoAnswerError as error:
+            if tally is None:
+                raise
             first = first or error
-            tally.unanswered += 1
+            counts.unanswered += 1
             continue
-        tally.unread.update(() if whole else unread_keys(row, form))
+        counts.unread.update(() if whole else unread_keys(row, form))
         yield row, problem
-    if tally.rows == tally.unanswered:
+    if counts.rows == counts.unanswered:
         raise first or ValueError(f"{path} holds no problems")
 
 
@@ -274,37 +275,32 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, FileRow]]:
 
 def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:
     parsed: str | list[dict[str, str]]
-    if isinstance(prompt, str):
-        parsed = prompt
-    elif isinstance(prompt, list) and all(_is_message(message) for message in prompt):
-        with naming(where):
-            parsed = [{"role": message["role"], "content": _content_text(message["content"])} for message in prompt]
-    else:
-        raise ValueError(f"{where}: the prompt must be text or a list of messages with role and content")
-    if not prompt_text(parsed).strip():
-        raise ValueError(f"{where}: the prompt is empty")
+    with naming(where):
+        if isinstance(prompt, str):
+            parsed = prompt
+        elif isinstance(prompt, list):
+            parsed = [_message(each) for each in prompt]
+        else:
+            raise ValueError(_NO_PROMPT)
+        if not prompt_text(parsed).strip():
+            raise ValueError("the prompt is empty")
     return parsed
 
 
-def _is_message(value: Any) -> bool:
+def _message(value: Any) -> dict[str, str]:
+    """Returns a message, with its parts joined. Raises ValueError if a part is no text, such as an image."""
     match value:
-        case {"role": str(), "content": str()}:
-            return True
-        case {"role": str(), "content": [*parts]}:
-            return bool(parts) and all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts)
-    return False
-
-
-def _content_text(content: str | list[dict[str, Any]]) -> str:
-    """Returns the text of a message. Raises ValueError if it has a part that is not text, such as an image."""
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part["type"] != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"the prompt has a part of type {part['type']}; only parts of type text, with text, are read"
-            )
-    return "".join(part["text"] for part in content)
+        case {"role": str(role), "content": str(content)}:
+            return {"role": role, "content": content}
+        case {"role": str(role), "content": [_, *_] as parts} if all(isinstance(part, dict) for part in parts):
+            for part in parts:
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    kind = part.get("type")
+                    raise ValueError(
+                        f"the prompt has a part of type {kind}; only parts of type text, with text, are read"
+                    )
+            return {"role": role, "content": "".join(part["text"] for part in parts)}
+    raise ValueError(_NO_PROMPT)
 
 
 def _canonical(problem: Problem, *, chat: bool) -> FileRow:

@@ -9,23 +9,9 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from rljax.errors import naming
-
-DataForm = Literal[
-    "plain",
-    "verl",
-    "gsm8k",
-    "math-500",
-    "aime-2024",
-    "aime-2025",
-    "dapo-math-17k",
-    "numinamath",
-    "deepscaler",
-    "big-math",
-    "openr1-math",
-]
 
 _PROMPTS = ("prompt", "problem", "question", "messages", "instruction")
 # The keys of right answers without their working. A row may have several of them if they agree.
@@ -33,7 +19,7 @@ _SHORT = ("reward_model", "answer", "ground_truth", "label", "expected_answer", 
 _WORKED = ("solution", "solutions")  # the keys of worked answers, which count where no short answer is
 _NESTED = ("reward_model", "verification_info")  # the keys of records whose ``ground_truth`` is the answer
 # The keys of the prompt and of the answer; the first of them that a row has counts. Case does not matter.
-FORMS: Mapping[DataForm, tuple[tuple[str, ...], tuple[str, ...]]] = {
+FORMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plain": (("prompt",), ("answer",)),
     "verl": (("prompt",), ("reward_model",)),
     "gsm8k": (("question",), ("answer",)),
@@ -46,6 +32,11 @@ FORMS: Mapping[DataForm, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "big-math": (("problem", "prompt"), ("answer", "solution")),
     "openr1-math": (("problem",), ("answer",)),
 }
+
+if TYPE_CHECKING:
+    DataForm: TypeAlias = str
+else:
+    DataForm = Literal[tuple(FORMS)]  # the choices of a key that names a form
 
 _LAST_LINE = re.compile(r"^[ \t]*####[ \t]*(\S.*?)\s*\Z", re.MULTILINE)
 _FORMULA = re.compile(r"\$[^$]+\$|\$\$[^$]+\$\$|\\\[.+\\\]|\\\(.+\\\)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""The problems of reasoning-gym's tasks, which each run makes from a seed.
+"""The problems of reasoning-gym's tasks, which each run makes, always the same ones.
 
 A task is named ``reasoning_gym:NAME``, and a mixture of several ``reasoning_gym:NAME+NAME``. The trainer never imports
 the library. It starts this file as a program with a fixed hash seed, on which some tasks depend. One task draws from
@@ -20,15 +20,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 PREFIX = "reasoning_gym:"
 REWARD = "reasoning_gym"
 EVAL_PROBLEMS = 200  # the size of the evaluation split of a task
 CHANGING = frozenset({"codeio"})
 """The tasks whose problems differ each time that they are made."""
 
-_SPLITS = ("train", "eval")
+# The library seeds problem i with the sum of seed and i, so neighbouring seeds would share nearly all problems.
+_SEEDS = {"train": 1484405855, "eval": 1982462498}
 _HASH_SEED = "0"
 _OWN = frozenset({"seed", "size"})  # the settings of the library that other keys of the configuration set
 
@@ -59,14 +58,14 @@ def own_options(name: str, task: str, options: Mapping[str, Any]) -> dict[str, A
 
 
 def gym_problems(
-    names: Sequence[str], split: str, *, seed: int, count: int, options: Mapping[str, Mapping[str, Any]]
+    names: Sequence[str], split: str, *, count: int, options: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns the problems of a split, "train" or "eval", whose prompts are chats of one message.
 
     The splits share no prompt: training problems whose question the evaluation split has are left out. Problems whose
     right answer is an empty text are left out, too. Each of the tasks ``names`` gives the same number of problems, up
     to one. The split "eval" has ``EVAL_PROBLEMS`` problems, without repeats; ``count`` is for training problems alone.
-    ``options`` has the settings of each task by its name. The library gets another seed for each split.
+    ``options`` has the settings of each task by its name.
 
     Raises:
       ValueError: The library refuses a name or a setting, or no problem is left. The message is one line.
@@ -74,14 +73,14 @@ def gym_problems(
     problems: list[dict[str, Any]] = []
     for place, name in enumerate(names):
         settings = json.dumps(options.get(name, {}), sort_keys=True)
-        evaluated = _made(name, settings, _library_seed(seed, "eval"), EVAL_PROBLEMS)
+        evaluated = _made(name, settings, _SEEDS["eval"], EVAL_PROBLEMS)
         taken = {entry["question"]: entry for entry in reversed(evaluated)}
         whole = count if split == "train" else EVAL_PROBLEMS
         part = whole // len(names) + (place < whole % len(names))
         if split == "eval":
             entries = list(taken.values())[::-1][:part]
         else:
-            made = _made(name, settings, _library_seed(seed, "train"), part)
+            made = _made(name, settings, _SEEDS["train"], part)
             entries = [entry for entry in made if entry["question"] not in taken]
             if made and not entries:
                 raise ValueError(
@@ -90,14 +89,6 @@ def gym_problems(
                 )
         problems += [_problem(name, settings, entry) for entry in entries if entry["answer"] != ""]
     return problems
-
-
-def _library_seed(seed: int, split: str) -> int:
-    """Returns the seed of the library, below 2**31.
-
-    The library seeds problem i with the sum of seed and i, so that neighbouring seeds would share nearly all problems.
-    """
-    return int(np.random.SeedSequence([seed, _SPLITS.index(split)]).generate_state(1)[0]) >> 1
 
 
 def _problem(name: str, settings: str, entry: dict[str, Any]) -> dict[str, Any]:

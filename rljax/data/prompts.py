@@ -17,7 +17,7 @@ import numpy as np
 
 from rljax.data import gym_problems as gym
 from rljax.data import toy
-from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
+from rljax.data.files import Problem, Tally, answered_rows, prompt_text
 from rljax.data.forms import OwnKeys
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
@@ -235,11 +235,8 @@ def _problems(
             tally.rows = len(read)
     else:
         form = OwnKeys(config.prompt_key, config.answer_key, optional=split == "eval" and config.task == "file")
-        if tally is None:
-            read = read_problems(source, form, whole=is_own(config.reward_name))
-        else:
-            rows = answered_rows(source, tally, form, whole=is_own(config.reward_name))
-            read = (problem for _, problem in rows)
+        rows = answered_rows(source, tally, form, whole=is_own(config.reward_name))
+        read = (problem for _, problem in rows)
     return [render_problem(problem, tokenizer, config.chat_template, arguments) for problem in read]
 
 
@@ -247,7 +244,7 @@ def _gym_problems(names: Sequence[str], split: str, config: DataConfig) -> list[
     """Returns the problems of a split of reasoning-gym's tasks, with the instruction behind each question."""
     options = _named_values(config.task_options, "task_options", may_have_task=True)
     settings = {name: gym.own_options(name, config.task, options) for name in names}
-    problems = gym.gym_problems(names, split, seed=DATA_SEED, count=config.task_problems, options=settings)
+    problems = gym.gym_problems(names, split, count=config.task_problems, options=settings)
     for problem in problems if config.task_instruction else ():
         problem["prompt"][0]["content"] += f"\n\n{config.task_instruction}"
     return problems
@@ -259,40 +256,21 @@ def render_problem(
     chat_template: ChatTemplate,
     arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Problem:
-    """Returns a problem whose prompt is the text to tokenise, with ``TEMPLATED`` if the chat template wrote it.
+    """Returns a problem whose prompt is the text to tokenise, rendered as ``DataConfig.chat_template`` describes.
 
-    ``RAW_PROMPT`` keeps a prompt that had another form. ``render_prompt`` takes the same further arguments, and its
-    errors are raised.
-    """
-    raw = problem["prompt"]
-    text = render_prompt(raw, tokenizer, chat_template, arguments)
-    is_templated = tokenizer is not None and tokenizer.has_chat_template and _is_chat(raw, chat_template)
-    kept = {} if text == raw else {RAW_PROMPT: raw}
-    return problem | {"prompt": text} | kept | ({TEMPLATED: True} if is_templated else {})
-
-
-def _is_chat(prompt: str | list[dict[str, str]], chat_template: ChatTemplate) -> bool:
-    return chat_template is True or (chat_template == "auto" and not isinstance(prompt, str))
-
-
-def render_prompt(
-    prompt: str | list[dict[str, str]],
-    tokenizer: Tokenizer | None,
-    chat_template: ChatTemplate,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-) -> str:
-    """Returns the text of a prompt to tokenise, rendered as ``DataConfig.chat_template`` describes.
-
+    It has ``TEMPLATED`` if the chat template wrote the prompt, and ``RAW_PROMPT`` keeps a prompt that had another form.
     Without a tokenizer no template is applied. ``arguments`` are further arguments of the template, from
     ``template_arguments``.
 
     Raises:
       ValueError: ``chat_template`` is True, or there are arguments, but no template is applied.
     """
-    is_chat = _is_chat(prompt, chat_template)
+    raw = problem["prompt"]
+    is_chat = chat_template is True or (chat_template == "auto" and not isinstance(raw, str))
     if is_chat and tokenizer is not None and tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return tokenizer.render_chat(messages, **arguments)
+        messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else raw
+        text = tokenizer.render_chat(messages, **arguments)
+        return problem | {"prompt": text} | ({} if text == raw else {RAW_PROMPT: raw}) | {TEMPLATED: True}
     missing = "the tokenizer has none" if tokenizer is None else tokenizer.missing_template
     if chat_template is True:
         raise ValueError(f"chat_template = true, but {missing}; false gives the model the bare text")
@@ -301,7 +279,8 @@ def render_prompt(
     if arguments:
         reason = missing if is_chat else "a prompt is plain text; chat_template = true puts it into the template"
         raise ValueError(f"{', '.join(arguments)} is given for the chat template, but {reason}")
-    return prompt_text(prompt)
+    text = prompt_text(raw)
+    return problem | {"prompt": text} | ({} if text == raw else {RAW_PROMPT: raw})
 
 
 def prompt_ids(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
@@ -328,11 +307,6 @@ def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
 def prompt_key(text: str) -> bytes:
     """Returns a hash of a prompt, after Unicode NFC and with each run of spaces as one space."""
     return hashlib.sha256(" ".join(unicodedata.normalize("NFC", text).split()).encode()).digest()
-
-
-def distinct_prompts(problems: Sequence[Problem]) -> int:
-    """Returns the number of different prompts of problems with rendered prompts."""
-    return len({prompt_key(problem["prompt"]) for problem in problems})
 
 
 def drop_long(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -48,37 +47,28 @@ def build_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
     return Tokenizer(tokenizer, {"eos_token": EOS, "pad_token": PAD})
 
 
-class ToyProblems(Sequence[dict[str, str]]):
-    """A fixed list of numbered problems of a toy task; the splits of one seed share no problem."""
+def _problems(
+    make: Callable[[int], dict[str, str]], count: int, split: str, size: int | None, seed: int
+) -> list[dict[str, str]]:
+    """Returns ``size`` problems of a split, "train" or "eval"; None: all. The splits of one seed share no problem.
 
-    def __init__(self, make: Callable[[int], dict[str, str]], count: int, split: str, size: int | None, seed: int):
-        """Chooses ``size`` problems of a split, "train" or "eval"; None means the whole split.
+    ``make`` returns the problem of a number in 0 .. ``count`` - 1. The split "eval" has ``EVAL_PROBLEMS`` problems.
 
-        ``make`` returns the problem of a number in 0 .. ``count`` - 1. The split "eval" has ``EVAL_PROBLEMS`` problems.
-
-        Raises:
-          ValueError: The split is unknown, or has fewer problems.
-        """
-        order = np.random.default_rng(seed).permutation(count)
-        splits = {"eval": order[:EVAL_PROBLEMS], "train": order[EVAL_PROBLEMS:]}
-        if split not in splits:
-            raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
-        if size is not None and size > len(splits[split]):
-            raise ValueError(f"the {split} split has {len(splits[split])} problems, got size = {size}")
-        self._numbers, self._make = splits[split][:size], make
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._make(int(self._numbers[index]))
+    Raises:
+      ValueError: The split has fewer problems.
+    """
+    order = np.random.default_rng(seed).permutation(count)
+    numbers = {"eval": order[:EVAL_PROBLEMS], "train": order[EVAL_PROBLEMS:]}[split]
+    if size is not None and size > len(numbers):
+        raise ValueError(f"the {split} split has {len(numbers)} problems, got size = {size}")
+    return [make(int(number)) for number in numbers[:size]]
 
 
-def addition_problems(split: str, size: int | None = None, seed: int = 0) -> ToyProblems:
+def addition_problems(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, str]]:
     """Returns problems ``{"prompt": "123+456=", "answer": "579"}``; "train" has 20,000 by default."""
     if size is None and split == "train":
         size = _TRAIN_PROBLEMS
-    return ToyProblems(_addition_problem, (_HIGH - _LOW) ** 2, split, size, seed)
+    return _problems(_addition_problem, (_HIGH - _LOW) ** 2, split, size, seed)
 
 
 def _addition_problem(number: int) -> dict[str, str]:
@@ -86,9 +76,9 @@ def _addition_problem(number: int) -> dict[str, str]:
     return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
-def swap_problems(split: str, size: int | None = None, seed: int = 0) -> ToyProblems:
+def swap_problems(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, str]]:
     """Returns problems ``{"prompt": "acbdaebc=", "answer": "bdeca"}``; "train" has 9,800."""
-    return ToyProblems(_swap_problem, len(PAIRS) ** SWAPS, split, size, seed)
+    return _problems(_swap_problem, len(PAIRS) ** SWAPS, split, size, seed)
 
 
 def _swap_problem(number: int) -> dict[str, str]:

@@ -124,7 +124,8 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
     _check_routes(config, policy)
     if config.rollout.reported > policy.vocab_size:
         most = f"the model's vocabulary, {policy.vocab_size} tokens"
-        raise ValueError(f"{config.rollout.reported_key} must be at most {most}")
+        key = "top_k" if config.rollout.is_cut else "top_logprobs"
+        raise ValueError(f"rollout.{key} = {config.rollout.reported} must be at most {most}")
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "

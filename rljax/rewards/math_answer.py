@@ -28,7 +28,6 @@ from rljax.rewards.math_text import (
     split_label,
     split_unit,
     tidy,
-    units_agree,
     without_money,
     without_words,
 )
@@ -255,7 +254,7 @@ def _same_quantity(right: str, answer: str) -> bool:
     number, unit = split_unit(right_value)
     if _NUMERIC.fullmatch(re.sub(r"\\[A-Za-z]+", "", number)):
         right_value, (value, stated_unit) = number, split_unit(value)
-        if not units_agree(unit, stated_unit):
+        if unit and stated_unit and unit != stated_unit:  # None is none, and "" is a noun; nothing is converted
             return False
     if right_share == share:
         return _equal(right_value, value)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 _BRACKETS = {"(": ")", "[": "]", r"\{": r"\}"}
 _BRACES = {"{": "}"}  # group symbols in LaTeX; nothing is written for them
-_TOKEN = re.compile(r"\\\\|\\[{}]|\\[a-zA-Z]+|\\.|.", re.DOTALL)
-_SEPARATORS = {",", ";", r"\\"}
-_WORDS = re.compile(r"\s(?:and|or)\s")
+_TOKEN = re.compile(r"\s(?:and|or)\s|\\\\|\\[{}]|\\[a-zA-Z]+|\\\S|.", re.DOTALL)
+_SEPARATORS = {",", ";", r"\\", "and", "or"}
 _PLUS_MINUS, _MINUS_PLUS = re.compile(r"\\pm(?![a-zA-Z])"), re.compile(r"\\mp(?![a-zA-Z])")
 _LABEL = re.compile(r"^([A-Za-z](?:_\{?\w+\}?|'|\([a-z]\))?)\s*=(?!=)\s*(?=\S)")
 _SYSTEM = re.compile(r"^\\begin\s*\{(cases|aligned|array|gathered)\}(?:\s*\{[lcr|]*\})?(.*)\\end\s*\{\1\}$", re.DOTALL)
@@ -61,12 +60,11 @@ def split(text: str) -> list[str]:
     """Splits at commas, semicolons, line ends, "and" and "or" that are outside all brackets."""
     pieces, start = [], 0
     for at, token, depth in _tokens(text):
-        if depth == 0 and token in _SEPARATORS:
+        if depth == 0 and token.strip() in _SEPARATORS:
             pieces.append(text[start:at])
             start = at + len(token)
     pieces.append(text[start:])
-    parts = [part.strip() for piece in pieces for part in _split_words(piece)]
-    return [part for part in parts if part]
+    return [part for piece in pieces if (part := piece.strip())]
 
 
 def join_digit_groups(text: str) -> str:
@@ -117,18 +115,6 @@ def _labelled(kind: str, items: Sequence[str]) -> AnswerForm:
     return AnswerForm(
         kind, "", tuple(value for _, value in pairs), letters if len(set(letters)) == len(letters) else ()
     )
-
-
-def _split_words(piece: str) -> list[str]:
-    if _WORDS.search(piece) is None:
-        return [piece]
-    depths = {at: depth for at, _, depth in _tokens(piece)}
-    parts, start = [], 0
-    for found in _WORDS.finditer(piece):
-        if depths.get(found.start(), 0) == 0:
-            parts.append(piece[start : found.start()])
-            start = found.end()
-    return [*parts, piece[start:]]
 
 
 def _tokens(text: str, pairs: Mapping[str, str] = _BRACKETS | _BRACES) -> list[tuple[int, str, int]]:

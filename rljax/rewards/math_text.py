@@ -216,11 +216,6 @@ def split_unit(text: str) -> tuple[str, str | None]:
     return text[: match.start()].strip(), _spelling(match[1], words, names)
 
 
-def units_agree(one: str | None, other: str | None) -> bool:
-    """Returns whether two units may be the same: one is missing or a noun, or both are equal. Nothing is converted."""
-    return not one or not other or one == other
-
-
 def _spelling(tail: str, words: list[str], names: list[str | None]) -> str:
     """Returns a unit in one spelling: ``m2`` for "square meters" or "m^2", ``mi/h`` for "miles per hour"."""
     power = _POWERS.get(words[0], "")

@@ -57,9 +57,7 @@ def resolve_reward(path: str) -> RewardFunction:
         raise ValueError(f"reward {path!r} {error}") from error
 
 
-@functools.cache
-def _resolved(path: str) -> RewardFunction:
-    return resolve_reward(path)
+_resolved = functools.cache(resolve_reward)
 
 
 def reward_of(path: str, problem: Mapping[str, Any], response: str, truncated: bool) -> float:

@@ -50,12 +50,13 @@ class Sampled(NamedTuple):
     """The samples so far."""
 
     tokens: Any  # int32 [n, r], the tokens of each response, 0 after its end
-    arrays: dict[str, Any]  # their arrays [n, r, ...] by name, as ``NextTokens``; filled after the end
+    # Their arrays [n, r, ...] by name, as in ``NextTokens``, filled after the end; with the experts of each token where
+    # they are kept, as ``routes`` [n, r, l, k].
+    arrays: dict[str, Any]
     counts: Int[Array, " n"]  # the number of tokens of each response
     stopped: Bool[Array, " n"]  # whether a stop token ended the response
-    # The experts of each prompt's tokens, padded on the left, or None if they are not kept.
+    # The experts of each prompt's tokens, padded on the left, or None where ``arrays`` has no routes.
     prompt_routes: Int[Array, "p s l k"] | None
-    routes: Int[Array, "n r l k"] | None  # the experts of each response's tokens, or None if they are not kept
 
 
 class Queue:
@@ -167,15 +168,15 @@ def empty(
     hidden, valid = jnp.zeros((slots, config.hidden_size), dtype), jnp.zeros((slots, places), bool)
     zeros = jnp.zeros((slots,), jnp.int32)
     free = Slots(jnp.int32(width), zeros + rows, zeros, zeros, hidden, valid, cache)
-    experts = (config.num_layers, config.experts_per_token) if with_routes else None
-    routes = [
-        None if experts is None else jnp.zeros((*size, *experts), route_dtype(config.num_experts))
-        for size in ((prompts, width), (rows, limit))
-    ]
     tokens, counts = jnp.zeros((rows, limit), jnp.int32), jnp.zeros((rows,), jnp.int32)
     kept = {"rollout_logprobs": (rows, limit)} | dict.fromkeys(TOPS if reported else (), (rows, limit, reported))
     arrays = {name: jnp.full(size, COLUMNS[name].fill, COLUMNS[name].dtype) for name, size in kept.items()}
-    return free, Sampled(tokens, arrays, counts, counts > 0, *routes)
+    prompt_routes = None
+    if with_routes:
+        experts, dtype = (config.num_layers, config.experts_per_token), route_dtype(config.num_experts)
+        arrays["routes"] = jnp.zeros((rows, limit, *experts), dtype)
+        prompt_routes = jnp.zeros((prompts, width, *experts), dtype)
+    return free, Sampled(tokens, arrays, counts, counts > 0, prompt_routes)
 
 
 def prefill(
@@ -345,34 +346,20 @@ def _appended(
     positions = (slots.length + slots.step)[:, None]
     where = cached(config, positions, jnp.ones_like(positions, bool), valid[:, None], slots.time)
     hidden, cache, stats = run_blocks(params, config, embedded, where, slots.cache)
-    sampled = _kept(sampled, slots.row, slots.step, new, stopped, stats, config)
-    step = slots.step + 1
+    kept, step = dict(new.arrays), slots.step + 1
+    if sampled.prompt_routes is not None:
+        kept["routes"] = _routes(stats, config)[:, 0]
+    at = slots.row, slots.step  # the token of a free slot is dropped
+    sampled = sampled._replace(
+        tokens=sampled.tokens.at[at].set(new.tokens, mode="drop"),
+        arrays={name: old.at[at].set(kept[name], mode="drop") for name, old in sampled.arrays.items()},
+        counts=sampled.counts.at[slots.row].set(step, mode="drop"),
+        stopped=sampled.stopped.at[slots.row].set(stopped, mode="drop"),
+    )
     most = limit if limits is None else limits[jnp.minimum(slots.row, total - 1)]
     row = jnp.where(stopped | (step >= most), total, slots.row)
     time = (slots.time + 1) % len(places)
     return Slots(time, row, step, slots.length, hidden[:, 0], valid, cache), sampled
-
-
-def _kept(
-    sampled: Sampled,
-    row: Array,
-    step: Array,
-    new: NextTokens,
-    stopped: Array,
-    stats: ForwardStats,
-    config: PolicyConfig,
-) -> Sampled:
-    """Returns the samples with the new token of each slot. The token of a free slot is dropped."""
-    at = row, step
-    sampled = sampled._replace(
-        tokens=sampled.tokens.at[at].set(new.tokens, mode="drop"),
-        arrays={name: old.at[at].set(new.arrays[name], mode="drop") for name, old in sampled.arrays.items()},
-        counts=sampled.counts.at[row].set(step + 1, mode="drop"),
-        stopped=sampled.stopped.at[row].set(stopped, mode="drop"),
-    )
-    if sampled.routes is not None:
-        sampled = sampled._replace(routes=sampled.routes.at[at].set(_routes(stats, config)[:, 0], mode="drop"))
-    return sampled
 
 
 def _routes(stats: ForwardStats, config: PolicyConfig) -> Any:

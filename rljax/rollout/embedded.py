@@ -109,8 +109,6 @@ def make_functions(
 
 
 @dataclass(eq=False)
-@dataclass(eq=False)
-@dataclass(eq=False)
 class JaxEngine(RolloutEngine):
     """RolloutEngine over the policy in this process. The same seed, weights and prompts give the same bits.
 
@@ -228,10 +226,10 @@ class JaxEngine(RolloutEngine):
         responses = []
         for row, length in enumerate(sampled.counts[: len(prompts) * n].tolist()):
             prompt, arrays = prompts[row // n], {name: array[row, :length] for name, array in sampled.arrays.items()}
-            arrays["version"] = np.full(length, self._version)
-            if sampled.routes is not None and sampled.prompt_routes is not None:
-                of_prompt, of_response = sampled.prompt_routes[row // n], sampled.routes[row]
-                arrays["routes"] = as_stored(np.concatenate([of_prompt[-len(prompt) :], of_response[: length - 1]]))
+            routes, arrays["version"] = arrays.pop("routes", None), np.full(length, self._version)
+            if routes is not None and sampled.prompt_routes is not None:
+                of_prompt = sampled.prompt_routes[row // n][-len(prompt) :]
+                arrays["routes"] = as_stored(np.concatenate([of_prompt, routes[:-1]]))
             facts = {"prompt_index": row // n, "sample_index": row % n, "truncated": not sampled.stopped[row]}
             responses.append(Response.of(prompt, sampled.tokens[row, :length], arrays, **facts))
         return Samples(iter(responses), metrics)

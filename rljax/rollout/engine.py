@@ -180,8 +180,7 @@ class TurnQueue:
         are trajectories of one problem.
         """
         self.group_size = group_size
-        self._turns = dict.fromkeys(range(keys) if isinstance(keys, int) else keys, 0)
-        self._open, self._stop = set(self._turns), stop
+        self._open, self._stop = set(range(keys) if isinstance(keys, int) else keys), stop
         self._waiting: dict[int, TurnRequest] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -194,38 +193,20 @@ class TurnQueue:
             return not self._open
 
     def put(self, request: TurnRequest) -> None:
-        """Adds the request for the next turn of an open trajectory.
-
-        Raises:
-          ValueError: The trajectory is not open or has a waiting request, the turn is not a later one, or ``tokens`` is
-            empty or ``max_tokens`` below 1.
-        """
-        key, turn = request.key, request.turn
+        """Adds the request for the next turn of an open trajectory, which has no waiting request."""
         with self._changed:
-            self._check_known(key)
-            why = ""
-            if key not in self._open:
-                why = "it has ended; put requests before end"
-            elif key in self._waiting:
-                why = f"its turn {self._waiting[key].turn} still waits; put one request at a time"
-            elif turn <= self._turns[key]:
-                why = f"its last turn was {self._turns[key]}; count turns from 1"
-            elif len(request.tokens) < 1 or request.max_tokens < 1:
-                why = f"with {len(request.tokens)} tokens and max_tokens = {request.max_tokens}; give 1 or more"
-            if why:
-                raise ValueError(f"trajectory {key} asks for turn {turn}, but {why}")
-            self._turns[key], self._waiting[key] = turn, request
+            assert request.key in self._open
+            assert request.key not in self._waiting
+            self._waiting[request.key] = request
             self._changed.notify_all()
         self._wake()
 
     def end(self, key: int) -> None:
         """Ends a trajectory, and drops its waiting request. It may be called twice.
 
-        A request that the engine has taken is still answered. Raises ValueError if no trajectory has the number
-        ``key``.
+        A request that the engine has taken is still answered.
         """
         with self._changed:
-            self._check_known(key)
             self._open.discard(key)
             self._waiting.pop(key, None)
             self._changed.notify_all()
@@ -261,10 +242,6 @@ class TurnQueue:
         The list is empty once all trajectories have ended. It raises the errors of :meth:`take`.
         """
         return self._take(lambda: len(self._waiting) == len(self._open))
-
-    def _check_known(self, key: int) -> None:
-        if key not in self._turns:
-            raise ValueError(f"no trajectory has the number {key}; the queue was made for {len(self._turns)} of them")
 
     def _take(self, is_ready: Callable[[], bool]) -> list[TurnRequest]:
         with self._changed:

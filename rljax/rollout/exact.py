@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from rljax.policy.model import Params
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest
-from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of, token_key, with_noise
+from rljax.rollout.likeliest import NextTokens, Selection, draw_tokens, selection_of, token_key, with_noise
 from rljax.rollout.types import InjectConfig, Response, SamplingParams
 from rljax.sharding import replicated
 from rljax.tokens import COLUMNS, TOPS
@@ -45,43 +45,6 @@ class Executable(Protocol):
         Position i has the distribution of the next token. ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is the
         number of tokens of each row; all later positions are padding.
         """
-
-
-def sample_tokens(
-    log_softmax: Float[Array, "b v"],
-    seed: Int[Array, ""],
-    numbers: Int[Array, "b 2"],
-    position: Int[Array, " b"],
-    temperature: Float[Array, ""],
-    *,
-    selection: Selection = ALL,
-    inject: InjectConfig | None = None,
-) -> NextTokens:
-    """Samples the next token of each response, and reads its log-probability from the row that it is sampled from.
-
-    Args:
-      log_softmax: The distribution after the last token of each response, at ``temperature``.
-      seed: The seed of the request.
-      numbers: The position of each response's prompt in the request, and the position of the response among the
-        responses to its prompt.
-      position: The position of the new token in each response, from 0.
-      temperature: The sampling temperature.
-      selection: The tokens that can be sampled and the tokens that are reported.
-      inject: The noise that is first put on the logits (``with_noise``), or None. Greedy sampling has none.
-    """
-    keys = jax.vmap(token_key, (None, 0, 0))(seed, numbers, position)
-    if inject is not None and inject.logit_noise and not selection.greedy:
-        log_softmax = jax.nn.log_softmax(with_noise(log_softmax, keys, temperature, inject))
-    if selection.top_k:
-        return sample_support(keys, log_softmax, selection)
-    draw = jax.vmap(jax.random.categorical)
-    tokens = jnp.argmax(log_softmax, axis=-1) if selection.greedy else draw(keys, log_softmax)
-    logprobs = jnp.take_along_axis(log_softmax, tokens[:, None], axis=-1)[:, 0]
-    arrays = {"rollout_logprobs": logprobs}
-    if selection.reported:
-        top_logprobs, top_ids = jax.lax.top_k(log_softmax, selection.reported)
-        arrays |= {"top_ids": top_ids.astype(jnp.int32), "top_logprobs": top_logprobs}
-    return NextTokens(tokens.astype(jnp.int32), arrays)
 
 
 class _ExactRows(NamedTuple):
@@ -147,11 +110,15 @@ class ExactEngine(RolloutEngine):
             count: int,
             selection: Selection,
         ) -> NextTokens:
+            """Samples from the distribution after place ``last`` of each row, and after the next ``count`` - 1."""
+
             def after(ahead: Array) -> NextTokens:
                 at = jnp.minimum(last + ahead, log_softmax.shape[1] - 1)[:, None, None]
                 rows = jnp.take_along_axis(log_softmax, at, axis=1)[:, 0]
-                given = rows, seed, numbers, position + ahead, temperature
-                return sample_tokens(*given, selection=selection, inject=inject)
+                keys = jax.vmap(token_key, (None, 0, 0))(seed, numbers, position + ahead)
+                if inject is not None and inject.logit_noise and not selection.greedy:
+                    rows = jax.nn.log_softmax(with_noise(rows, keys, temperature, inject))
+                return draw_tokens(rows, 0.0, keys, selection)
 
             return jax.lax.map(after, jnp.arange(count))
 

@@ -14,7 +14,6 @@ from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.model import Params, lm_head_table
 from rljax.policy.score import over_support
 from rljax.rollout.types import NOISE_SEED, InjectConfig, SamplingParams
-from rljax.tokens import TOPS
 
 
 class Selection(NamedTuple):
@@ -47,12 +46,6 @@ def selection_of(sampling: SamplingParams) -> Selection:
     if top_k and sampling.reported > top_k:
         raise ValueError(f"reported must be at most top_k = {top_k}, got {sampling.reported}")
     return Selection(sampling.reported, top_k, top_p, min_p)
-
-
-def likeliest(logits: Float[Array, "b v"], k: int) -> tuple[Int[Array, "b k"], Float[Array, "b k"]]:
-    """Returns the ``k`` likeliest tokens, likeliest first, and their log-probabilities in the whole distribution."""
-    values, ids = jax.lax.top_k(logits, k)
-    return ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Array, "b k"], Float[Array, "b k"]]:
@@ -137,8 +130,35 @@ def sample_support(keys: Array, logits: Float[Array, "b v"], selection: Selectio
     return NextTokens(token, arrays)
 
 
-def _unless_forced(tokens: Int[Array, " b"], forced: Int[Array, " b"] | None) -> Int[Array, " b"]:
-    return tokens if forced is None else jnp.where(forced < 0, tokens, forced)
+def draw_tokens(
+    logits: Float[Array, "b v"],
+    total: Array | float,
+    keys: Array | None,
+    selection: Selection,
+    forced: Int[Array, " b"] | None = None,
+) -> NextTokens:
+    """Samples a token of each row, or takes the ``forced`` one, from logits at the temperature of the request.
+
+    ``total`` is the logarithm of the sum of each row's exponentials: 0.0 for log-probabilities. The other arguments and
+    the result are as in ``next_tokens``.
+    """
+    if selection.top_k:
+        assert keys is not None
+        cut = sample_support(keys, logits, selection)
+        return cut if forced is None else cut._replace(tokens=jnp.where(forced < 0, cut.tokens, forced))
+    if selection.greedy:
+        tokens = jnp.argmax(logits, axis=-1)
+    elif keys is not None:
+        tokens = jax.vmap(jax.random.categorical)(keys, logits)
+    else:
+        assert forced is not None
+        tokens = forced
+    tokens = tokens if forced is None else jnp.where(forced < 0, tokens, forced)
+    arrays = {"rollout_logprobs": jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - total}
+    if selection.reported:
+        values, ids = jax.lax.top_k(logits, selection.reported)
+        arrays |= {"top_ids": ids.astype(jnp.int32), "top_logprobs": values - jnp.reshape(total, (-1, 1))}
+    return NextTokens(tokens.astype(jnp.int32), arrays)
 
 
 def next_tokens(
@@ -176,20 +196,4 @@ def next_tokens(
     logits = logits if selection.greedy else logits / temperature
     if keys is not None and not selection.greedy:
         logits = with_noise(logits, keys, temperature, inject)
-    if selection.top_k:
-        assert keys is not None
-        cut = sample_support(keys, logits, selection)
-        return cut._replace(tokens=_unless_forced(cut.tokens, forced))
-    if selection.greedy:
-        drawn = jnp.argmax(logits, axis=-1)
-    elif keys is None:
-        assert forced is not None
-        drawn = forced
-    else:
-        drawn = jax.vmap(jax.random.categorical)(keys, logits)
-    tokens = _unless_forced(drawn, forced)
-    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-    arrays = {"rollout_logprobs": logprobs}
-    if selection.reported:
-        arrays |= dict(zip(TOPS, likeliest(logits, selection.reported), strict=True))
-    return NextTokens(tokens.astype(jnp.int32), arrays)
+    return draw_tokens(logits, jax.nn.logsumexp(logits, axis=-1), keys, selection, forced)

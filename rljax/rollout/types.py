@@ -219,11 +219,6 @@ class RolloutConfig:
         return self.top_k or self.top_logprobs
 
     @property
-    def reported_key(self) -> str:
-        """The configuration key that sets ``reported``, and its value."""
-        return f"rollout.{'top_k' if self.is_cut else 'top_logprobs'} = {self.reported}"
-
-    @property
     def is_cut(self) -> bool:
         """Whether some tokens cannot be sampled, so that the trainer normalises over the other ones."""
         return self.top_k > 0

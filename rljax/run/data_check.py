@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from rljax.data.files import Problem, Tally, right_answers
 from rljax.data.gym_problems import REWARD as _GYM
-from rljax.data.prompts import distinct_prompts
+from rljax.data.prompts import prompt_key
 from rljax.rewards.pool import RewardPool
 from rljax.rewards.resolve import CHEAP, SHIPPED
 
@@ -198,7 +198,8 @@ def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> st
     lines = [["data", "rows", "no answer", over, "repeated prompts", "answers that fail"]]
     notes: list[str] = []
     for tally, check in tallies:
-        repeats = len(tally.problems) - distinct_prompts(tally.problems) if tally.repeats is None else tally.repeats
+        distinct = {prompt_key(problem["prompt"]) for problem in tally.problems}
+        repeats = len(tally.problems) - len(distinct) if tally.repeats is None else tally.repeats
         too_long = "-" if tally.too_long is None else tally.too_long
         fails = f"{len(check.failed)} of {check.checked}" if check.checked else "not checked"
         lines.append([str(cell) for cell in (tally.name, tally.rows, tally.unanswered, too_long, repeats, fails)])

@@ -9,7 +9,7 @@ from rljax.data.prompts import (
     DataConfig,
     drop_long,
     evaluation_datasets,
-    render_prompt,
+    render_problem,
     training_problems,
 )
 from rljax.data.tokenizer import load_tokenizer
@@ -34,6 +34,10 @@ def chatty(tmp_path):
     return load_tokenizer(tmp_path)
 
 
+def rendered(prompt, *how):
+    return render_problem({"prompt": prompt}, *how)["prompt"]
+
+
 def file_config(name="additions_chat.parquet", **changes):
     return DataConfig(task="file", path=str(DATA / name), **changes)
 
@@ -48,20 +52,13 @@ def file_config(name="additions_chat.parquet", **changes):
     ],
 )
 def test_the_chat_template_is_applied_as_configured(prompt, template, with_template, without, bare, chatty):
-    assert render_prompt(prompt, chatty, template) == with_template
+    assert rendered(prompt, chatty, template) == with_template
     if without is None:
         with pytest.raises(ValueError, match="chat_template = true, but the tokenizer has none"):
-            render_prompt(prompt, bare, template)
+            rendered(prompt, bare, template)
     else:
-        assert render_prompt(prompt, bare, template) == without
-        assert render_prompt(prompt, None, template) == without
-
-
-def test_a_template_may_refuse_and_says_so(tmp_path):
-    build_tokenizer().save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
-    with pytest.raises(ValueError, match="the chat template refuses a prompt: no system message"):
-        render_prompt(CHAT, load_tokenizer(tmp_path), "auto")
+        assert rendered(prompt, bare, template) == without
+        assert rendered(prompt, None, template) == without
 
 
 def test_a_file_of_verls_form_becomes_problems(bare):
@@ -95,6 +92,7 @@ def test_fractions_are_nested_and_always_the_same(bare):
 def test_each_task_has_its_reward():
     assert DataConfig().reward_name == "addition"
     assert DataConfig(task="toy_swaps").reward_name == "swaps"
+    assert DataConfig(task="reasoning_gym:lcm+gcd").reward_name == "reasoning_gym"
     assert file_config().reward_name == "math"
     assert file_config(reward="module:function").reward_name == "module:function"
 
@@ -137,6 +135,14 @@ def test_prompts_that_are_too_long_are_counted(bare):
         ({"fraction": 1.5}, "fraction must be above 0 and at most 1, got 1.5"),
         ({"reward_workers": -1}, "reward_workers must not be negative, got -1"),
         ({"reward_timeout_s": 0.0}, "reward_timeout_s must be positive and finite, got 0.0"),
+        ({"task": "tyo"}, "task must be toy, toy_swaps, calculator, file or reasoning_gym:NAME, got 'tyo'"),
+        ({"task": "verifiers"}, "task = verifiers is no task: the example verifiers_rollouts .* rollout.trajectories"),
+        ({"task_options": ("a=1",)}, "task_options is for a reasoning-gym task, but task = toy"),
+        ({"task_instruction": "Hi"}, "task_instruction is for a reasoning-gym task, but task = toy"),
+        ({"task": "reasoning_gym:lcm", "path": "x.jsonl"}, "path is given, but task = reasoning_gym:lcm reads no file"),
+        ({"task": "reasoning_gym:lcm", "task_options": ("a",)}, "task_options must be NAME=VALUE, each name once"),
+        ({"task": "reasoning_gym:lcm", "task_options": ("gcd.a=1",)}, "task_options has gcd.a, but .* has no task gcd"),
+        ({"task": "reasoning_gym:lcm", "task_problems": 0}, "task_problems must be at least 1, got 0"),
     ],
 )
 def test_a_configuration_that_cannot_be(wrong, message):

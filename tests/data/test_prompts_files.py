@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -164,14 +163,6 @@ def test_a_column_whose_name_is_no_text_is_refused(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"prompt", b"prom\xb5t"))
     with pytest.raises(ValueError, match=r"x\.parquet cannot be read as Parquet: 'utf-8' codec"):
         read_problems(path)
-
-
-def test_a_changed_file_is_read_again(tmp_path):
-    path = written(tmp_path / "x.jsonl", [GOOD])
-    assert len(read_problems(path)) == 1
-    written(path, [GOOD, GOOD])
-    os.utime(path, ns=(1, 1))
-    assert len(read_problems(path)) == 2
 
 
 def test_parquet_keeps_columns_types_and_its_source(tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rljax.data.prompts import render_prompt, template_arguments
+from rljax.data.prompts import render_problem, template_arguments
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.data.toy import build_tokenizer
 
@@ -30,6 +30,10 @@ TEXTS = [
     "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n<think>\nwell</think> so , yes .",
     "",
 ]
+
+
+def rendered(prompt, *how):
+    return render_problem({"prompt": prompt}, *how)["prompt"]
 
 
 def byte_level_bpe() -> tokenizers.Tokenizer:
@@ -126,12 +130,6 @@ def test_ids_and_text_are_those_of_transformers(pair, text):
     assert ours.decode(got) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_ids_of_every_token_become_the_text_of_transformers(pair):
-    ours, theirs = pair
-    for token in range(len(ours)):
-        assert ours.decode([token]) == theirs.decode([token], skip_special_tokens=True)
-
-
 def test_each_token_alone_has_a_text(tmp_path):
     ours = load_tokenizer(qwen(tmp_path))
     euro = ours.encode("€").tolist()
@@ -219,19 +217,14 @@ def test_several_templates_without_a_default_are_named(tmp_path):
     message = "the tokenizer's list of chat templates has no entry default, only tool_use, rag"
     for prompt, mode in ((CHATS["a question"], "auto"), ("text", True)):
         with pytest.raises(ValueError, match=message):
-            render_prompt(prompt, chat, mode)
-    assert render_prompt([{"role": "user", "content": "x"}], chat, False) == render_prompt("x", chat, "auto") == "x"
+            rendered(prompt, chat, mode)
+    assert rendered([{"role": "user", "content": "x"}], chat, False) == rendered("x", chat, "auto") == "x"
 
 
-def test_arguments_of_the_template_are_those_of_transformers(tmp_path):
-    ours, theirs = load_tokenizer(qwen(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
-    chat = CHATS["a question"]
-    for thinking in (True, False):
-        arguments = template_arguments(thinking, ())
-        expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments)
-        assert render_prompt(chat, ours, "auto", arguments) == expected
-    assert "<think>\n\n</think>" in render_prompt(chat, ours, "auto", {"enable_thinking": False})
-    assert "<think>" not in render_prompt(chat, ours, "auto", template_arguments(None, ()))
+def test_arguments_reach_the_template_where_they_are_given(tmp_path):
+    ours, chat = load_tokenizer(qwen(tmp_path)), CHATS["a question"]
+    assert "<think>\n\n</think>" in rendered(chat, ours, "auto", template_arguments(False, ()))
+    assert "<think>" not in rendered(chat, ours, "auto", template_arguments(None, ()))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +237,7 @@ def test_arguments_of_the_template_are_those_of_transformers(tmp_path):
 )
 def test_an_argument_that_nothing_uses_is_refused(prompt, mode, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        render_prompt(prompt, load_tokenizer(qwen(tmp_path)), mode, {"effort": "low"})
+        rendered(prompt, load_tokenizer(qwen(tmp_path)), mode, {"effort": "low"})
 
 
 def test_arguments_are_json_or_text():

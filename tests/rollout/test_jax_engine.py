@@ -19,8 +19,8 @@ CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initiali
 PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
 
 
-def make(dtype=jnp.float32, seed=0):
-    engine = JaxEngine(CONFIG, dtype, 6, mesh=make_mesh(MeshConfig(1, 1)))
+def make(dtype=jnp.float32, seed=0, **options):
+    engine = JaxEngine(CONFIG, dtype, 6, mesh=make_mesh(MeshConfig(1, 1)), **options)
     params = init_params(CONFIG, seed)
     engine.publish(params, 0)
     return engine, params
@@ -125,9 +125,11 @@ def test_same_seed_same_bits_other_seed_other_draws():
     assert any(a.response.tolist() != b.response.tolist() for a, b in zip(first, other, strict=True))
 
 
-def test_new_weights_seeds_and_temperatures_compile_nothing():
+@pytest.mark.parametrize("decode_tokens", [0, 3 * 18])
+def test_new_weights_seeds_and_temperatures_compile_nothing(decode_tokens):
+    """The cache has room for all responses, or for three, so that places are used again."""
     make_functions.cache_clear()
-    engine, params = make(jnp.bfloat16)
+    engine, params = make(jnp.bfloat16, decode_tokens=decode_tokens)
     sample(engine)
     assert engine.compilations == 1
     for version in range(1, 4):
@@ -145,9 +147,7 @@ def test_requests_for_a_part_of_a_step_share_programs():
     assert [padded_count(count, 5) for count in range(1, 7)] == [1, 2, 4, 4, 5, 6]
     assert [padded_count(count, 0) for count in range(1, 4)] == [1, 2, 3]
     make_functions.cache_clear()
-    plain, params = make()
-    padded = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(1, 1)), step_prompts=4)
-    padded.publish(params, 0)
+    (plain, _), (padded, _) = make(), make(step_prompts=4)
     limits = SamplingParams(12, 1.0, (0, 1))
     for seed in range(3):
         of_three = [list(engine.generate(PROMPTS[:3], 3, limits, seed=seed)) for engine in (plain, padded)]
@@ -228,10 +228,7 @@ def test_given_responses_keep_the_rounding_of_decoding(dtype):
     assert np.abs(forward - sampled).mean() > 5 * np.abs(scored - sampled).mean()
 
 
-def test_misuse_is_refused():
-    engine = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(1, 1)))
-    with pytest.raises(RuntimeError, match="no policy was published"):
-        engine.generate(PROMPTS, 1, SamplingParams(4), seed=0)
+def test_prompts_that_are_empty_or_too_long_are_refused():
     engine, _ = make()
     for length in (0, 7):
         with pytest.raises(ValueError, match=f"a prompt has {length} tokens, expected 1 to max_prompt_tokens = 6"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.rollout.likeliest import Selection, likeliest, sample_support, selection_of, support
+from rljax.rollout.likeliest import Selection, draw_tokens, sample_support, selection_of, support
 from rljax.rollout.types import SamplingParams
 
 # Token 2 has probability 0.4, token 0 has 0.3, token 3 has 0.2 and token 1 has 0.1.
@@ -51,7 +51,8 @@ def test_of_equal_tokens_the_lower_ids_stay():
 
 
 def test_the_likeliest_tokens_keep_their_whole_probabilities():
-    ids, logprobs = likeliest(LOGITS + 7.0, 2)
+    new = draw_tokens(LOGITS + 7.0, jnp.full(1, 7.0), None, Selection(2, greedy=True))
+    ids, logprobs = new.arrays["top_ids"], new.arrays["top_logprobs"]
     assert ids.tolist() == [[2, 0]]
     assert ids.dtype == jnp.int32
     np.testing.assert_allclose(np.exp(logprobs), [[0.4, 0.3]], atol=1e-6)

@@ -17,8 +17,6 @@ from external_rows import make_row
 from served_receivers import LIMITS, Served
 
 from rljax.rollout.external.receiver import MOST_ROWS, make_reader
-from rljax.rollout.external.rows import RowLimits
-from rljax.rollout.types import SamplingParams
 from rljax.weights import http_limits
 
 pytestmark = pytest.mark.timeout(120)
@@ -213,19 +211,6 @@ def test_the_numbers_that_python_writes_are_read():
     found = read_one(json.dumps(row))
     assert (found.group, found.reward, found.logprobs) == ("NaN", None, [-1, None, -1])
     assert read_one(json.dumps(make_row("a", math.inf))).reward == 1e308
-
-
-def test_lists_of_tokens_are_read_where_they_are_needed():
-    lists = {"top_ids": [[3], [4], None], "top_logprobs": [[-1.0], [-1.0], None], "routes": [[0], [1], [0], [2]]}
-    row = make_row("a", 1, **lists)
-    assert not set(lists) & set(msgspec.to_builtins(read_one(json.dumps(row))))
-    needs = {"reported": RowLimits(16, 4, SamplingParams(8, reported=1))}
-    needs["routes"] = RowLimits(16, 4, SamplingParams(8), routes=(1, 1, 3))
-    for need, limits in needs.items():
-        ((_, found),) = make_reader(limits)(msgspec.msgpack.encode([row]), "application/msgpack")
-        read = {name: value for name, value in msgspec.to_builtins(found).items() if name in lists}
-        tops = {"top_ids": [(3,), (4,), None], "top_logprobs": [(-1.0,), (-1.0,), None]}
-        assert read == (tops if need == "reported" else {"routes": [(0,), (1,), (0,), (2,)]})
 
 
 WITHOUT_MASK = {key: value for key, value in make_row("a", 1).items() if key != "mask"}

@@ -143,26 +143,6 @@ def test_first_tokens_follow_the_cut_distribution(make):
     assert np.sum((counts[ids[stays]] - expected) ** 2 / expected) < quantiles[int(stays.sum())]
 
 
-@pytest.mark.parametrize(
-    ("at_once", "asked"),
-    [
-        pytest.param(1, CUT, id="1-cut"),
-        pytest.param(7, TOPS, id="7-tops"),
-        pytest.param(1, TOPS, id="1-tops", marks=pytest.mark.harness),
-        pytest.param(7, CUT, id="7-cut", marks=pytest.mark.harness),
-        pytest.param(3, TOPS, id="3-tops", marks=pytest.mark.harness),
-        pytest.param(3, CUT, id="3-cut", marks=pytest.mark.harness),
-    ],
-)
-def test_the_tops_do_not_depend_on_the_budget(at_once, asked):
-    together = sample(embedded(), **asked)
-    refilled = sample(embedded(decode_tokens=at_once * (LIMIT + WIDTH)), **asked)
-    assert_same(together, refilled)
-    for a, b in zip(together, refilled, strict=True):
-        np.testing.assert_array_equal(a["top_ids"], b["top_ids"])
-        np.testing.assert_allclose(a["top_logprobs"], b["top_logprobs"], atol=6e-6, rtol=0)
-
-
 def test_the_exact_engine_reports_bits_of_its_executable():
     """A sampled token among the likeliest ones has the same bits there as in the log-probabilities."""
     for asked in (TOPS, CUT):

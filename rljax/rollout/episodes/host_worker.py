@@ -6,18 +6,19 @@ number of its frame is the number of a call of an environment:
 - ``("reset", id, problem)``, ``("step", id, response, truncated)``, ``("reward", id)``: A method is to be called.
 - ``("end", id)``: The trajectory is to be forgotten.
 
-This process sends the types of ``outcomes.HostMessage``. Every call of a method gets one ``CallEnded``, also if its
+This process sends the types of ``outcomes.HostMessage``. Every call of a method gets one ``Outcome``, also if its
 trajectory is forgotten meanwhile. Tools run in children of this process, and the parent counts their calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import pickle
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from rljax.distributed.answering import GRACE_S, end_by_alarm, end_if_forked, send, tell_ready
+from rljax.distributed.child import ChildPool
 from rljax.distributed.frames import Frames
 from rljax.errors import describe
 from rljax.rollout.episodes import tools
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Environment, find_environment
 from rljax.rollout.episodes.outcomes import (
-    CallEnded,
     HostMessage,
     Outcome,
     ToolEnded,
@@ -80,7 +81,12 @@ class _Host:
         self._frames, self._make, self._board, self._limits = frames, make, board, limits
         self._environments: dict[int, Environment] = {}
         self._calls: dict[int, _Call] = {}
-        self._pool = tools.ToolPool(limits, tool_workers, lambda said: self._send(0, ToolUnasked(said)))
+        self._tool_workers = tool_workers
+
+    @functools.cached_property
+    def _pool(self) -> ChildPool:
+        """The processes of tools, which start with the first call."""
+        return tools.start_tools(self._limits, self._tool_workers, lambda said: self._send(0, ToolUnasked(said)))
 
     async def run(self) -> None:
         """Serves the parent for ever, and ends calls that take too long."""
@@ -121,7 +127,7 @@ class _Host:
                 try:
                     message = pickle.loads(body)
                 except Exception as error:  # unpickling a problem runs a person's code
-                    self._send(number, CallEnded(Outcome(None, "raised", describe(error))))
+                    self._send(number, Outcome(None, "raised", describe(error)))
                 else:
                     self._take(number, *message)
         except EOFError:
@@ -166,7 +172,7 @@ class _Host:
     def _settle(self, number: int, call: _Call, outcome: Outcome) -> None:
         if outcome.failure is not None:
             self._environments.pop(number, None)
-        self._send(call.number, CallEnded(outcome))
+        self._send(call.number, outcome)
 
     def _send(self, number: int, message: HostMessage) -> None:
         send(self._frames, number, message)
@@ -197,7 +203,10 @@ class _Host:
 
         waits[key] = False
         try:
-            asked = self._pool.submit(path, arguments, began)
+            call_it = functools.partial(
+                tools.run_in, path=path, arguments=arguments, timeout_s=self._limits.tool_timeout_s, began=began
+            )
+            asked = self._pool.submit(call_it)
             if counted:
                 asked.add_done_callback(tell_end)
             return await asyncio.wrap_future(asked)
@@ -222,18 +231,10 @@ class _Noted(Coroutine[Any, Any, Any]):
         self._coroutine, self._number, self._board = coroutine, number, board
 
     def send(self, value: Any) -> Any:
-        self._board.write(self._number)
-        try:
-            return self._coroutine.send(value)
-        finally:
-            self._note_end()
+        return self._run(self._coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
-        self._board.write(self._number)
-        try:
-            return self._coroutine.throw(*error)
-        finally:
-            self._note_end()
+        return self._run(self._coroutine.throw, *error)
 
     def close(self) -> None:
         self._coroutine.close()
@@ -241,9 +242,13 @@ class _Noted(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._coroutine.__await__()
 
-    def _note_end(self) -> None:
-        end_if_forked()
-        self._board.write(0)
+    def _run(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        self._board.write(self._number)
+        try:
+            return act(*arguments)
+        finally:
+            end_if_forked()
+            self._board.write(0)
 
 
 def _used_gib() -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
 import pickle
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError
@@ -18,20 +18,19 @@ from typing import Any
 
 from rljax.distributed.child import Child, decode, default_count, new_number
 from rljax.distributed.frames import FrameError
-from rljax.errors import describe, printable
+from rljax.errors import printable
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import find_environment
 from rljax.rollout.episodes.outcomes import (
     HOST_MESSAGE,
     LONGEST_MESSAGE,
     UTF8_BYTES,
-    CallEnded,
     HostMessage,
     Outcome,
     ToolEnded,
     check_outcome,
 )
-from rljax.rollout.episodes.progress import ProgressBoard, StuckWatch
+from rljax.rollout.episodes.progress import ProgressBoard
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,6 @@ class HostProcess:
     child: Child
     board: ProgressBoard
     outbox: Outbox = field(default_factory=queue.SimpleQueue)  # the messages to the present process
-    trajectories: dict[int, _Trajectory] = field(default_factory=dict)  # by their numbers
     # The calls that it still has to answer, by their numbers. A trajectory may be forgotten meanwhile.
     calls: dict[int, _Trajectory] = field(default_factory=dict)
 
@@ -115,8 +113,7 @@ class EnvironmentHosts:
         self._numbers = itertools.count(1)
         self._trajectories: dict[Hashable, _Trajectory] = {}
         self._counts: Counter[str] = Counter()
-        self._broken: str | None = None
-        self._closed = False
+        self._over = ""  # why no call can be made any more
         tool_workers = max(1, (default_count() if tool_workers is None else tool_workers) // limits.workers)
         program = "process of environments", "rljax.rollout.episodes.host_worker:host_environments"
         start = functools.partial(Child, *program, memory_gib=limits.memory_gib, longest=_LONGEST)
@@ -138,9 +135,8 @@ class EnvironmentHosts:
         """
         self.end(key)
         with self._lock:
-            host = min(self._hosts, key=lambda one: len(one.trajectories))
-            trajectory = self._trajectories[key] = _Trajectory(key, next(self._numbers), host)
-            host.trajectories[trajectory.number] = trajectory
+            number = next(self._numbers)
+            trajectory = self._trajectories[key] = _Trajectory(key, number, self._hosts[number % len(self._hosts)])
         return self._call(trajectory, "reset", dict(problem))
 
     def step(self, key: Hashable, response: str, truncated: bool) -> Future[Outcome]:
@@ -157,9 +153,8 @@ class EnvironmentHosts:
             trajectory = self._trajectories.pop(key, None)
             if trajectory is None:
                 return
-            del trajectory.host.trajectories[trajectory.number]
             future, trajectory.future = trajectory.future, None
-            if trajectory.lost is None and not self._closed:
+            if trajectory.lost is None and not self._over:
                 trajectory.host.outbox.put((0, pickle.dumps(("end", trajectory.number))))
         if future is not None:
             future.cancel()
@@ -179,11 +174,9 @@ class EnvironmentHosts:
     def close(self) -> None:
         """Ends every process and cancels every call; a second call does nothing."""
         with self._lock:
-            self._closed = True
+            self._over = _CLOSED
             futures = [one.future for one in self._trajectories.values() if one.future is not None]
             self._trajectories.clear()
-            for host in self._hosts:
-                host.trajectories.clear()
         for host in self._hosts:
             host.child.stop()
             host.outbox.put(None)
@@ -201,36 +194,27 @@ class EnvironmentHosts:
 
     def _known(self, key: Hashable) -> _Trajectory:
         with self._lock:
-            if self._closed:
-                raise RuntimeError(_CLOSED)
+            if self._over:
+                raise RuntimeError(self._over)
             return self._trajectories[key]
 
     def _call(self, trajectory: _Trajectory, method: str, *arguments: Any) -> Future[Outcome]:
         future: Future[Outcome] = Future()
-        message, refused = b"", None
-        try:
-            message = pickle.dumps((method, trajectory.number, *arguments))
-        except Exception as error:  # a problem that cannot be pickled
-            refused = Outcome(None, "raised", f"{method}: {describe(error)}")
+        message = pickle.dumps((method, trajectory.number, *arguments))
         with self._lock:
-            if self._closed:
-                raise RuntimeError(_CLOSED)
+            if self._over:
+                raise RuntimeError(self._over)
             if trajectory.future is not None:
                 raise ValueError(
                     f"trajectory {trajectory.key!r} is asked for {method} before {trajectory.method} ended"
                 )
-            if refused is not None:
-                self._fail(trajectory, refused)
             trajectory.method = method
-            broken, lost = self._broken, trajectory.lost
-            if lost is None and broken is None:
+            if trajectory.lost is not None:
+                future.set_result(trajectory.lost)
+            else:
                 trajectory.future = future
                 trajectory.packed = message if method == "reset" else None
                 self._send(trajectory, message)
-        if broken is not None:
-            future.set_exception(RuntimeError(broken))
-        elif lost is not None:
-            future.set_result(lost)
         return future
 
     def _send(self, trajectory: _Trajectory, message: bytes) -> None:
@@ -267,15 +251,16 @@ class EnvironmentHosts:
         except CancelledError:
             return
         except Exception as error:  # nobody else sees it, and a waiting caller must not wait for ever
-            self._give_up(host, str(error) or type(error).__name__)
+            self._give_up(str(error) or type(error).__name__)
 
     def _receive_all(self, host: HostProcess) -> tuple[str, bool]:
         """Handles messages until the process has ended, is stuck or has sent something wrong.
 
-        Returns a description of the wrong message, or "", and whether the process is stuck.
+        Returns a description of the wrong message, or "", and whether the process is stuck. A pause of the whole
+        machine counts as two looks at the board.
         """
-        watch = StuckWatch(host.board, self._limits.busy_s, _LOOK_S)
         frames = host.child.frames
+        state, looked, stuck_s = host.board.read(), time.monotonic(), 0.0
         while True:
             try:
                 number, body = frames.receive(_LOOK_S)
@@ -286,12 +271,14 @@ class EnvironmentHosts:
                 return "", False
             except FrameError as error:
                 return f"it sent {error}", False
-            if watch.look():
+            seen, last, state, looked = state, looked, host.board.read(), time.monotonic()
+            stuck_s = stuck_s + min(looked - last, 2 * _LOOK_S) if state == seen else 0.0
+            if stuck_s > self._limits.busy_s:
                 return "", True
 
     def _take(self, host: HostProcess, number: int, message: HostMessage) -> None:
-        if isinstance(message, CallEnded):
-            self._settle(host, number, message.outcome)
+        if isinstance(message, Outcome):
+            self._settle(host, number, message)
         elif isinstance(message, ToolEnded):
             self._count_tool(message)
         else:
@@ -315,13 +302,13 @@ class EnvironmentHosts:
     def _settle(self, host: HostProcess, number: int, outcome: Outcome) -> None:
         with self._lock:
             trajectory = host.calls.pop(number, None)
-            if trajectory is None and not self._closed:
+            if trajectory is None and not self._over:
                 raise FrameError("the end of a call that nobody made")
             if trajectory is None or trajectory.future is None:
                 return
             if outcome.failure is None:
                 checked = check_outcome(trajectory.method, outcome.value)
-                outcome = dataclasses.replace(checked, cut=checked.cut or outcome.cut)
+                outcome = Outcome(checked.value, checked.failure, checked.message, checked.cut or outcome.cut)
             else:
                 outcome = Outcome(None, outcome.failure, printable(outcome.message[:LONGEST_MESSAGE]))
             future, trajectory.future, trajectory.packed = trajectory.future, None, None
@@ -337,7 +324,7 @@ class EnvironmentHosts:
         told: list[tuple[Future[Outcome], Outcome]] = []
         with self._lock:
             host.outbox, host.calls = queue.SimpleQueue(), {}
-            mine = [one for one in host.trajectories.values() if one.lost is None]
+            mine = [one for one in self._trajectories.values() if one.host is host and one.lost is None]
             culprit = next((one for one in mine if one.number == running), None)
             for trajectory in mine:
                 if trajectory.packed is not None and trajectory is not culprit and (culprit or not trajectory.resent):
@@ -362,13 +349,13 @@ class EnvironmentHosts:
             return Outcome(None, "timeout", f"{trajectory.method} {said}")
         return Outcome(None, "died", f"the process died in {trajectory.method} ({reason})")
 
-    def _give_up(self, host: HostProcess, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Makes every call from now on raise RuntimeError, because no process can be started."""
         with self._lock:
-            self._broken = reason
-            futures = [one.future for one in host.trajectories.values() if one.future is not None]
+            self._over = reason
+            futures = [one.future for one in self._trajectories.values() if one.future is not None]
         for future in futures:
-            if not future.cancelled():
+            with contextlib.suppress(InvalidStateError):
                 future.set_exception(RuntimeError(reason))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -25,9 +24,11 @@ Failure = Literal["raised", "timeout", "died", "bad_reply"]
 ToolFailure = Literal["error", "timeout", "died"]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one call of an environment: a value, or a failure."""
+class Outcome(msgspec.Struct, tag=True, frozen=True):
+    """The result of one call of an environment: a value, or a failure.
+
+    As a message of a host process it has the number of the call.
+    """
 
     # The prompt of ``reset`` (a text, messages or None), the ``Reply`` of ``step``, or the number of ``reward``; None
     # after a failure.
@@ -110,12 +111,6 @@ def _named(value: Any) -> str:
     return repr(value) if isinstance(value, float) else f"a value of type {type(value).__name__}"
 
 
-class CallEnded(msgspec.Struct, tag=True):
-    """The end of a call of an environment. The number of the frame is the number of the call."""
-
-    outcome: Outcome
-
-
 class ToolEnded(msgspec.Struct, tag=True):
     """The end of a call of a tool, for the counts. The number of the frame is 0.
 
@@ -138,5 +133,5 @@ class ToolUnasked(msgspec.Struct, tag=True):
     said: str
 
 
-HostMessage = CallEnded | ToolEnded | ToolUnasked
+HostMessage = Outcome | ToolEnded | ToolUnasked
 HOST_MESSAGE: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(HostMessage)

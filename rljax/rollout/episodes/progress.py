@@ -6,7 +6,6 @@ import mmap
 import os
 import struct
 import tempfile
-import time
 
 _FORM = struct.Struct("<qq")
 
@@ -34,25 +33,3 @@ class ProgressBoard:
         """Returns the trajectory that runs now (0: none), and the number of writes, which grows with all progress."""
         running, moves = _FORM.unpack_from(self._memory)
         return running, moves
-
-
-class StuckWatch:
-    """Tells when a host process has been stuck for too long. Pauses of the whole machine do not count."""
-
-    def __init__(self, board: ProgressBoard, limit_s: float, look_s: float):
-        """Begins to watch a board for ``limit_s`` seconds without progress.
-
-        ``look_s`` is the usual time between two calls of ``look`` (seconds). A longer pause counts as twice this time
-        at most.
-        """
-        self._board, self._limit_s, self._look_s = board, limit_s, look_s
-        self._seen, self._stuck_s, self._last = board.read(), 0.0, time.monotonic()
-
-    def look(self) -> bool:
-        """Returns whether the process has been stuck for more than the limit."""
-        now = time.monotonic()
-        elapsed, self._last = min(now - self._last, 2 * self._look_s), now
-        state = self._board.read()
-        self._stuck_s = self._stuck_s + elapsed if state == self._seen else 0.0
-        self._seen = state
-        return self._stuck_s > self._limit_s

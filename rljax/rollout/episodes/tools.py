@@ -1,7 +1,6 @@
 """Tools of environments: plain functions that run in processes of their own, with limits of time, memory and output.
 
-:class:`ToolPool` has these processes, and :func:`run_tools` is the program of each. It calls functions of any module,
-one at a time, without jax.
+:func:`run_tools` is the program of each process. It calls functions of any module, one at a time, without jax.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import functools
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -85,7 +83,7 @@ def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
 
 
 def run_tools(frames: Frames) -> None:
-    """Answers the requests of a ``ToolPool`` in a child process.
+    """Answers the requests of ``run_in`` in a child process.
 
     A request holds the argument of ``import_function``, or the two arguments of ``run_function``.
     """
@@ -144,48 +142,38 @@ def _written(value: Any) -> str:
         return str(value)
 
 
-class ToolPool:
-    """Processes that run tools. They start with the first call. One thread uses the pool."""
+def start_tools(limits: EpisodeConfig, workers: int, on_unasked: Callable[[str], None]) -> ChildPool:
+    """Starts ``workers`` processes that run tools. ``on_unasked`` is as for ``Child``, and any thread may call it."""
+    program, longest = "rljax.rollout.episodes.tools:run_tools", LONGEST + UTF8_BYTES * MAX_REPLY_CHARS
+    start = functools.partial(Child, "tool worker", program, (), limits.memory_gib, longest=longest)
+    return ChildPool(functools.partial(start, on_unasked=on_unasked), workers)
 
-    def __init__(self, limits: EpisodeConfig, workers: int, on_unasked: Callable[[str], None]):
-        """Sets the limits, the number of processes, and ``on_unasked`` as for ``Child``, which any thread may call.
 
-        The wait for a free process does not count as time of a call. A process that takes too long is replaced.
-        """
-        self._timeout_s = limits.tool_timeout_s
-        program, longest = "rljax.rollout.episodes.tools:run_tools", LONGEST + UTF8_BYTES * MAX_REPLY_CHARS
-        start = functools.partial(Child, "tool worker", program, (), limits.memory_gib, longest=longest)
-        self._start = functools.partial(ChildPool, functools.partial(start, on_unasked=on_unasked), workers)
-        self._pool: ChildPool | None = None
+def run_in(
+    process: Child, path: str, arguments: ToolArguments, timeout_s: float, began: Callable[[], None]
+) -> ToolResult:
+    """Calls the function ``path`` with named or listed arguments in a process, which is replaced if it takes too long.
 
-    def submit(self, path: str, arguments: ToolArguments, began: Callable[[], None]) -> Future[ToolResult]:
-        """Starts to call the function ``path`` with named or listed arguments.
-
-        ``began`` is called on another thread, once a free process has imported the function. The value of the future
-        says if the tool failed. The future itself raises RuntimeError only if no process can be started.
-        """
-        if self._pool is None:
-            self._pool = self._start()
-        return self._pool.submit(functools.partial(self._run, path, arguments, began))
-
-    def _run(self, path: str, arguments: ToolArguments, began: Callable[[], None], process: Child) -> ToolResult:
-        limit_s = _IMPORT_S
-        try:
-            complaint = process.ask((path,), limit_s, _COMPLAINT)
-            if complaint is not None:
-                return ToolResult(f"error: {printable(complaint[:_SHOWN])}", "error")
-            began()
-            limit_s = self._timeout_s
-            result = process.ask((path, arguments), limit_s, Decoder(ToolResult))
-        except TimeoutError:
-            return ToolResult(f"error: the tool took more than {limit_s:g} s", "timeout")
-        except LostError as error:
-            return ToolResult(f"error: the tool's process {error}", "died")
-        except NotSentError as error:
-            return ToolResult(f"error: {error}", "error")
-        if result.failure == "died":  # The memory may stay full, and the next call would fail, too.
-            process.replace()
-        if result.failure is not None:
-            return ToolResult(printable(result.text[:_SHOWN]), result.failure)
-        text, cut = clip(result.text, MAX_REPLY_CHARS)
-        return ToolResult(text, cut=result.cut or cut)
+    ``began`` is called once the process has imported the function. The result says if the tool failed. Raises
+    RuntimeError only if no process can be started.
+    """
+    limit_s = _IMPORT_S
+    try:
+        complaint = process.ask((path,), limit_s, _COMPLAINT)
+        if complaint is not None:
+            return ToolResult(f"error: {printable(complaint[:_SHOWN])}", "error")
+        began()
+        limit_s = timeout_s
+        result = process.ask((path, arguments), limit_s, Decoder(ToolResult))
+    except TimeoutError:
+        return ToolResult(f"error: the tool took more than {limit_s:g} s", "timeout")
+    except LostError as error:
+        return ToolResult(f"error: the tool's process {error}", "died")
+    except NotSentError as error:
+        return ToolResult(f"error: {error}", "error")
+    if result.failure == "died":  # The memory may stay full, and the next call would fail, too.
+        process.replace()
+    if result.failure is not None:
+        return ToolResult(printable(result.text[:_SHOWN]), result.failure)
+    text, cut = clip(result.text, MAX_REPLY_CHARS)
+    return ToolResult(text, cut=result.cut or cut)

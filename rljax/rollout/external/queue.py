@@ -121,14 +121,11 @@ class TrajectoryQueue:
             self._add(name, trajectories)
             return True
 
-    def add_if(
-        self, is_wanted: Callable[[int, int], bool], trajectories: Sequence[Trajectory], write: Callable[[], str]
-    ) -> bool:
-        """Adds trajectories if ``is_wanted`` allows it. Returns whether they were added.
+    def add(self, trajectories: Sequence[Trajectory], most: int, write: Callable[[], str]) -> bool:
+        """Adds trajectories, unless new groups would then wait beyond ``most``. Returns whether they were added.
 
-        ``is_wanted`` is a function of the number of groups that wait now, and the number with ``trajectories``. Both
-        include incomplete groups. ``write`` writes the trajectories to a file and returns its name. It is called before
-        they are added.
+        Incomplete groups count, too. ``write`` writes the trajectories to a file and returns its name. It is called
+        before they are added.
         """
         with self._changed:
             sizes = {name: len(members) for name, members in self._open.items()}
@@ -136,7 +133,7 @@ class TrajectoryQueue:
             for trajectory in trajectories:
                 sizes[trajectory.group] = sizes.get(trajectory.group, 0) + 1
             after = len(self._complete) + sum(-(-size // self._group_size) for size in sizes.values())
-            if not is_wanted(before, after):
+            if after > max(most, before):
                 return False
             self._add(write(), trajectories)
             self._changed.notify_all()

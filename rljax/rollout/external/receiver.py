@@ -93,6 +93,7 @@ class Receiver:
         self._read = make_reader(queue.limits)
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._decoding = asyncio.Semaphore(1)
+        self._writing = threading.Lock()
 
     def start(self) -> None:
         """Starts the server on a thread.
@@ -181,9 +182,6 @@ class Receiver:
         if refused:  # not raised from the error, which keeps all that was decoded
             raise RefusedError(400, refused)
 
-        def is_wanted(before: int, after: int) -> bool:
-            return digest not in self._keys and after <= max(self._max_groups, before)
-
         def write() -> str:
             self._last = max(time.time_ns(), self._last + 1)
             name = f"{self._last:020d}-{digest}.jsonl" if digest else f"{self._last:020d}.jsonl"
@@ -192,16 +190,14 @@ class Receiver:
                 self._keys[digest] = name
             return name
 
+        full = f"POST: {self._max_groups} groups wait for a step already; send the rows again later"
         try:
-            is_added = self._queue.add_if(is_wanted, trajectories, write)
+            with self._writing:
+                if digest not in self._keys and not self._queue.add(trajectories, self._max_groups, write):
+                    raise RefusedError(429, full)
         except OSError as error:
-            raise RefusedError(
-                503, f"POST: the rows cannot be kept in {self._queue.directory}: {error.strerror}"
-            ) from error
-        if not is_added and digest not in self._keys:
-            raise RefusedError(
-                429, f"POST: {self._max_groups} groups wait for a step already; send the rows again later"
-            )
+            said = f"POST: the rows cannot be kept in {self._queue.directory}: {error.strerror}"
+            raise RefusedError(503, said) from error
         return {"rows": len(lines)} | self._told()
 
     def _check(self, body: bytearray, kind: str) -> tuple[list[Trajectory], list[bytes]]:

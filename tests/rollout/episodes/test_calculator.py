@@ -11,8 +11,6 @@ from rljax.data.prompts import TOYS, DataConfig, training_problems
 from rljax.data.toy import ALPHABET, MAX_CALCULATOR_TOKENS, PROMPT_TOKENS, build_tokenizer
 from rljax.rollout.episodes.calculator import Calculator
 from rljax.rollout.episodes.environment import Reply, find_environment
-from rljax.rollout.episodes.hosts import EnvironmentHosts
-from rljax.rollout.episodes.outcomes import Outcome
 
 PATH = "rljax.rollout.episodes.calculator:Calculator"
 PROBLEM = {"prompt": "123+456=", "answer": "579"}
@@ -76,16 +74,3 @@ def test_demonstrations_are_trajectories_of_the_environment():
         prompt, response = text.split("=", 1)
         a, b = (int(number) for number in prompt.split("+"))
         assert response == f">{a}+{b}=${a + b},{a + b}$"
-
-
-@pytest.mark.slow
-def test_hosts_run_the_calculator_with_its_tool_apart():
-    with EnvironmentHosts(PATH, tool_workers=1) as hosts:
-        for key in range(4):
-            hosts.reset(key, PROBLEM).result(60)
-        steps = [hosts.step(key, f">{key}+456=", False) for key in range(4)]
-        replies = [Outcome(Reply(f"{key + 456},", False)) for key in range(4)]
-        assert [step.result(60) for step in steps] == replies
-        assert hosts.step(0, "579", False).result(60) == Outcome(Reply(None, True))
-        assert hosts.reward(0).result(60) == Outcome(1.0)
-        assert hosts.pop_metrics()["turns/tool_calls"] == 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rljax.rollout.episodes.environment import Environment, Reply, find_environment
+from rljax.rollout.episodes.environment import find_environment
 
 MODULE = """
 class Good:
@@ -63,19 +63,3 @@ def test_what_does_not_fit_is_refused(path, message):
     with pytest.raises(ValueError, match=message) as refused:
         find_environment(path)
     assert "\n" not in str(refused.value)
-
-
-def test_a_written_class_is_an_environment_to_a_type_checker():
-    class Written:
-        async def reset(self, problem):
-            return None
-
-        async def step(self, response, truncated):
-            return Reply("more", done=True)
-
-        async def reward(self):
-            return 1.0
-
-    environment: Environment = Written()
-    assert callable(environment.step)
-    assert Reply() == Reply(None, False)

@@ -23,7 +23,6 @@ MODULE = """
 import os, pathlib, signal, subprocess, sys, threading, time
 import hostile
 from rljax.rollout.episodes.environment import Reply
-from rljax.rollout.episodes.outcomes import CallEnded
 from rljax.rollout.episodes.outcomes import Outcome
 from rljax.rollout.episodes.tools import ToolResult, call_tool
 
@@ -69,7 +68,7 @@ class Env:
         return None
 
     async def step(self, response, truncated):
-        return Reply(act(response, CallEnded(Outcome(Reply("forged"))), str))
+        return Reply(act(response, Outcome(Reply("forged")), str))
 
     async def reward(self):
         return 1.0
