@@ -377,24 +377,6 @@ def test_other_files_are_refused_in_one_line(tmp_path, name, content, message):
     assert message in refused(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "(TaskRunner pid=7) step:{i} - a/b:1.0 - response_length/mean:np.float64({n}) - timing_s/step:3.5",
-        "[2026-01-02] rollout.py:55 - perf {j}: {{'rollout/response_len/mean': {n}, 'rollout/truncated_ratio': 1e-05}}",
-        " 3%|#   | 3/99 [00:01<00:02]\r{{'loss': '0.0', 'completions/mean_length': '{n}', 'epoch': '0.1'}}",
-    ],
-    ids=["verl", "slime", "TRL"],
-)
-def test_console_output(tmp_path, line):
-    text = "".join(
-        f"INFO it's step {i}\n{line.format(i=i, j=i - 1, n=n)}\neval {i}: {{'eval/response_len/mean': 5.0}}\n"
-        for i, n in enumerate(LENGTHS, 1)
-    )
-    (tmp_path / "train.log").write_text(text)
-    assert CALL in run(tmp_path / "train.log")
-
-
 def curve(path, lengths, column=LENGTH, **more):
     return write(path, [row | more for row in rows_of(column, lengths)])
 
