@@ -29,7 +29,7 @@ from rljax.policy.hf import save_params
 from rljax.policy.lora import LoraConfig, init_adapters
 from rljax.policy.model import init_params
 from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, save_adapters
-from rljax.run.build import build, load_problems, make_run_engine, starting_point
+from rljax.run.build import Inputs, build, load_problems, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
@@ -93,8 +93,9 @@ def _make() -> Any:
     policy, tokenizer = read_config(config.model.path), load_tokenizer(config.model.path)
     mesh = make_mesh(config.mesh)
     problems = load_problems(config, tokenizer)
-    engine = make_run_engine(config, policy, mesh, StopRequest(config.run.grace_s))
-    return functools.partial(build, config, policy, tokenizer, mesh, engine, problems=problems), mesh
+    inputs = Inputs(config, policy, tokenizer, mesh)
+    engine = make_run_engine(inputs, StopRequest(config.run.grace_s))
+    return functools.partial(build, inputs, engine, problems=problems), mesh
 
 
 @functools.cache
@@ -133,7 +134,7 @@ def go_on(words: Sequence[str]) -> int:
     try:
         with contextlib.redirect_stderr(said), contextlib.ExitStack() as stack:
             with caller_errors():
-                prepare_directory(make.args[0], run_dir)
+                prepare_directory(make.args[0].config, run_dir)
                 checkpointer = Checkpointer(run_dir / "checkpoints", keep=99)
             stack.callback(checkpointer.close)
             run = make(checkpointer=checkpointer)

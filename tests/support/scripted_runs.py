@@ -12,7 +12,7 @@ from rljax.data.prompts import DataConfig
 from rljax.data.toy import build_tokenizer
 from rljax.policy.config import toy_config
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import build, starting_point
+from rljax.run.build import Inputs, build, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.loop import train
@@ -68,7 +68,7 @@ def opened_parts(config, engine, *, update=None, stop=None, checkpointer=Checkpo
     """Yields the parts of a run that saves in its directory, and its checkpoints. ``update``: None for its own one."""
     with contextlib.closing(checkpointer(Path(config.run.dir) / "checkpoints", keep=keep)) as saves:
         problems = load_once(config, TOKENIZER)
-        parts = build(config, POLICY, TOKENIZER, MESH, engine, saves, problems, stop)
+        parts = build(Inputs(config, POLICY, TOKENIZER, MESH), engine, saves, problems, stop)
         with contextlib.closing(parts.source):
             yield dataclasses.replace(parts, update=update or parts.update), saves
 
