@@ -29,7 +29,6 @@ from rljax.run.config import Config
 from rljax.run.packing import batch_shape, responses_per_update, settle_prefixes
 from rljax.run.training import make_step, optional_logprobs
 from rljax.sharding import make_mesh
-from rljax.trainer.state import make_optimizer
 
 CompiledReport = dict[str, Any]
 # CUB's sort asks a GPU of this process how much memory it needs, so the program uses XLA's own sort.
@@ -131,7 +130,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
     config = settle_prefixes(config, policy)
     check_shapes(config, policy, mesh)
-    step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
+    step = make_step(config, policy, mesh)
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():
         lowered = step.lower(*optional_logprobs(config), reported=config.trained_tops)
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program would take no time

@@ -21,7 +21,7 @@ from rljax.run.stop import StopRequest
 from rljax.run.training import make_update
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
-from rljax.trainer.state import OptimizerConfig, PrecisionConfig, make_optimizer
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig
 
 TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
 
@@ -49,7 +49,7 @@ def settings(directory, **changes):
 def compiled_step(directory, **changes):
     """Returns the update of such runs, which they can share."""
     config = settings(directory, **changes)
-    return make_update(config, POLICY, make_optimizer(config.optimizer), MESH, None)
+    return make_update(config, POLICY, MESH, None)
 
 
 class Stop(StopRequest):
