@@ -91,24 +91,6 @@ def test_pass_at_k_of_impossible_numbers_is_refused(n, solved, k):
         pass_at_k(n, solved, k)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_order_of_arrival_changes_nothing(seed, workers, tokenizer):
-    order = [list(RESPONSES)[i] for i in np.random.default_rng(seed).permutation(len(RESPONSES))]
-    engine = ScriptedEngine(tokenizer, order)
-    with RewardPool("addition", workers) as pool:
-        sampled = list(Sampler(SingleTurn(engine, tokenizer, pool), SAMPLING, 3).scored(PROBLEMS, 5))
-    assert engine.asked == [(["1+1=", "2+3="], 3, SAMPLING, 5)]
-    assert {one.place: one.text for one in sampled} == RESPONSES
-    result = summarize_scores(sampled, n=3, pass_k=(2,))
-    assert result == {
-        "accuracy": 1 / 6,
-        "response_length": 9 / 6,
-        "truncated_fraction": 1 / 6,
-        "pass@2": pytest.approx(1 / 3),
-    }
-
-
 def breaks(problem, response, truncated):
     if response == "44":
         raise ValueError("no")
