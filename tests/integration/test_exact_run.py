@@ -66,7 +66,7 @@ def test_evaluation_goes_through_the_same_engine(toy_base, tmp_path):
 
 
 @pytest.mark.harness
-def test_refilled_groups_are_trained_in_the_rows_that_sampled_them(toy_base, tmp_path):
+def test_refilled_groups_have_no_mismatch_either(toy_base, tmp_path):
     refill = ("--rollout.refill", "true", "--rollout.group-size", "2", "--packing.rows-per-micro-batch", "2")
     rows = run(toy_base, tmp_path / "run", "float16", *refill, "--run.steps", "2")
     assert all(row["rollout/refilled_groups"] for row in rows)
