@@ -51,7 +51,6 @@ from rljax.trainer.self_check import (
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import (
-    Baseline,
     Forward,
     MultipleUpdates,
     OffloadedUpdate,
@@ -219,7 +218,7 @@ def _make_update(
             merged=merged,
             for_dumps=config.rollout.dump_every > 0,
         )
-        return _with_turns(config, _with_self_check(config, exact, policy, mesh, merged))
+        return _measured(config, exact, policy, mesh, merged)
     step = make_step(config, policy, mesh, merged)
     forward, forward_of_state = make_forwards(config, step, merged)
     score = None if reference is None else functools.partial(reference_logprobs, forward, reference)
@@ -228,6 +227,9 @@ def _make_update(
     if not has_separate_forward(config):
         update = SingleUpdate(step, forward_of_state, pack_all, score)
     else:
+        baseline = functools.partial(
+            subtract_baselines, group_size=config.rollout.group_size, correction=config.correction.resolved()
+        )
         update = MultipleUpdates(
             step,
             forward_of_state,
@@ -238,11 +240,10 @@ def _make_update(
             group_size=config.rollout.group_size,
             reference=score,
             replays_own=config.rollout.router_replay == "r2",
-            baseline=make_baseline(config),
+            baseline=baseline if config.advantage.estimator == "optimal_token" else None,
             for_dumps=config.rollout.dump_every > 0,
         )
-    update = _with_split_mismatch(config, policy, update, forward_of_state)
-    return _with_turns(config, _with_self_check(config, update, policy, mesh, merged))
+    return _measured(config, _with_split_mismatch(config, policy, update, forward_of_state), policy, mesh, merged)
 
 
 def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None = None) -> tuple[Forward, Forward]:
@@ -253,14 +254,6 @@ def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None =
         return forward(params if merged is None else merged(params), batch, **options)
 
     return forward, forward_of_state
-
-
-def make_baseline(config: Config) -> Baseline | None:
-    """Returns the function that subtracts a baseline from each token's advantage, or None."""
-    if config.advantage.estimator != "optimal_token":
-        return None
-    size, correction = config.rollout.group_size, config.correction.resolved()
-    return functools.partial(subtract_baselines, group_size=size, correction=correction)
 
 
 def _with_split_mismatch(config: Config, policy: PolicyConfig, update: Update, forward: Forward) -> Update:
@@ -283,12 +276,16 @@ def _with_split_mismatch(config: Config, policy: PolicyConfig, update: Update, f
     )
 
 
-def _with_self_check(
-    config: Config, update: Update, policy: PolicyConfig, mesh: Mesh, merged: MergedPolicy | None
-) -> Update:
-    """Wraps ``update`` to measure the trainer's mismatch with itself, if ``diagnosis.self_every`` is above 0."""
-    if not config.diagnosis.self_every:
-        return update
+def _measured(config: Config, update: Update, policy: PolicyConfig, mesh: Mesh, merged: MergedPolicy | None) -> Update:
+    """Wraps ``update`` to measure the trainer's mismatch with itself, and by turn, where that is wanted."""
+    if config.diagnosis.self_every:
+        update = SelfCheckedUpdate(update, _self_checks(config, policy, mesh, merged))
+    has_turns = config.rollout.environment is not None or config.rollout.trajectories is not None
+    return TurnsUpdate(update) if has_turns else update
+
+
+def _self_checks(config: Config, policy: PolicyConfig, mesh: Mesh, merged: MergedPolicy | None) -> dict[Cause, Check]:
+    """Returns the checks of the trainer against itself: at another shape, on another mesh and with another remat."""
     count, checks = min(SELF_RESPONSES, config.num_sequences), dict[Cause, Check]()
     _, forward = make_forwards(config, make_step(config, policy, mesh, merged), merged)
     checks["shape"] = at_other_shape(forward, make_pack(config, policy, count, other_rows(config)), sample=count)
@@ -299,7 +296,7 @@ def _with_self_check(
     changed = dataclasses.replace(config, precision=dataclasses.replace(config.precision, remat=remat))
     step = make_step(changed, policy, mesh, merged)
     checks["remat"] = in_other_program(step.loss_forward, sample=count, stand_ins=optional_logprobs(config))
-    return SelfCheckedUpdate(update, checks)
+    return checks
 
 
 def optional_logprobs(config: Config) -> list[OptionalLogprobs]:
@@ -310,12 +307,6 @@ def optional_logprobs(config: Config) -> list[OptionalLogprobs]:
         "behaviour_logprobs": config.correction.part != "whole",
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]
-
-
-def _with_turns(config: Config, update: Update) -> Update:
-    """Wraps ``update`` to measure the mismatch by turn, if the run's rollouts may have several turns."""
-    has_turns = config.rollout.environment is not None or config.rollout.trajectories is not None
-    return TurnsUpdate(update) if has_turns else update
 
 
 def make_step(config: Config, policy: PolicyConfig, mesh: Mesh, merged: MergedPolicy | None = None) -> TrainStep:
