@@ -152,7 +152,7 @@ def _margin(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
 
 
 def _blindness(reward: str, pairs: Sequence[tuple[float, float]]) -> str:
-    """Returns a sentence about a reward that gives right answers about as much as those of other problems, or "".
+    """Returns a sentence about a reward that hardly prefers right answers to answers of other problems, or "".
 
     A reward that never prefers the other answer is blind only if it prefers the own answer in very few pairs. Otherwise
     the margin is compared with its spread by chance, the square root of the number of pairs without a tie.
