@@ -107,7 +107,7 @@ class Side:
         """Packs the sequences, compiles the step, and makes one."""
         mesh, tx = make_mesh(MeshConfig(1, 1)), make_optimizer(config.optimizer)
         self.batch: PackedBatch = make_pack(config, policy, config.num_sequences)(sequences)
-        self.step = make_step(config, policy, tx, mesh)
+        self.step = make_step(config, policy, mesh)
         self.state = create_state(init_params(policy, 0), policy, tx, mesh, dynamic_scale=False)
         trees = self.batch.trees
         ends = self.batch.segment_ids if trees is None else trees.ends

@@ -43,7 +43,6 @@ from rljax.run.packing import make_pack, other_rows, with_separate_rows
 from rljax.run.training import make_forwards, make_step
 from rljax.sharding import MeshConfig, fetch, make_mesh
 from rljax.trainer.packing import TrainSequence, unpack
-from rljax.trainer.state import make_optimizer
 from rljax.trainer.update import Pack
 
 SETTINGS = [
@@ -93,7 +92,7 @@ def score(config: Config, sequences: Sequence[TrainSequence]) -> dict[str, Gaps]
         "apart": make_pack(apart, policy, count),
         "apart, another shape": make_pack(apart, policy, count, other_rows(apart)),
     }
-    forward, _ = make_forwards(apart, make_step(apart, policy, make_optimizer(config.optimizer), mesh))
+    forward, _ = make_forwards(apart, make_step(apart, policy, mesh))
     found = {}
     for name, pack in packs.items():
         batch = pack(sequences)

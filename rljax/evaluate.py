@@ -305,10 +305,5 @@ def write_responses(path: Path, problems: Sequence[Problem], scored: Sequence[Sc
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def cli() -> int:
-    """Runs ``main`` on the words of the command line; returns the exit status."""
-    return run_cli(main)
-
-
 if __name__ == "__main__":
-    sys.exit(cli())
+    sys.exit(run_cli(main))

@@ -44,7 +44,7 @@ from rljax.run.after_save import AfterSave
 from rljax.run.build import Inputs, load_problems, look_at_data
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, dotted, load_config
-from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows, what_is_saved
+from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
 from rljax.run.loop import train
 from rljax.run.options import read_options
 from rljax.run.packing import settle_prefixes
@@ -219,7 +219,7 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
                 parts.check_owner()
                 recorder.sync()
             except OwnedError as error:
-                raise ConfigError(f"{error}{what_is_saved(owner)}") from error
+                raise ConfigError(error) from error
     with full_disk_errors(), writing(run_dir):
         finish(run_dir)
     for line in progress.stopped_by:
@@ -258,10 +258,5 @@ def finish(run_dir: Path) -> None:
     print(json.dumps({"run_dir": str(run_dir), "report": str(run_dir / "report.png")}))
 
 
-def cli() -> int:
-    """Runs ``main`` on the words of the command line; returns the exit status."""
-    return run_cli(main)
-
-
 if __name__ == "__main__":
-    sys.exit(cli())
+    sys.exit(run_cli(main))

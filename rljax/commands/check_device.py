@@ -306,7 +306,7 @@ def check_step(
     found: CheckFacts = {"model": name, "devices": mesh.size, "remat": remat}
     if limit is not None and planned > limit:
         return found | {"skipped": f"the plan needs {planned / limit:.0%} of a device's memory"}
-    step, sizes = make_step(config, policy, make_optimizer(config.optimizer), mesh), {"plan": planned}
+    step, sizes = make_step(config, policy, mesh), {"plan": planned}
     start = time.perf_counter()
     compiled = step.lower().compile()
     found["compile_s"] = time.perf_counter() - start

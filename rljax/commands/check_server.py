@@ -269,8 +269,7 @@ class ServerChecks:
         return load_params(self._model, policy, param_shardings(policy, self._inputs.mesh), dtype)
 
     def _engine(self) -> contextlib.closing[Any]:
-        config, policy, _, mesh = self._inputs
-        return contextlib.closing(make_run_engine(config, policy, mesh, StopRequest(), prompts=self._prompts))
+        return contextlib.closing(make_run_engine(self._inputs, StopRequest(), prompts=self._prompts))
 
     def _publish(self, *versions: Params) -> CheckFacts:
         with self._engine() as engine:

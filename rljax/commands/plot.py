@@ -34,16 +34,12 @@ def main(argv: Sequence[str]) -> int:
     """Plots the runs, prints the path of the picture, and returns the exit status."""
     given = parse_arguments(PlotArguments, argv, prog="rljax plot", description=__doc__ or "")
     runs = given.runs
-    with caller_errors():
+    out = Path(given.out) if given.out else runs[0] / "report.png" if len(runs) == 1 else Path("report.png")
+    with caller_errors(RuntimeError):  # a damaged record means that the argument is not a run
         for path in runs:
             if path.is_file():
                 kind = foreign_kind(path) or "a file: give the directory of a run, which has a metrics.jsonl"
                 raise ConfigError(f"{path} is {kind}; rljax replay LOG --picture FILE draws other logs")
-    out = Path(given.out) if given.out else runs[0] / "report.png" if len(runs) == 1 else Path("report.png")
-    try:
-        with caller_errors():
-            plot_report(runs, out, smooth=given.smooth, metrics=given.metrics.split(",") if given.metrics else ())
-    except RuntimeError as error:  # a damaged record means that the argument is not a run
-        raise ConfigError(error) from error
+        plot_report(runs, out, smooth=given.smooth, metrics=given.metrics.split(",") if given.metrics else ())
     print(out)
     return 0

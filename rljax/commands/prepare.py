@@ -349,28 +349,6 @@ def main(argv: Sequence[str]) -> int:
     if tokenizer is not None and arguments.max_prompt_tokens is not None:
         drop_long(selection, tokenizer, arguments.max_prompt_tokens, tally)
     tally.problems = selection.problems
-    looked = look_at(tally, arguments)
-    if tokenizer is not None and arguments.samples:
-        scores = score_problems(arguments, selection.problems, tokenizer)
-        drop_unfit(selection, scores, arguments.min_pass_rate, arguments.max_pass_rate, arguments.samples)
-    eval_rows = hold_out(selection, arguments.hold_out, arguments.seed) if arguments.hold_out else []
-    provenance = {
-        "source": arguments.source,
-        "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
-        "command": shlex.join(["rljax", "prepare", *argv]),
-        "steps": selection.steps,
-        "looked": looked,
-        "source_provenance": read_provenance(source) if source.suffix == ".parquet" else None,
-    }
-    held = arguments.out.with_name(f"{arguments.out.stem}-held.parquet")
-    for path, rows in [(arguments.out, selection.rows)] + ([(held, eval_rows)] if eval_rows else []):
-        write_rows(path, rows, like=source, provenance=provenance, form=arguments.own_form)
-        print(f"wrote {len(rows)} problems to {path}")
-    return 0
-
-
-def look_at(tally: Tally, arguments: PrepareArguments) -> list[str]:
-    """Checks the right answers, prints the table of counts, and returns its lines."""
     with caller_errors():
         refuse_placeholders(tally.problems, arguments.reward, arguments.source)
         (check,) = check_answers(
@@ -381,5 +359,21 @@ def look_at(tally: Tally, arguments: PrepareArguments) -> list[str]:
             workers=arguments.reward_workers,
             timeout_s=arguments.reward_timeout_s,
         )
-    print(text := table([(tally, check)], arguments.max_prompt_tokens))
-    return text.splitlines()
+    print(looked := table([(tally, check)], arguments.max_prompt_tokens))
+    if tokenizer is not None and arguments.samples:
+        scores = score_problems(arguments, selection.problems, tokenizer)
+        drop_unfit(selection, scores, arguments.min_pass_rate, arguments.max_pass_rate, arguments.samples)
+    eval_rows = hold_out(selection, arguments.hold_out, arguments.seed) if arguments.hold_out else []
+    provenance = {
+        "source": arguments.source,
+        "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+        "command": shlex.join(["rljax", "prepare", *argv]),
+        "steps": selection.steps,
+        "looked": looked.splitlines(),
+        "source_provenance": read_provenance(source) if source.suffix == ".parquet" else None,
+    }
+    held = arguments.out.with_name(f"{arguments.out.stem}-held.parquet")
+    for path, rows in [(arguments.out, selection.rows)] + ([(held, eval_rows)] if eval_rows else []):
+        write_rows(path, rows, like=source, provenance=provenance, form=arguments.own_form)
+        print(f"wrote {len(rows)} problems to {path}")
+    return 0

@@ -26,8 +26,6 @@ Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
 # The bytes of a trainer's process on the host without its arrays: Python, JAX and the compiled programs. On a CPU the
 # allocator also keeps freed memory. Measured numbers belong here, with the run that gave them.
 PROCESS_BYTES = 2 * 2**30
-# The copies of the training state that a checkpoint holds on the host while it is written.
-CHECKPOINT_COPIES = 1
 _DEVICES_A_HOST = 8  # the devices of one host, for a mesh whose devices are not present
 # The ends of the names of arrays in ``dry_run.state_bytes`` that exist only during an update.
 _OF_AN_UPDATE = ("gradients", " copy", " gathered")
@@ -211,7 +209,7 @@ def host_demand(
         # The state is there twice for a moment.
         "arrays between updates": (devices.on_host * resident + state) * (config.rollout.colocated and not on_cpu),
         # On a CPU the state is copied only where there is room for it.
-        "a checkpoint on its way": CHECKPOINT_COPIES * state * (not on_cpu),
+        "a checkpoint on its way": state * (not on_cpu),
     }
     parts = {name: size for name, size in parts.items() if size}
     return Demand("on the host", parts, "in the host's memory", free_memory() if devices.is_here else None, remedy)

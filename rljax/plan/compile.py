@@ -29,9 +29,7 @@ from rljax.run.config import Config
 from rljax.run.packing import batch_shape, responses_per_update, settle_prefixes
 from rljax.run.training import make_step, optional_logprobs
 from rljax.sharding import make_mesh
-from rljax.trainer.state import make_optimizer
 
-CompiledReport = dict[str, Any]
 # CUB's sort asks a GPU of this process how much memory it needs, so the program uses XLA's own sort.
 COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {"cuda": {"xla_gpu_enable_cub_radix_sort": False}}
 """The options of XLA for ahead-of-time compilation, by the platform of the machine."""
@@ -131,7 +129,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
     config = settle_prefixes(config, policy)
     check_shapes(config, policy, mesh)
-    step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
+    step = make_step(config, policy, mesh)
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():
         lowered = step.lower(*optional_logprobs(config), reported=config.trained_tops)
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program would take no time
@@ -175,7 +173,7 @@ def needed_bytes(machine: Machine, memory: dict[str, int]) -> int:
     return memory["peak"] if machine.platform == "tpu" else max(memory["peak"], memory["total"])
 
 
-def report(compiled: CompiledStep) -> CompiledReport:
+def report(compiled: CompiledStep) -> dict[str, Any]:
     """Reports the compiler's numbers of a step on one device, as plain values for JSON."""
     config, machine, mesh = compiled.config, compiled.machine, compiled.mesh
     policy = policy_shape(config.model.path)
@@ -202,7 +200,7 @@ def report(compiled: CompiledStep) -> CompiledReport:
     }
 
 
-def describe(facts: CompiledReport) -> str:
+def describe(facts: dict[str, Any]) -> str:
     """Formats a report as a table of a device's bytes and of the compiler's counts."""
     mesh = " x ".join(f"{name} {size}" for name, size in facts["mesh"].items())
     sizes = {name: in_units(size) for name, size in facts["bytes"].items() if name != "fits"}

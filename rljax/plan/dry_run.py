@@ -120,8 +120,11 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
     check_mesh(policy, mesh)
     if config.lora.rank:
         find_targets(policy, config.lora)
-    ways = num_parts(mesh.shape, "batch_rows")
-    _check_routes(config, policy)
+    ways, replay = num_parts(mesh.shape, "batch_rows"), config.rollout.router_replay
+    if replay != "none" and not policy.num_experts:
+        raise ValueError(f"rollout.router_replay = {replay} is for a mixture of experts; this policy is dense")
+    if replay == "r2" and not has_separate_forward(config):
+        raise ValueError("rollout.router_replay = r2 is for several updates a batch (loss.mini_batches, loss.epochs)")
     if config.rollout.reported > policy.vocab_size:
         most = f"the model's vocabulary, {policy.vocab_size} tokens"
         key = "top_k" if config.rollout.is_cut else "top_logprobs"
@@ -140,17 +143,6 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
                 f"rollout.group_size = {config.rollout.group_size} must be a multiple of the {rows} rows of a "
                 "micro-batch; set packing.rows_per_micro_batch"
             )
-
-
-def _check_routes(config: Config, policy: PolicyConfig) -> None:
-    """Raises ValueError if ``rollout.router_replay`` does not fit the policy or the updates."""
-    replay = config.rollout.router_replay
-    if replay == "none":
-        return
-    if not policy.num_experts:
-        raise ValueError(f"rollout.router_replay = {replay} is for a mixture of experts; this policy is dense")
-    if replay == "r2" and not has_separate_forward(config):
-        raise ValueError("rollout.router_replay = r2 is for several updates a batch (loss.mini_batches, loss.epochs)")
 
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:

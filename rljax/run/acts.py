@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from rljax.distributed.acts import Shared, gather_results, together, values_of
 from rljax.distributed.messages import Announcement
 from rljax.distributed.processes import PACK, SAVE, UPDATE, Processes
 from rljax.errors import caller_errors
-from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.rollout.build import PolicyFunctions, policy_functions
 from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest
@@ -78,7 +76,7 @@ def restore(
     with processes.together(Announcement("restore")), caller_errors():
         checkpointer = SharedCheckpointer(processes, inputs.config)
         stack.callback(checkpointer.close)
-        parts = build(*inputs, engine, checkpointer, problems, stop)
+        parts = build(inputs, engine, checkpointer, problems, stop)
         stack.callback(parts.source.close)
         if processes.count > 1:
             parts.update = SharedUpdate(processes, parts.update, with_tops=inputs.config.trained_tops > 0)
@@ -95,11 +93,11 @@ def join(
     processes.listen()
     send_output_to_log(run_dir, processes.index)
     with processes.following():
-        config, policy, _, mesh = read_inputs()
+        config, policy, _, mesh = inputs = read_inputs()
         with caller_errors():
             checkpointer, trainer = SharedCheckpointer(processes, config), make_trainer(config, policy, mesh)
         state, _ = starting_state(config, policy, mesh, checkpointer)
-        engine = make_side(config, policy, mesh, processes, StopRequest())
+        engine = make_side(inputs, processes, StopRequest())
         stack.callback(engine.close)
     shared: list[Shared] = [engine, SharedUpdate(processes, trainer.update), checkpointer]
     return shared, OwnState(state, trainer.weights)
@@ -298,34 +296,32 @@ def make_shared_engine(
     inputs: Inputs, stop: StopRequest, processes: Processes, prompts: Sequence[np.ndarray] = ()
 ) -> RolloutEngine:
     """Builds the engine of process 0 on all devices. Raises ConfigError or ValueError as ``make_engine`` does."""
-    config, policy, _, mesh = inputs
     if processes.count == 1:
-        return make_run_engine(config, policy, mesh, stop, prompts=prompts)
-    side = make_side(config, policy, mesh, processes, stop)
+        return make_run_engine(inputs, stop, prompts=prompts)
+    side = make_side(inputs, processes, stop)
     if isinstance(side, SharedPublish):
-        return make_run_engine(config, policy, mesh, stop, side.functions(), prompts)
-    if config.rollout.max_staleness:
+        return make_run_engine(inputs, stop, side.functions(), prompts)
+    if inputs.config.rollout.max_staleness:
         raise ValueError("rollout.max_staleness: the embedded engine of several processes samples in turn; give 0")
     return side
 
 
-def make_side(
-    config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes, stop: StopRequest
-) -> SharedPublish | SharedEngine:
+def make_side(inputs: Inputs, processes: Processes, stop: StopRequest) -> SharedPublish | SharedEngine:
     """Makes the object by which each process serves the engine: the publish to servers, or an embedded engine.
 
     Raises ConfigError if the files of a publish cannot be kept, or cannot be served.
     """
-    if not can(config.rollout.engine, "serves"):
-        return SharedEngine(processes, make_run_engine(config, policy, mesh, stop))
-    functions, publish = policy_functions(policy, config.rollout.dtype), config.publish
+    rollout, publish = inputs.config.rollout, inputs.config.publish
+    if not can(rollout.engine, "serves"):
+        return SharedEngine(processes, make_run_engine(inputs, stop))
+    functions = policy_functions(inputs.policy, rollout.dtype)
     if publish.store == "shared":
         return SharedPublish(processes, functions, None)
     parts = make_part_writer(
         functions.parts,
         publish,
-        config.rollout.transfer_dir,
-        api_key_file=find_key_file(config.rollout.api_key_file),
+        rollout.transfer_dir,
+        api_key_file=find_key_file(rollout.api_key_file),
         index=processes.index,
         coordinator=processes.coordinator,
     )

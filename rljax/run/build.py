@@ -64,6 +64,11 @@ class Inputs(NamedTuple):
     tokenizer: Tokenizer  # the tokenizer of the model
     mesh: Mesh  # the devices of the trainer
 
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The tokens that end a response."""
+        return self.policy.stops(self.tokenizer.eos_token_id, self.config.rollout.stop_token_ids)
+
 
 @dataclass(frozen=True)
 class Problems:
@@ -151,12 +156,7 @@ def look_at_data(config: Config, problems: Problems) -> str:
 
 
 def make_run_engine(
-    config: Config,
-    policy: PolicyConfig,
-    mesh: Mesh,
-    stop: StopRequest,
-    functions: PolicyFunctions | None = None,
-    prompts: Sequence[np.ndarray] = (),
+    inputs: Inputs, stop: StopRequest, functions: PolicyFunctions | None = None, prompts: Sequence[np.ndarray] = ()
 ) -> RolloutEngine:
     """Builds the engine that ``rollout.engine`` names; the exact engine gets the trainer's executable.
 
@@ -164,6 +164,7 @@ def make_run_engine(
     probes. Raises ConfigError if no server answers or memory lacks room for weights. Raises ValueError if settings do
     not fit the engine, or a server does not fit the policy.
     """
+    config, policy, _, mesh = inputs
     return make_engine(
         config.rollout,
         policy,
@@ -209,25 +210,23 @@ def make_source(
 
 
 def make_batches(
-    config: Config,
-    policy: PolicyConfig,
+    inputs: Inputs,
     engine: RolloutEngine,
     source: ResponseSource,
-    stops: tuple[int, ...],
     problems: Problems,
     checkpointer: Checkpointer,
     stop: StopRequest,
 ) -> Batches:
     """Returns the batches of the run: taken from another program, sampled ahead of the trainer, or sampled in turn.
 
-    ``source`` samples the responses, and a token of ``stops`` ends a response. Raises OSError or ValueError if the
-    trajectories of another program cannot be received.
+    ``source`` samples the responses. Raises OSError or ValueError if the trajectories of another program cannot be
+    received.
     """
-    rollout = config.rollout
+    config, rollout = inputs.config, inputs.config.rollout
     sampled = SamplingParams(
         rollout.max_response_tokens,
         rollout.temperature,
-        stops,
+        inputs.stops,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
@@ -235,7 +234,7 @@ def make_batches(
     )
     if rollout.trajectories is not None:
         kept = checkpointer.all_steps
-        return make_external_batches(config, policy, problems.stream, sampled, stop, kept)
+        return make_external_batches(config, inputs.policy, problems.stream, sampled, stop, kept)
     plain = Sampler(source, sampled, rollout.group_size, seed=config.run.seed, counts_mixed=rollout.update != "wait")
     sampler: BatchSampler = RefillingSampler(plain, problems.stream, config) if rollout.refill else plain
     if not rollout.max_staleness:
@@ -252,10 +251,7 @@ def make_batches(
 
 
 def build(
-    config: Config,
-    policy: PolicyConfig,
-    tokenizer: Tokenizer,
-    mesh: Mesh,
+    inputs: Inputs,
     engine: RolloutEngine,
     checkpointer: Checkpointer,
     problems: Problems,
@@ -266,15 +262,14 @@ def build(
     Raises ConfigError if the reward or the environment cannot be used. Raises OSError or ValueError if frozen weights
     or trajectories of another program cannot be used.
     """
-    stop, evaluated = stop or StopRequest(), config.eval
-    stops = policy.stops(tokenizer.eos_token_id, config.rollout.stop_token_ids)
+    (config, policy, tokenizer, mesh), stop = inputs, stop or StopRequest()
     scorer = make_scorer(config.data, config.rollout)
     source = make_source(config.data, config.rollout, engine, tokenizer, scorer, stop)
     trainer = make_trainer(config, policy, mesh)
-    batches = make_batches(config, policy, engine, source, stops, problems, checkpointer, stop)
-    limit = evaluated.max_response_tokens or config.rollout.max_response_tokens
-    of_evaluation = SamplingParams(limit, evaluated.temperature, stops)
-    evaluator = Sampler(source, of_evaluation, evaluated.n)
+    batches = make_batches(inputs, engine, source, problems, checkpointer, stop)
+    limit = config.eval.max_response_tokens or config.rollout.max_response_tokens
+    of_evaluation = SamplingParams(limit, config.eval.temperature, inputs.stops)
+    evaluator = Sampler(source, of_evaluation, config.eval.n)
     of_tokens = {name: json_checksum(facts) for name, facts in tokenizer.facts().items()}
     return RunParts(
         config=config,
@@ -283,7 +278,7 @@ def build(
         batches=batches,
         tokenizer=tokenizer,
         source=source,
-        evaluation=Evaluation(evaluated, config.run.steps, evaluator, problems.evaluation),
+        evaluation=Evaluation(config.eval, config.run.steps, evaluator, problems.evaluation),
         update=trainer.update,
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),

@@ -44,9 +44,6 @@ _LOGGERS = ("asyncio", "concurrent.futures")  # the event loops of orbax log to 
 ROOM = 0.5  # the share of the free memory that a copy of the state may take while it is written
 _GIVEN_UP_S = 0.2  # the time that is waited for abandoned reads to end in their own threads
 
-# The errors of loading JSON that is not the host state of a run. A checkpoint without checksums may hold any JSON.
-NOT_OF_A_RUN = (LookupError, TypeError, AttributeError, ArithmeticError)
-
 
 class DamagedCheckpointError(RuntimeError):
     """A checkpoint does not read back as it was saved."""
@@ -181,31 +178,23 @@ class Checkpointer:
     ) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint onto the shardings of ``abstract_state``, and compares every checksum.
 
-        A checkpoint of an older rljax has no checksums; a line on stderr then says that it was not checked.
         ``abstract_state`` has a ``jax.ShapeDtypeStruct`` with a sharding at each leaf. ``load_host`` is called with the
-        host state before the arrays are read. Its LookupError, TypeError, AttributeError or ArithmeticError means that
-        this is not the host state of a run. Returns the device state and the host state.
+        host state before the arrays are read. Returns the device state and the host state.
 
         Raises:
           DamagedCheckpointError: The checkpoint does not read back as it was saved; the message names the difference.
           RuntimeError: The checkpoint is whole, but its state has another form.
         """
         host, saved = self.read_host(step)
-        try:
-            load_host(host)
-        except NOT_OF_A_RUN as error:
-            raise self._damaged(step, "its host state is not one of a run") from error
+        load_host(host)
         here = array_forms(abstract_state)
         there = {path: text.rpartition(" ")[0] for path, text in saved.items()}
-        if saved and there != here:
+        if there != here:
             path = next(path for path in {**there, **here} if there.get(path) != here.get(path))
             forms = f"{path} is {there.get(path, 'missing')} there, {here.get(path, 'missing')} here"
             raise RuntimeError(f"{self._place(step)} does not fit this run: {forms}")
         state = self._read(step, "state", self._ocp.args.StandardRestore(abstract_state))
         _give_back()
-        if not saved:
-            print(f"warning: {self._place(step)} has no checksums to check: an older rljax saved it", file=sys.stderr)
-            return state, host
         differing = [path for path, text in array_checksums(state).items() if text != saved[path]]
         if differing:
             more = f" and {len(differing) - 3} more arrays" if len(differing) > 3 else ""
@@ -297,20 +286,16 @@ class Checkpointer:
         raise self._damaged(step, what)
 
     def read_host(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads only the host state; returns it and the checksums of the arrays, {} if there are none.
+        """Reads only the host state; returns it and the checksums of the arrays.
 
         Raises DamagedCheckpointError if it does not read back as it was saved.
         """
         host = self._read(step, "host", self._ocp.args.JsonRestore())
-        if not isinstance(host, dict):
-            raise self._damaged(step, "its host state is not a JSON object")
-        if host.get("step", step) != step:  # a folder with the name of another step would block later saves
-            raise self._damaged(step, f"it is that of step {host['step']!r:.60}")
-        if SELF not in host and ARRAYS not in host:
-            return host, {}
-        recorded = host.pop(SELF, None)
+        recorded = host.pop(SELF, None) if isinstance(host, dict) else None
         if recorded != json_checksum(host):
             raise self._damaged(step, "another host state than was saved")
+        if host.get("step", step) != step:  # a folder with the name of another step would block later saves
+            raise self._damaged(step, f"it is that of step {host['step']!r:.60}")
         return host, host.pop(ARRAYS)
 
     def _set_aside(self, step: int, error: DamagedCheckpointError) -> None:

@@ -118,13 +118,13 @@ def _check(
     raised = pool.pop_metrics()["reward/errors"]
     if not rewards:
         return AnswerCheck(reason=f"no answer was scored within {LONGEST_S:g} s")
-    is_blind = _is_blind(pairs)
-    floor = statistics.median(other for _, other in pairs) if pairs and not is_blind else 0.0
+    control = _blindness(reward, pairs)
+    floor = statistics.median(other for _, other in pairs) if pairs and not control else 0.0
     failed = [problem for problem, value in zip(chosen, rewards, strict=False) if value <= floor]
     if len(failed) == len(rewards) and reward not in SHIPPED:
         errors = f"; it failed {raised} times" if raised else ""
         return AnswerCheck(reason=f"{reward} rewards no right answer in any tried form{errors}")
-    return AnswerCheck(len(rewards), failed, control=_blindness(reward, pairs) if is_blind else "")
+    return AnswerCheck(len(rewards), failed, control=control)
 
 
 def _control(
@@ -151,18 +151,16 @@ def _margin(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
     return sum(signs), len(signs)
 
 
-def _is_blind(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Returns whether a reward gives right answers about as much as the right answers of other problems.
+def _blindness(reward: str, pairs: Sequence[tuple[float, float]]) -> str:
+    """Returns a sentence about a reward that hardly prefers right answers to answers of other problems, or "".
 
     A reward that never prefers the other answer is blind only if it prefers the own answer in very few pairs. Otherwise
     the margin is compared with its spread by chance, the square root of the number of pairs without a tie.
     """
     margin, differing = _margin(pairs)
     chance = 2.0 * math.sqrt(differing) if margin < differing else 0.0
-    return bool(pairs) and margin <= max(_MARGIN * len(pairs), chance)
-
-
-def _blindness(reward: str, pairs: Sequence[tuple[float, float]]) -> str:
+    if not pairs or margin > max(_MARGIN * len(pairs), chance):
+        return ""
     own, other = (f"{statistics.fmean(values):.3g}" for values in zip(*pairs, strict=True))
     return (
         f"{reward} gives right answers {own} on average and the right answers of other problems {other}: it does not "

@@ -24,29 +24,18 @@ OWNER = "owner.json"  # the file of a run directory that names the process that 
 MAY_DIFFER = (
     *("run.processes", "run.process_id", "run.coordinator", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
-    "record.",
-    *("eval.", "checkpoint.", "model.path", "data.reward_workers"),
-    *("data.check_answers", "rollout.urls"),
-    *("rollout.discovery", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
-    *("rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
-    *("publish.", "lora.adapter"),
-    *("rollout.dump_every", "rollout.transcript_every", "rollout.decode_tokens", "policy.attention", "policy.experts"),
+    *("eval.", "checkpoint.", "record.", "publish.", "model.path", "lora.adapter", "policy.attention"),
+    *("policy.experts", "data.reward_workers", "data.check_answers", "rollout.urls", "rollout.discovery"),
+    *("rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file", "rollout.server_wait_s"),
+    *("rollout.limits.", "rollout.verify.", "rollout.dump_every", "rollout.transcript_every", "rollout.decode_tokens"),
 )
 
 # Further settings that a fork may change, because the state of a run keeps its meaning under them.
 FORK_MAY_DIFFER = (
     *("run.fork", "schedule.kind", "schedule.decay_period", "schedule.multiplier", "schedule.decay_factor"),
-    *(
-        "schedule.floor_ratio",
-        "schedule.ess_base",
-        "correction.",
-        "loss.",
-        "optimizer.learning_rate",
-        "optimizer.weight_decay",
-    ),
-    *("rollout.engine", "rollout.weight_quantization", "rollout.kv_cache_dtype", "rollout.refill"),
-    "rollout.trajectories",
-    *("rollout.server_form.", "rollout.batch_invariant"),
+    *("schedule.floor_ratio", "schedule.ess_base", "optimizer.learning_rate", "optimizer.weight_decay"),
+    *("correction.", "loss.", "rollout.engine", "rollout.weight_quantization", "rollout.kv_cache_dtype"),
+    *("rollout.refill", "rollout.trajectories", "rollout.server_form.", "rollout.batch_invariant"),
 )
 
 
@@ -72,35 +61,15 @@ def check_owner(owner: Ownership) -> None:
     """
     run_dir = owner.path.parent
     with contextlib.suppress(OSError):
-        if (folder := owner.folder()) != run_dir:
-            what = "was removed" if folder is None else f"was moved to {folder}"
-            raise OwnedError(f"{run_dir} {what} while the run went on")
+        if (folder := owner.folder()) is None:
+            raise OwnedError(f"{run_dir} was removed while the run went on, with its rows and checkpoints")
+        if folder != run_dir:
+            moved = f"{run_dir} was moved to {folder} while the run went on"
+            raise OwnedError(f"{moved}; run.dir = {folder} goes on from there")
         if not owner.has_record():
             raise OwnedError(f"{owner.path} was removed while the run went on, so another run may take the directory")
         if not owner.is_current() and (other := read(owner.path)) is not None:
             raise OwnedError(f"{owner.path} was taken over by {other}; this process leaves the run to it")
-
-
-def what_is_saved(owner: Ownership) -> str:
-    """Returns the end of a message that tells which steps of a moved or removed directory are saved, and where.
-
-    The result is "" if another process owns the directory now.
-    """
-    try:
-        folder = owner.folder()
-        if folder == owner.path.parent and owner.has_record():
-            return ""
-        if folder is None:
-            return ": its rows and checkpoints are gone, and nothing of the run is saved"
-        path, steps = folder / "metrics.jsonl", saved_steps(folder)
-        rows = path.read_bytes().count(b"\n") if path.exists() else 0
-    except OSError as error:
-        return f": what is saved there cannot be read ({error})"
-    if not rows and not steps:
-        return f": {folder} has no rows and no checkpoint, and nothing of the run is saved"
-    newest = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
-    end = "no run can go on from there" if steps and rows < steps[-1] else f"run.dir = {folder} goes on from there"
-    return f": {folder} has {rows} rows and {newest}; {end}"
 
 
 def prepare_directory(config: Config, run_dir: Path) -> None:

@@ -101,12 +101,16 @@ class ExternalBatches(Batches):
             if self.queue.wait(_TICK_S):
                 self.stop.progress()
         waited_s = time.perf_counter() - began
-        rollouts = make_rollouts(batch.groups)
+        responses = [
+            [dataclasses.replace(one.response, prompt_index=i, sample_index=j) for j, one in enumerate(group)]
+            for i, group in enumerate(batch.groups)
+        ]
+        rewards = np.asarray([[one.reward for one in group] for group in batch.groups], np.float32)
         return SampledStep(
-            rollouts,
+            Rollouts(responses, rewards),
             {
                 "rollout/dropped_stale_rows": batch.dropped_rows,
-                "rollout/failed_trajectories": int(np.isnan(rollouts.rewards).sum()),
+                "rollout/failed_trajectories": int(np.isnan(rewards).sum()),
                 "rollout/waiting_groups": sum(self.queue.counts()),
                 "time/wait_s": waited_s,
                 **self._count_doubts(batch.groups, step),
@@ -172,15 +176,6 @@ class ExternalBatches(Batches):
         line += f", {incomplete} incomplete" if incomplete else ""
         line += f", {newer} of a policy newer than version {self.queue.version}" if newer else ""
         return line + (f"; {dropped} rows were too old (rollout.max_staleness)" if dropped else "")
-
-
-def make_rollouts(groups: Sequence[Sequence[Trajectory]]) -> Rollouts:
-    """Returns the rollouts of complete groups."""
-    responses = [
-        [dataclasses.replace(one.response, prompt_index=i, sample_index=j) for j, one in enumerate(group)]
-        for i, group in enumerate(groups)
-    ]
-    return Rollouts(responses, np.asarray([[one.reward for one in group] for group in groups], np.float32))
 
 
 def make_external_batches(

@@ -101,9 +101,8 @@ class BatchesAhead(Batches):
         self._changed = threading.Condition()  # guards the fields below
         self._version = self._begun = 0
         self._data: dict[str, Any] | None = None  # the state of the stream to save; None before the start
-        self._ready: dict[
-            int, tuple[SampledStep, _Job, float]
-        ] = {}  # by step, with the time at which its sampling began
+        # The sampled batches by step, with the time at which the sampling of each began.
+        self._ready: dict[int, tuple[SampledStep, _Job, float]] = {}
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
         self._error: BaseException | None = None

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -264,6 +264,17 @@ def mixed_fraction(rollouts: Rollouts) -> float:
     return float(np.mean([len(response.versions) > 1 for response in rollouts.all()]))
 
 
+def advantages_of(rollouts: Rollouts, config: Config) -> np.ndarray:
+    """Returns the advantages of the responses that the step trains on, [b, g], with the penalty of long ones."""
+    lengths, longest = rollouts.outcomes().lengths, config.rollout.max_response_tokens
+    return compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
+
+
+def carry_loss(rollouts: Rollouts, config: Config) -> np.ndarray:
+    """Marks the groups that carry loss, bool [b]."""
+    return groups_with_loss(advantages_of(rollouts, config))
+
+
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:
     """Returns each row of each response with its advantage, and whether it carries loss.
 
@@ -272,13 +283,11 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
 
     Raises RuntimeError if ``rollout.top_logprobs`` or ``top_k`` asked for likeliest tokens and a response has none.
     """
-    lengths = rollouts.outcomes().lengths
-    longest, reported = config.rollout.max_response_tokens, config.rollout.reported
-    advantages = compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
+    advantages, reported = advantages_of(rollouts, config), config.rollout.reported
     in_loss = groups_with_loss(advantages)[:, None] & ~np.isnan(rollouts.rewards)
     lacking = sum("top_ids" not in response.columns and response.length > 0 for response in rollouts.all())
     if reported and lacking:
-        raise RuntimeError(f"the engine reported no likeliest tokens for {lacking} of {lengths.size} responses")
+        raise RuntimeError(f"the engine reported no likeliest tokens for {lacking} of {advantages.size} responses")
     unused = ["version", *(() if reported else TOPS), *(() if config.rollout.router_replay == "r3" else ["routes"])]
     return [
         TrainSequence(
@@ -318,15 +327,14 @@ class RefillingSampler:
         earliest groups without signal fill up the batch. Raises the errors of ``ResponseSource.begin``.
         """
         rollouts, row = self.sampler.sample(problems, step)
-        signal, rows, counts = self.has_signal(rollouts), [row], [len(problems)]
+        signal, rows, counts = carry_loss(rollouts, self.config), [row], [len(problems)]
         while not signal.all() and len(rows) <= REFILL_LIMIT:
             more, row = self.sampler.sample(self.stream.take(int((~signal).sum())), step, len(rows))
             rows.append(row)
             counts.append(len(more.responses))
-            signal = np.concatenate([signal, self.has_signal(more)])
+            signal = np.concatenate([signal, carry_loss(more, self.config)])
             order = np.argsort(~signal, kind="stable")
-            rollouts = split(join(rollouts, more), order[: len(problems)], order[len(problems) :])
-            signal = signal[order[: len(problems)]]
+            rollouts, signal = exchanged(rollouts, more, order), signal[order[: len(problems)]]
         dropped = rollouts.dropped
         replaced: Row = {
             "rollout/refilled_groups": 0 if dropped is None else len(dropped.rewards),
@@ -335,37 +343,17 @@ class RefillingSampler:
         }
         return SampledStep(rollouts, sum_rows(rows, counts) | replaced)
 
-    def has_signal(self, rollouts: Rollouts) -> np.ndarray:
-        """Marks the groups that carry loss, bool [b]: their rewards differ, with the penalty of long responses."""
-        longest, outcomes = self.config.rollout.max_response_tokens, rollouts.outcomes()
-        return groups_with_loss(
-            compute_advantages(
-                outcomes.rewards, self.config.advantage, lengths=outcomes.lengths, max_response_tokens=longest
-            )
-        )
 
-
-def join(first: Rollouts, second: Rollouts) -> Rollouts:
-    """Returns the groups of both, and the dropped groups of ``first``."""
-    return Rollouts(
-        [*first.responses, *second.responses],
-        np.concatenate([first.rewards, second.rewards]),
-        first.dropped,
-    )
-
-
-def split(rollouts: Rollouts, kept: np.ndarray, dropped: np.ndarray) -> Rollouts:
-    """Returns the groups with the numbers ``kept``, in that order, and drops the groups with the numbers ``dropped``.
+def exchanged(rollouts: Rollouts, more: Rollouts, order: np.ndarray) -> Rollouts:
+    """Returns the first groups of both in this order, as many as ``rollouts`` has, and drops the other groups.
 
     Only rewards and lengths are kept of a dropped group, because its tokens may take much memory.
     """
-    gone = rollouts.outcomes().select(dropped)
-    return replace(
-        rollouts,
-        responses=[rollouts.responses[i] for i in kept],
-        rewards=rollouts.rewards[kept],
-        dropped=gone if rollouts.dropped is None else rollouts.dropped.join(gone),
-    )
+    size, responses = len(rollouts.responses), rollouts.responses + more.responses
+    gone = rollouts.outcomes().join(more.outcomes()).select(order[size:])
+    rewards = np.concatenate([rollouts.rewards, more.rewards])[order[:size]]
+    dropped = gone if rollouts.dropped is None else rollouts.dropped.join(gone)
+    return Rollouts([responses[i] for i in order[:size]], rewards, dropped)
 
 
 def sum_rows(rows: Sequence[Row], counts: Sequence[int]) -> Row:

@@ -102,8 +102,7 @@ class RunParts:
         else:
             self.controller.load_state_dict(host["schedule"])
         self.guard.load_state_dict(host["guard"])
-        # A checkpoint of an rljax that did not count them has no such entry.
-        self.skipped.load_state_dict(host.get("skipped_updates", {"in_a_row": 0, "since_step": 0}))
+        self.skipped.load_state_dict(host["skipped_updates"])
         return Progress.from_state_dict(host)
 
 

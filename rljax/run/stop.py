@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
-
-import jax
 
 from rljax.distributed.processes import ALONE, Processes
 from rljax.rollout.engine import AHEAD
@@ -40,7 +37,7 @@ class StopRequest:
         self._grace_s, self._asked_at, self._processes = grace_s, 0.0, processes
         self._began = time.monotonic()
         self._step_s: float | None = None
-        self._state_bytes, self._compiled_s = 0, math.inf
+        self._state_bytes = 0
         self._checkpointer: Checkpointer | None = None
         self._previous: dict[int, Any] = {}
         self._place = "starting"
@@ -77,14 +74,11 @@ class StopRequest:
     def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer, state_bytes: int = 0) -> None:
         """Records that a step begins. The step before took ``last_step_s`` seconds (None: not known).
 
-        The expected time of this step leaves out the seconds of compiling. ``state_bytes`` is the size of the state
-        that this process saves. It gives the expected time of the first save.
+        This step is expected to take as long. ``state_bytes`` is the size of the state that this process saves. It
+        gives the expected time of the first save.
         """
-        compiled = sum(_compile_time())
-        if last_step_s is not None:
-            last_step_s = max(last_step_s - max(compiled - self._compiled_s, 0.0), 0.0)
         self._began, self._step_s, self._checkpointer = time.monotonic(), last_step_s, checkpointer
-        self._state_bytes, self._compiled_s = state_bytes, compiled
+        self._state_bytes = state_bytes
 
     def at(self, place: str) -> None:
         """Records that the run has come to ``place``, a phase of a step."""
@@ -130,16 +124,3 @@ class StopRequest:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-
-@functools.cache
-def _compile_time() -> list[float]:
-    """Returns a list that grows by the seconds of each compilation after the first call; reads of XLA's cache count."""
-    times = list[float]()
-
-    def add(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            times.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(add)
-    return times

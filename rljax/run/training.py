@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
 from rljax.errors import caller_errors
@@ -52,7 +51,6 @@ from rljax.trainer.self_check import (
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import (
-    Baseline,
     Forward,
     MultipleUpdates,
     OffloadedUpdate,
@@ -137,7 +135,7 @@ def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
     """
     merged = load_merged(config, policy, mesh)
     reference = load_reference(config, policy, mesh, merged)
-    update = make_update(config, policy, make_optimizer(config.optimizer), mesh, reference, merged)
+    update = make_update(config, policy, mesh, reference, merged)
     frozen = {"reference": reference, "base": None if merged is None else merged.base}
     prints = {name: json_checksum(array_checksums(tree)) for name, tree in frozen.items() if tree is not None}
     if config.rollout.colocated:
@@ -182,12 +180,7 @@ def _state_options(config: Config) -> dict[str, Any]:
 
 
 def make_update(
-    config: Config,
-    policy: PolicyConfig,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    reference: Params | None,
-    merged: MergedPolicy | None = None,
+    config: Config, policy: PolicyConfig, mesh: Mesh, reference: Params | None, merged: MergedPolicy | None = None
 ) -> Update:
     """Builds the updates of a step: one fused update, several of them, or one through the exact engine's executable.
 
@@ -195,33 +188,28 @@ def make_update(
     adapters to a whole policy, from ``load_merged``; None: the state holds the policy itself. An update on rows of
     trees first compares them with separate rows.
     """
-    update = _make_update(config, policy, tx, mesh, reference, merged)
+    update = _make_update(config, policy, mesh, reference, merged)
     if not shares_prefixes(config):
         return update
     apart, count = with_separate_rows(config), min(MOST, config.num_sequences)
-    _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
+    _, forward = make_forwards(config, make_step(config, policy, mesh, merged), merged)
     packs = (
         make_pack(config, policy, count),
         make_pack(apart, policy, count),
         make_pack(apart, policy, count, other_rows(apart)),
     )
     floor = FLOORS[config.precision.compute_dtype]
-    return CheckedTrees(update, forward, packs, floor, lambda: _make_update(apart, policy, tx, mesh, reference, merged))
+    return CheckedTrees(update, forward, packs, floor, lambda: _make_update(apart, policy, mesh, reference, merged))
 
 
 def _make_update(
-    config: Config,
-    policy: PolicyConfig,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    reference: Params | None,
-    merged: MergedPolicy | None,
+    config: Config, policy: PolicyConfig, mesh: Mesh, reference: Params | None, merged: MergedPolicy | None
 ) -> Update:
     if can(config.rollout.engine, "is_exact"):
         exact = ExactUpdate(
             make_exact_pass(config, policy, mesh),
             policy,
-            tx,
+            make_optimizer(config.optimizer),
             precision=config.precision,
             temperature=config.rollout.temperature,
             diagnosis=config.diagnosis,
@@ -230,8 +218,8 @@ def _make_update(
             merged=merged,
             for_dumps=config.rollout.dump_every > 0,
         )
-        return _with_turns(config, _with_self_check(config, exact, policy, tx, mesh, merged))
-    step = make_step(config, policy, tx, mesh, merged)
+        return _measured(config, exact, policy, mesh, merged)
+    step = make_step(config, policy, mesh, merged)
     forward, forward_of_state = make_forwards(config, step, merged)
     score = None if reference is None else functools.partial(reference_logprobs, forward, reference)
     pack_all = make_pack(config, policy, config.num_sequences)
@@ -239,6 +227,9 @@ def _make_update(
     if not has_separate_forward(config):
         update = SingleUpdate(step, forward_of_state, pack_all, score)
     else:
+        baseline = functools.partial(
+            subtract_baselines, group_size=config.rollout.group_size, correction=config.correction.resolved()
+        )
         update = MultipleUpdates(
             step,
             forward_of_state,
@@ -249,11 +240,10 @@ def _make_update(
             group_size=config.rollout.group_size,
             reference=score,
             replays_own=config.rollout.router_replay == "r2",
-            baseline=make_baseline(config),
+            baseline=baseline if config.advantage.estimator == "optimal_token" else None,
             for_dumps=config.rollout.dump_every > 0,
         )
-    update = _with_split_mismatch(config, policy, update, forward_of_state)
-    return _with_turns(config, _with_self_check(config, update, policy, tx, mesh, merged))
+    return _measured(config, _with_split_mismatch(config, policy, update, forward_of_state), policy, mesh, merged)
 
 
 def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None = None) -> tuple[Forward, Forward]:
@@ -264,14 +254,6 @@ def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None =
         return forward(params if merged is None else merged(params), batch, **options)
 
     return forward, forward_of_state
-
-
-def make_baseline(config: Config) -> Baseline | None:
-    """Returns the function that subtracts a baseline from each token's advantage, or None."""
-    if config.advantage.estimator != "optimal_token":
-        return None
-    size, correction = config.rollout.group_size, config.correction.resolved()
-    return functools.partial(subtract_baselines, group_size=size, correction=correction)
 
 
 def _with_split_mismatch(config: Config, policy: PolicyConfig, update: Update, forward: Forward) -> Update:
@@ -294,28 +276,27 @@ def _with_split_mismatch(config: Config, policy: PolicyConfig, update: Update, f
     )
 
 
-def _with_self_check(
-    config: Config,
-    update: Update,
-    policy: PolicyConfig,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    merged: MergedPolicy | None,
-) -> Update:
-    """Wraps ``update`` to measure the trainer's mismatch with itself, if ``diagnosis.self_every`` is above 0."""
-    if not config.diagnosis.self_every:
-        return update
+def _measured(config: Config, update: Update, policy: PolicyConfig, mesh: Mesh, merged: MergedPolicy | None) -> Update:
+    """Wraps ``update`` to measure the trainer's mismatch with itself, and by turn, where that is wanted."""
+    if config.diagnosis.self_every:
+        update = SelfCheckedUpdate(update, _self_checks(config, policy, mesh, merged))
+    has_turns = config.rollout.environment is not None or config.rollout.trajectories is not None
+    return TurnsUpdate(update) if has_turns else update
+
+
+def _self_checks(config: Config, policy: PolicyConfig, mesh: Mesh, merged: MergedPolicy | None) -> dict[Cause, Check]:
+    """Returns the checks of the trainer against itself: at another shape, on another mesh and with another remat."""
     count, checks = min(SELF_RESPONSES, config.num_sequences), dict[Cause, Check]()
-    _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
+    _, forward = make_forwards(config, make_step(config, policy, mesh, merged), merged)
     checks["shape"] = at_other_shape(forward, make_pack(config, policy, count, other_rows(config)), sample=count)
     if (other := other_mesh(mesh)) is not None:
-        _, forward_there = make_forwards(config, make_step(config, policy, tx, other, merged), merged)
+        _, forward_there = make_forwards(config, make_step(config, policy, other, merged), merged)
         checks["mesh"] = in_other_program(lambda state, batch: forward_there(state.params, batch)[1], sample=count)
     remat = OTHER_REMAT[config.precision.remat_policy]
     changed = dataclasses.replace(config, precision=dataclasses.replace(config.precision, remat=remat))
-    step = make_step(changed, policy, tx, mesh, merged)
+    step = make_step(changed, policy, mesh, merged)
     checks["remat"] = in_other_program(step.loss_forward, sample=count, stand_ins=optional_logprobs(config))
-    return SelfCheckedUpdate(update, checks)
+    return checks
 
 
 def optional_logprobs(config: Config) -> list[OptionalLogprobs]:
@@ -328,24 +309,12 @@ def optional_logprobs(config: Config) -> list[OptionalLogprobs]:
     return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
-def _with_turns(config: Config, update: Update) -> Update:
-    """Wraps ``update`` to measure the mismatch by turn, if the run's rollouts may have several turns."""
-    has_turns = config.rollout.environment is not None or config.rollout.trajectories is not None
-    return TurnsUpdate(update) if has_turns else update
-
-
-def make_step(
-    config: Config,
-    policy: PolicyConfig,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    merged: MergedPolicy | None = None,
-) -> TrainStep:
+def make_step(config: Config, policy: PolicyConfig, mesh: Mesh, merged: MergedPolicy | None = None) -> TrainStep:
     """Builds the compiled step of one update. The update of ``rollout.engine: exact`` does not use it."""
     count = responses_per_update(config)
     return TrainStep(
         policy,
-        tx,
+        make_optimizer(config.optimizer),
         mesh,
         precision=config.precision,
         objective=make_objective(config, count, policy),

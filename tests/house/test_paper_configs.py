@@ -300,7 +300,7 @@ def assert_lowered(name):
     tx = make_optimizer(config.optimizer)
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(TINY, tx, mesh, dynamic_scale=dynamic)
-    lowered = make_step(config, TINY, tx, mesh).lower(*optional_logprobs(config), reported=config.rollout.reported)
+    lowered = make_step(config, TINY, mesh).lower(*optional_logprobs(config), reported=config.rollout.reported)
     text = lowered.as_text()
     assert ("xf16>" in text, "xbf16>" in text) == (dynamic, not dynamic)
     new_state, row, _ = lowered.out_info
@@ -340,7 +340,7 @@ def test_a_toy_sized_step_moves_the_policy(name):
     dynamic = config.precision.compute_dtype == "float16"
     state = create_state(init_params(TINY, 0), TINY, tx, mesh, dynamic_scale=dynamic)
     before = jax.device_get(state.params["embed"])
-    update, sequences = make_update(config, TINY, tx, mesh, None), list(random_sequences(config.num_sequences))
+    update, sequences = make_update(config, TINY, mesh, None), list(random_sequences(config.num_sequences))
     updated = update(state, update.pack(sequences), sequences, UpdateOptions(1e-3, 0, False))
     assert np.isfinite(updated.row["optimizer/grad_norm"])
     assert updated.row["optimizer/grad_norm"] > 0

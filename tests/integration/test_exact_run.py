@@ -63,3 +63,11 @@ def test_evaluation_goes_through_the_same_engine(toy_base, tmp_path):
     assert row["mismatch/logprob_abs_diff_max"] == 0.0
     # The engine's own figures count the rollouts alone.
     assert row["rollout/executable_runs"] <= 2 * row["response_length/max"]
+
+
+@pytest.mark.harness
+def test_refilled_groups_have_no_mismatch_either(toy_base, tmp_path):
+    refill = ("--rollout.refill", "true", "--rollout.group-size", "2", "--packing.rows-per-micro-batch", "2")
+    rows = run(toy_base, tmp_path / "run", "float16", *refill, "--run.steps", "2")
+    assert all(row["rollout/refilled_groups"] for row in rows)
+    assert {row["mismatch/logprob_abs_diff_max"] for row in rows} == {0.0}

@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 from programs import bash, of_script, program
-from small_disk import small_disk
 from toy_runs import ROOT, comparable, environment, wait_for_rows
 from vllm_processes import kill_worker, members
 
@@ -47,20 +46,6 @@ def unplanned(tmp_path_factory):
 
 def outcome(*words, **more):
     return bash(SCRIPT, *words, **settings(**more))
-
-
-@pytest.mark.harness  # rollout/test_build.py
-def test_weights_without_room_are_refused_before_servers_load(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    words = ("--", "--rollout.transfer-dir", str(disk), "--run.dir", str(tmp_path / "run"))
-    with small_disk(disk, 1):
-        (disk / "others").write_bytes(bytes(3 * 2**18))
-        status, out, said = outcome(CONFIG, *words)
-    assert status == 2
-    assert "two versions of the weights take 0.5 MiB" in said
-    assert "--ipc=host" in said
-    assert "waiting" not in out
 
 
 def marked(mark):

@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.harness]
 
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32", "--rollout.dump-every", "1")
 CUT = ("--rollout.top-k", "5", "--rollout.top-p", "0.9")
-EXACT = ("--rollout.engine", "exact", "--packing.row-tokens", "24", "--packing.rows-per-micro-batch", "8")
 
 
 def run(base, run_dir, *options, steps=2):
@@ -74,25 +73,3 @@ def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
         assert any((ids[mask] < 0).any() for ids, mask in zip(dump.columns["top_ids"], dump.response_mask, strict=True))
         (pair,) = compare_columns(dump).pairs
         assert pair.verdict.status == "pass", pair.verdict
-
-
-def test_the_exact_engine_has_no_mismatch_in_a_cut_run(toy_base, tmp_path):
-    rows, dumps = run(toy_base, tmp_path / "run", *CUT, *EXACT)
-    for row in rows:
-        assert row["mismatch/k3_kl"] == row["mismatch/kl"] == row["mismatch/logprob_abs_diff_max"] == 0.0
-        assert row["is/token_ratio_max"] == row["is/token_ratio_min"] == 1.0
-    assert_reported(dumps[0], 5)
-    assert_entropies(rows, dumps)
-
-
-def test_a_run_of_score_centering_dumps_the_trainers_side(toy_base, tmp_path):
-    """In float32 the trainer gives the sampler's likeliest tokens nearly the same log-probabilities as the sampler."""
-    options = ("--correction.score-centering", "true", "--rollout.top-logprobs", "4")
-    rows, dumps = run(toy_base, tmp_path / "run", *options)
-    assert_entropies(rows, dumps)
-    for dump in dumps:
-        names = ("top_ids/trainer", "top_logprobs/trainer", "top_ids", "top_logprobs")
-        for ours, values, theirs, expected in zip(*map(dump.columns.get, names), strict=True):
-            assert (values[:, :-1] >= values[:, 1:]).all()
-            np.testing.assert_array_equal(np.sort(ours, axis=1), np.sort(theirs, axis=1))
-            np.testing.assert_allclose(values, expected, atol=1e-4)

@@ -47,8 +47,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from rljax.rollout.servers.vllm.plugin import BACKEND
 
-said["backend"] = BACKEND in WeightTransferEngineFactory._registry and BACKEND
-said["modules"] = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
+assert BACKEND in WeightTransferEngineFactory._registry
 said["registered_without"] = []
 for name in ("_is_amx_tile_supported", "_init_amx"):
     kept = getattr(torch.cpu, name)
@@ -77,20 +76,6 @@ def said(vllm_interpreter):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.vllm
-@pytest.mark.harness  # house/test_imports.py follows the imports
-def test_it_loads_without_jax(said):
-    """vLLM's environment has no jax, so the plugin and the modules it imports must not import it."""
-    beside = ("rljax.weights.access", "rljax.weights", "rljax.distributed", "rljax.errors")
-    vllm = ("", ".plugin", ".server", ".taps", ".forced", ".hooks", ".description")
-    own = ("rljax", "rljax.rollout", *(f"rljax.rollout.servers.vllm{name}" for name in vllm))
-    own += ("rljax.rollout.servers", "rljax.rollout.servers.process", "rljax.rollout.servers.loaded")
-    own += ("rljax.weights.sums", "rljax.weights.mirror")
-    assert said["backend"] == "rljax_file"
-    assert set(own) <= set(said["modules"])
-    assert [name for name in said["modules"] if name not in own and not name.startswith(beside)] == []
 
 
 @pytest.mark.vllm

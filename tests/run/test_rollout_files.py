@@ -10,6 +10,15 @@ from rljax.run.config import Config, RunConfig
 from rljax.run.rollout_files import write_tokens
 from rljax.trainer.update import TrainerValues
 
+IDS, LOGPROBS = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
+
+
+def dumped(run_dir, sequences, values=None, **rollout):
+    """Returns the dump of step 4 of a run, which has the policy version 3."""
+    config = Config(run=RunConfig(dir=str(run_dir)), rollout=RolloutConfig(**rollout))
+    write_tokens(config, 4, 3, sequences, values or TrainerValues([LOGPROBS] * len(sequences)))
+    return read_dump(run_dir / "rollouts" / "step_000004.parquet")
+
 
 @pytest.mark.parametrize(
     ("inject", "staleness", "expected", "said"),
@@ -30,12 +39,8 @@ from rljax.trainer.update import TrainerValues
     ],
 )
 def test_a_dump_names_the_weights_that_sampled(tmp_path, inject, staleness, expected, said):
-    config = Config(run=RunConfig(dir=str(tmp_path)), rollout=RolloutConfig(inject=InjectConfig(**inject)))
-    logprobs = -np.ones(3, np.float32)
-    ids = np.arange(3, dtype=np.int32)
-    sequence = train_sequence(ids, ids, logprobs, 0.5, staleness=np.full(3, staleness))
-    write_tokens(config, 4, 3, [sequence], TrainerValues([logprobs]))
-    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    sequence = train_sequence(IDS, IDS, LOGPROBS, 0.5, staleness=np.full(3, staleness))
+    dump = dumped(tmp_path, [sequence], inject=InjectConfig(**inject))
     trainer = dump.sources["trainer"].weights_hash
     assert trainer == f"{tmp_path} version 3"
     assert dump.sources["rollout"].weights_hash == expected.format(trainer=trainer)
@@ -43,24 +48,17 @@ def test_a_dump_names_the_weights_that_sampled(tmp_path, inject, staleness, expe
 
 
 def test_a_dump_names_the_eight_bits_of_the_engine(tmp_path):
-    rollout = RolloutConfig(weight_quantization="int8", kv_cache_dtype="fp8_e4m3")
-    config = Config(run=RunConfig(dir=str(tmp_path)), rollout=rollout)
-    ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
-    write_tokens(config, 4, 3, [train_sequence(ids, ids, logprobs, 0.5)], TrainerValues([logprobs]))
-    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    eight_bits = {"weight_quantization": "int8", "kv_cache_dtype": "fp8_e4m3"}
+    dump = dumped(tmp_path, [train_sequence(IDS, IDS, LOGPROBS, 0.5)], **eight_bits)
     assert dump.sources["rollout"].weights_hash == f"{tmp_path} version 3, weight_quantization int8"
     assert dump.sources["trainer"].weights_hash == f"{tmp_path} version 3"
     assert (dump.sampling["weight_quantization"], dump.sampling["kv_cache_dtype"]) == ("int8", "fp8_e4m3")
 
 
 def test_a_dump_of_a_cut_sampling_has_its_support(tmp_path):
-    rollout = RolloutConfig(top_k=2, top_p=0.9)
-    config = Config(run=RunConfig(dir=str(tmp_path)), rollout=rollout)
-    ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
     tops = np.asarray([[0, 4], [1, -1], [2, 5]], np.int32), np.asarray([[-1, -2], [0, -np.inf], [-1, -2]], np.float32)
-    sequence = train_sequence(ids, ids, logprobs, 0.5, top_ids=tops[0], top_logprobs=tops[1])
-    write_tokens(config, 4, 3, [sequence], TrainerValues([logprobs]))
-    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    sequence = train_sequence(IDS, IDS, LOGPROBS, 0.5, top_ids=tops[0], top_logprobs=tops[1])
+    dump = dumped(tmp_path, [sequence], top_k=2, top_p=0.9)
     assert {name: dump.sampling[name] for name in ("top_k", "top_p", "min_p")} == {"top_k": 2, "top_p": 0.9, "min_p": 0}
     assert dump.sources["rollout"].cut
     assert dump.sources["trainer"].cut
@@ -69,15 +67,8 @@ def test_a_dump_of_a_cut_sampling_has_its_support(tmp_path):
 
 
 def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
-    config = Config(run=RunConfig(dir=str(tmp_path)))
-    ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
-    stale = np.asarray([2, 2, 0], np.int32)
-    sequences = [
-        train_sequence(ids, ids, logprobs, -0.5, False),
-        train_sequence(ids, ids, logprobs, 0.25, staleness=stale),
-    ]
-    write_tokens(config, 4, 3, sequences, TrainerValues([logprobs, logprobs]))
-    values = read_dump(tmp_path / "rollouts" / "step_000004.parquet").values
+    stale = train_sequence(IDS, IDS, LOGPROBS, 0.25, staleness=np.asarray([2, 2, 0], np.int32))
+    values = dumped(tmp_path, [train_sequence(IDS, IDS, LOGPROBS, -0.5, False), stale]).values
     found = {name: [vector[3:].tolist() for vector in vectors] for name, vectors in values.items()}
     assert found == {
         "advantage": [[-0.5] * 3, [0.25] * 3],
@@ -88,11 +79,9 @@ def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
 
 
 def test_a_dump_tells_an_environments_tokens_apart(tmp_path):
-    config = Config(run=RunConfig(dir=str(tmp_path)))
     ids, turns = np.arange(4, dtype=np.int32), np.array([1, 0, 0, 2], np.int32)
     sequence = train_sequence(ids[:2], ids, np.float32([-1, 0, 0, -2]), 0.5, turn=turns)
-    write_tokens(config, 4, 3, [sequence], TrainerValues([np.float32([-1.5, 0, 0, -2.5])]))
-    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    dump = dumped(tmp_path, [sequence], TrainerValues([np.float32([-1.5, 0, 0, -2.5])]))
     assert dump.response_mask[0].tolist() == [False, False, True, False, False, True]
     np.testing.assert_array_equal(dump.logprobs["trainer"][0][2:], np.float32([-1.5, np.nan, np.nan, -2.5]))
     np.testing.assert_array_equal(dump.logprobs["rollout"][0][2:], np.float32([-1, np.nan, np.nan, -2]))
@@ -101,14 +90,12 @@ def test_a_dump_tells_an_environments_tokens_apart(tmp_path):
 
 def test_a_dump_has_the_trainers_entropies_and_likeliest_tokens(tmp_path):
     """The trainer's numbers of the sampler's likeliest tokens stand in the trainer's order. Prompts have none."""
-    config = Config(run=RunConfig(dir=str(tmp_path)))
     ids, logprobs = np.arange(2, dtype=np.int32), -np.ones(2, np.float32)
     tops = np.asarray([[5, 7], [6, -1]], np.int32), np.asarray([[-0.5, -1.5], [-0.25, -np.inf]], np.float32)
     trainer = np.asarray([[-1.0, -0.75], [-0.5, -np.inf]], np.float32)
     sequence = train_sequence(ids, ids, logprobs, 0.5, top_ids=tops[0], top_logprobs=tops[1])
     entropy = np.asarray([1.25, 0.5], np.float32)
-    write_tokens(config, 4, 3, [sequence], TrainerValues([logprobs], [entropy], [trainer]))
-    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    dump = dumped(tmp_path, [sequence], TrainerValues([logprobs], [entropy], [trainer]))
     assert dump.values["entropy"][0][2:].tolist() == [1.25, 0.5]
     assert np.isnan(dump.values["entropy"][0][:2]).all()
     assert dump.columns["top_ids"][0].tolist() == [[-1, -1], [-1, -1], [5, 7], [6, -1]]

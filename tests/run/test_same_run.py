@@ -17,7 +17,7 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError
 from rljax.policy.config import toy_config
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import build, load_problems
+from rljax.run.build import Inputs, build, load_problems
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.config_file import config_to_yaml
@@ -46,7 +46,7 @@ def parts_of(config, tmp_path):
     problems = load_problems(config, tokenizer) if config.data.path else load_once(config, tokenizer)
     engine = ScriptedEngine(tokenizer, lambda prompt, sample, seed: "1$")
     with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
-        parts = build(config, POLICY, tokenizer, MESH, engine, checkpointer, problems)
+        parts = build(Inputs(config, POLICY, tokenizer, MESH), engine, checkpointer, problems)
         with contextlib.closing(parts.source):
             yield parts
 

@@ -12,7 +12,7 @@ from rljax.data.prompts import DataConfig
 from rljax.data.toy import build_tokenizer
 from rljax.policy.config import toy_config
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import build, starting_point
+from rljax.run.build import Inputs, build, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.loop import train
@@ -21,7 +21,7 @@ from rljax.run.stop import StopRequest
 from rljax.run.training import make_update
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
-from rljax.trainer.state import OptimizerConfig, PrecisionConfig, make_optimizer
+from rljax.trainer.state import OptimizerConfig, PrecisionConfig
 
 TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
 
@@ -49,7 +49,7 @@ def settings(directory, **changes):
 def compiled_step(directory, **changes):
     """Returns the update of such runs, which they can share."""
     config = settings(directory, **changes)
-    return make_update(config, POLICY, make_optimizer(config.optimizer), MESH, None)
+    return make_update(config, POLICY, MESH, None)
 
 
 class Stop(StopRequest):
@@ -68,7 +68,7 @@ def opened_parts(config, engine, *, update=None, stop=None, checkpointer=Checkpo
     """Yields the parts of a run that saves in its directory, and its checkpoints. ``update``: None for its own one."""
     with contextlib.closing(checkpointer(Path(config.run.dir) / "checkpoints", keep=keep)) as saves:
         problems = load_once(config, TOKENIZER)
-        parts = build(config, POLICY, TOKENIZER, MESH, engine, saves, problems, stop)
+        parts = build(Inputs(config, POLICY, TOKENIZER, MESH), engine, saves, problems, stop)
         with contextlib.closing(parts.source):
             yield dataclasses.replace(parts, update=update or parts.update), saves
 

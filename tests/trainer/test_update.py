@@ -358,7 +358,8 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
 
 
 @pytest.mark.harness
-def test_a_single_update_normalises_beside_a_penalty(tmp_path):
+def test_a_single_update_normalises_beside_a_penalty(tmp_path, monkeypatch):
+    monkeypatch.setattr("rljax.run.training.make_optimizer", lambda config: keep_gradient())
     save_params(tmp_path, init_params(CONFIG, 1), CONFIG)
     fused = Config(
         model=ModelConfig(path=str(tmp_path)),
@@ -372,7 +373,7 @@ def test_a_single_update_normalises_beside_a_penalty(tmp_path):
     normalised = dataclasses.replace(fused, correction=CorrectionConfig(level="token", threshold=1.2, normalize=True))
     rows = []
     for config, kind in ((fused, SingleUpdate), (normalised, MultipleUpdates)):
-        update = make_update(config, CONFIG, keep_gradient(), MESH, load_reference(config, CONFIG, MESH))
+        update = make_update(config, CONFIG, MESH, load_reference(config, CONFIG, MESH))
         assert isinstance(update, kind)
         rows.append(train(update, fresh_state(), sequences(), 0.1, seed=0, noise=False).row)
     assert rows[1]["correction/weight_mean"] < 0.97
