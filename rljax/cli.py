@@ -21,10 +21,11 @@ class Command(NamedTuple):
 
     module: str  # the module of the program; its ``main`` takes the remaining words and returns the exit status
     summary: str  # one line for ``rljax --help``
+    options: str = "{}Arguments"  # the module's dataclass of options, {}: the command's name; empty if it has none
 
 
 COMMANDS = {
-    "train": Command("rljax.train", "Trains a policy: rljax train CONFIG.yaml [--a.b value ...]"),
+    "train": Command("rljax.train", "Trains a policy: rljax train CONFIG.yaml [--a.b value ...]", "Config"),
     "evaluate": Command("rljax.evaluate", "Measures the accuracy of a model or of a run on one dataset."),
     "compare": Command("rljax.commands.compare", "Compares log-probabilities of the same tokens between engines."),
     "view": Command("rljax.commands.view", "Makes one HTML page of a token dump or a run, token by token."),
@@ -33,9 +34,9 @@ COMMANDS = {
     "plot": Command("rljax.commands.plot", "Plots one run, or several runs in the same panels."),
     "prepare": Command("rljax.commands.prepare", "Makes a training file from problems: filters, counts, scores."),
     "export": Command("rljax.commands.export", "Writes a checkpoint as a Hugging Face directory."),
-    "serve": Command("rljax.commands.serve", "Serves a model with vLLM or SGLang, ready for weight updates."),
-    "config": Command("rljax.commands.config", "Prints the settings that a run would use."),
-    "docs": Command("rljax.commands.docs", "Prints a page of the documentation: rljax docs PAGE"),
+    "serve": Command("rljax.commands.serve", "Serves a model with vLLM or SGLang, ready for weight updates.", ""),
+    "config": Command("rljax.commands.config", "Prints the settings that a run would use.", "Config"),
+    "docs": Command("rljax.commands.docs", "Prints a page of the documentation: rljax docs PAGE", ""),
     "accept": Command("rljax.commands.accept", "Checks a model and its vLLM server before a long run: is it right?"),
     "check": Command("rljax.commands.check", "Checks this machine, from driver and kernels to a training step."),
 }
@@ -44,6 +45,17 @@ FORMER_COMMANDS = {
 }
 """The commands that were removed, with the words to type instead."""
 USAGE = "usage: rljax COMMAND [words of the command]"
+COMPLETION = "--print-completion"
+SHELLS = ("bash", "zsh", "fish")
+_BASH = """_rljax() {{
+  local words
+  case "$COMP_CWORD:${{COMP_WORDS[1]}}" in
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _rljax rljax"""
+_ZSH = "autoload -U compinit bashcompinit && compinit && bashcompinit\n"  # zsh runs bash's script
 
 
 def help_text() -> str:
@@ -51,7 +63,8 @@ def help_text() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     title = "RL fine-tuning of language models in JAX, with the training-inference mismatch measured."
-    end = "rljax COMMAND --help explains a command; rljax --version prints the version."
+    end = "rljax COMMAND --help explains a command; rljax --version prints the version.\n"
+    end += f"{COMPLETION} {{{','.join(SHELLS)}}} prints a script for the completion of words by the shell."
     return "\n".join([USAGE, "", title, "", *lines, "", end])
 
 
@@ -78,16 +91,40 @@ def load(name: str, command: Command) -> Any:
         raise ConfigError(f"rljax {name} needs the package {missing}, {remedy}") from error
 
 
+def print_completion(shell: str) -> None:
+    """Prints the script by which a shell completes commands and options.
+
+    Raises ConfigError if ``shell`` is not one of ``SHELLS``.
+    """
+    if shell not in SHELLS:
+        raise ConfigError(f"{COMPLETION}: expected one of {', '.join(SHELLS)}, got {shell or 'nothing'}")
+    option_words = load("completion", Command("rljax.run.options", "")).option_words
+    words = {"": " ".join(COMMANDS)}
+    for name, command in COMMANDS.items():
+        if command.options:
+            words[name] = " ".join(option_words(getattr(load(name, command), command.options.format(name.title()))))
+    if shell == "fish":
+        when = {name: f"__fish_seen_subcommand_from {name}" if name else "__fish_use_subcommand" for name in words}
+        print("\n".join(f"complete -c rljax -n '{when[name]}' -a '{each}'" for name, each in words.items()))
+        return
+    patterns = {name: f"*:{name}" if name else "1:*" for name in words}
+    cases = "\n".join(f'    {patterns[name]}) words="{each}" ;;' for name, each in words.items())
+    print((_ZSH if shell == "zsh" else "") + _BASH.format(cases=cases))
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs one command; returns its exit status.
 
-    Raises ConfigError if there is no such command, or a package that the command needs is not installed.
+    Raises ConfigError if there is no such command or shell, or a package that the command needs is not installed.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0 if argv else 2
     if argv[0] == "--version":
         print(rljax.__version__)
+        return 0
+    if argv[0] == COMPLETION:
+        print_completion(argv[1] if len(argv) > 1 else "")
         return 0
     command = find(argv[0])
     status: int = load(argv[0], command).main(argv[1:])

@@ -58,6 +58,12 @@ def options_of(root: type, prefix: str = "") -> dict[str, Option]:
     return found
 
 
+def option_words(root: type) -> list[str]:
+    """Returns the options ``--a.b`` of a dataclass."""
+    options = options_of(root).items()
+    return ["--" + name.replace("_", "-") for name, option in options if option.marker != _POSITIONAL]
+
+
 def parse_arguments(
     kind: type[T], argv: Sequence[str], *, prog: str, description: str, aliases: Mapping[str, str] | None = None
 ) -> T:
@@ -80,8 +86,7 @@ def parse_arguments(
     values, others = read_options(kind, words, strict=True)
     for word in others:
         if word.startswith("-"):
-            known = [f"--{name.replace('_', '-')}" for name in options if name not in positional]
-            similar = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+            similar = difflib.get_close_matches(word.partition("=")[0], option_words(kind), n=1)
             raise ConfigError(f"unknown option {word}" + (f"; did you mean {similar[0]}?" if similar else ""))
     for name, option in positional.items():
         taken, others = (others, []) if option.is_list else (others[:1], others[1:])

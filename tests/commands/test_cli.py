@@ -72,3 +72,28 @@ def test_a_missing_package_is_named(monkeypatch):
     assert status == 2
     remedy = "pip install '.[train]' in a checkout of rljax, or 'WHEEL[train]' with its wheel"
     assert err == f"error: rljax compare needs the package tqdm, which is not installed: {remedy}\n"
+
+
+def test_the_shell_completes_commands_and_options(tmp_path):
+    status, script, _ = outcome(cli.main, ["--print-completion", "bash"])
+    assert status == 0
+    (tmp_path / "rljax.bash").write_text(script)
+
+    def completions(*words):
+        shell = f"""
+            source {tmp_path}/rljax.bash
+            COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; COMP_LINE="{" ".join(words)}"
+            COMP_POINT=${{#COMP_LINE}}
+            _rljax
+            printf '%s\\n' "${{COMPREPLY[@]}}"
+        """
+        done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60)
+        return [line.split()[0] for line in done.stdout.splitlines() if line]
+
+    assert completions("rljax", "exp") == ["export"]
+    assert [word for word in completions("rljax", "train", "--run.st") if word[0] == "-"] == [
+        "--run.steps",
+        "--run.stuck-s",
+    ]
+    status, _, err = outcome(cli.main, ["--print-completion", "csh"])
+    assert (status, err) == (2, "error: --print-completion: expected one of bash, zsh, fish, got csh\n")

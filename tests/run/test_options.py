@@ -1,6 +1,5 @@
 """The arguments of a program: words without an option, repeated options, switches, and mistakes in one line."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,7 +7,7 @@ from typing import Literal
 import pytest
 
 from rljax.errors import ConfigError
-from rljax.run.options import Positional, Repeated, parse_arguments
+from rljax.run.options import Positional, Repeated, option_words, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -82,4 +81,4 @@ def test_help_has_the_text_of_each_field(capsys):
     assert shown.startswith("usage: prog SOURCE REST ... [--a VALUE ...]\n\nSays.\n")
     assert "  SOURCE PATH\n      The file to read.\n" in shown
     assert "  --check {true,false}\n      Whether to check. (default: true)" in shown
-    assert re.findall(r"^  (--\w+)", shown, re.MULTILINE) == ["--scorer", "--lengths", "--kind", "--check"]
+    assert option_words(Arguments) == ["--scorer", "--lengths", "--kind", "--check"]
