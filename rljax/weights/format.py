@@ -26,7 +26,7 @@ import xxhash
 
 from rljax.distributed.files import write_whole
 
-PROTOCOL = 7
+PROTOCOL = 8
 """The number of the protocol between trainer and server's plugin; both must have the same one."""
 FORMAT = 1  # all files are beside version.json
 FORMAT_OF_PLACES = 2  # some files are elsewhere: ``FileRecord.at``
