@@ -9,6 +9,7 @@ program reads only ROWS, the study's rows.parquet.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,7 @@ def signals_figure(signals: Mapping[str, Mapping[str, Any]]) -> Figure:
     axis.set_xlabel("steps before the fall", fontsize=8.5, color=QUIET)
     axis.set_title("Signals that change before a fall", loc="left", fontsize=12, fontweight="bold", color=INK)
     labels = []
-    for place, (color, (name, row)) in enumerate(zip(COLORS, signals.items(), strict=False)):
+    for place, (color, (name, row)) in enumerate(zip(itertools.cycle(COLORS), signals.items(), strict=False)):
         axis.plot(row["leads"], [place] * len(row["leads"]), "o", color=color, alpha=0.6)
         labels.append(f"{name}\nmissed {row['missed']}, false alarms {row['false_alarms']} of {row['healthy']}")
     axis.set_yticks(range(len(signals)), labels, fontsize=8)

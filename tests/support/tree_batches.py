@@ -1,5 +1,7 @@
 """Batches of groups that begin alike, in rows of trees and in separate rows."""
 
+from zlib import crc32
+
 import numpy as np
 from records import train_sequence
 
@@ -27,10 +29,8 @@ def groups(count=5, size=4, *, vocab=24, seed=3, turns=False, tops=0, layers=0):
             s = train_sequence(prompt, tokens, noise, float(rng.normal()), group % 3 != 2, **arrays)
             if layers:
                 # The routes of a token depend on nothing but its path, except in the last group.
-                text = [hash(s.ids[: n + 1].tobytes()) + (i if group == count - 1 else 0) for n in range(len(s.ids))]
-                own_routes = [
-                    np.random.default_rng(abs(each)).permuted([[1, 2, 3, 4]] * layers, axis=1) for each in text
-                ]
+                text = [crc32(s.ids[: n + 1].tobytes()) + (i if group == count - 1 else 0) for n in range(len(s.ids))]
+                own_routes = [np.random.default_rng(each).permuted([[1, 2, 3, 4]] * layers, axis=1) for each in text]
                 routes = np.asarray(own_routes, np.uint8)[:, :, :2]
                 routes[-1] = 0
                 s = s.add({"routes": routes})
