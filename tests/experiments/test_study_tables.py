@@ -16,6 +16,7 @@ SECTIONS = {
     "remedies": "Other remedies",
     "late": "A remedy from step 100",
     "isolation": "The mismatch alone",
+    "dose": "How large must a mismatch be?",
     "slow": "An engine of 8 bits",
 }
 
