@@ -72,10 +72,10 @@ def substitutes_of_stack(stack: tuple[str, ...]) -> Substitutes:
     recorder = _active.get()
     if recorder is None:
         return _NONE
-    prefix = "/".join(stack) + "/"
+    (_, substitutes), prefix = recorder, "/".join(stack) + "/"
     values, flags = (
         {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
-        for arrays in recorder[1]
+        for arrays in substitutes
     )
     return Substitutes(values, flags)
 
@@ -89,4 +89,5 @@ def record_stack(stack: tuple[str, ...], stacked: Values) -> None:
     """Records the values of a stack of blocks, with a leading axis. It does nothing outside of ``recording``."""
     recorder = _active.get()
     if recorder is not None:
-        recorder[0].update({"/".join((*stack, name)): x for name, x in stacked.items()})
+        recorded, _ = recorder
+        recorded.update({"/".join((*stack, name)): x for name, x in stacked.items()})

@@ -13,8 +13,9 @@ from tensorboardX.record_writer import masked_crc32c
 
 from rljax.errors import ConfigError
 
-# The formats of a number in the bytes of a tensor, by the number of its dtype. Writers of scalars use no other dtypes.
-TENSOR_FORMATS = {1: "<f", 2: "<d"}
+# The formats of a number in the bytes of a tensor, by the number of its dtype.
+TENSOR_FORMATS = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 17: "<H", 19: "<e", 22: "<I", 23: "<Q"}
+BFLOAT16 = 14
 _DAMAGED = "not a TensorBoard event file, or a damaged one:"
 
 
@@ -64,8 +65,11 @@ def scalar_of(value: Any) -> float | None:
     tensor = value.tensor
     if not value.HasField("tensor") or any(dim.size != 1 for dim in tensor.tensor_shape.dim):
         return None
-    if numbers := [*tensor.float_val, *tensor.double_val]:
+    numbers = [*tensor.float_val, *tensor.double_val, *tensor.int_val, *tensor.int64_val]
+    if numbers:
         return numbers[0]
-    form = TENSOR_FORMATS.get(tensor.dtype, "")
-    is_number = form and len(tensor.tensor_content) == struct.calcsize(form)
-    return struct.unpack(form, tensor.tensor_content)[0] if is_number else None
+    content = tensor.tensor_content or b"".join(struct.pack("<H", bits & 0xFFFF) for bits in tensor.half_val)
+    form = TENSOR_FORMATS.get(tensor.dtype)
+    if tensor.dtype == BFLOAT16:
+        form, content = "<f", bytes(2) + content
+    return struct.unpack(form, content)[0] if form and len(content) == struct.calcsize(form) else None

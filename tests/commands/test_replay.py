@@ -334,11 +334,16 @@ def test_a_directory_with_the_length_in_another_file(tmp_path):
     [
         lambda n: {"dtype": 2, "double_val": [n]},
         lambda n: {"dtype": 1, "float_val": [n]},
+        lambda n: {"dtype": 9, "int64_val": [int(n)]},
+        lambda n: {"dtype": 3, "int_val": [int(n)]},
         lambda n: {"dtype": 1, "tensor_content": struct.pack("<f", n)},
         lambda n: {"dtype": 2, "tensor_content": struct.pack("<d", n)},
+        lambda n: {"dtype": 9, "tensor_content": struct.pack("<q", int(n))},
+        lambda n: {"dtype": 14, "tensor_content": struct.pack("<f", n)[2:]},
+        lambda n: {"dtype": 19, "half_val": [struct.unpack("<H", struct.pack("<e", n))[0]]},
     ],
 )
-def test_tensors_of_floats(tmp_path, tensor):
+def test_tensors_of_every_dtype(tmp_path, tensor):
     path = tmp_path / "events.out.tfevents.1"
     file = RecordWriter(str(path))
     for step, length in enumerate(LENGTHS, 1):

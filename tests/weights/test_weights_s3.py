@@ -55,6 +55,8 @@ def test_a_late_joiner_gets_the_anchor_and_the_deltas_since(training, tmp_path, 
     assert done["tag"] == training.versions[-1].tag
     kept = {name.rpartition("/")[2] for name in bucket().ls(training.files.source, detail=False)}
     assert kept == {version.path.name for version in training.versions[-1 - deltas :]}
+    training.files.close()
+    assert bucket().find(URL) == []
 
 
 def test_a_server_that_is_gone_is_named_in_one_line(training, s3, tmp_path, monkeypatch):

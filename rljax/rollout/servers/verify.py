@@ -262,7 +262,7 @@ class Verifier:
     def _said(self, url: str, measured: Sequence[ProbeDifference]) -> str:
         """Returns the message of a failure: the mean of each round, the server's dtypes and the limits."""
         info, name = self._info, f"{self._dtype} with {self._info.form}" if self._is_rounded else self._dtype
-        means, own = (", then ".join(f"{getattr(each, of):.3g}" for each in measured) for of in ("mean", "own"))
+        means = ", then ".join(f"{each.mean:.3g}" for each in measured)
         prompts = ", ".join(f"{gap:.3g}" for gap in measured[-1].per_prompt)
         limit = f"the ceiling for {name} is {self._ceiling:.3g}"
         if self.band is not None:
@@ -271,6 +271,7 @@ class Verifier:
                 f"publish, at least {self._floor:g}, at most {self._ceiling:.3g})"
             )
         if self._is_rounded:
+            own = ", then ".join(f"{each.own:.3g}" for each in measured)
             most = self._ceiling if self.own_band is None else self.own_band
             limit += (
                 f"; its own scores of these tokens without its prefix cache differ by {own} nats, at most {most:.3g} "
