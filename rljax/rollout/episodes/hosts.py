@@ -256,8 +256,8 @@ class EnvironmentHosts:
     def _receive_all(self, host: HostProcess) -> tuple[str, bool]:
         """Handles messages until the process has ended, is stuck or has sent something wrong.
 
-        Returns a description of the wrong message, or "", and whether the process is stuck. A pause of the whole
-        machine counts as two looks at the board.
+        Returns a description of the wrong message, or "", and whether the process is stuck. Of a longer pause, such as
+        one of the whole machine, only the time of two looks at the board counts.
         """
         frames = host.child.frames
         state, looked, stuck_s = host.board.read(), time.monotonic(), 0.0

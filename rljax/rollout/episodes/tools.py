@@ -143,7 +143,10 @@ def _written(value: Any) -> str:
 
 
 def start_tools(limits: EpisodeConfig, workers: int, on_unasked: Callable[[str], None]) -> ChildPool:
-    """Starts ``workers`` processes that run tools. ``on_unasked`` is as for ``Child``, and any thread may call it."""
+    """Starts ``workers`` processes that run tools.
+
+    ``on_unasked`` is called, on any thread, with a sentence about what a process sent without being asked.
+    """
     program, longest = "rljax.rollout.episodes.tools:run_tools", LONGEST + UTF8_BYTES * MAX_REPLY_CHARS
     start = functools.partial(Child, "tool worker", program, (), limits.memory_gib, longest=longest)
     return ChildPool(functools.partial(start, on_unasked=on_unasked), workers)
