@@ -125,7 +125,10 @@ class Pulls:
         users = self.mirror.root / _USERS
         users.mkdir(exist_ok=True)
         self._user = claim(users / f"{os.getpid()}.json")
-        self._start = functools.partial(Child, "pull", "rljax.weights.pull:answer", (source, self.mirror.root))
+        # A worker of vLLM on a CPU is bound to a few processors, and waits there without leaving time to others.
+        processors = os.sched_getaffinity(os.getppid()) if hasattr(os, "sched_getaffinity") else set()
+        settings = (source, self.mirror.root, processors)
+        self._start = functools.partial(Child, "pull", "rljax.weights.pull:answer", settings)
         self._child = self._start()
         self._thread = threading.Thread()  # asks for the pull of ``_name``
         self._name, self._result = "", Pulled()

@@ -1,10 +1,10 @@
 """Two real language models: parity with transformers on real text, their layers, and RL from the packaged files."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -22,6 +22,7 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.policy.families import read_config
 from rljax.policy.hf import SINGLE_NAME, load_params
 from rljax.policy.score import make_scorer
+from rljax.record.rows import read_rows
 
 pytestmark = pytest.mark.real_models
 MODELS = Path(os.environ.get("RLJAX_REAL_MODELS", "models")).absolute()
@@ -95,16 +96,79 @@ def test_activations_fit_float16_whose_largest_number_is_65504(name):
     assert max(largest.values()) < 65504 / 2
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_three_steps_of_the_packaged_configuration(name, tmp_path):
-    words = ["--model.path", str(MODELS / name), "--run.dir", str(tmp_path / "run"), "--run.steps", "3"]
-    words += ["--data.batch-size", "2", "--eval.every", "0"]
-    command = [sys.executable, "-m", "rljax.train", name, *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "packing.share_prefixes: off" not in done.stdout
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+def run_program(cwd, *words, statuses=(0,)):
+    """Runs a program of rljax to its end, and prints its seconds. Returns what it printed."""
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "rljax", *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode in statuses, done.stdout[-2000:] + done.stderr[-2000:]
+    print(f"{words[0]}: {time.monotonic() - begun:.0f} s")
+    return done.stdout
+
+
+def train(name, directory, *words):
+    """Trains 3 steps from the packaged configuration into ``directory/run``. Returns the rows and what it printed."""
+    words = ["--model.path", MODELS / name, "--run.dir", directory / "run", "--run.steps", "3", *words]
+    said = run_program(directory, "train", name, *words, "--data.batch-size", "2", "--eval.every", "0")
+    rows = read_rows(directory / "run/metrics.jsonl")
     print(name, *(f"step {row['step']}: {row['time/step_s']:.1f} s" for row in rows))
     assert [row["step"] for row in rows] == [1, 2, 3]
+    return rows, said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_of_the_packaged_configuration(name, tmp_path):
+    rows, said = train(name, tmp_path)
+    assert "packing.share_prefixes: off" not in said
     assert all(0 < row["mismatch/logprob_abs_diff_mean"] < 0.09 for row in rows)
     assert max(row["reward/mean"] for row in rows) > 0
+
+
+TOOL = """
+from rljax.rollout.episodes.tool_environment import ToolEnvironment
+
+class Adder(ToolEnvironment):
+    tools = {"add": "operator:add"}
+    scored_by = "reasoning_gym"
+"""
+ASK = """Write <tool_call>
+{"name": "add", "arguments": {"a": 1, "b": 2}}
+</tool_call> with your numbers first, then read the result. Give the final answer between <answer> and </answer>."""
+FORMS = {  # the settings of a run, the largest mean gap (nats), and a metric with its bounds
+    "exact": ("--rollout.engine exact", 0.0, "mismatch/kl", (0, 0)),
+    "float16": ("--rollout.dtype float16 --precision.compute-dtype float16", 0.009, "precision/loss_scale", (1, 2**24)),
+    "centering": ("--rollout.top-logprobs 20 --correction.score-centering true", 0.09, "policy/entropy", (0, 12)),
+    "top_p": ("--rollout.top-p 0.95 --rollout.top-k 64", 0.09, "policy/entropy", (0, 4.2)),
+    "refill": ("--rollout.refill true", 0.09, "rollout/refill_rounds", (0, 4)),
+    "stale": ("--rollout.max-staleness 1", 0.09, "rollout/staleness", (0, 1)),
+    "apart": ("--rollout.colocated false", 0.09, "reward/mean", (0, 1)),
+    "tool": ("--rollout.environment tool.py:Adder", 0.09, "turns/tool_calls", (1, 64)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_run_meets_a_real_model(form, tmp_path):
+    words, gap, metric, (low, high) = FORMS[form]
+    (tmp_path / "tool.py").write_text(TOOL)
+    words = [*words.split(), "--lora.rank", "8", "--rollout.group-size", "4"]
+    if form == "tool":
+        words += ["--data.task-instruction", ASK, "--data.max-prompt-tokens", "200", "--packing.row-tokens", "1024"]
+    rows, _ = train("qwen2.5-coder-0.5b", tmp_path, *words)
+    for row in rows:
+        assert row["mismatch/logprob_abs_diff_mean"] <= gap
+        assert low <= row[metric] <= high
+
+
+def test_every_program_meets_the_run_of_a_real_model(tmp_path):
+    """Every dump is read; the exported policy has the log-probabilities of transformers, which loads it."""
+    name = "qwen2.5-coder-0.5b"
+    train(name, tmp_path, "--lora.rank", "8", "--rollout.group-size", "4", "--rollout.dump-every", "1")
+    run_program(tmp_path, "view", "run")
+    assert "<svg" in (tmp_path / "run/report.html").read_text()
+    run_program(tmp_path, "diagnose", "run", statuses=(0, 1))
+    run_program(tmp_path, "export", "run", "exported")
+    scorers = ["--scorer", "jax:float32", "--scorer", "hf:float32", "--columns", "--second-run", "false"]
+    run_program(tmp_path, "compare", "run/rollouts/step_000003.parquet", "--model", "exported", *scorers)
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "What is 2 + 3?", "answer": "5"}\n' * 4)
+    limits = ["--max-response-tokens", "16", "--path", "run"]
+    assert '"accuracy"' in run_program(tmp_path, "evaluate", "--dataset", "sums.jsonl", *limits)
