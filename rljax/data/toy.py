@@ -55,10 +55,13 @@ def _problems(
     ``make`` returns the problem of a number in 0 .. ``count`` - 1. The split "eval" has ``EVAL_PROBLEMS`` problems.
 
     Raises:
-      ValueError: The split has fewer problems.
+      ValueError: The split is unknown, or has fewer problems.
     """
     order = np.random.default_rng(seed).permutation(count)
-    numbers = {"eval": order[:EVAL_PROBLEMS], "train": order[EVAL_PROBLEMS:]}[split]
+    splits = {"eval": order[:EVAL_PROBLEMS], "train": order[EVAL_PROBLEMS:]}
+    if split not in splits:
+        raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
+    numbers = splits[split]
     if size is not None and size > len(numbers):
         raise ValueError(f"the {split} split has {len(numbers)} problems, got size = {size}")
     return [make(int(number)) for number in numbers[:size]]

@@ -1,8 +1,8 @@
 """Reads the metrics in console output of verl, TRL, slime or Miles, and joins the lines that a terminal has wrapped.
 
 verl writes ``step:1 - name:1.5 - name:2.0``. The others write a dictionary without inner ones, ``{'name': 1.5}``; slime
-and Miles put ``rollout 3:`` or ``perf 3:`` in front of it. A copy of a terminal may break such a record anywhere, also
-inside a number, and may lose the spaces there. So records are joined and compared without any spaces.
+and Miles put ``rollout 3:`` or ``perf 3:`` in front of it. A copy of a terminal may break such a line anywhere, also
+inside a number. The text alone decides what is one line.
 """
 
 from __future__ import annotations
@@ -20,27 +20,39 @@ _STEP = re.compile(r"\bstep:(\d+) - |\b(?:rollout|perf) (\d+): \{")
 _VALUE = re.compile(r"""(?: - |['"])([\w./@-]+)['"]?: ?['"]?(?:[\w.]+\()?(-?\d[\d.]*(?:e[+-]?\d+)?|nan)\b""")
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_OPENING = re.compile(r"""\{(?=['"]|\s*$)""")
 _NUMBER = r"-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
-# The records without spaces: what is whole of them, and then the end of the record, or what is begun.
-_ITEM = re.compile(rf"-([^:]+):((?:{_NUMBER}|[\w.]+\({_NUMBER}\)|None|True|False)(?=-|$))")
-_ITEMS = re.compile(rf"(?P<whole>step:\d+(?:{_ITEM.pattern})*+)(?P<begun>-[^:]*(?::[-+.\w]*(?:\([-+.\w]*\)?)?)?)?$")
-_QUOTED, _OPEN = r"""(?:'[^']*+'|"[^"]*+")""", r"""(?:'[^']*+|"[^"]*+)"""
-_PAIR = rf"{_QUOTED}:(?:{_QUOTED}|[-+.\w]++(?:\([^(){{}}]*+\))?)"
-_BEGUN = rf"(?:{_OPEN}|{_QUOTED}(?::(?:{_QUOTED}|{_OPEN}|[-+.\w]*+(?:\([^(){{}}]*+\)?)?)?)?)"
-_DICTIONARY = re.compile(rf"(?P<whole>\{{(?:{_PAIR},)*+)(?:(?P<end>(?:{_PAIR})?\}})|(?:{_BEGUN})?$)")
+# One of verl's items, which " - " separates, and the beginning of one.
+_ITEM = re.compile(rf"[^\s:][^:]*: ?(?:{_NUMBER}|[\w.]+\({_NUMBER}\)|None|True|False)\s*")
+_BEGUN_ITEM = re.compile(r"[^:]*+(?:: ?[-+.\w]*+(?:\([-+.\w]*+\)?)?(?: -)?\s*)?")
+_QUOTED = r"""(?:'[^']*+'|"[^"]*+")"""
+_PAIR = rf"\s*+{_QUOTED}\s*+:\s*+(?:{_QUOTED}|[-+.\w]++(?:\([^(){{}}]*+\))?)\s*+"
+_BEGUN = r"""(?:'[^']*+|"[^"]*+)"""
+_BEGUN_PAIR = rf"(?:{_BEGUN}|{_QUOTED}\s*+(?::\s*+(?:{_QUOTED}|{_BEGUN}|[-+.\w]*+(?:\([^(){{}}]*+\)?)?)\s*+)?)"
+_OPENING = re.compile(r"""\{(?=['"]|\s*$)""")
 _LONGEST_VALUE = 4  # the most lines of a name with its number
 _MOST_LINES = 500  # the most lines of a record
 _LOST_SPACES = 2  # the most spaces that a copy of a line may lack at its ends
+_DICTIONARY = re.compile(rf"\{{(?P<pairs>(?:{_PAIR},)*)(?:{_PAIR})?\}}")
+_UNCLOSED = re.compile(rf"\{{(?P<pairs>(?:{_PAIR},)*)\s*(?:{_BEGUN_PAIR})?$")
 
 
-class _Record(NamedTuple):
-    """A record in the text up to some position."""
+class _Progress(NamedTuple):
+    """The values of a record in the text up to some position."""
 
-    text: str  # what is whole of it, in a form that ``_VALUE`` reads
     values: int  # the values before the last one
     is_whole: bool  # whether the text may end here
     is_closed: bool  # whether it must end here
+
+
+_NOTHING = _Progress(-1, False, False)
+
+
+class _Joined(NamedTuple):
+    """The lines of a log, after the lines of each record were joined."""
+
+    lines: list[str]
+    widths: set[int]  # the lengths of lines that were certainly wrapped
+    doubtful: list[int]  # the places of lines that end in a number which the next line may continue
 
 
 def console_rows(path: Path) -> list[dict[str, Any]]:
@@ -48,65 +60,109 @@ def console_rows(path: Path) -> list[dict[str, Any]]:
 
     Raises ConfigError, which names the line, if a line seems to be wrapped and its parts cannot be joined for certain.
     """
-    lines = _COLOUR.sub("", path.read_text("utf-8", errors="replace")).splitlines()
     rows: list[dict[str, Any]] = []
-    longest, place = max(map(len, lines), default=0), 0
-    while place < len(lines):
-        text, last = _with_step(lines, place)
-        text, last = _joined(path, lines, last, text, longest)
-        step = _STEP.search(text)
-        if values := dict(_VALUE.findall(text)):
+    for line in _whole_lines(path):
+        step = _STEP.search(line)
+        if values := dict(_VALUE.findall(_without_cut_number(line))):
             rows.append(values | ({"step": step[1] or step[2]} if step else {}))
-        place = last + 1
     return rows
 
 
-def _with_step(lines: Sequence[str], place: int) -> tuple[str, int]:
-    """Returns a line and its index, or the line and the next one as one text if the mark of a step is cut there."""
+def _without_cut_number(line: str) -> str:
+    """Returns a line without a number at its end if its dictionary is not closed. Digits of the number may be lost."""
+    start = _start(line)
+    is_cut = start is not None and line[start] == "{" and not _DICTIONARY.match(line, start)
+    return line.rstrip("0123456789.e+-") if is_cut else line
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Returns the lines of a file as they were before a terminal wrapped them. Raises ConfigError if they are unsure.
+
+    A line may end in a whole number before a line of digits. It is joined if other lines were wrapped at its length. It
+    is unsure if they were wrapped at another length, or if no line is longer.
+    """
+    lines = path.read_text("utf-8", errors="replace").splitlines()
+    joined = _join(path, lines, set())
+    widths, longest = joined.widths, max(map(len, lines), default=0)
+    if widths and joined.doubtful:
+        joined = _join(path, lines, widths)
+    for place in joined.doubtful:
+        if widths or len(lines[place]) == longest:
+            raise _wrapped(path, place)
+    return joined.lines
+
+
+def _wrapped(path: Path, place: int) -> ConfigError:
+    return ConfigError(
+        f"{path}: lines {place + 1} and {place + 2} seem to be one line that was wrapped inside a number or a name: "
+        "copy the log from its file, or from a wider terminal"
+    )
+
+
+def _join(path: Path, lines: Sequence[str], widths: set[int]) -> _Joined:
+    """Joins the lines of each record. ``widths`` are the lengths at which lines are known to be wrapped."""
+    joined = _Joined([], set(), [])
+    place = 0
+    while place < len(lines):
+        text, last = lines[place], place
+        if (whole := _with_step(lines, place)) is not None:
+            joined.widths.add(len(text))
+            text, last = whole, place + 1
+        text, last = _record(path, lines, last, text, widths, joined)
+        joined.lines.append(text)
+        place = last + 1
+    return joined
+
+
+def _with_step(lines: Sequence[str], place: int) -> str | None:
+    """Returns a line and the next one as one text if the mark of a step is cut between them; None otherwise."""
     line, after = lines[place], "".join(lines[place + 1 : place + 2])
-    for text in () if _STEP.search(line) else (line + after, f"{line} {after}"):
+    if _STEP.search(line):
+        return None
+    for text in (line + after, f"{line} {after}"):
         if (mark := _STEP.search(text)) and mark.start() < len(line) < mark.end():
-            return text, place + 1
-    return line, place
+            return text
+    return None
 
 
-def _joined(path: Path, lines: Sequence[str], place: int, line: str, longest: int) -> tuple[str, int]:
+def _record(
+    path: Path, lines: Sequence[str], place: int, line: str, widths: set[int], joined: _Joined
+) -> tuple[str, int]:
     """Returns the whole text of the record that begins in ``line``, and the index of its last line.
 
-    ``line`` ends with the line at index ``place``, and the file's longest line has the length ``longest``. A line
-    without a record is returned as it is. Raises ConfigError if a record is cut and its next line does not fit. It is
-    raised, too, if the record may end in a number that the next line may continue, and the line may be a wrapped one.
+    ``line`` ends with the line at index ``place``. A line without a record is returned as it is. The lengths of wrapped
+    lines are added to ``joined``, and so are doubtful places. Raises ConfigError if a record is cut and its next line
+    does not fit.
     """
-    if (start := _start(line)) is None or (record := _record(text := _squeezed(line[start:]))) is None:
-        return line, place
-    found, last = line if record.is_whole else line[:start] + record.text, place
+    text, last = _COLOUR.sub("", line), place
+    if (start := _start(text)) is None or (progress := _progress(text, start)) is None:
+        return line, last
     for at in range(place, len(lines) - 1):
-        after = lines[at + 1]
+        after = _COLOUR.sub("", lines[at + 1])
         is_end_of_name = text.endswith(("_", "/")) and after.startswith("step:")  # of training/global_step, for example
         is_other = not after.strip() or (_start(after) is not None and not is_end_of_name)
-        if is_other or record.is_closed or at >= min(last + _LONGEST_VALUE, place + _MOST_LINES):
+        if is_other or progress.is_closed or at >= min(last + _LONGEST_VALUE, place + _MOST_LINES):
             break
-        longer = _record(text + _squeezed(after))
-        is_more = longer is not None and (longer.is_whole or longer.values > record.values)
-        is_wrapped = longer is None and _VALUE.search(after) is not None and not text.endswith(",")
-        if record.is_whole:
-            is_wrapped = longer is not None and longer.values == record.values
-            is_short = last == place and len(lines[at]) + _LOST_SPACES < longest
-            if not is_more or len(lines[at]) + _LOST_SPACES < len(after) or (is_wrapped and is_short):
-                break
-        if is_wrapped:
-            said = f"{path}: lines {at + 1} and {at + 2} seem to be one line that was wrapped inside a number or a name"
-            raise ConfigError(f"{said}: copy the log from its file, or from a wider terminal")
-        if longer is None:
+        is_separator = after.strip() == "-"  # of verl's items
+        joined_texts = [f"{text} {after}"] if is_separator else [text + after, f"{text} {after}"]
+        longer = max(joined_texts, key=lambda option: _progress(option, start) or _NOTHING)
+        found = _progress(longer, start)
+        is_more = found is not None and (found.is_whole or found.values > progress.values or is_separator)
+        if progress.is_whole and (not is_more or len(lines[at]) + _LOST_SPACES < len(after)):
             break
-        text, record = text + _squeezed(after), longer
+        if found is None:
+            if _VALUE.search(after) and not text.rstrip().endswith(","):
+                raise _wrapped(path, at)
+            break
+        is_unsure = progress.is_whole and found.values == progress.values and not is_separator
+        if is_unsure and len(lines[at]) not in widths:
+            joined.doubtful.append(at)
+            break
+        text, progress = longer, found
         if is_more:
-            found, last = line[:start] + record.text, at + 1
-    return found, last
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
+            joined.widths.update(map(len, lines[last : at + 1]))
+            line, last = text, at + 1
+    return line, last
 
 
 def _start(text: str) -> int | None:
@@ -115,18 +171,16 @@ def _start(text: str) -> int | None:
     if mark is not None and mark[1]:
         return mark.start()
     openings = [opening.start() for opening in _OPENING.finditer(text)]
-    records = ((at, _record(_squeezed(text[at:]))) for at in openings)
-    is_open = (at for at, record in records if record is None or not record.is_closed)
-    return next(is_open, next(iter(openings), None))
+    return next((at for at in openings if not _DICTIONARY.match(text, at)), openings[0] if openings else None)
 
 
-def _record(text: str) -> _Record | None:
-    """Returns the record at the start of a text without spaces; None if it has none of the forms of this module."""
-    if found := _ITEMS.match(text):
-        is_begun, items = found["begun"] is not None, _ITEM.findall(found["whole"])
-        spaced = _ITEM.sub(r" - \1:\2", found["whole"])
-        return _Record(spaced, len(items) + is_begun - 1, not is_begun, False)
-    if found := _DICTIONARY.match(text):
-        is_closed = found["end"] is not None
-        return _Record(text if is_closed else found["whole"], found["whole"].count(","), is_closed, is_closed)
-    return None
+def _progress(text: str, start: int) -> _Progress | None:
+    """Returns the values of the record that begins at ``start``; None if it has none of the forms of this module."""
+    if text[start] == "{":
+        closed = _DICTIONARY.match(text, start)
+        found = closed or _UNCLOSED.match(text, start)
+        return found and _Progress(found["pairs"].count(","), closed is not None, closed is not None)
+    _, *items, last = text[start:].split(" - ")
+    if not all(map(_ITEM.fullmatch, items)) or not _BEGUN_ITEM.fullmatch(last):
+        return None
+    return _Progress(len(items), _ITEM.fullmatch(last) is not None, False)

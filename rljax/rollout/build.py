@@ -160,7 +160,8 @@ def make_engine(
         engine = ExactEngine(make_executable(), inject=config.inject, drafts=embedded)
     if config.weight_quantization != "none":  # of the weights in the rollout dtype, as in a server
         dtype: Any = "same" if config.dtype == "float32" else config.dtype
-        engine = InjectedEngine(engine, InjectConfig(dtype=dtype, quantize=config.weight_quantization), policy, mesh)
+        inject = InjectConfig(dtype=dtype, quantize=config.weight_quantization)
+        engine = InjectedEngine(engine, inject, policy, mesh, published=config.dtype)
     return InjectedEngine(engine, config.inject, policy, mesh) if config.inject.changes_weights else engine
 
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from rljax.distributed.files import free_memory
 from rljax.distributed.processes import is_of_devices
-from rljax.errors import NotWrittenError, StartAgainError, check_at_least, printable
+from rljax.errors import NotWrittenError, StartAgainError, check_at_least, describe, printable
 from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
 
 BEST = "best"  # the folder of the run directory for the best step
@@ -186,7 +186,10 @@ class Checkpointer:
           RuntimeError: The checkpoint is whole, but its state has another form.
         """
         host, saved = self.read_host(step)
-        load_host(host)
+        try:
+            load_host(host)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise RuntimeError(f"{self._place(step)} does not fit this run: {describe(error)}") from error
         here = array_forms(abstract_state)
         there = {path: text.rpartition(" ")[0] for path, text in saved.items()}
         if there != here:

@@ -59,6 +59,9 @@ from rljax.trainer.totals import (
     zero_totals,
 )
 
+FLAGS = ("with_routes", "with_collision", "for_dumps")
+"""The flags of ``TrainStep.forward``. Each is false where it is not given."""
+
 
 @dataclass(frozen=True)
 class TrainStep:
@@ -357,7 +360,7 @@ class TrainStep:
         """
         program, placed = self.programs.forward, place_batch(batch, self.by_rows, self.everywhere)
         with jax.set_mesh(self.mesh), jax.transfer_guard("disallow"):
-            return program(params, placed, **wanted)
+            return program(params, placed, **(dict.fromkeys(FLAGS, False) | wanted))  # no flag is left to its default
 
 
 class Programs(NamedTuple):
@@ -391,6 +394,6 @@ def make_programs(made: TrainStep) -> Programs:
         made.train_step, in_shardings=arguments, out_shardings=(by_state, everywhere, by_rows), donate_argnums=(0,)
     )
     again = program(made.loss_values, in_shardings=arguments, out_shardings=(by_rows, everywhere))
-    names = ("num_sequences", "diagnosis", "with_routes", "with_collision", "for_dumps")
+    names = ("num_sequences", "diagnosis", *FLAGS)
     alone = program(made.measure_batch, static_argnames=names, out_shardings=(everywhere, by_rows))
     return Programs(step, again, alone, abstract, weights)

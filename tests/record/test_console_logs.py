@@ -112,13 +112,24 @@ def test_lines_that_certainly_belong_together_are_joined(tmp_path, lines, found)
     assert read(tmp_path / "x.log", lines) == found
 
 
-def test_a_last_number_before_digits_is_refused_if_unsure(tmp_path):
-    wide, short = "step:1 - a/b:1.5 - c/d:25", "step:2 - a/b:1.5"
-    for lines in ([wide, "00.5", short], [wide, " - e/f:3", "00.5", f"INFO {wide}"]):
-        with pytest.raises(ConfigError, match="seem to be one line that was wrapped"):
-            read(tmp_path / "x.log", lines)
-    rows = read(tmp_path / "x.log", [f"INFO {wide}", short, "00.5", "Killed"])
-    assert [row["a/b"] for row in rows] == [1.5, 1.5]
+def test_a_last_number_is_joined_if_the_width_is_known(tmp_path):
+    long, short = "step:1 - a/b:1.5 - c/d:25", "step:2 - a/b:1.5 - c/d:31"
+    with pytest.raises(ConfigError, match="lines 1 and 2 seem to be one line that was wrapped"):
+        read(tmp_path / "x.log", [long, "00.5", short])
+    for wider in ([], ["x" * 60]):
+        rows = read(tmp_path / "x.log", [*wider, long, "00.5", short, " - e/f:2.0"])
+        assert [row["c/d"] for row in rows] == [2500.5, 31.0]
+
+
+@pytest.mark.parametrize("tail", [" done", " s", " (1.2s)", ".", " and 3"])
+def test_words_behind_the_last_item_leave_its_number(tmp_path, tail):
+    assert read(tmp_path / "x.log", [f"step:1 - a/b:1.5 - c/d:2.25{tail}"])[0]["c/d"] == 2.25
+
+
+def test_the_last_number_of_an_open_dictionary_is_left_out(tmp_path):
+    rows = read(tmp_path / "x.log", ["{'loss': 0.1, 'x': [1, 2], 'mean_length': 12", "7.5, 'kl': 0.5}"])
+    assert all("mean_length" not in row for row in rows)
+    assert rows[0]["loss"] == 0.1
 
 
 def test_a_piece_that_fits_nowhere_is_refused(tmp_path):

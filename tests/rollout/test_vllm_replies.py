@@ -217,8 +217,8 @@ class TestDescriptors:
     @pytest.mark.parametrize(
         ("soft", "hard", "room", "then"),
         [
-            (1024, 4096, 1024, 1024 + 512),
-            (1024, resource.RLIM_INFINITY, 1024, 1024 + 512),
+            (1024, 8192, 1024, 1024 + 4096),
+            (1024, resource.RLIM_INFINITY, 1024, 1024 + 4096),
             (1024, 1024, 1024 - 512, 1024),
             (4096, 4096, 1024, 4096),
             (64, 64, 1, 64),

@@ -47,6 +47,7 @@ def test_a_removed_directory(run_dir):
 
 
 def test_a_moved_directory(run_dir, tmp_path):
+    (run_dir / "checkpoints/4").mkdir(parents=True)
     with own_directory(run_dir) as owner:
         moved = run_dir.rename(tmp_path / "moved")
         said = f"{run_dir} was moved to {moved} while the run went on; run.dir = {moved} goes on from there"
@@ -56,6 +57,8 @@ def test_a_moved_directory(run_dir, tmp_path):
         shutil.rmtree(run_dir)
         run_dir.write_text("a file")
         assert lost(owner) == said
+        shutil.rmtree(moved / "checkpoints")
+        assert lost(owner) == f"{run_dir} was moved to {moved} while the run went on, without a checkpoint"
 
 
 def test_a_removed_record_of_the_owner(run_dir):

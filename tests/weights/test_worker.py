@@ -121,7 +121,8 @@ def test_a_pull_ends_with_the_server_that_began_it(files, pulling):
 def test_a_pull_is_not_bound_to_the_processors_of_its_worker(files, pulling):
     """vLLM binds a worker on a CPU. A pull there got no time on Linux 6.18 while its worker waited for messages."""
     version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
-    words = "import os, sys, time; from rljax.weights.worker import Pulls; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\n"
+    words = "import os, sys, time; from rljax.weights.worker import Pulls\n"
+    words += "os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\n"
     words += "pulls = Pulls(*sys.argv[1:3]); pulls.begin(sys.argv[3]); time.sleep(600)"
     named = [files.source, files.run_tag, version.path.name]
     with pulling.mirror.locked(), subprocess.Popen([sys.executable, "-c", words, *named]) as server:

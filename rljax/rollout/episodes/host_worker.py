@@ -203,8 +203,15 @@ class _Host:
 
         waits[key] = False
         try:
+            try:
+                packed = pickle.dumps(arguments)  # now, because the environment may change them
+            except Exception as error:  # pickling runs a person's code
+                result = ToolResult(f"error: {describe(error)}", "error")
+                if counted:
+                    self._send(0, ToolEnded(path, result.failure, result.cut, result.text))
+                return result
             call_it = functools.partial(
-                tools.run_in, path=path, arguments=arguments, timeout_s=self._limits.tool_timeout_s, began=began
+                tools.run_in, path=path, arguments=packed, timeout_s=self._limits.tool_timeout_s, began=began
             )
             asked = self._pool.submit(call_it)
             if counted:

@@ -9,13 +9,14 @@ import asyncio
 import functools
 import inspect
 import json
+import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from rljax import user_code
 from rljax.distributed.answering import answer_requests
-from rljax.distributed.child import LONGEST, Child, ChildPool, Decoder, LostError, NotSentError
+from rljax.distributed.child import LONGEST, Child, ChildPool, Decoder, LostError
 from rljax.distributed.frames import Frames
 from rljax.errors import describe, printable
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
@@ -103,14 +104,16 @@ def import_function(path: str) -> str | None:
     return None
 
 
-def run_function(path: str, arguments: ToolArguments) -> ToolResult:
+def run_function(path: str, arguments: ToolArguments | bytes) -> ToolResult:
     """Calls the function ``path`` and returns its result as a text of at most ``MAX_REPLY_CHARS``.
 
-    A result that is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it.
-    An exception of the function becomes a text that begins with "error:".
+    Arguments in bytes are a pickle. A result that is a text stays as it is. Any other result is written as JSON, or by
+    ``str`` if JSON cannot hold it. An exception of the function becomes a text that begins with "error:".
     """
     try:
         function = _function(path)
+        if isinstance(arguments, bytes):
+            arguments = pickle.loads(arguments)
         value = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
@@ -152,10 +155,8 @@ def start_tools(limits: EpisodeConfig, workers: int, on_unasked: Callable[[str],
     return ChildPool(functools.partial(start, on_unasked=on_unasked), workers)
 
 
-def run_in(
-    process: Child, path: str, arguments: ToolArguments, timeout_s: float, began: Callable[[], None]
-) -> ToolResult:
-    """Calls the function ``path`` with named or listed arguments in a process, which is replaced if it takes too long.
+def run_in(process: Child, path: str, arguments: bytes, timeout_s: float, began: Callable[[], None]) -> ToolResult:
+    """Calls the function ``path`` with pickled arguments in a process, which is replaced if it takes too long.
 
     ``began`` is called once the process has imported the function. The result says if the tool failed. Raises
     RuntimeError only if no process can be started.
@@ -172,8 +173,6 @@ def run_in(
         return ToolResult(f"error: the tool took more than {limit_s:g} s", "timeout")
     except LostError as error:
         return ToolResult(f"error: the tool's process {error}", "died")
-    except NotSentError as error:
-        return ToolResult(f"error: {error}", "error")
     if result.failure == "died":  # The memory may stay full, and the next call would fail, too.
         process.replace()
     if result.failure is not None:

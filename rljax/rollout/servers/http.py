@@ -222,7 +222,7 @@ def room_for(connections: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return connections
-    wanted = connections + _SPARE_FILES
+    wanted = connections + 8 * _SPARE_FILES  # many may be open already
     wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # a kernel that allows less than it says

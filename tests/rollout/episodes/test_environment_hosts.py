@@ -359,6 +359,14 @@ def test_two_calls_of_one_trajectory_at_once_are_refused():
             first.result(timeout=1)
 
 
+def test_a_problem_that_cannot_be_sent_is_an_error_of_its_own():
+    with hosts_of() as hosts:
+        assert hosts.reset("a", {"answer": lambda: 0}).result(60).failure == "raised"
+        assert hosts.step("a", "x", False).result(60).failure == "raised"
+        assert hosts.pop_metrics()["turns/env_errors"] == 1
+        begun(hosts, "b")
+
+
 def test_processes_that_cannot_start_raise():
     with EnvironmentHosts("persons_environments:BreaksInWorkers") as hosts:
         for future in [hosts.reset(key, {}) for key in range(3)]:

@@ -69,6 +69,22 @@ class Direct:
 
     async def reward(self):
         return 0.0
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+class Unsent(Direct):
+    async def reset(self, problem):
+        pass
+
+    async def step(self, response, truncated):
+        numbers = [1, 2]
+        asked = asyncio.ensure_future(call_tool(__name__ + ":add", numbers))
+        await asyncio.sleep(0)
+        numbers.append(3)
+        results = [await asked, *[await call_tool(__name__ + ":add", [1, odd]) for odd in (Unreadable(), lambda: 0)]]
+        return Reply("\\n".join(result.text for result in results))
 """
 PAIR = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
@@ -117,6 +133,17 @@ def test_results_and_failures_are_texts_and_counted_apart():
             "error: a call is not JSON (Expecting value)",
         ]
         assert tool_counts(hosts) == {"tool_calls": 5, "tool_errors": 5}
+
+
+def test_arguments_are_those_of_the_call_and_may_be_refused():
+    with hosts_of("Unsent", tool_workers=1) as hosts:
+        hosts.reset(0, {}).result(60)
+        added, unread, unsent = hosts.step(0, "x", False).result(60).value.content.split("\n")
+        assert added == "3"
+        assert unread == "error: ValueError: invalid literal for int() with base 10: 'no number'"
+        assert unsent.startswith("error: ")
+        assert "lambda" in unsent
+        assert tool_counts(hosts) == {"tool_calls": 3, "tool_errors": 2}
 
 
 def test_tools_that_hang_crash_flood_or_eat_memory_are_bounded():
