@@ -99,10 +99,7 @@ def long_row(label: str, machine: str, tokens: int, context: int, *words: str) -
 
 
 LONG_MODEL = "Qwen/Qwen3-4B-Thinking-2507"
-LONG = [
-    long_row("64k, 8 H100", "h100:1x8", 65_536, 8),
-    long_row("128k, 8 v5p", "tpu:v5p:2x2x2", 131_072, 8),
-]
+LONG = [long_row("64k, 8 H100", "h100:1x8", 65_536, 8), long_row("128k, 8 v5p", "tpu:v5p:2x2x2", 131_072, 8)]
 OPTIONS_OF_A_STEP = [
     ("mesh.keep_gathered", ("--mesh.keep_gathered", "true")),
     ("precision.reduce_dtype: compute", ("--precision.reduce_dtype", "compute")),

@@ -64,10 +64,7 @@ PLANTS: Mapping[str, tuple[Plant, str]] = {
     "temperature": (Plant(temperature=0.8), ""),
     "extreme_tokens": (Plant(extreme_share=0.004), ""),
     "length_growth": (Plant(noise_per_token=0.004), ""),
-    "entropy_collapse": (
-        Plant(),
-        "--data.reward experiments.planted_logs:easy_reward --optimizer.learning-rate 5e-4",
-    ),
+    "entropy_collapse": (Plant(), "--data.reward experiments.planted_logs:easy_reward --optimizer.learning-rate 5e-4"),
     "high_rate": (Plant(), "--optimizer.learning-rate 3e-3"),
     "stale_layer": (Plant(stale_layer=1), ""),
 }

@@ -201,10 +201,7 @@ def markdown(tables: Mapping[str, Any]) -> str:
         well = "{:.2f} to {:.2f}".format(*row["end_well_interval"])
         cells = (", ".join(together), row["seeds"], row["end_well"], well, row["never_learned"], row["collapsed"])
         lines.append(_line(*cells, row["fell"], at, f"{row['peak_mean']:.2f}", f"{row['final_mean']:.2f}"))
-    lines += [
-        "",
-        "| compared | difference | interval | better/same/worse | p | corrected p | end well | Fisher p |",
-    ]
+    lines += ["", "| compared | difference | interval | better/same/worse | p | corrected p | end well | Fisher p |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for row in tables["comparisons"]:
         seeds, *cells = table_cells(row)

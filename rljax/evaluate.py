@@ -21,15 +21,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from rljax.data.gym_problems import task_names
-from rljax.data.prompts import (
-    TOYS,
-    DataConfig,
-    Problem,
-    evaluation_datasets,
-    prompt_ids,
-    say_prefix,
-    task_reward,
-)
+from rljax.data.prompts import TOYS, DataConfig, Problem, evaluation_datasets, prompt_ids, say_prefix, task_reward
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import caller_errors, check_at_least, run_cli
 from rljax.policy.config import PolicyConfig

@@ -382,10 +382,7 @@ AREAL_MOMENT = {
         "ppo_actor_loss_fn",
     ),
 }
-OPENRLHF = {
-    "openrlhf/models/utils.py": ("masked_mean",),
-    "openrlhf/models/loss.py": ("aggregate_loss", "PolicyLoss"),
-}
+OPENRLHF = {"openrlhf/models/utils.py": ("masked_mean",), "openrlhf/models/loss.py": ("aggregate_loss", "PolicyLoss")}
 VERL_REJECT = MASKED | {
     "verl/trainer/ppo/rollout_corr_helper.py": ("_parse_rollout_rs_thresholds", "compute_rollout_rejection_mask")
 }

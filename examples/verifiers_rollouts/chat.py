@@ -36,14 +36,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(
-        self,
-        ctx: Any,
-        trace: Any,
-        runtime: Any,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: Any,
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
     ) -> vf.ProgramResult:
         """Runs the loop to its end.
 

@@ -207,10 +207,7 @@ def _tables(comparison: Comparison) -> Iterator[tuple[str, _Rows]]:
         yield "Whole distributions at each response token (kl: of the second against the first, nats)", rows
 
 
-TURN_TABLES = {
-    "turn_": "turn",
-    "after_": "distance from the environment's last token (its next token is at 1)",
-}
+TURN_TABLES = {"turn_": "turn", "after_": "distance from the environment's last token (its next token is at 1)"}
 """The quantity by which each table of turns splits the mismatch, by the beginning of its labels."""
 
 

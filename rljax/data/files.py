@@ -181,12 +181,7 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def write_rows(
-    path: str | Path,
-    rows: Iterable[FileRow],
-    *,
-    like: str | Path,
-    provenance: Mapping[str, Any],
-    form: Form = None,
+    path: str | Path, rows: Iterable[FileRow], *, like: str | Path, provenance: Mapping[str, Any], form: Form = None
 ) -> None:
     """Writes rows as Parquet in verl's form; an interrupted write leaves no file.
 

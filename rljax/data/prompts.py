@@ -218,11 +218,7 @@ def evaluation_datasets(
 
 
 def _problems(
-    source: str,
-    split: str,
-    config: DataConfig,
-    tokenizer: Tokenizer | None,
-    tally: Tally | None = None,
+    source: str, split: str, config: DataConfig, tokenizer: Tokenizer | None, tally: Tally | None = None
 ) -> Sequence[Problem]:
     """Returns a split of a task, or all problems of a file; the prompts of a toy task need no rendering."""
     if source in TOYS:

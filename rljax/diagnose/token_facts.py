@@ -173,11 +173,7 @@ def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
 
 
 def ratios(
-    top: np.ndarray,
-    bottom: np.ndarray,
-    values: np.ndarray,
-    edges: Sequence[float],
-    labels: Sequence[str] = (),
+    top: np.ndarray, bottom: np.ndarray, values: np.ndarray, edges: Sequence[float], labels: Sequence[str] = ()
 ) -> dict[str, float]:
     """Returns the sum of ``top`` over the sum of ``bottom`` of the tokens in each bucket with enough of them.
 

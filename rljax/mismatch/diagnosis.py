@@ -226,11 +226,7 @@ def after_environment(turns: np.ndarray) -> np.ndarray:
 
 
 def mismatch_by_turn(
-    trainer: Sequence[np.ndarray],
-    rollout: Sequence[np.ndarray],
-    turns: Sequence[np.ndarray],
-    *,
-    chunk: int = 2**20,
+    trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray], turns: Sequence[np.ndarray], *, chunk: int = 2**20
 ) -> dict[str, float]:
     """Computes the mismatch of sampled tokens by turn and by distance from the environment's last token.
 

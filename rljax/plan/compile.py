@@ -33,11 +33,7 @@ from rljax.sharding import make_mesh
 # CUB's sort asks a GPU of this process how much memory it needs, so the program uses XLA's own sort.
 COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {"cuda": {"xla_gpu_enable_cub_radix_sort": False}}
 """The options of XLA for ahead-of-time compilation, by the platform of the machine."""
-_NO_TPU_HOST = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
+_NO_TPU_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-16", "TPU_WORKER_HOSTNAMES": "localhost"}
 INSTALL = {  # the advice of an error message, by platform
     "tpu": "pip install 'jax[tpu]'",
     "cuda": "pip install --no-deps nvidia-cudnn-cu12, and jax-cuda12-plugin and jax-cuda12-pjrt of jaxlib's version",

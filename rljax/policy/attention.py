@@ -13,15 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.policy.config import AttentionName, choose_kernel
 from rljax.policy.context import device_heads, exchange_back, exchange_heads, heads_of_device
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
-from rljax.policy.flash import (
-    BLOCKS,
-    Ends,
-    KeyBlocks,
-    Queries,
-    block_attention,
-    ends_axes,
-    head_axes,
-)
+from rljax.policy.flash import BLOCKS, Ends, KeyBlocks, Queries, block_attention, ends_axes, head_axes
 from rljax.policy.splash import LANES, splash_attention
 from rljax.sharding import axis_size, on_each_device
 

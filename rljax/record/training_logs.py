@@ -21,14 +21,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rljax.errors import ConfigError, MissingPackageError, import_for, parse_json
-from rljax.mismatch.names import (
-    CALL_COUNT,
-    LENGTH_COLUMNS,
-    METRIC_COLUMNS,
-    NOT_TRAINING,
-    STEP_COLUMNS,
-    WRAPPERS,
-)
+from rljax.mismatch.names import CALL_COUNT, LENGTH_COLUMNS, METRIC_COLUMNS, NOT_TRAINING, STEP_COLUMNS, WRAPPERS
 from rljax.record.console_logs import console_rows
 from rljax.record.foreign_files import foreign_kind
 

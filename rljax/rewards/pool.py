@@ -27,14 +27,7 @@ class RewardPool:
     within ``timeout_s``. It gets 0.0 and is counted separately.
     """
 
-    def __init__(
-        self,
-        reward: str,
-        workers: int | None = None,
-        timeout_s: float = 10.0,
-        *,
-        memory_gib: float = 4.0,
-    ):
+    def __init__(self, reward: str, workers: int | None = None, timeout_s: float = 10.0, *, memory_gib: float = 4.0):
         """Checks the reward and starts the workers without waiting for them.
 
         Args:

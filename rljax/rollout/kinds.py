@@ -52,7 +52,7 @@ LACKING: dict[str, frozenset[Ability]] = {
             *("updates_in_flight", "sleeps", "cuts_by_share", "reports_routes", "cache_form", "weight_form"),
             *("is_invariant", "decodes_given", "takes_seeds", "scores_alone", "widens_head"),
         }
-    ),
+    )
 }
 """The abilities that servers lack on a platform, by the name of the platform in their description."""
 

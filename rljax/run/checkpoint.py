@@ -103,9 +103,7 @@ class Checkpointer:
             # Orbax would do this in a thread that its close() does not wait for; it fails when the process ends.
             self._clear_incomplete()
         self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep,
-            enable_async_checkpointing=not read_only,
-            create=not read_only,
+            max_to_keep=None if read_only else keep, enable_async_checkpointing=not read_only, create=not read_only
         )
         self._manager = ocp.CheckpointManager(self._directory, options=self._options)
 

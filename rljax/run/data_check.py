@@ -55,13 +55,7 @@ class AnswerCheck(NamedTuple):
 
 
 def check_answers(
-    sets: Sequence[Sequence[Problem]],
-    reward: str,
-    *,
-    count: int,
-    seed: int,
-    workers: int | None,
-    timeout_s: float,
+    sets: Sequence[Sequence[Problem]], reward: str, *, count: int, seed: int, workers: int | None, timeout_s: float
 ) -> list[AnswerCheck]:
     """Scores ``count`` right answers of each data set as responses; ``seed`` chooses them.
 

@@ -51,11 +51,7 @@ def write_rollouts(
 
 
 def write_tokens(
-    config: Config,
-    step: int,
-    policy_version: int,
-    sequences: Sequence[TrainSequence],
-    trainer: TrainerValues,
+    config: Config, step: int, policy_version: int, sequences: Sequence[TrainSequence], trainer: TrainerValues
 ) -> None:
     """Writes the token dump ``rollouts/step_<step>.parquet`` with the columns ``rollout`` and ``trainer``.
 

@@ -19,11 +19,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def length_decay_schedule(
-    init_value: float,
-    decay_period: int | None,
-    *,
-    decay_factor: float = 0.5,
-    floor_ratio: float = 0.1,
+    init_value: float, decay_period: int | None, *, decay_factor: float = 0.5, floor_ratio: float = 0.1
 ) -> optax.Schedule:
     """Builds Algorithm 1 with a known period as an optax schedule.
 

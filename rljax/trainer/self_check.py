@@ -27,11 +27,7 @@ from rljax.trainer.state import TrainState
 from rljax.trainer.trees import common_prefixes, in_tree_order
 from rljax.trainer.update import Forward, Pack, Update, UpdateAround, Updated, UpdateOptions
 
-PREFIXES: dict[Cause, str] = {
-    "shape": "mismatch_self/",
-    "mesh": "mismatch_self/mesh/",
-    "remat": "mismatch_self/remat/",
-}
+PREFIXES: dict[Cause, str] = {"shape": "mismatch_self/", "mesh": "mismatch_self/mesh/", "remat": "mismatch_self/remat/"}
 """The first part of the metric keys of each cause."""
 OTHER_REMAT: dict[Remat, Remat] = {"none": "blocks", "dots": "blocks", "blocks": "dots", "offload": "dots"}
 """The choice of ``precision.remat`` with which each choice is compared."""

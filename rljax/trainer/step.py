@@ -27,14 +27,7 @@ from rljax.policy.kernels import choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams, with_targets
 from rljax.policy.model import Params, abstract_params, cast_params, gathered_axes, logical_axes, param_shardings
 from rljax.policy.score import Scores, packed_logprobs
-from rljax.sharding import (
-    compiler_options,
-    constrain,
-    constrain_tree,
-    named_sharding,
-    narrow_gradient_sums,
-    replicated,
-)
+from rljax.sharding import compiler_options, constrain, constrain_tree, named_sharding, narrow_gradient_sums, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, replayed_choices, routes_of
 from rljax.trainer.micro_batches import (
     BATCH_AXES,
@@ -179,13 +172,7 @@ class TrainStep:
         return each
 
     def sums(
-        self,
-        batch: PackedBatch,
-        counts: tuple[Any, Any],
-        compute: Params,
-        needed: Any,
-        noise: Any,
-        *of_loss: Any,
+        self, batch: PackedBatch, counts: tuple[Any, Any], compute: Params, needed: Any, noise: Any, *of_loss: Any
     ) -> tuple[Totals, TokenValues]:
         """Adds up the gradients and statistics of the micro-batches of one replica; returns them and the token values.
 

@@ -155,11 +155,7 @@ class Mirror:
             path.unlink()
 
     def _record(
-        self,
-        version: Version,
-        files: Mapping[str, str],
-        sums: Mapping[str, Checksum],
-        known: Mapping[str, FileRecord],
+        self, version: Version, files: Mapping[str, str], sums: Mapping[str, Checksum], known: Mapping[str, FileRecord]
     ) -> None:
         """Compares the tensors' checksums with the version's, and writes ``version.json``.
 

@@ -92,11 +92,7 @@ class PartWriter(Writer):
     """
 
     def __init__(
-        self,
-        parts: MakeParts,
-        name: str = "0",
-        outlet: Outlet | None = None,
-        directory: OwnedDirectory | None = None,
+        self, parts: MakeParts, name: str = "0", outlet: Outlet | None = None, directory: OwnedDirectory | None = None
     ) -> None:
         """Stores the maker of the parts, and the beginning of the files' names, which differs between processes."""
         self._parts_of, self._name = parts, name

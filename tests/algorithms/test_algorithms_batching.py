@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rljax.algorithms.correction_choice import (
-    CorrectionConfig,
-    correct,
-    gradient_divisor,
-)
+from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradient_divisor
 from rljax.algorithms.losses import LossConfig, aggregation_weights, kl_penalty, policy_loss
 from rljax.mismatch import importance_weights, merge
 from rljax.mismatch.correction import finalize_correction

@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.algorithms.correction_choice import (
-    PRESETS,
-    CorrectionConfig,
-    correct,
-    gradient_divisor,
-)
+from rljax.algorithms.correction_choice import PRESETS, CorrectionConfig, correct, gradient_divisor
 from rljax.mismatch import merge
 from rljax.mismatch.correction import finalize_correction
 

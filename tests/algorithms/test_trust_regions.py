@@ -214,10 +214,7 @@ def test_distances_over_lists_by_hand():
         ({"region": "tv"}, r"region_threshold must be finite and above 0, got 0\.0"),
         ({"region": "smooth", "region_threshold": 1.0, "region_sides": "away"}, "region smooth has no sides"),
         ({"region": "kpop", "region_threshold": 1.0, "region_over": "tops"}, "region_over tops is for the regions tv"),
-        (
-            {"preset": "m2po", "score_centering": True},
-            "score_centering cannot be combined with region moment",
-        ),
+        ({"preset": "m2po", "score_centering": True}, "score_centering cannot be combined with region moment"),
         ({"preset": "one_sided_tops_tv", "part": "drift"}, "region_over tops needs part whole, got drift"),
         ({"preset": "two_sided_tv", "region_threshold": 0.1}, "sets the other fields, got region_threshold as well"),
         ({"reject_abs_ratio": 0.9}, r"reject_abs_ratio must be 0 or at least 1, got 0\.9"),

@@ -106,11 +106,7 @@ def test_torch_and_jax_give_one_distribution(world):
 @pytest.mark.parametrize(
     ("specs", "settings", "said"),
     [
-        (
-            ["jax:float32", "jax-decode:float32"],
-            {},
-            "need two scorers of the kinds jax, hf, vllm, sglang",
-        ),
+        (["jax:float32", "jax-decode:float32"], {}, "need two scorers of the kinds jax, hf, vllm, sglang"),
         (["jax:float32", "jax:bfloat16"], {"model": None}, "scorer 'jax:float32' needs a model directory"),
         (["jax:float32", "vllm:http://h:1"], {"temperature": 0.5}, "at temperature 1, got 0.5"),
     ],

@@ -47,10 +47,7 @@ def test_the_embedded_engine_scores_every_response_token(model):
 
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
-    [
-        ([1, 2], [True, True], "no prompt"),
-        ([1, 99, 2], [False, False, True], "no prompt of tokens below 64"),
-    ],
+    [([1, 2], [True, True], "no prompt"), ([1, 99, 2], [False, False, True], "no prompt of tokens below 64")],
 )
 def test_what_cannot_be_drawn_is_refused(model, ids, mask, message):
     with pytest.raises(ValueError, match=message):

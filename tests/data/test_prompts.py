@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rljax.data.prompts import (
-    DataConfig,
-    drop_long,
-    evaluation_datasets,
-    render_problem,
-    training_problems,
-)
+from rljax.data.prompts import DataConfig, drop_long, evaluation_datasets, render_problem, training_problems
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import build_tokenizer
 
@@ -124,10 +118,7 @@ def test_prompts_that_are_too_long_are_counted(bare):
     ("wrong", "message"),
     [
         ({"task": "file"}, "path is needed with task = file"),
-        (
-            {"chat_template": False, "enable_thinking": True},
-            "chat_template = false applies no template, but enable_",
-        ),
+        ({"chat_template": False, "enable_thinking": True}, "chat_template = false applies no template, but enable_"),
         ({"chat_template_kwargs": ("effort",)}, "chat_template_kwargs must be NAME=VALUE"),
         ({"check_answers": -1}, "check_answers must "),
         ({"path": "x.parquet"}, "path is given, but task = toy reads no file"),

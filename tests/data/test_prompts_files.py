@@ -227,7 +227,7 @@ def test_several_right_answers_survive_a_written_file(tmp_path):
     path, out = written(tmp_path / "x.jsonl", rows), tmp_path / "out.parquet"
     problems = read_problems(path)
     assert [problem["answer"] for problem in problems] == [
-        *("3", "3", "65", "65", "[1, 2]", "[1, 2]", "[]", "[", '["a", "b"]'),
+        *("3", "3", "65", "65", "[1, 2]", "[1, 2]", "[]", "[", '["a", "b"]')
     ]
     assert [problem.get("alternatives") for problem in problems] == [["3", "x=3"]] * 2 + [None] * 7
     write_rows(out, rows, like=path, provenance={})

@@ -35,12 +35,7 @@ PUBLISHED = [
     ("aime-2024", {"id": 1, "problem": "Add.", "solution": "\\boxed{204}", "url": "u"}, "Add.", "204"),
     ("aime-2025", {"question": "Add.", "answer": "3"}, "Add.", "3"),
     ("aime-2025", {"problem": "Add.", "answer": "3", "id": "0"}, "Add.", "3"),
-    (
-        "aime-2025",
-        {"problem_idx": 1, "problem": "Add.", "answer": 3, "problem_type": ["Algebra"]},
-        "Add.",
-        "3",
-    ),
+    ("aime-2025", {"problem_idx": 1, "problem": "Add.", "answer": 3, "problem_type": ["Algebra"]}, "Add.", "3"),
     (
         "dapo-math-17k",
         {

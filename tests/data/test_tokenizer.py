@@ -243,7 +243,7 @@ def test_an_argument_that_nothing_uses_is_refused(prompt, mode, message, tmp_pat
 def test_arguments_are_json_or_text():
     words = ("effort=low", "builtin_tools=[1]", "date=null", "text=")
     assert template_arguments(True, words) == {
-        **{"enable_thinking": True, "effort": "low", "builtin_tools": [1], "date": None, "text": ""},
+        **{"enable_thinking": True, "effort": "low", "builtin_tools": [1], "date": None, "text": ""}
     }
     for wrong in ("effort", "=1", "a b=1", "enable_thinking=false"):
         with pytest.raises(ValueError, match="chat_template_kwargs must be NAME=VALUE, each name once"):

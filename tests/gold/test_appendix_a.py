@@ -12,15 +12,7 @@ An estimator is given by its values [n, d] and their probabilities [n], so that 
 
 import numpy as np
 import pytest
-from tabular import (
-    every_response,
-    free_features,
-    probabilities,
-    random_tables,
-    shifted,
-    token_logprobs,
-    token_scores,
-)
+from tabular import every_response, free_features, probabilities, random_tables, shifted, token_logprobs, token_scores
 
 from rljax.mismatch import importance_weights
 

@@ -11,12 +11,7 @@ from rljax.run.sampling import step_seed
 
 SEED = 5
 ROWS = [
-    {
-        "step": step,
-        "rollout/policy_version": step - 1,
-        "rollout/staleness": 0.0,
-        "mismatch/logprob_abs_diff_max": 1e-6,
-    }
+    {"step": step, "rollout/policy_version": step - 1, "rollout/staleness": 0.0, "mismatch/logprob_abs_diff_max": 1e-6}
     for step in (1, 2)
 ]
 

@@ -33,9 +33,7 @@ PAGE = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
 ARMS = {
     name: (ROOT / "configs/paper" / file, options.split(), result)
     for name, file, options, result in re.findall(
-        r"^\| `((?:qwen3|deepseek)_[^`]+)` \| `(\S+\.yaml)([^`]*)` \| ([^|]+) \|$",
-        PAGE,
-        re.MULTILINE,
+        r"^\| `((?:qwen3|deepseek)_[^`]+)` \| `(\S+\.yaml)([^`]*)` \| ([^|]+) \|$", PAGE, re.MULTILINE
     )
 }
 TINY = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)

@@ -133,15 +133,13 @@ def test_a_dense_run_has_no_adapters_to_export(toy_base, tmp_path):
 
 @pytest.mark.harness
 @pytest.mark.parametrize(
-    ("dtype", "start_from"),
-    [("bfloat16", True), ("bfloat16", False), ("float16", True), ("float16", False)],
+    ("dtype", "start_from"), [("bfloat16", True), ("bfloat16", False), ("float16", True), ("float16", False)]
 )
 def test_with_the_exact_engine_the_mismatch_is_zero(dtype, start_from, toy_base, tmp_path):
     policy = read_config(toy_base)
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(
-        lambda leaf: (0.02 * rng.normal(size=leaf.shape)).astype(np.float32),
-        abstract_adapters(policy, LORA),
+        lambda leaf: (0.02 * rng.normal(size=leaf.shape)).astype(np.float32), abstract_adapters(policy, LORA)
     )
     save_adapters(tmp_path / "adapter", adapters, policy, LORA, toy_base)
     options = ("--lora.adapter", str(tmp_path / "adapter")) if start_from else ()

@@ -65,10 +65,7 @@ def test_routes_of_another_program_are_replayed(base, tmp_path):
     ("options", "said"),
     [
         (("--rollout.router-replay", "r2"), "r2 is for several updates a batch"),
-        (
-            ("--rollout.router-replay", "r3", "--rollout.engine", "exact"),
-            "which routes as the trainer does",
-        ),
+        (("--rollout.router-replay", "r3", "--rollout.engine", "exact"), "which routes as the trainer does"),
     ],
 )
 def test_what_does_not_fit_is_one_line(base, tmp_path, options, said):

@@ -63,8 +63,7 @@ def test_vocabulary_and_shape(float32):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"rope_type": "yarn", "factor": 1.5}, pytest.param({"rope_theta": 12_345.0}, marks=pytest.mark.harness)],
+    "change", [{"rope_type": "yarn", "factor": 1.5}, pytest.param({"rope_theta": 12_345.0}, marks=pytest.mark.harness)]
 )
 def test_rotary_settings(float32, change):
     plain = float32.model.hf_config["rope_parameters"]

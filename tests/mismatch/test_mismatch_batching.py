@@ -9,14 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rljax.mismatch import (
-    importance_weights,
-    merge,
-    mismatch_metrics,
-    mismatch_statistics,
-    read_tokens,
-    rejection_mask,
-)
+from rljax.mismatch import importance_weights, merge, mismatch_metrics, mismatch_statistics, read_tokens, rejection_mask
 from rljax.mismatch.correction import finalize_importance, importance_statistics
 from rljax.mismatch.metrics import finalize_mismatch
 

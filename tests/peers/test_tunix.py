@@ -99,10 +99,7 @@ def test_the_rate_follows_the_lengths_in_tunix(micro_batches, iterations):
         actor=actor,
         tokenizer=Tokenizer(),
         cluster_config=ClusterConfig(
-            role_to_mesh=roles,
-            rollout_engine=scripted(micro_batches),
-            training_config=training,
-            rollout_config=rollout,
+            role_to_mesh=roles, rollout_engine=scripted(micro_batches), training_config=training, rollout_config=rollout
         ),
     )
     learner = GRPOLearner(

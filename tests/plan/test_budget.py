@@ -111,10 +111,7 @@ def test_a_host_without_gpus_holds_the_arrays():
     sizes = sizes_of(config)
     found = host_demand(config, TINY, sizes, CPU, 50 * COUNT, decoding).parts
     state = saved_bytes(sizes)[0]
-    expected = {
-        "the process": PROCESS_BYTES,
-        "arrays of an update": 50 * COUNT,
-    }
+    expected = {"the process": PROCESS_BYTES, "arrays of an update": 50 * COUNT}
     assert found == expected
     sampled = host_demand(config, TINY, sizes, CPU, 0, decoding).parts["arrays of an update"]
     assert sampled == state + 2 * COUNT + 8 * 100 * 192

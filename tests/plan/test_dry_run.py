@@ -130,10 +130,7 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
         ({"mesh": {"fsdp": 3}}, "must be a multiple of the 3 ways that the mesh splits rows"),
         ({"packing": {"row_tokens": 64}}, "row_tokens = 64 is shorter than the longest possible sequence"),
         (
-            {
-                "rollout": {"engine": "exact", "refill": True, "group_size": 12},
-                "packing": {"rows_per_micro_batch": 8},
-            },
+            {"rollout": {"engine": "exact", "refill": True, "group_size": 12}, "packing": {"rows_per_micro_batch": 8}},
             "rollout.group_size = 12 must be a multiple of the 8 rows of a micro-batch",
         ),
     ],
@@ -146,7 +143,7 @@ def test_sizes_that_do_not_fit_are_refused(sections, part):
 
 def test_units():
     assert [in_units(n) for n in (0, 1023, 1024, 1536, 2**30, 5 * 2**40)] == [
-        *("0 B", "1023 B", "1.00 KiB", "1.50 KiB", "1.00 GiB", "5120.00 GiB"),
+        *("0 B", "1023 B", "1.00 KiB", "1.50 KiB", "1.00 GiB", "5120.00 GiB")
     ]
 
 

@@ -6,14 +6,7 @@ import pytest
 from changed_configs import changed
 
 from rljax.plan.dry_run import planned_bytes, shape_mesh, state_bytes
-from rljax.plan.memory import (
-    block_bytes,
-    head_bytes,
-    kept_by_a_block,
-    local_policy,
-    planned_attention,
-    working_bytes,
-)
+from rljax.plan.memory import block_bytes, head_bytes, kept_by_a_block, local_policy, planned_attention, working_bytes
 from rljax.policy.attention import packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES

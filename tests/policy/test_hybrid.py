@@ -8,15 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.torch
-from hybrids import (
-    SHAPES_HYBRID,
-    hybrid_model,
-    packed,
-    sequences_of,
-    text_config,
-    tiny_hybrid,
-    torch_logprobs,
-)
+from hybrids import SHAPES_HYBRID, hybrid_model, packed, sequences_of, text_config, tiny_hybrid, torch_logprobs
 from transformers_models import ROPES, torch, transformers
 
 from rljax.policy.delta_net import DeltaTokens, chunked, recurrent, unit_lower_inverse

@@ -111,12 +111,7 @@ SAID = [[{"role": "assistant", "content": "8"}]]
         (
             openrlhf,
             CHAT,
-            {
-                "queries": ["<user>2+5<assistant>8"],
-                "prompts": ["<user>2+5<assistant>"],
-                "labels": ["7"],
-                "kwargs": {},
-            },
+            {"queries": ["<user>2+5<assistant>8"], "prompts": ["<user>2+5<assistant>"], "labels": ["7"], "kwargs": {}},
             0.75,
         ),
     ],

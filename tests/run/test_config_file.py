@@ -240,10 +240,7 @@ def test_yaml_mistakes(yaml_file, text, message):
         ("--name x -y", "command line: unexpected argument '-y'"),
         ("--name x b.yaml", "command line: unexpected argument 'b.yaml'"),
         ("no/such.yaml", "no/such.yaml: No such file or directory"),
-        (
-            "--optimizer.learning-rate -1",
-            "command line: optimizer.learning_rate must be positive, got -1.0",
-        ),
+        ("--optimizer.learning-rate -1", "command line: optimizer.learning_rate must be positive, got -1.0"),
     ],
 )
 def test_command_line_mistakes(words, message):

@@ -197,11 +197,7 @@ def test_a_run_leaves_out_what_it_cannot_use_and_says_so(tmp_path):
     ("rows", "reward", "message"),
     [
         ([GOOD[0], *({"prompt": "12345678+1=", "answer": "1"},) * 3], "addition", "only 1 of 4 rows are left: 0 have"),
-        (
-            [row | {"answer": "a\nb"} for row in GOOD],
-            "math",
-            "the response, such as 'a b'; choose another reward",
-        ),
+        ([row | {"answer": "a\nb"} for row in GOOD], "math", "the response, such as 'a b'; choose another reward"),
         (
             [GOOD[0] | {"answer": ""}, *(row | {"answer": "N/A"} for row in GOOD)],
             "math",

@@ -375,7 +375,7 @@ def test_an_evaluation_is_given_up_and_its_step_kept(go, capsys):
 def test_dumps_and_transcripts_hold_what_was_said(go):
     run = go(rollout={"dump_every": 2, "transcript_every": 3}, eval={"every": 0})
     assert sorted(path.name for path in (run.directory / "rollouts").iterdir()) == [
-        *("step_000002.parquet", "step_000003.jsonl", "step_000004.parquet"),
+        *("step_000002.parquet", "step_000003.jsonl", "step_000004.parquet")
     ]
     dump = read_dump(run.directory / "rollouts" / "step_000002.parquet")
     prompts = [prompt for prompt in run.engine.asked[1] for _ in range(2)]

@@ -12,14 +12,7 @@ from rljax.run.training import make_objective
 CENTERED = CorrectionConfig(score_centering=True)
 TOPS = RolloutConfig(top_logprobs=20)
 STALE = RolloutConfig(engine="vllm", urls=("http://127.0.0.1:1",), max_staleness=1)
-POLICY = {
-    "hidden_size": 8,
-    "num_layers": 1,
-    "num_heads": 1,
-    "num_kv_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 8,
-}
+POLICY = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 8}
 
 
 @pytest.mark.parametrize(

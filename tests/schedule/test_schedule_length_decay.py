@@ -26,10 +26,7 @@ QUICK = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
 @pytest.mark.parametrize("case", GOLD, ids=lambda case: f"period_{case['decay_period']}_factor_{case['decay_factor']}")
 def test_golden_rates_of_every_update(case):
     schedule = length_decay_schedule(
-        case["init_value"],
-        case["decay_period"],
-        decay_factor=case["decay_factor"],
-        floor_ratio=case["floor_ratio"],
+        case["init_value"], case["decay_period"], decay_factor=case["decay_factor"], floor_ratio=case["floor_ratio"]
     )
     last = case["segments"][-1]["from_update"] + 300
     rates = np.asarray(schedule(jnp.arange(last)))

@@ -224,9 +224,7 @@ def test_scores_of_given_tokens_are_the_trainers(served, opened):
     with closing(connect([served.server.url], kind="sglang")) as server:
         assert server.logprobs_temperature(0.5) == 0.5
         for got, expected in zip(
-            server.score(PROMPTS, at_once=2),
-            served.policy.scorer()(served.policy.params, PROMPTS),
-            strict=True,
+            server.score(PROMPTS, at_once=2), served.policy.scorer()(served.policy.params, PROMPTS), strict=True
         ):
             np.testing.assert_allclose(got[1:], expected[1:], atol=2e-5)
 

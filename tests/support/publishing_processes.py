@@ -96,11 +96,7 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
             parts.close()
         else:
             files = WeightDirectory(
-                publish,
-                rollout.transfer_dir,
-                api_key_file=find_key_file(None),
-                writer=act,
-                anchor_every=3,
+                publish, rollout.transfer_dir, api_key_file=find_key_file(None), writer=act, anchor_every=3
             )
             for folder in ("truth", "answers"):
                 (root / folder).mkdir()

@@ -15,13 +15,7 @@ from rljax.record.token_arrays import to_rows
 from rljax.schedule import inject_learning_rate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.packing import unpack
-from rljax.trainer.state import (
-    GROWTH_INTERVAL,
-    OptimizerConfig,
-    adjust_loss_scale,
-    initial_loss_scale,
-    make_optimizer,
-)
+from rljax.trainer.state import GROWTH_INTERVAL, OptimizerConfig, adjust_loss_scale, initial_loss_scale, make_optimizer
 from rljax.trainer.step import make_programs
 
 pytestmark = pytest.mark.slow

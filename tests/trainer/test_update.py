@@ -116,11 +116,7 @@ OBJECTIVES = {
         CorrectionConfig(preset="m2po_areal"),
         0.1,
     ),
-    "policy gradient, token mean, bypass": (
-        LossConfig(kind="ppo_clip", old_logprobs="rollout"),
-        UNCORRECTED,
-        None,
-    ),
+    "policy gradient, token mean, bypass": (LossConfig(kind="ppo_clip", old_logprobs="rollout"), UNCORRECTED, None),
 }
 
 
@@ -129,13 +125,7 @@ BY_TOKEN, BY_SEQUENCE = {"level": "token", "threshold": 1.2}, {"level": "sequenc
 
 @pytest.mark.harness  # integration/test_staleness_split.py has a run with it
 @pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        (BY_TOKEN, "numerics"),
-        (BY_SEQUENCE, "drift"),
-        (BY_TOKEN, "drift"),
-        (BY_SEQUENCE, "numerics"),
-    ],
+    ("fields", "part"), [(BY_TOKEN, "numerics"), (BY_SEQUENCE, "drift"), (BY_TOKEN, "drift"), (BY_SEQUENCE, "numerics")]
 )
 def test_a_correction_of_one_part_uses_its_two_logprobs(fields, part):
     """Tokens of the newest policy, and of a policy that is not kept, have no drift."""
@@ -161,8 +151,7 @@ def test_a_correction_of_one_part_uses_its_two_logprobs(fields, part):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name.startswith("gspo") else [pytest.mark.harness]) for name in OBJECTIVES],
+    "name", [pytest.param(name, marks=[] if name.startswith("gspo") else [pytest.mark.harness]) for name in OBJECTIVES]
 )
 def test_no_cut_changes_the_gradient_of_any_objective(name):
     loss, correction, old_noise = OBJECTIVES[name]

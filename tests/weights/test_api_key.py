@@ -181,8 +181,7 @@ def test_a_private_address_needs_a_key_a_public_one_is_refused(host, key_file, m
 
 
 @pytest.mark.parametrize(
-    "argument",
-    ["--host", "--host=0.0.0.0", "--api-key", "--api_key=x", "--trust-remote-code", "--trust_remote_code"],
+    "argument", ["--host", "--host=0.0.0.0", "--api-key", "--api_key=x", "--trust-remote-code", "--trust_remote_code"]
 )
 def test_arguments_of_vllm_that_would_undo_it_are_refused(argument):
     with pytest.raises(ValueError, match="is not passed to vLLM"):

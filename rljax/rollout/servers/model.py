@@ -16,15 +16,7 @@ from rljax.rollout.engine import RolloutEngine, Samples, TurnQueue
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.replies import check_completion
-from rljax.rollout.servers.requests import (
-    Completion,
-    Request,
-    TakeAsks,
-    check_prompts,
-    make_asks,
-    shortest,
-    turn_asks,
-)
+from rljax.rollout.servers.requests import Completion, Request, TakeAsks, check_prompts, make_asks, shortest, turn_asks
 from rljax.rollout.servers.verify import sharpening
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 
