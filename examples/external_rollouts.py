@@ -10,7 +10,6 @@ RLJAX_API_KEY_FILE names a file, requests bring the key in it.
 
 import argparse
 import json
-import os
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +26,7 @@ from rljax.rewards.resolve import resolve_reward
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.types import Response, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.weights.access import find_client_key_file, read_api_key
 
 
 def rows_of(group, problem, prompt, responses, tokenizer, reward):
@@ -91,8 +91,8 @@ def ask_server(url, prompts, count, sampling, seed):
 def ask(url, content=None, headers=None):
     """Returns the trainer's reply, a JSON object, or None if it has no room. Ends if nothing answers for 5 minutes."""
     headers = dict(headers or {})
-    if "RLJAX_API_KEY_FILE" in os.environ:
-        headers["authorization"] = f"Bearer {Path(os.environ['RLJAX_API_KEY_FILE']).read_text().strip()}"
+    if (key_file := find_client_key_file(None)) is not None:
+        headers["authorization"] = f"Bearer {read_api_key(key_file)}"
     for _ in range(600):
         try:
             with urllib.request.urlopen(urllib.request.Request(url, content, headers)) as reply:

@@ -170,8 +170,9 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
     Raises ValueError if the path is none of these, or has no such checkpoint.
     """
     path = Path(path)
-    if path.name.isdecimal() and (path.parents[1] / "config.yaml").is_file():
-        return find_policy(path.parents[1], step=int(path.name), best=path.parent.name == BEST)
+    whole = path.absolute()
+    if path.name.isdecimal() and (whole.parents[1] / "config.yaml").is_file():
+        return find_policy(whole.parents[1], step=int(path.name), best=whole.parent.name == BEST)
     if not (path / "config.yaml").is_file():
         if step is not None or best:
             raise ValueError(f"{path} is not a run directory: it has no config.yaml")

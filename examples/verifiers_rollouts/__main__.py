@@ -31,7 +31,8 @@ from verifiers_rollouts.client import POLL_S, Client, RefusedError
 from verifiers_rollouts.player import Player
 from verifiers_rollouts.settings import EndError, read_run, settings_of
 
-KEY_FILE = "RLJAX_API_KEY_FILE"
+from rljax.weights.access import KEY_FILE, find_client_key_file, read_api_key
+
 IDLE_S = 300.0  # the time without a group under way after which the waiting groups are counted anew (seconds)
 
 
@@ -102,8 +103,8 @@ def tasks_of(taskset: Any) -> Iterator[Any]:
 
 async def send(run: Mapping[str, Any], name: str, trainer: str, groups: int, wait_s: float) -> None:
     """Plays groups of trajectories of the environment ``name`` and sends them. Raises EndError or RefusedError."""
-    key = os.environ.get(KEY_FILE) or run["rollout"]["api_key_file"]
-    headers = {"authorization": f"Bearer {Path(key).read_text().strip()}"} if key else {}
+    key = find_client_key_file(os.environ.get(KEY_FILE) or run["rollout"]["api_key_file"])
+    headers = {"authorization": f"Bearer {read_api_key(key)}"} if key else {}
     connections, unlimited = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connections, timeout=unlimited, headers=headers) as http:
         client, settings = Client(http, wait_s), settings_of(run, name)

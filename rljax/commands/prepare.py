@@ -51,7 +51,7 @@ from rljax.data.prompts import (
     template_arguments,
 )
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.errors import ConfigError, caller_errors, name_changes
+from rljax.errors import ConfigError, caller_errors, describe, name_changes, parse_json
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
@@ -180,12 +180,16 @@ class ScoreFile:
         if path.is_file():
             text = path.read_text(encoding="utf-8")
             whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
-            lines = [json.loads(line) for line in whole.splitlines()]
+            try:
+                lines = [parse_json(line) for line in whole.splitlines()]
+                changes = name_changes(lines[0], settings) if lines else ""
+                self.rewards = {line["key"]: list(line["rewards"]) for line in lines[1:]}
+            except (LookupError, TypeError, AttributeError, ValueError) as error:
+                raise ConfigError(f"{path} does not hold scores: {describe(error)}") from error
             if lines:
-                if changes := name_changes(lines[0], settings):
+                if changes:
                     said = f"{path} was scored with other settings: {changes}"
                     raise ConfigError(f"{said}; delete it or give another --scores")
-                self.rewards = {line["key"]: line["rewards"] for line in lines[1:]}
                 path.write_text(whole, encoding="utf-8")
                 return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,7 +273,9 @@ def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tok
     settings |= {"chat_template": str(arguments.chat_template).lower(), "max_response_tokens": limit}
     of_template = template_arguments(arguments.enable_thinking, arguments.chat_template_kwargs)
     settings["template_arguments"] = of_template or None
-    scores = ScoreFile(arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl"), settings)
+    path = arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl")
+    with caller_errors():
+        scores = ScoreFile(path, settings)
     keys = [problem_key(problem) for problem in problems]
     done = sum(key in scores.rewards for key in keys)
     if done == len(problems):
@@ -364,16 +370,17 @@ def main(argv: Sequence[str]) -> int:
         scores = score_problems(arguments, selection.problems, tokenizer)
         drop_unfit(selection, scores, arguments.min_pass_rate, arguments.max_pass_rate, arguments.samples)
     eval_rows = hold_out(selection, arguments.hold_out, arguments.seed) if arguments.hold_out else []
-    provenance = {
-        "source": arguments.source,
-        "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
-        "command": shlex.join(["rljax", "prepare", *argv]),
-        "steps": selection.steps,
-        "looked": looked.splitlines(),
-        "source_provenance": read_provenance(source) if source.suffix == ".parquet" else None,
-    }
     held = arguments.out.with_name(f"{arguments.out.stem}-held.parquet")
-    for path, rows in [(arguments.out, selection.rows)] + ([(held, eval_rows)] if eval_rows else []):
-        write_rows(path, rows, like=source, provenance=provenance, form=arguments.own_form)
-        print(f"wrote {len(rows)} problems to {path}")
+    with caller_errors():
+        provenance = {
+            "source": arguments.source,
+            "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+            "command": shlex.join(["rljax", "prepare", *argv]),
+            "steps": selection.steps,
+            "looked": looked.splitlines(),
+            "source_provenance": read_provenance(source) if source.suffix == ".parquet" else None,
+        }
+        for path, rows in [(arguments.out, selection.rows)] + ([(held, eval_rows)] if eval_rows else []):
+            write_rows(path, rows, like=source, provenance=provenance, form=arguments.own_form)
+            print(f"wrote {len(rows)} problems to {path}")
     return 0

@@ -149,7 +149,7 @@ def add_dumps(
 ) -> list[str]:
     """Adds the dumps to the page. Returns a line for each dump that cannot be shown.
 
-    If there is only one dump and it cannot be shown, this raises ValueError or OSError instead.
+    If nothing else is shown than a dump that cannot be, this raises ValueError or OSError instead.
     """
     failed: list[str] = []
     for path in tqdm(files, desc="reading", unit="dump", delay=1, disable=len(files) < 2):
@@ -161,7 +161,7 @@ def add_dumps(
             limit = given.max_tokens // len(files)
             page.add(path.name, measured, tokens=limit, alternatives=given.alternatives)
         except (ValueError, OSError) as error:
-            if len(files) == 1:
+            if len(files) == 1 and not page.curves:
                 raise
             failed.append(f"{path.name} is left out: {error}")
     return failed

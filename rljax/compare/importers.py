@@ -171,7 +171,8 @@ def _jsonl_sequence(record: FileRow, number: int) -> TokenDump:
             prompt = [token for token, mark in zip(prompt, record["prompt_mask"], strict=True) if mark]
         front = len(prompt)
         token_ids = prompt + record["response_ids"]
-        mask = [False] * front + record.get("response_mask", [True] * len(record["response_ids"]))
+        mask = record.get("response_mask", [True] * len(record["response_ids"]))
+        mask = [False] * front + mask if len(mask) == len(record["response_ids"]) else mask
 
     def padded(values: list[Any]) -> list[Any]:
         values = values[:end]

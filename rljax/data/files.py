@@ -216,7 +216,7 @@ def read_provenance(path: str | Path) -> dict[str, Any] | None:
     """Reads the provenance that ``write_rows`` stored, or None. Raises ValueError if the file is not Parquet."""
     with parquet_file(path) as file:
         metadata = file.schema_arrow.metadata or {}
-    return json.loads(metadata[_KEY]) if _KEY in metadata else None
+    return parse_json(metadata[_KEY]) if _KEY in metadata else None
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, FileRow]]:

@@ -14,8 +14,12 @@ from rljax.errors import check_at_least
 _NUMBER = r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf)"
 _RULE = re.compile(rf"\s*(?P<metric>\S+)\s*(?P<sign>[<>])\s*(?P<bound>{_NUMBER})(\s+for\s+(?P<steps>[1-9]\d*))?\s*")
 
-# Metrics that only some rows have: evaluations, and buckets that may be empty.
-OCCASIONAL = ("eval/", "mismatch_position/", "mismatch_entropy/", "mismatch_staleness/", "optimizer/grad_noise")
+# Metrics that only some rows have: of some steps, of buckets that may be empty, and of what seldom happens.
+OCCASIONAL = (
+    *("eval/", "optimizer/grad_noise", "mismatch_position/", "mismatch_entropy/", "mismatch_staleness/"),
+    *("mismatch/sum_", "mismatch_self/", "mismatch_free_routing/", "mismatch_numerics/", "mismatch_drift/"),
+    *("is_numerics/", "is_drift/", "turns/turn_", "turns/after_", "rollout/servers_", "publish/mirrors_"),
+)
 ERRORS = "reward/error_fraction"
 
 

@@ -109,14 +109,15 @@ class BatchesAhead(Batches):
         self._is_paused = self._is_closed = False
 
     def start(self, step: int) -> None:
-        """Starts the thread, which samples the batch of ``step`` + 1 first."""
+        """Allows sampling. The thread starts with the first ``take``, so an evaluation before it is alone."""
         self._version = self.taken = self._begun = step
         self._data = self.stream.state_dict()
-        self._thread.start()
 
     def take(self, timers: Timers) -> SampledStep:
         """Waits for the batch of the next step; ``time/ahead_s`` says how long before this call its sampling began."""
         step, asked = self.taken + 1, time.perf_counter()
+        if self._thread.ident is None:
+            self._thread.start()
         with timers.phase("wait"):
             with self._changed:
                 self.stop.awaited_step = step

@@ -35,7 +35,7 @@ from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
 
 REFERENCE_STEPS = 10  # the steps at the start of a run that a rise of the mismatch is compared with
-GRAD_NORM_EMA_DECAY = 0.9  # of the moving average of the gradient norm, per update
+GRAD_NORM_EMA_DECAY = 0.9  # of the moving average of the gradient norm, per step
 
 
 @dataclass

@@ -158,6 +158,9 @@ def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, 
     capsys.readouterr()
     assert run_cli(main, [*words, "--temperature", "0.5"]) == 2
     assert "was scored with other settings: temperature (1.0 there, 0.5 now)" in capsys.readouterr().err
+    path.write_text(path.read_text() + "[1]\n{}\n")
+    assert run_cli(main, words) == 2
+    assert f"{path} does not hold scores: TypeError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
