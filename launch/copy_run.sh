@@ -30,7 +30,15 @@ if [[ "$1" == save ]]; then
   # The rows go first: a checkpoint without its rows is of no use, and rows without their checkpoint are run again.
   one "$run/metrics.jsonl" "$url/metrics.jsonl"
   all "$run" "$url" "$delete"
-elif ! compgen -G "$3/checkpoints/*" >/dev/null; then
+elif [[ -e "$3/.loading" ]] || ! compgen -G "$3/checkpoints/*" >/dev/null; then
+  # An empty prefix of gs:// is an error of rsync, and no reason not to start.
+  if [[ "$url" == gs://* ]] && ! said="$(gcloud storage ls "$url/" 2>&1)"; then
+    [[ "$said" != *"matched no objects"* ]] || exit 0
+    echo "$said" >&2
+    exit 1
+  fi
   mkdir -p "$3"
+  : >"$3/.loading" # what broke off is loaded again
   all "$url" "$3"
+  rm "$3/.loading"
 fi

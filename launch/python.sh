@@ -57,5 +57,5 @@ find_python() {
     candidates+=("python3.$minor")
     [ -z "$root" ] || installed+=("$root"/versions/3."$minor"*/bin/python3."$minor")
   done
-  first_python "$oldest" "${candidates[@]}" python3 "${installed[@]}"
+  first_python "$oldest" "${candidates[@]}" python3 ${installed[@]+"${installed[@]}"}
 }

@@ -110,6 +110,8 @@ if [[ -n "$server_gpus" ]]; then
   done
 fi
 if [[ -n "$server_gpus" && -z "$memory" ]]; then
+  [[ -n "$trainer_gpus${CUDA_VISIBLE_DEVICES:-}" || "${JAX_PLATFORMS:-}" == cpu* ]] ||
+    die "--server-gpus: give --trainer-gpus, too, or the trainer takes these GPUs as well"
   for gpu in "${gpus[@]}"; do
     [[ ",$trainer_gpus," != *",$gpu,"* ]] || die "GPU $gpu is to train and to serve: give --gpu-memory-utilization"
   done
@@ -221,6 +223,7 @@ mkdir -p "$logs"
 [[ "$key_file" != "$own_key_file" ]] || make_key "$key_file" || die "$key_file cannot be written"
 for i in "${!groups[@]}"; do
   server_environment "${groups[i]}"
+  rm -f "$logs/$i.log" # of an earlier start
   env "${server_env[@]}" "${server_command[@]}" --log "$logs/$i.log" --url-file "$work/$i.url" \
     ${server_args[@]+-- "${server_args[@]}"} >/dev/null &
   servers+=($!)
@@ -233,6 +236,7 @@ urls=() next=15
 for i in "${!servers[@]}"; do
   while [[ ! -s "$work/$i.url" ]]; do
     if ! running "${servers[i]}"; then
+      [[ -s "$logs/$i.log" ]] || die "server $i did not start; its reason is above"
       said="$(last_line "$logs/$i.log")"
       die "server $i did not start${said:+: $said}; see $logs/$i.log"
     fi

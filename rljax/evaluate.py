@@ -67,8 +67,8 @@ class EvaluateArguments(SamplesConfig):
     best: bool = False
     """Load the best checkpoint of a run directory (``checkpoint.keep_best``)."""
     dataset: str = "toy"
-    """toy, toy_swaps, calculator or ``reasoning_gym:NAME`` for the evaluation split of that task, or a Parquet or JSONL
-    file of problems."""
+    """toy, toy_swaps, calculator or ``reasoning_gym:NAME`` for the evaluation split of that task, or a file as in
+    ``data.path``."""
     task_options: tuple[str, ...] = ()
     """Settings of a reasoning-gym task, as in ``data.task_options``."""
     task_instruction: str = ""
@@ -94,7 +94,7 @@ class EvaluateArguments(SamplesConfig):
     reward: str | None = None
     """The function that scores a response, as in ``data.reward``. None: the reward of the task; math for a file."""
     reward_workers: int | None = None
-    """The number of processes that score responses. None: one for each core."""
+    """The number of processes that score responses. None: as in ``data``."""
     reward_timeout_s: float = 10.0
     """The longest time to score one response (seconds)."""
     environment: str | None = None

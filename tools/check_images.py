@@ -195,7 +195,7 @@ def check(image: str, text: str, place: Path, venv: Path, *, gpu: bool = False, 
                 print("  CUDA's wheels are too large: '.[train]' takes the place of '.[gpu]' (--gpu installs them)")
                 rest = rest.replace(".[gpu]", ".[train]")
             execute(f"RUN {rest}", ["/bin/sh", "-c", rest], work, venv)
-        elif instruction not in ("FROM", "WORKDIR") and (instruction, rest) != ("ENTRYPOINT", "[]"):
+        elif instruction not in ("FROM", "WORKDIR", "ENV") and (instruction, rest) != ("ENTRYPOINT", "[]"):
             raise Failed(f"{instruction} {rest}: this program does not know what to do with it")
     if resolve and "vllm" in dict(instructions(text))["FROM"]:
         resolve_vllm(text, work, make_base("vllm", place, None, find_python(VLLM_PYTHON)))

@@ -4,10 +4,10 @@
     rljax diagnose trainer_state.json --json diagnosis.json
     rljax diagnose rollouts/step_000020.parquet
 
-SOURCE is a run directory, a training log or a token dump. A log is a JSONL, JSON or CSV file, console output (.log or
-.txt), a TensorBoard event file, or a directory with JSONL, CSV, event files or trainer_state.json. The names of the
-metrics of rljax, verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix, AReaL, OpenRLHF, open-instruct, rLLM,
-torchtitan, tinker, ROLL, ms-swift and Marin are known. A dump is a file that ``rljax compare`` reads. Of a run
+SOURCE is a run directory, a training log or a token dump. A log is a JSONL, JSON or CSV file, console output (.log,
+.txt or .out), a TensorBoard event file, or a directory with JSONL, CSV, event files or trainer_state.json. The names
+of the metrics of rljax, verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix, AReaL, OpenRLHF, open-instruct,
+rLLM, torchtitan, tinker, ROLL, ms-swift and Marin are known. A dump is a file that ``rljax compare`` reads. Of a run
 directory of rljax its configuration and its newest token dump are read, too.
 
 The exit status is 0 if nothing is wrong. It is 1 if a cause is named, or the numbers do not show the cause. It is 2 if

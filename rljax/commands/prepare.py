@@ -5,11 +5,11 @@ r"""Makes a training file: reads problems, drops repeated and unsuitable ones, w
     rljax prepare runs/data/dapo.parquet runs/data/perfectible.parquet --model MODEL \
         --urls http://127.0.0.1:8000 --samples 16 --min-pass-rate 0.2 --max-pass-rate 0.8
 
-SOURCE is a Parquet, JSONL or JSON file, in verl's form, with prompt and answer, or in the form of a known data set. It
-may also be the id of a data set on the Hugging Face hub (OWNER/NAME, or OWNER/NAME:FILE). A row without a prompt is an
-error that names it; a row whose right answer is empty is dropped. A sample of the right answers is scored as responses,
-and a table shows the counts. With --samples the pass rate of each problem is measured. The scores are kept beside OUT,
-so that the same command continues after an interruption.
+SOURCE is a Parquet, JSONL, JSON or CSV file, in verl's form, with prompt and answer, or of a known data set. It may
+also be the id of a data set on the Hugging Face hub (OWNER/NAME, or OWNER/NAME:FILE). A row without a prompt is an
+error that names it; a row whose right answer is empty is dropped. A sample of the right answers is scored as
+responses, and a table shows the counts. With --samples the pass rate of each problem is measured. The scores are kept
+beside OUT, so that the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ class PrepareArguments:
       samples: The number of responses to each problem, from which its pass rate is measured; 0: no measurement.
       min_pass_rate: The lowest pass rate of a problem that is kept. A problem that is never solved is always dropped.
       max_pass_rate: The highest pass rate of a problem that is kept. A problem that is always solved is dropped, too.
-      urls: The URLs of vLLM servers of MODEL, which are used as they are; empty: the embedded engine.
-      dtype: The dtype of the embedded engine.
+      urls: The URLs of vLLM servers, which get the weights of a run; empty: the embedded engine.
+      dtype: The dtype of the embedded engine and of a run's weights.
       temperature: The temperature of the sampling.
       max_response_tokens: The longest response (tokens); None: 8192, or less if the model has fewer positions.
       batch_size: The number of problems sampled at a time; None: 64 with the embedded engine, 1024 with servers.
       reward: The function that scores a response, as in ``data.reward``.
-      reward_workers: The number of processes that score; None: one for each core.
+      reward_workers: The number of processes that score; None: as in ``data``.
       reward_timeout_s: The longest time to score one response (seconds).
       scores: The JSONL file of the scores so far; None: ``OUT.scores.jsonl``.
       seed: The seed of the sampling and of the choice of ``hold_out``.

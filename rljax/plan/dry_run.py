@@ -174,7 +174,8 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         trees["reference policy"] = reference
     if not can(config.rollout.engine, "serves"):  # the exact one has an embedded one that guesses
         trees[ENGINE] = weights(logical_axes(policy), config.rollout.dtype)
-    if versions := config.max_version_lag if config.diagnosis.behaviour_responses else 0:
+    keeps = config.diagnosis.behaviour_responses or config.correction.part != "whole"
+    if versions := config.max_version_lag if keeps else 0:
         copy = state.params if config.lora.rank else weights(logical_axes(policy))
         trees[f"policies of {versions + 1} versions"] = [copy] * (versions + 1)
     return {name: _bytes(tree) for name, tree in trees.items()}

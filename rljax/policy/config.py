@@ -21,9 +21,9 @@ class PolicyOptions:
     """Choices that change the speed and the rounding of the trainer's forward and backward, but no formula."""
 
     attention: AttentionName = "auto"
-    """Attention of packed rows. xla: in blocks, on any backend. cudnn: NVIDIA's kernel for 16-bit numbers on Hopper
-    GPUs and newer. splash: JAX's kernel for bfloat16 on TPUs. auto: the backend's kernel if it supports the dtype and
-    the heads, otherwise xla; always xla for rows of up to 1,024 tokens."""
+    """Attention of packed rows. xla: in blocks, on any backend. cudnn: NVIDIA's kernel for 16-bit numbers on GPUs
+    of compute capability 9 to 11. splash: JAX's kernel for bfloat16 on TPUs. auto: the backend's kernel if it
+    supports the dtype and the heads, otherwise xla; always xla for rows of up to 1,024 tokens."""
     experts: ExpertsName = "auto"
     """Products of a mixture's experts. xla: in blocks of one expert's tokens, on any backend. mosaic: JAX's kernels for
     16-bit numbers on NVIDIA Hopper GPUs. ragged: ``jax.lax.ragged_dot``, which has a kernel on TPUs. auto: the

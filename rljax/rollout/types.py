@@ -118,7 +118,7 @@ class RolloutConfig:
     max_staleness: int = 0
     """The most versions by which the policy that samples a batch may be older than the policy that trains on it. 0: a
     batch is sampled when its step begins. k: while one step trains, the next batches are sampled, up to k steps ahead.
-    With ``trajectories``, rows of older policies are dropped."""
+    With ``trajectories``, groups with older tokens are dropped."""
     update: InFlight = "wait"
     """The fate of the responses that servers sample ahead when new weights come. wait: they are finished first. keep:
     they are held, and go on with the new weights after their keys and values are computed again. abort: the servers

@@ -47,8 +47,8 @@ class RunConfig:
     may differ from the other run. Empty: begin from the model."""
     grace_s: float = 30.0
     """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). A step
-    that still samples is given up if it is not expected to end in time. The times of the last step and save decide
-    that; until both are known, the step is given up. The step before it is then saved."""
+    that still samples is given up if it is not expected to end in time. The time of the last step, and of a save,
+    decides that; until the first is known, the step is given up. The step before it is then saved."""
     processes: int = 0
     """Number of processes that train together. 0: the number that the cluster says (Slurm, Kubernetes, TPU pod, Open
     MPI), and one process without a cluster. 1: this process alone, whatever the cluster says."""
@@ -116,7 +116,7 @@ class EvalConfig(SamplesConfig):
     at_start: bool = False
     """Whether the policy before the first step is evaluated. The first row has it as ``eval/.../..._at_start``."""
     datasets: tuple[str, ...] = ()
-    """Datasets to evaluate on. Each is a Parquet or JSONL file, ``NAME=FILE``, or toy, toy_swaps, calculator or
+    """Datasets to evaluate on. Each is a file as in ``data.path``, ``NAME=FILE``, or toy, toy_swaps, calculator or
     ``reasoning_gym:NAME`` for the evaluation split of that task. Empty: the evaluation split of ``data.task``, or none
     if it is file."""
 

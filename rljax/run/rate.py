@@ -41,7 +41,7 @@ class ScheduleConfig:
     decay_factor: float = 0.5
     """Factor by which the rate is multiplied at each multiple of the decay period."""
     floor_ratio: float = 0.1
-    """Fraction of the initial rate below which the rate never falls."""
+    """Lowest fraction of the initial rate, before ``ess_base``."""
     ess_base: float = 0.0
     """The rate is also multiplied by sqrt(min(1, n / ess_base)), where n is the effective sample size of the step
     before (``is/sequence_effective_sample_size``), a share (VCPO, arXiv 2602.17616: 1; 0.55 with several turns). 0: no

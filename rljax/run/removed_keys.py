@@ -11,13 +11,13 @@ _RETRY = "the pauses between attempts are fixed; rollout.limits.request_timeout_
 
 REMOVED: dict[str, tuple[Any, str]] = {
     "run.heartbeat_s": (30.0, "the other processes end 30 s after the last sign of life of one"),
-    "data.seed": (0, "the order of the problems is fixed; run.seed changes the samples"),
+    "data.seed": (0, "the choice of the problems is fixed; run.seed orders them"),
     "rollout.refill_limit": (4, "a step samples up to 4 further batches"),
     "rollout.max_top_bytes": (8 * 2**30, "give a smaller rollout.top_logprobs, data.batch_size or response"),
     "rollout.max_route_bytes": (8 * 2**30, "give a smaller data.batch_size or response"),
     "rollout.router": (None, "list the servers in rollout.urls or rollout.discovery"),
     "rollout.offload_state": (True, "the state leaves the devices whenever rollout.colocated samples on them"),
-    "rollout.seeded": (True, "every request has a seed"),
+    "rollout.seeded": (True, "requests have seeds with rollout.update = wait"),
     "rollout.limits.connect_timeout_s": (10.0, "a server has 10 s to accept a connection"),
     "rollout.limits.max_attempts": (6, _RETRY),
     "rollout.limits.backoff_s": (0.25, _RETRY),

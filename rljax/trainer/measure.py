@@ -50,7 +50,7 @@ class DiagnosisConfig:
     offload, which takes more memory. Each takes a forward of 64 responses, and the last one also a backward."""
     behaviour_responses: int = 64
     """Number of responses of a step whose mismatch is split into numerics and drift, if their rollouts are stale. This
-    takes a forward under the policy that sampled them. 0: none, and no copies of older policies are kept."""
+    takes a forward under the policy that sampled them. 0: none; then only ``correction.part`` keeps older policies."""
 
     def __post_init__(self) -> None:
         diagnosis.check_edges("position_edges", self.position_edges)

@@ -134,8 +134,9 @@ class Adder(ToolEnvironment):
 ASK = """Write <tool_call>
 {"name": "add", "arguments": {"a": 1, "b": 2}}
 </tool_call> with your numbers first, then read the result. Give the final answer between <answer> and </answer>."""
+SHORT = "--rollout.max-response-tokens 32 --packing.row-tokens 160 --packing.rows-per-micro-batch 8"
 FORMS = {  # the settings of a run, the largest mean gap (nats), and a metric with its bounds
-    "exact": ("--rollout.engine exact", 0.0, "mismatch/kl", (0, 0)),
+    "exact": (f"--rollout.engine exact {SHORT}", 0.0, "mismatch/kl", (0, 0)),
     "float16": ("--rollout.dtype float16 --precision.compute-dtype float16", 0.009, "precision/loss_scale", (1, 2**24)),
     "centering": ("--rollout.top-logprobs 20 --correction.score-centering true", 0.09, "policy/entropy", (0, 12)),
     "top_p": ("--rollout.top-p 0.95 --rollout.top-k 64", 0.09, "policy/entropy", (0, 4.2)),
@@ -150,7 +151,7 @@ FORMS = {  # the settings of a run, the largest mean gap (nats), and a metric wi
 def test_every_form_of_a_run_meets_a_real_model(form, tmp_path):
     words, gap, metric, (low, high) = FORMS[form]
     (tmp_path / "tool.py").write_text(TOOL)
-    words = [*words.split(), "--lora.rank", "8", "--rollout.group-size", "4"]
+    words = ["--lora.rank", "8", "--rollout.group-size", "4", "--rollout.max-response-tokens", "48", *words.split()]
     if form == "tool":
         words += ["--data.task-instruction", ASK, "--data.max-prompt-tokens", "200", "--packing.row-tokens", "1024"]
     rows, _ = train("qwen2.5-coder-0.5b", tmp_path, *words)
@@ -162,7 +163,7 @@ def test_every_form_of_a_run_meets_a_real_model(form, tmp_path):
 def test_every_program_meets_the_run_of_a_real_model(tmp_path):
     """Every dump is read; the exported policy has the log-probabilities of transformers, which loads it."""
     name = "qwen2.5-coder-0.5b"
-    train(name, tmp_path, "--lora.rank", "8", "--rollout.group-size", "4", "--rollout.dump-every", "1")
+    train(name, tmp_path, *["--lora.rank", "8", "--rollout.group-size", "4", "--rollout.dump-every", "1"])
     run_program(tmp_path, "view", "run")
     assert "<svg" in (tmp_path / "run/report.html").read_text()
     run_program(tmp_path, "diagnose", "run", statuses=(0, 1))

@@ -16,7 +16,7 @@ class EpisodeConfig:
     """The limits of one trajectory with an environment. ``rollout.max_response_tokens`` limits its tokens."""
 
     max_turns: int = 8
-    """The most turns of a trajectory. The environment gives no reply to the last of them."""
+    """The most turns of a trajectory. The policy does not read the reply to the last."""
     max_turn_tokens: int = 0
     """The most tokens that the policy samples in one turn. 0: as many as ``rollout.max_response_tokens`` leaves."""
     max_rows: int = 1
