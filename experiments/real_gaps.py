@@ -2,7 +2,11 @@
 
     python experiments/real_gaps.py texts MODEL OUT
     rljax compare OUT/tokens-256.parquet --serve --model MODEL --lengths 256 1024 --batch-size 4 --out OUT
+    rljax compare OUT/tokens-256.parquet --model MODEL --scorer vllm-decode:URL --out OUT
+    mv OUT/tokens.parquet OUT/tokens-256.parquet
     python experiments/real_gaps.py tables MODEL OUT --json FILE
+
+The third and fourth command are for a server with an 8-bit cache.
 
 ``texts`` cuts pieces of this repository's documentation: 16 tokens as a prompt, and 256 or 1,024 more as the response.
 ``rljax compare`` scores them with every engine, in each dtype. ``tables`` reads the columns of log-probabilities, and
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -156,8 +161,13 @@ def show(length: int, found: dict[str, Any]) -> None:
     pairs = {tuple(name.split(" | ")): f"{row['mean']:.2g} ({row['k3']:.1e})" for name, row in found["pairs"].items()}
     served = list(dict.fromkeys(engine for _, engine in pairs if engine.startswith("vllm:")))
     print(f"\n{length} tokens: mean gap (k3)\n\n| trainer | {' | '.join(served)} |\n|---" + "|---" * len(served) + "|")
-    for trainer in dict.fromkeys(name for name, _ in pairs):
+    for trainer in dict.fromkeys(name for name, _ in pairs if not name.endswith(HEAD)):
         print(f"| {trainer} | {' | '.join(pairs[trainer, engine] for engine in served)} |")
+    engines = dict.fromkeys(engine for _, engine in pairs)
+    decodes = [engine for engine in engines if re.match(r"\S*(decode|forced):bfloat16", engine)]
+    if any("fp8" in name for name in decodes):
+        print("\n| decode | bfloat16 trainer |\n|---|---|")
+        print("\n".join(f"| {name} | {pairs['bfloat16', name]} |" for name in decodes))
     print("\n| bfloat16 / float16 | median of the pieces | 95% |\n|---|---|---|")
     for name, (middle, low, high) in found["bfloat16_over_float16"].items():
         print(f"| {name} | {middle:.3g} | {low:.3g} to {high:.3g} |")

@@ -66,10 +66,10 @@ def sequences_of(lines: Iterable[Line]) -> Iterator[Line]:
             raise ValueError(f"{file}:{number}: logprobs and values must be objects of lists by name") from error
         ids = record.get("token_ids", record.get("response_ids"))
         if not (isinstance(ids, list) and ids and isinstance(ids[0], list)):
-            yield file, number, _of_levanter(record)
+            yield file, number, _of_levanter(_of_trl(record))
             continue
         try:
-            rows = [_of_levanter(_without_padding(_row(record, len(ids), i))) for i in range(len(ids))]
+            rows = [_of_levanter(_without_padding(_of_trl(_row(record, len(ids), i)))) for i in range(len(ids))]
         except TypeError as error:
             raise ValueError(f"{file}:{number}: the mask of a batch must be a list for each sequence") from error
         yield from ((file, number, row) for row in rows)
@@ -84,6 +84,14 @@ def _row(batch: FileRow, count: int, i: int) -> FileRow:
         for name, value in batch.items()
         if name != "sequence_id"
     }
+
+
+def _of_trl(record: FileRow) -> FileRow:
+    """Returns a sequence whose mask leaves out padding. TRL's tool mask is 1 there, and its completion mask 0."""
+    tool, completion = record.get("tool_mask"), record.get("completion_mask")
+    if not isinstance(completion, list) or tool is None or record.get("response_mask") != tool:
+        return record
+    return record | {"response_mask": [a and b for a, b in zip(tool, completion, strict=True)]}
 
 
 def _of_levanter(record: FileRow) -> FileRow:

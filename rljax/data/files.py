@@ -108,6 +108,8 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
     structured = {TRUTH: given} if whole and isinstance(given, list | dict) else {}
     if several:
         answer = several[0]
+    elif not structured and isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
+        (answer,) = answer
     elif structured or isinstance(answer, list):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):

@@ -166,19 +166,16 @@ def find_decline(reward: np.ndarray) -> int | None:
     Heights are measured from 0, or from the lowest reward if that is negative. A height of at most four times the noise
     from step to step is not a peak.
     """
-    if np.isfinite(reward).sum() < FEWEST_STEPS:
+    known = np.flatnonzero(np.isfinite(reward))
+    if len(known) < FEWEST_STEPS:
         return None
-    floor = min(0.0, float(np.nanmin(reward)))
-    height = reward - floor
-    peak = float(np.nanmax(height))
-    at = int(np.nanargmax(height))
-    low = ~(height >= _COLLAPSED * peak) & np.isfinite(height)
-    after = height[at:][np.isfinite(height[at:])]
-    tail = max(2, len(after) // 10)
-    noise = float(np.nanmedian(np.abs(np.diff(reward))))
-    if peak <= 4 * noise or len(after) <= tail or not low[len(low) - tail :].all():
+    height = reward[known] - min(0.0, float(np.min(reward[known])))
+    peak, at = float(np.max(height)), int(np.argmax(height))
+    tail = max(2, len(height[at:]) // 10)
+    noise = float(np.median(np.abs(np.diff(height))))
+    if peak <= 4 * noise or len(height[at:]) <= tail or (height[-tail:] >= _COLLAPSED * peak).any():
         return None
-    return int(np.flatnonzero(height >= _NEAR_PEAK * peak)[-1])
+    return int(known[np.flatnonzero(height >= _NEAR_PEAK * peak)[-1]])
 
 
 def _onset(raw: np.ndarray, width: int, steps: np.ndarray, decline: int | None) -> Onset:

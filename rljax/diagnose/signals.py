@@ -138,14 +138,18 @@ def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
     for signal, endings in names_of(project).items():
         if any(ending.startswith("-") and found.get(signal, "").endswith(ending[1:]) for ending in endings):
             table[signal] = -table[signal]
-    lost = {name: _last_finite([(at, cells[name]) for at, cells in by_step.items() if name in cells]) for name in found}
+    # A step without any finite signal is none of the training, such as the row of a last evaluation.
+    held = {
+        at: cells for at, cells in by_step.items() if any(math.isfinite(cells.get(name, math.nan)) for name in found)
+    }
+    lost = {name: _last_finite([(at, cells[name]) for at, cells in held.items() if name in cells]) for name in found}
     lost_at = {name: at for name, at in lost.items() if at is not None}
     return Log(project, np.array([*by_step]), table | _derived(table), found, ordered, lost_at)
 
 
 def _derived(plain: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the signals that follow from those of a log. A mean of differences with their signs is no size: NaN."""
-    new = {name: np.full(len(plain[name]), np.nan) for name in _SIZES if np.min(plain.get(name, 0.0), initial=0.0) < 0}
+    new = {name: np.full(len(plain[name]), np.nan) for name in _SIZES if np.any(plain.get(name, np.zeros(1)) < 0)}
     if "token_mult_prob_error" in plain and "logprob_abs_diff_mean" not in plain:
         # The mean of exp(abs(lr)) is at least exp of the mean.
         new["logprob_abs_diff_mean"] = np.log(np.maximum(plain["token_mult_prob_error"], 1.0))
@@ -176,7 +180,7 @@ def split_runs(rows: Rows) -> dict[str, Rows]:
     W&B's export of a chart names the columns ``RUN - NAME``. A table of several runs names them in a column.
     """
     columns = columns_of(rows)
-    pairs = [column.split(" - ", 1) for column in columns if " - " in column]
+    pairs = [column.rsplit(" - ", 1) for column in columns if " - " in column]
     names = list(dict.fromkeys(run for run, _ in pairs))
     if len(names) > 1 and len({name for _, name in pairs}) < len(pairs):
         ours = {run: [name for name in columns if " - " not in name or name.startswith(f"{run} - ")] for run in names}

@@ -84,8 +84,10 @@ def free_memory() -> int | None:
         if found is None:
             return None
         free, group = int(found.group(1)) * 1024, Path("/sys/fs/cgroup")
-        with contextlib.suppress(OSError, ValueError):  # there is no such group, or it has no limit
+        with contextlib.suppress(OSError, ValueError, KeyError):  # there is no such group, or it has no limit
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             used = int((group / "memory.current").read_text())
+            used -= int(stat["inactive_file"]) + int(stat["active_file"])  # the system gives these back when asked
             free = min(free, int((group / "memory.max").read_text()) - used)
         return free
     return None

@@ -10,6 +10,7 @@ exp(abs(lr)) from NeMo-RL and tunix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -234,7 +235,7 @@ def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float
         ratio = xp.exp(xp.clip(sequences.means(lr), -RATIO_BOUND, RATIO_BOUND))
         keep = (ratio >= lowest) & (ratio <= highest)
     else:
-        below = tokens.valid & (xp.exp(xp.clip(lr, -RATIO_BOUND, RATIO_BOUND)) < highest)
+        below = tokens.valid & (lr < math.log(highest))
         keep = sequences.means(below.astype(lr.dtype)) == 0
     # A sequence passes as a whole: its nonfinite tokens follow the verdict of its valid tokens.
     kept = tokens.valid & sequences.spread(keep & sequences.present)

@@ -184,12 +184,12 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
 def beside_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> int:
     """Returns the bytes on one device of arrays that the step does not read.
 
-    These are a reference policy, the weights under adapters, and the weights of the embedded engine.
+    These are a reference policy, the weights under adapters, those of the embedded engine, and older policies.
     """
     sizes = state_bytes(config, policy, mesh)
     # The weights under the adapters have the shapes and the dtype of the merged weights.
     names = ("reference policy", ENGINE, f"{jnp.dtype(config.precision.compute_dtype)} merged")
-    return sum(sizes[name][1] for name in names if name in sizes)
+    return sum(part for name, (_, part) in sizes.items() if name in names or name.startswith("policies of "))
 
 
 def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:

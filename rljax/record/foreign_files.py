@@ -37,7 +37,8 @@ def foreign_kind(path: Path) -> str:
     row, is_whole = _first_object(path)
     if row.keys() >= {"_wandb"} or path.name == "wandb-summary.json" or (is_whole and row.keys() >= _ROW_OF_HISTORY):
         return SUMMARY
-    return VERL_TEXTS if all(isinstance(row.get(name), str) for name in ("input", "output")) else ""
+    is_text = all(isinstance(row.get(name), str) for name in ("input", "output"))
+    return VERL_TEXTS if is_text and not any(isinstance(value, list) for value in row.values()) else ""
 
 
 def _first_object(path: Path) -> tuple[dict[str, Any], bool]:

@@ -108,7 +108,8 @@ class Recorder:
         self._append(f"{_encode(values)}\n".encode())
         self._next_step += 1
         for report in self._reports:
-            report(values, histograms or {})
+            with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk of its log; the row is written
+                report(values, histograms or {})
 
     def sync(self) -> None:
         """Waits until every row is on the disk, so that a checkpoint can rely on it. Raises NotWrittenError."""

@@ -20,11 +20,12 @@ _SYMBOLS = str.maketrans(
         "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ",
         "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "ℝ": r"\mathbb{R}", "√": r"\sqrt",
         "⟨": "(", "⟩": ")", "٫": ".", "٬": ",", "、": ",", "。": ".",
-        "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}",
+        "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}",
         "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "\u200b": "", "\u2009": " ", "\u202f": " ",
         "\u00a0": " ", "\u3000": " ",
     }
 )  # fmt: skip
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _DROPPED = re.compile(r"(?<!\\)\\(?:(?:displaystyle|limits|[bB]igg?|left|right|boldsymbol)(?![a-zA-Z])|!)")
 _SPACES = re.compile(r"(?<!\\)\\(?:(?:q?quad)(?![a-zA-Z])|[,;: >])|~")
 _FONTS = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|math(?:rm|bf|it|sf|normal)|mbox|operatorname|boxed|fbox)\s*\{")
@@ -68,6 +69,8 @@ _NAMES = re.compile(r"\\(?:" + "|".join(name[1:] for name in sorted(_ONE_NAME, r
 def tidy(answer: str) -> str:
     """Rewrites digits, signs and fractions in one spelling. Removes delimiters, fonts, spacing and the full stop."""
     text = "".join(str(unicodedata.decimal(c)) if unicodedata.category(c) == "Nd" else c for c in answer)
+    text = re.sub(r"[⁰¹²³⁴-⁹⁻⁺]+", lambda found: "^{" + found[0].translate(_RAISED) + "}", text)
+    text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text)
     text = text.translate(_SYMBOLS).replace("\n", " ").strip().strip("*`").strip()
     text = _without_math_delimiters(text)
     text = join_digit_groups(re.sub(r"(?:\\\\\s*)+$", "", text).strip())
@@ -77,7 +80,9 @@ def tidy(answer: str) -> str:
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r"(?<=\S)\s*[.,;:]+$", "", text) if not text.endswith("...") else text
     text = _CLOCK.sub(lambda found: f" {found[1].upper()}M", _ALL_REALS.sub(r"(-\\infty,\\infty)", text))
-    return _CONDITION.sub("", _ASIDE.sub("", text)).strip()
+    text = _CONDITION.sub("", _ASIDE.sub("", text)).strip()
+    is_set = re.fullmatch(r"\{[^()\[\]]*,[^()\[\]]*\}", text) and closing_brace(text, 1) == len(text) - 1
+    return rf"\{{{text[1:-1]}\}}" if is_set else text
 
 
 def rewrite_numbers(text: str) -> str:
@@ -90,6 +95,7 @@ def rewrite_numbers(text: str) -> str:
     text = _GOES_ON.sub(_going_on, _PERIOD.sub(_repeating, _REPEATING.sub(_repeating, text)))
     text = _MIXED.sub(_mixed, text)
     text = _SQRT.sub(r"\\sqrt{\1}", text)
+    text = re.sub(r"\^\s*([+-]\d+)", r"^{\1}", text)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     return _PLAIN_NAMES.sub(lambda m: "\\" + {"infinity": "infty"}.get(m[1], m[1]), text)
 

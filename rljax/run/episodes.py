@@ -29,7 +29,7 @@ from rljax.rollout.episodes.environment import Content
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
 from rljax.rollout.types import Response, SamplingParams
-from rljax.run.sampling import TICK_S, Begun, Scored
+from rljax.run.sampling import TICK_S, Begun, Scored, ended
 from rljax.run.stop import StopRequest
 from rljax.tokens import TokenRecord, blank, join
 
@@ -173,13 +173,14 @@ class _Trajectories:
             for episode in self._episodes:
                 self._ask(episode, self._all.hosts.reset(episode.name, episode.problem), self._on_reset)
             samples = self._all.engine.answer(self._queue, self._params, seed=self._seed)
-            for response in samples:
-                check_wanted(stop)
-                stop.progress()
-                self._take_turn(self._episodes[response.prompt_index], response)
-                for one in self._arrived():
-                    yield one
-                    left -= 1
+            with ended(samples):
+                for response in samples:
+                    check_wanted(stop)
+                    stop.progress()
+                    self._take_turn(self._episodes[response.prompt_index], response)
+                    for one in self._arrived():
+                        yield one
+                        left -= 1
             while left:
                 check_wanted(stop)
                 for one in self._arrived(TICK_S):

@@ -87,15 +87,15 @@ class Guard:
 
         Raises ValueError if a rule names a metric that no row has.
         """
-        warnings, stops = [], []
+        warnings, stops, before = [], [], dict(self._streaks)
         for rule, is_stop in self._rules:
             if rule.metric not in row and not rule.metric.startswith(OCCASIONAL) and rule is not EVERY_REWARD_FAILS:
                 raise ValueError(f"guard: {unknown_metric(rule.metric, row)}")
             value = row.get(rule.metric)
             beyond = rule.metric in row and rule.is_beyond(value)
-            streak = self._streaks.get(rule.text, 0) + 1 if beyond else 0
+            streak = before.get(rule.text, 0) + 1 if beyond else 0
             # A metric that only some rows have keeps its streak in the rows without it.
-            self._streaks[rule.text] = streak if rule.metric in row else self._streaks.get(rule.text, 0)
+            self._streaks[rule.text] = streak if rule.metric in row else before.get(rule.text, 0)
             shown = value if value is None else f"{value:.4g}"
             line = f"step {row['step']}: {rule.metric} = {shown} ({rule.text})"
             if is_stop and streak >= rule.steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,9 +21,11 @@ from rljax.schedule import (
     length_decay_schedule,
     sample_size_factor,
 )
-from rljax.schedule.sample_size import check_base
+from rljax.schedule.sample_size import check_base, effective_sample_share
+from rljax.trainer.packing import TrainSequence
+from rljax.trainer.update import TrainerValues
 
-_SAMPLE_SIZE = "is/sequence_effective_sample_size"
+_SHARE = "schedule/effective_sample_share"
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class ScheduleConfig:
     """Lowest fraction of the initial rate, before ``ess_base``."""
     ess_base: float = 0.0
     """The rate is also multiplied by sqrt(min(1, n / ess_base)), where n is the effective sample size of the step
-    before (``is/sequence_effective_sample_size``), a share (VCPO, arXiv 2602.17616: 1; 0.55 with several turns). 0: no
+    before (``schedule/effective_sample_share``), a share (VCPO, arXiv 2602.17616: 1; 0.55 with several turns). 0: no
     such factor."""
     metric: str = "response_length/mean"
     """Recorded metric that the surge tracker watches; its values must be positive. A metric that is known only after
@@ -113,11 +117,24 @@ def schedule_row(controller: RateController) -> Row:
     }
 
 
+def share_row(config: ScheduleConfig, sequences: Sequence[TrainSequence], trainer: Callable[[], TrainerValues]) -> Row:
+    """Returns the effective sample size of a step as a share of its responses; {} without ``ess_base``.
+
+    The sum over a response of trainer minus rollout log-probability is not cut. The share is NaN if one is not finite.
+    ``trainer`` fetches the trainer's numbers.
+    """
+    if not config.ess_base:
+        return {}
+    pairs = [(s.sampled, own - s["rollout_logprobs"]) for s, own in zip(sequences, trainer().logprobs, strict=True)]
+    sums = [float(np.sum(ratio[sampled], dtype=np.float64)) for sampled, ratio in pairs if sampled.any()]
+    return {_SHARE: effective_sample_share(sums) if sums and np.isfinite(sums).all() else math.nan}
+
+
 def ess_row(config: ScheduleConfig, last_row: Row) -> Row:
     """Returns ``schedule/ess_factor``, by which the rate of this step is multiplied; {} without ``ess_base``."""
     if not config.ess_base:
         return {}
-    return {"schedule/ess_factor": sample_size_factor(last_row.get(_SAMPLE_SIZE), config.ess_base)}
+    return {"schedule/ess_factor": sample_size_factor(last_row.get(_SHARE), config.ess_base)}
 
 
 def observed_value(metric: str, row: Row, last_row: Row) -> float:

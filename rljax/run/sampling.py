@@ -6,6 +6,7 @@ signal carries no loss, so a batch with such groups makes a noisier update.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -177,14 +178,24 @@ class SingleTurn:
             self.stop.progress()
             return Scored(response, text, reward.result())
 
-        for response in responses:
-            check_wanted(self.stop)
-            text, problem = self.tokenizer.decode(response.response), problems[response.prompt_index]
-            waiting.append((response, text, self.rewards.submit(problem, text, response.truncated)))
-            while waiting and waiting[0][2].done():
+        with ended(responses):
+            for response in responses:
+                check_wanted(self.stop)
+                text, problem = self.tokenizer.decode(response.response), problems[response.prompt_index]
+                waiting.append((response, text, self.rewards.submit(problem, text, response.truncated)))
+                while waiting and waiting[0][2].done():
+                    yield first_scored()
+            while waiting:
                 yield first_scored()
-        while waiting:
-            yield first_scored()
+
+
+@contextlib.contextmanager
+def ended(responses: Iterable[Response]) -> Iterator[None]:
+    """Opens a block after which a stream is closed, also one given up: an engine of several processes ends its act."""
+    try:
+        yield
+    finally:
+        getattr(responses, "close", lambda: None)()
 
 
 def count_missed_stops(responses: Iterable[Response], stop: int, metrics: Row) -> Iterator[Response]:

@@ -23,7 +23,7 @@ from rljax.run.evaluation import Evaluation
 from rljax.run.fingerprint import OF_DATA, check_fingerprints, check_policy, policy_record
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches
-from rljax.run.rate import RateController, ess_row, load_fork, observed_value, schedule_row
+from rljax.run.rate import RateController, ess_row, load_fork, observed_value, schedule_row, share_row
 from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import ResponseSource, rollout_row, step_seed, training_sequences
 from rljax.run.stop import StopRequest
@@ -170,6 +170,7 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     has_loss = any(sequence.in_loss for sequence in sequences)
     row |= progress.observe(row, has_loss=has_loss)
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
+    row |= share_row(config.schedule, sequences, updated.trainer)
     row |= parts.watch(row, sequences, updated.trainer)
 
     try:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -108,9 +109,11 @@ class StopRequest:
 
     def request(self, number: int) -> None:
         """Asks the run to stop, because this or another process of the run was sent the signal ``number``."""
-        self.signal, self._asked_at = number, time.monotonic()
-        for each, handler in self._previous.items():
-            signal.signal(each, handler)
+        if self.signal is None:
+            self.signal, self._asked_at = number, time.monotonic()
+        if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+            for each, handler in self._previous.items():
+                signal.signal(each, handler)
         what = "after this step"
         if self.gives_up():
             what = f"without what is still sampled, which is not expected within run.grace_s = {self._grace_s:g} s"

@@ -208,10 +208,11 @@ def largest_ratio(
 
     def call(hundredths: int) -> int | None:
         rule = Rule("", dataclasses.replace(config, ratio=hundredths / _HUNDREDTHS))
-        return replay_rule(rule, lengths, truncated, RateLaw()).surge_step
+        outcome = replay_rule(rule, lengths, truncated, RateLaw())
+        return None if outcome.crossing_step is None else outcome.surge_step  # a call by max_wait is of no ratio
 
-    low = max(_HUNDREDTHS + 1, math.ceil(_HUNDREDTHS * config.held_ratio))
-    high, found = math.floor(_HUNDREDTHS * config.ratio), None
+    low = max(_HUNDREDTHS + 1, math.ceil(round(_HUNDREDTHS * config.held_ratio, 9)))
+    high, found = math.floor(round(_HUNDREDTHS * config.ratio, 9)), None
     while low <= high:
         middle = (low + high) // 2
         if (step := call(middle)) is None:

@@ -107,7 +107,7 @@ class Objective:
         if self.loss.kl != "none":
             penalty = kl_penalty(self.loss.kl, logprobs, micro.reference_logprobs, kept)
             kl = jnp.sum(share * penalty) * (numbers.mean_weight / provisional)
-        balanced = balance * jnp.sum(share) * (numbers.mean_weight / provisional)
+        balanced = balance * denominator * (numbers.mean_weight / provisional)
         sums = {
             "policy": policy,
             "kl": kl,

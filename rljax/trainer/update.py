@@ -191,7 +191,8 @@ class MultipleUpdates:
         groups = groups_of(sequences, self.group_size)
         rng = np.random.default_rng(seed)
         orders = [np.array_split(rng.permutation(len(groups)), self.mini_batches) for _ in range(self.epochs)]
-        return [[sequences[i] for group in chosen for i in groups[group]] for order in orders for chosen in order]
+        chosen = [part for order in orders for part in order if len(part)]  # groups without tokens may be missing
+        return [[sequences[i] for group in part for i in groups[group]] for part in chosen]
 
 
 @dataclass(eq=False)

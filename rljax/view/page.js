@@ -58,8 +58,10 @@ async function unpackAll(node) {
 }
 
 async function load(index) {
+  const tokens = await unpackAll(data.dumps[index].tokens);
+  if (index !== Number($("dumps").value)) return; // another dump was chosen meanwhile
   dump = data.dumps[index];
-  view = await unpackAll(dump.tokens);
+  view = tokens;
   const count = view.ids.length;
   Object.assign(view, { starts: [0], value: new Float64Array(count), position: new Uint32Array(count), kept: new Uint8Array(count) });
   for (const length of dump.lengths) view.starts.push(view.starts.at(-1) + length);

@@ -86,14 +86,15 @@ class WeightDirectory(OwnedDirectory):
             raise
 
     def probe(self) -> tuple[Path, str]:
-        """Writes a file into the directory and returns its path and text.
+        """Writes a file into the directory, if it is not there, and returns its path and text.
 
         A server that reads the same text sees the same directory. Raises OSError.
         """
         path = self.root / PROBE
-        path.write_text(self.run_tag)
-        let_read(path, self._readable_by)
-        self._outlet.add(path, self.root.name)
+        if not path.exists():  # a server may be reading it
+            path.write_text(self.run_tag)
+            let_read(path, self._readable_by)
+            self._outlet.add(path, self.root.name)
         return path, self.run_tag
 
     def tag(self, policy_version: int) -> str:

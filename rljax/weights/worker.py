@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -124,7 +125,7 @@ class Pulls:
         self.mirror = Mirror(parent / f"{_PREFIX}{hashlib.sha256(run_tag.encode()).hexdigest()[:16]}")
         users = self.mirror.root / _USERS
         users.mkdir(exist_ok=True)
-        self._user = claim(users / f"{os.getpid()}.json")
+        self._user = claim(users / f"{os.getpid()}-{uuid.uuid4().hex}.json")  # containers may have equal ids
         # A worker of vLLM on a CPU is bound to a few processors, and waits there without leaving time to others.
         processors = os.sched_getaffinity(os.getppid()) if hasattr(os, "sched_getaffinity") else set()
         settings = (source, self.mirror.root, processors)

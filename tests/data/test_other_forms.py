@@ -43,7 +43,8 @@ ANSWERED = {"role": "assistant", "content": "2"}
         ({"problem": "q", "expected_answer": None, "solution": "It is $\\boxed{2}$."}, "q", "2"),
         ({"problem": "q", "expected_answer": "1/2", "solution": "It is $\\boxed{\\frac12}$."}, "q", "1/2"),
         ({"prompt": "q", "reward_model": {"ground_truth": ["3", "4"]}, "answer": "4"}, "q", "3"),
-        ({"prompt": "q", "final_answer": ["4"], "solution": ["so \\boxed{4}"]}, "q", '["4"]'),
+        ({"prompt": "q", "final_answer": ["4"], "solution": ["so \\boxed{4}"]}, "q", "4"),
+        ({"prompt": "q", "final_answer": ["1,2"]}, "q", "1,2"),
     ],
 )
 def test_keys_of_other_frameworks_are_read(row, prompt, answer):

@@ -38,6 +38,9 @@ def test_windows_leave_missing_numbers_out():
 def test_a_collapse_begins_where_the_reward_leaves_its_peak():
     reward = np.concatenate([np.linspace(0.1, 0.8, 20), np.linspace(0.76, 0.0, 10), np.zeros(10)])
     assert find_decline(reward) == 20  # 0.76 is above nine tenths of the peak, and the next number is not
+    sparse = np.full(4 * len(reward), np.nan)
+    sparse[::4] = reward  # the reward of every fourth step
+    assert find_decline(sparse) == 80
     assert find_decline(np.linspace(0.1, 0.8, 40)) is None
     back = np.concatenate([np.full(20, 0.8), np.full(10, 0.1), np.full(10, 0.7)])
     assert find_decline(back) is None

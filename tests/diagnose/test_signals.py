@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.diagnose.signals import MISMATCH, PROJECTS, choose_signals, names_of, read_signals
+from rljax.diagnose.signals import MISMATCH, PROJECTS, choose_signals, names_of, read_signals, split_runs
 from rljax.errors import ConfigError
 from rljax.mismatch.names import NAME_TABLE, SIGNAL_NAMES
 from rljax.record.training_logs import read_rows
@@ -93,6 +93,7 @@ def test_signs_and_ratios_follow():
     )
     np.testing.assert_allclose([log.get("kl")[0], log.get("k3_kl")[0]], [0.3, 0.1])
     signed = [{"step": i, "critic/score/mean": 0.5, "actor/train_infer_diff_mean": (-1) ** i * 1e-4} for i in range(4)]
+    del signed[2]["actor/train_infer_diff_mean"]
     assert not read_signals(signed).has("prob_abs_diff_mean")  # ROLL's mean has a sign, so it is no size
 
 
@@ -101,6 +102,15 @@ def test_numbers_that_are_never_finite_again_are_lost():
     cells = [(0.1, 0.2), (float("nan"), 0.2), (0.1, "nan"), (0.1, "NaN"), (None, float("inf"))]
     rows = [{"step": i, "reward": 1.0, "grad_norm": a, "entropy": b} for i, (a, b) in enumerate(cells, 1)]
     assert read_signals(rows).lost == {"entropy": 3}
+    # The last rows of a table hold an evaluation, and NaN for what is of the training.
+    trained = [{"step": i, "reward": 1.0, "entropy": 0.2} for i in range(9)]
+    trained += [{"step": 8 + i, "reward": float("nan"), "entropy": float("nan"), "eval/a": 1.0} for i in range(1, 4)]
+    assert read_signals(trained).lost == {}
+
+
+def test_names_of_runs_in_an_export_may_hold_its_separator():
+    rows = [{f"ppo - lr {rate} - {name}": 1.0 for rate in ("1e-6", "1e-5") for name in ("reward", "kl")}]
+    assert list(split_runs(rows)) == ["ppo - lr 1e-6", "ppo - lr 1e-5"]
 
 
 def test_buckets_stand_in_the_order_of_their_edges():

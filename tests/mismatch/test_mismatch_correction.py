@@ -158,6 +158,8 @@ def test_hand_worked_rejection():
     np.testing.assert_array_equal(kept, mask * [[1], [1], [0], [0]])
     kept, _ = reject(statistic="veto", threshold=math.exp(-3) + 1e-9)
     np.testing.assert_array_equal(kept, mask * [[1], [1], [0], [0]])
+    far = rejection_mask(lr - 100.0, np.zeros_like(lr), mask, statistic="veto", threshold=1e-10)[1]
+    assert far["rejected_sequence_fraction"] == 1
     kept, stats = reject(statistic="veto", threshold=math.exp(-3) - 1e-9)
     np.testing.assert_array_equal(kept, mask)
     assert stats["rejected_sequence_fraction"] == 0

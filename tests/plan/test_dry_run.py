@@ -52,6 +52,8 @@ def test_bytes_of_a_tiny_policy_by_hand():
     served = changed(kl, rollout={"engine": "vllm"})
     assert "weights of the embedded engine" not in state_bytes(served, TINY, shape_mesh(kl.mesh))
     assert beside_bytes(served, TINY, shape_mesh(kl.mesh)) == 4 * TINY_COUNT
+    stale = changed(served, rollout={"max_staleness": 1})  # two older policies in the compute dtype
+    assert beside_bytes(stale, TINY, shape_mesh(kl.mesh)) == 4 * TINY_COUNT + 2 * 2 * TINY_COUNT
 
 
 def test_bytes_of_adapters_on_a_tiny_policy_by_hand():

@@ -1,6 +1,7 @@
 """Console output is read as it was printed, also where a terminal has wrapped its lines."""
 
 import json
+import math
 import random
 import textwrap
 
@@ -119,6 +120,12 @@ def test_a_last_number_is_joined_if_the_width_is_known(tmp_path):
     for wider in ([], ["x" * 60]):
         rows = read(tmp_path / "x.log", [*wider, long, "00.5", short, " - e/f:2.0"])
         assert [row["c/d"] for row in rows] == [2500.5, 31.0]
+
+
+def test_numbers_that_are_not_finite_are_read(tmp_path):
+    lines = ["step:1 - a/b:1.5 - c/d:inf", "{'loss': nan, 'grad_norm': -inf}", "{'loss': np.float64(inf)}"]
+    rows = read(tmp_path / "x.log", lines)
+    assert (rows[0]["c/d"], rows[1]["grad_norm"], rows[2]["loss"]) == (math.inf, -math.inf, math.inf)
 
 
 @pytest.mark.parametrize("tail", [" done", " s", " (1.2s)", ".", " and 3"])

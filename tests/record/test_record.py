@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -217,6 +218,16 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
     record(tmp_path, steps(1, 2, **{"reward/mean": 0.25}, **mismatch), total=2, progress=True)
     assert "2/2" in terminal.getvalue()
     assert "reward 0.250  length -  lr -  mismatch 2.50e-03  mean abs 3.00e+00" in terminal.getvalue()
+
+
+def test_a_terminal_that_is_gone_loses_no_row(tmp_path, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    record(tmp_path, steps(1, 2), total=2, progress=True)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_second_close_changes_nothing(tmp_path):

@@ -48,6 +48,14 @@ def test_a_content_type_is_demanded(served, kind):
     assert served.queue.counts() == (0, 0, 0)
 
 
+def test_more_groups_than_may_wait_are_refused_for_good(served):
+    """Two groups of two rows may wait, and three whole ones never can."""
+    reply = served.post(*[make_row(name, i) for i in range(2) for name in "abc"])
+    assert reply.status_code == 413
+    assert "3 groups, and at most 2 may wait; send fewer at once" in reply.text
+    assert served.queue.counts() == (0, 0, 0)
+
+
 def test_a_full_queue_takes_only_the_rest_of_groups(served):
     """Two groups may wait. One of them lacks a row, which is still accepted. Another group is refused."""
     assert served.post(make_row("a", 1), make_row("a", 2), make_row("b", 3)).status_code == 200

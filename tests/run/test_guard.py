@@ -36,6 +36,19 @@ def test_a_warning_comes_once_when_a_rule_begins_to_hold():
     assert all(stops == [] for _, stops in seen)
 
 
+def test_a_rule_may_warn_and_stop_and_counts_a_row_once():
+    guard = Guard(GuardConfig(warn=("a > 1 for 3",), stop=("a > 1 for 3",)))
+    seen = [guard.check({"step": step, "a": 2.0}) for step in range(1, 5)]
+    assert [(len(warnings), len(stops)) for warnings, stops in seen] == [(0, 0), (0, 0), (1, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("metric", ["mismatch_self/k3_kl", "mismatch/sum_k3_max", "turns/turn_2/k3_kl", "is_drift/x"])
+def test_a_metric_of_some_rows_may_have_a_rule(metric):
+    guard = Guard(GuardConfig(stop=(f"{metric} > 1 for 2",)))
+    rows_of = [{"step": 1, metric: 2.0}, {"step": 2}, {"step": 3, metric: 2.0}]
+    assert [len(guard.check(row)[1]) for row in rows_of] == [0, 0, 1]
+
+
 def test_a_stop_needs_its_rows_in_a_row_and_survives_a_resume():
     config = GuardConfig(stop=("mismatch/k3_kl > 0.1 for 3",))
     first = Guard(config)

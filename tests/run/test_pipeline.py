@@ -1,12 +1,15 @@
 """Tests of rollouts sampled ahead: every batch comes once, in order, none too old; stops, losses, failures, resumes."""
 
 import contextlib
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rljax.data.prompts import PromptStream
+from rljax.distributed.processes import Processes
 from rljax.errors import ServersLostError, StoppedWaitingError
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.sampling import SampledStep
@@ -316,3 +319,13 @@ def test_an_evaluation_waits_for_the_batch_under_way():
     engine = Sharing(lambda step: 0.1)
     trained, _ = go_on(make(engine, 1, always_drains=False), engine, 1, 4)
     assert [sampled.rollouts[2:] for sampled in trained] == [(0, 0), (0, 0), (1, 1), (2, 2)]
+
+
+def test_a_signal_to_another_process_is_noticed_on_any_thread():
+    class Signalled(Processes):
+        def signal(self):
+            return signal.SIGTERM
+
+    with StopRequest(30.0, Signalled()) as stop, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(stop.is_requested).result(10)
+        assert stop.signal == signal.SIGTERM

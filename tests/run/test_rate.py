@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from rljax.errors import ConfigError
-from rljax.run.rate import ScheduleConfig, ess_row, make_rate_controller, observed_value, schedule_row
+from rljax.run.rate import ScheduleConfig, ess_row, make_rate_controller, observed_value, schedule_row, share_row
 from rljax.schedule import SurgeConfig
+from rljax.trainer.packing import TrainSequence
+from rljax.trainer.update import TrainerValues
 
 LENGTHS = [10.0] * 12 + [40.0] * 28
 SURGE = SurgeConfig(warmup=8, window=30)
@@ -94,6 +96,22 @@ def test_bad_settings_are_refused(values, message):
         ScheduleConfig(**values)
 
 
+def test_the_share_of_the_sample_size_has_no_bound_on_its_ratios():
+    """The sums of the responses are 120 and 60, of which only the first weighs; a token of an environment is none."""
+    config = ScheduleConfig(ess_base=1.0)
+    sequences = [
+        TrainSequence.of([1], [2, 3], {"rollout_logprobs": [-1.0, -1.0], "turn": [1, turn]}) for turn in (1, 0)
+    ]
+
+    def trainer():
+        return TrainerValues([np.array([59.0, 59.0], np.float32), np.array([59.0, 5.0], np.float32)])
+
+    row = share_row(config, sequences, trainer)
+    assert row == {"schedule/effective_sample_share": pytest.approx(0.5)}
+    assert ess_row(config, row) == {"schedule/ess_factor": pytest.approx(math.sqrt(0.5))}
+    assert share_row(ScheduleConfig(), sequences, trainer) == {}
+
+
 def test_any_recorded_metric_can_be_observed():
     row, last = {"response_length/mean": 7.0}, {"response_length/mean": 6.0, "mismatch/k3_kl": 1e-3, "gap": None}
     assert observed_value("response_length/mean", row, last) == 7.0
@@ -114,7 +132,7 @@ def test_a_run_without_a_surge_decays_after_its_wait():
 
 
 def test_the_sample_size_of_the_step_before_scales_the_rate():
-    config, key = ScheduleConfig(ess_base=0.5), "is/sequence_effective_sample_size"
+    config, key = ScheduleConfig(ess_base=0.5), "schedule/effective_sample_share"
     assert ess_row(ScheduleConfig(), {key: 0.1}) == {}
     assert ess_row(config, {}) == {"schedule/ess_factor": 1.0}
     assert ess_row(config, {key: 0.25}) == {"schedule/ess_factor": pytest.approx(0.5**0.5)}

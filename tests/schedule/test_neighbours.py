@@ -84,6 +84,16 @@ def test_runs_of_missing_steps_change_no_outcome(max_wait):
     assert called
 
 
+def test_a_call_by_the_wait_is_of_no_ratio_and_the_ends_count():
+    flat = dataclasses.replace(SurgeConfig(), max_wait=50)
+    assert largest_ratio([100.0] * 80, [0.0] * 80, flat) is None
+    lengths = [100.0] * 30 + [230.0] * 20
+    held = SurgeConfig(ratio=2.3, held_ratio=2.3)
+    call = replay_rule(Rule("", held), lengths, [0.0] * 50, RateLaw()).surge_step
+    assert call is not None
+    assert largest_ratio(lengths, [0.0] * 50, held) == (2.3, call)
+
+
 def test_the_largest_ratio_is_the_one_of_an_exhaustive_search():
     config, seen = dataclasses.replace(SMALL, ratio=4.0), set()
     for lengths in streams(12):

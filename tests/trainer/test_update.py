@@ -311,6 +311,10 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
     assert step.compilations == 1
     expected = mismatch_metrics(*as_rows(given))
     assert updated.row["mismatch/k3_kl"] == pytest.approx(expected["k3_kl"], rel=1e-3)
+    taken.clear()  # of two groups only one has tokens, so there is one mini-batch an epoch
+    train(update, fresh_state(tx), given[:3], 0.5, seed=3, noise=True)
+    assert len(taken) == 2
+    assert step.compilations == 1
     again = train(update, fresh_state(tx), given, 0.5, seed=3, noise=True)
     jax.tree.map(np.testing.assert_array_equal, again.state.params, updated.state.params)
 

@@ -50,6 +50,14 @@ def shown(files):
     return weights
 
 
+def test_a_file_that_a_server_may_be_reading_is_not_written_again(files):
+    path, text = files.probe()
+    path.touch(0o600)
+    before = path.stat().st_ino, path.stat().st_mtime_ns
+    assert files.probe() == (path, text)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
+
+
 def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
     """A finished worker is asked again while another worker of its server is not finished."""
     names = []

@@ -55,7 +55,7 @@ class TrajectoryQueue:
         self.directory, self.limits = directory, limits
         self.version, self.dropped_rows = 0, 0
         self.highest: int | None = None
-        self._group_size, self._max_staleness = group_size, max_staleness
+        self.group_size, self._max_staleness = group_size, max_staleness
         self._changed = threading.Condition()
         self._open: dict[str, WaitingGroup] = {}  # the groups with too few trajectories, by name
         self._complete: list[WaitingGroup] = []
@@ -132,7 +132,7 @@ class TrajectoryQueue:
             before = len(self._complete) + len(sizes)
             for trajectory in trajectories:
                 sizes[trajectory.group] = sizes.get(trajectory.group, 0) + 1
-            after = len(self._complete) + sum(-(-size // self._group_size) for size in sizes.values())
+            after = len(self._complete) + sum(-(-size // self.group_size) for size in sizes.values())
             if after > max(most, before):
                 return False
             self._add(write(), trajectories)
@@ -202,7 +202,7 @@ class TrajectoryQueue:
         for trajectory in trajectories:
             group = self._open.setdefault(trajectory.group, [])
             group.append((name, trajectory))
-            if len(group) == self._group_size:
+            if len(group) == self.group_size:
                 self._complete.append(self._open.pop(trajectory.group))
 
     def _use(self, group: WaitingGroup, step: int) -> None:

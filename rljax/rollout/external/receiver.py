@@ -17,6 +17,7 @@ import io
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -190,6 +191,11 @@ class Receiver:
                 self._keys[digest] = name
             return name
 
+        whole = sum(size // self._queue.group_size for size in Counter(one.group for one in trajectories).values())
+        if whole > self._max_groups:
+            raise RefusedError(
+                413, f"POST: {whole} groups, and at most {self._max_groups} may wait; send fewer at once"
+            )
         full = f"POST: {self._max_groups} groups wait for a step already; send the rows again later"
         try:
             with self._writing:
