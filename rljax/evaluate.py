@@ -171,7 +171,10 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
     """
     path = Path(path)
     whole = path.absolute()
-    if path.name.isdecimal() and (whole.parents[1] / "config.yaml").is_file():
+    is_checkpoint = path.name.isdecimal() and whole.parent.name in ("checkpoints", BEST)
+    if is_checkpoint and (whole.parents[1] / "config.yaml").is_file():
+        if step is not None or best:
+            raise ValueError(f"{path} is a checkpoint already: leave out the step and the best one")
         return find_policy(whole.parents[1], step=int(path.name), best=whole.parent.name == BEST)
     if not (path / "config.yaml").is_file():
         if step is not None or best:
@@ -223,12 +226,12 @@ def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, li
 def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int) -> int:
     """Returns the longest response (tokens): ``wanted``, or up to ``LONGEST_RESPONSE`` if it is None.
 
-    Raises ValueError if ``wanted`` and the longest prompt do not fit the model's positions.
+    Raises ValueError if it and the longest prompt do not fit the model's positions.
     """
     room = policy.max_position_embeddings - prompt_tokens
-    if wanted is not None and wanted > room:
+    if (least := 1 if wanted is None else wanted) > room:
         have = f"more than the model's {policy.max_position_embeddings} positions"
-        raise ValueError(f"max_response_tokens = {wanted} and the longest prompt, {prompt_tokens} tokens, are {have}")
+        raise ValueError(f"max_response_tokens = {least} and the longest prompt, {prompt_tokens} tokens, are {have}")
     return min(LONGEST_RESPONSE, room) if wanted is None else wanted
 
 
@@ -252,6 +255,9 @@ def main(argv: Sequence[str]) -> int:
         if arguments.environment is None:
             refuse_placeholders(problems, reward, arguments.dataset)
         scorer = make_scorer(data, rollout)
+        if arguments.out is not None:  # a file that cannot be written is found before the sampling
+            Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(arguments.out).open("a").close()
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
     at_once = len(problems) if can(arguments.engine, "serves") else arguments.batch_size
     scored: list[Scored] = []

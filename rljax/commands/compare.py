@@ -332,6 +332,10 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         with caller_errors():
             stack.enter_context(filled_directory(options.out))
+            for file in filter(None, (options.json, options.picture)):  # found before the work
+                file.parent.mkdir(parents=True, exist_ok=True)
+                if file.is_dir():
+                    raise ConfigError(f"{file} is a directory: expected a file to write")
         return run_bench(options, argv) if options.serve else run(options)
 
 

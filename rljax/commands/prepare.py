@@ -270,6 +270,8 @@ def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tok
         limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
     names = ("model", "samples", "temperature", "reward", "seed")
     settings = {name: getattr(arguments, name) for name in names}
+    if policy.step is not None:
+        settings["step"] = policy.step  # of a run, which may go on
     settings |= {"chat_template": str(arguments.chat_template).lower(), "max_response_tokens": limit}
     of_template = template_arguments(arguments.enable_thinking, arguments.chat_template_kwargs)
     settings["template_arguments"] = of_template or None

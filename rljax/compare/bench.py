@@ -118,7 +118,7 @@ def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
     """Returns the spec of the scorer of each row.
 
     Raises:
-      ValueError: A scorer is none of ``ROWS``.
+      ValueError: A scorer is none of ``ROWS``, or has the row of another one.
       ServerError: A server that a scorer names does not answer.
     """
     forms: dict[BenchForm, str] = {}
@@ -131,7 +131,9 @@ def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
         elif not engine or dtype not in DTYPES:
             kinds, dtypes = ", ".join(ROWS), ", ".join(DTYPES)
             raise ValueError(f"--serve measures KIND:DTYPE of {kinds} and {dtypes}, or vllm:URL; got {spec!r}")
-        forms |= {BenchForm(engine, dtype, path, length): spec for length in config.lengths}
+        for form in (BenchForm(engine, dtype, path, length) for length in config.lengths):
+            if forms.setdefault(form, spec) != spec:
+                raise ValueError(f"{forms[form]} and {spec} are one row, {form.column}: measure them in two --out")
     return forms
 
 
@@ -183,14 +185,18 @@ def new_document(config: BenchConfig, prompts: TokenDump, prompts_name: str | No
 def resumed(fresh: dict[str, Any], path: Path) -> dict[str, Any]:
     """Returns the document to continue: the one in the file ``path`` if it exists, or else ``fresh``.
 
-    Failed rows are measured again. Raises ValueError if the file has another model, machine, version or setting.
+    Failed rows are measured again. Raises ValueError if the file has another model, machine, version or setting, or is
+    gone while its tokens are there.
     """
     if not path.exists():
+        left = [file for file in sorted(path.parent.glob("tokens-*.parquet")) if read_dump(file).logprobs]
+        if left:
+            raise ValueError(f"{left[0]} is of a bench without {path.name}: give another --out, or remove it")
         return fresh
     old = parse_json(path.read_bytes())
     for name in ("format", "model", "machine", "versions", "settings"):
         if old.get(name) != json.loads(json.dumps(fresh[name])):
-            raise ValueError(f"{path} is a bench with another {name}: give another --out, or remove it")
+            raise ValueError(f"{path} is a bench with another {name}: give another --out, or remove it and its tokens")
     rows = [row for row in old["rows"] if "reason" not in row]
     return old | {"rows": rows, "commands": [*dict.fromkeys(old["commands"] + fresh["commands"])]}
 
@@ -212,6 +218,7 @@ class Bench:
         done = set(map(BenchForm.of, self.document["rows"]))
         self._todo = {form: spec for form, spec in find_forms(config).items() if form not in done}
         self._dumps: dict[int, TokenDump] = {}
+        write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
 
     def run(self) -> None:
         """Measures every missing form. The document is written after each."""

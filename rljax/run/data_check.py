@@ -60,7 +60,7 @@ def check_answers(
     """Scores ``count`` right answers of each data set as responses; ``seed`` chooses them.
 
     They are scored in worker processes, at least one, unless the reward is one of the toy tasks. ``timeout_s`` is the
-    longest time for one answer (seconds). After ``LONGEST_S`` seconds no further answer is scored.
+    longest time for one answer (seconds). After ``LONGEST_S`` seconds no further answer of a set is scored.
 
     Raises:
       ValueError: There is no such reward.
@@ -68,10 +68,9 @@ def check_answers(
     found = [0 if reward.startswith(_GYM) else sum(map(is_placeholder, problems)) for problems in sets]
     if not count:
         return [AnswerCheck(placeholders=number) for number in found]
-    deadline = time.monotonic() + LONGEST_S
     workers = 0 if reward in CHEAP else None if workers is None else max(1, workers)
     with RewardPool(reward, workers, timeout_s) as pool:
-        checks = [_check(pool, problems, reward, count, seed, deadline) for problems in sets]
+        checks = [_check(pool, problems, reward, count, seed) for problems in sets]
     return [check._replace(placeholders=number) for check, number in zip(checks, found, strict=True)]
 
 
@@ -91,14 +90,13 @@ def refuse_placeholders(problems: Sequence[Problem], reward: str, name: str) -> 
         )
 
 
-def _check(
-    pool: RewardPool, problems: Sequence[Problem], reward: str, count: int, seed: int, deadline: float
-) -> AnswerCheck:
+def _check(pool: RewardPool, problems: Sequence[Problem], reward: str, count: int, seed: int) -> AnswerCheck:
     """Checks one data set. A few answers are written in every way, the others in the way that got the most reward."""
     order = np.random.default_rng(seed).permutation(len(problems))[:count]
     chosen = [problem for problem in (problems[int(i)] for i in order) if problem["answer"]]
     if not chosen:
         return AnswerCheck(reason="no right answer is known")
+    deadline = time.monotonic() + LONGEST_S
     try:
         ways = _WRITTEN.get(reward, _ANY_WAY)
         trials = {way: _score(pool, chosen[:_TRIALS], way, deadline) for way in ways}

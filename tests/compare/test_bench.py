@@ -155,6 +155,9 @@ def test_a_bench_of_the_toy_goes_on_where_it_stopped(tmp_path, capsys, monkeypat
 
     with pytest.raises(ConfigError, match="another settings"):
         main([*words, "--seed", "1"])
+    path.unlink()  # the tokens and columns are of the first seed
+    with pytest.raises(ConfigError, match=r"tokens-6\.parquet is of a bench without bench\.json"):
+        main([*words, "--seed", "1"])
 
 
 def test_mistakes_of_the_caller_are_named(tmp_path):

@@ -8,7 +8,8 @@ import pytest
 from records import response
 
 from rljax.data.toy import addition_problems, build_tokenizer
-from rljax.evaluate import EvaluateArguments, find_policy, in_batches, write_responses
+from rljax.evaluate import EvaluateArguments, find_policy, in_batches, response_limit, write_responses
+from rljax.policy.config import PolicyConfig
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import Samples
 from rljax.rollout.types import SamplingParams
@@ -154,6 +155,22 @@ def test_a_policy_that_is_not_there_is_named(tmp_path):
         find_policy(tmp_path)
     with pytest.raises(ValueError, match=r"has no best checkpoint; was it run with checkpoint\.keep_best"):
         find_policy(tmp_path, best=True)
+    for more in ({"step": 2}, {"best": True}):
+        with pytest.raises(ValueError, match="3 is a checkpoint already: leave out the step and the best one"):
+            find_policy(tmp_path / "checkpoints/3", **more)
+    with pytest.raises(ValueError, match="no model at"):
+        find_policy(tmp_path / "damaged/3")
+    with pytest.raises(ValueError, match="no model at"):
+        find_policy("/5")
+
+
+def test_a_prompt_must_leave_room_for_a_token():
+    policy = PolicyConfig(24, 32, 64, 2, 4, 2, 8, max_position_embeddings=64)
+    assert response_limit(None, policy, 63) == 1
+    with pytest.raises(
+        ValueError, match=r"64 tokens, are more than the model's 64 positions"
+    ):
+        response_limit(None, policy, 64)
 
 
 def test_every_response_is_written_in_order(tmp_path):
