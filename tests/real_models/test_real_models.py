@@ -24,7 +24,7 @@ from rljax.policy.hf import SINGLE_NAME, load_params
 from rljax.policy.score import make_scorer
 from rljax.record.rows import read_rows
 
-pytestmark = pytest.mark.real_models
+pytestmark = [pytest.mark.real_models, pytest.mark.timeout(2400)]
 MODELS = Path(os.environ.get("RLJAX_REAL_MODELS", "models")).absolute()
 NAMES = ["smollm2-135m", "qwen2.5-coder-0.5b"]
 # The largest and the mean difference of a token's log-probability from transformers in float32 (nats), by dtype.
