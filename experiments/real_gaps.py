@@ -2,11 +2,12 @@
 
     python experiments/real_gaps.py texts MODEL OUT
     rljax compare OUT/tokens-256.parquet --serve --model MODEL --lengths 256 1024 --batch-size 4 --out OUT
-    rljax compare OUT/tokens-256.parquet --model MODEL --scorer vllm-decode:URL --out OUT
-    mv OUT/tokens.parquet OUT/tokens-256.parquet
     python experiments/real_gaps.py tables MODEL OUT --json FILE
 
-The third and fourth command are for a server with an 8-bit cache.
+For a server with an 8-bit cache, these commands come before the last one:
+
+    rljax compare OUT/tokens-256.parquet --model MODEL --scorer vllm-decode:URL --out OUT
+    mv OUT/tokens.parquet OUT/tokens-256.parquet
 
 ``texts`` cuts pieces of this repository's documentation: 16 tokens as a prompt, and 256 or 1,024 more as the response.
 ``rljax compare`` scores them with every engine, in each dtype. ``tables`` reads the columns of log-probabilities, and

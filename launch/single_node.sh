@@ -110,7 +110,7 @@ if [[ -n "$server_gpus" ]]; then
   done
 fi
 if [[ -n "$server_gpus" && -z "$memory" ]]; then
-  [[ -n "$trainer_gpus${CUDA_VISIBLE_DEVICES:-}" || "${JAX_PLATFORMS:-}" == cpu* ]] ||
+  [[ -n "$trainer_gpus${CUDA_VISIBLE_DEVICES+set}" || "${JAX_PLATFORMS:-}" == cpu* ]] ||
     die "--server-gpus: give --trainer-gpus, too, or the trainer takes these GPUs as well"
   for gpu in "${gpus[@]}"; do
     [[ ",$trainer_gpus," != *",$gpu,"* ]] || die "GPU $gpu is to train and to serve: give --gpu-memory-utilization"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rljax.errors import ConfigError
-from rljax.mismatch.names import NAME_TABLE, RUN_COLUMNS, SIGNAL_NAMES
+from rljax.mismatch.names import NAME_TABLE, NOT_TRAINING, RUN_COLUMNS, SIGNAL_NAMES
 from rljax.record.training_logs import (
     Rows,
     cells_by_step,
@@ -138,13 +139,21 @@ def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
     for signal, endings in names_of(project).items():
         if any(ending.startswith("-") and found.get(signal, "").endswith(ending[1:]) for ending in endings):
             table[signal] = -table[signal]
-    # A step without any finite signal is none of the training, such as the row of a last evaluation.
-    held = {
-        at: cells for at, cells in by_step.items() if any(math.isfinite(cells.get(name, math.nan)) for name in found)
+    # A step with numbers of an evaluation alone is none of the training.
+    evaluated = {name: name for name in columns if re.split(r"[/_.-]", name)[0] in NOT_TRAINING}
+    only = {
+        at
+        for at, cells in cells_by_step(rows, evaluated, choose_step_column(rows, dated)).items()
+        if _any_finite(cells, evaluated) and not _any_finite(by_step.get(at, {}), found)
     }
+    held = {at: cells for at, cells in by_step.items() if at not in only}
     lost = {name: _last_finite([(at, cells[name]) for at, cells in held.items() if name in cells]) for name in found}
     lost_at = {name: at for name, at in lost.items() if at is not None}
     return Log(project, np.array([*by_step]), table | _derived(table), found, ordered, lost_at)
+
+
+def _any_finite(cells: Mapping[str, float], names: Iterable[str]) -> bool:
+    return any(math.isfinite(cells.get(name, math.nan)) for name in names)
 
 
 def _derived(plain: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

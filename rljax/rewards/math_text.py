@@ -95,7 +95,7 @@ def rewrite_numbers(text: str) -> str:
     text = _GOES_ON.sub(_going_on, _PERIOD.sub(_repeating, _REPEATING.sub(_repeating, text)))
     text = _MIXED.sub(_mixed, text)
     text = _SQRT.sub(r"\\sqrt{\1}", text)
-    text = re.sub(r"\^\s*([+-]\d+)", r"^{\1}", text)
+    text = re.sub(r"\^\s*([+-]\d+(?:\.\d+)?)", r"^{\1}", text)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     return _PLAIN_NAMES.sub(lambda m: "\\" + {"infinity": "infty"}.get(m[1], m[1]), text)
 

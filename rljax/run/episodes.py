@@ -173,7 +173,7 @@ class _Trajectories:
             for episode in self._episodes:
                 self._ask(episode, self._all.hosts.reset(episode.name, episode.problem), self._on_reset)
             samples = self._all.engine.answer(self._queue, self._params, seed=self._seed)
-            with ended(samples):
+            with ended(samples.responses):
                 for response in samples:
                     check_wanted(stop)
                     stop.progress()

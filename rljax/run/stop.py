@@ -109,11 +109,15 @@ class StopRequest:
 
     def request(self, number: int) -> None:
         """Asks the run to stop, because this or another process of the run was sent the signal ``number``."""
-        if self.signal is None:
+        is_second = self.signal is not None
+        if not is_second:
             self.signal, self._asked_at = number, time.monotonic()
         if threading.current_thread() is threading.main_thread():  # no other one may set handlers
             for each, handler in self._previous.items():
                 signal.signal(each, handler)
+        if is_second:
+            signal.raise_signal(number)
+            return
         what = "after this step"
         if self.gives_up():
             what = f"without what is still sampled, which is not expected within run.grace_s = {self._grace_s:g} s"

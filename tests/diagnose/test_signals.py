@@ -106,6 +106,7 @@ def test_numbers_that_are_never_finite_again_are_lost():
     trained = [{"step": i, "reward": 1.0, "entropy": 0.2} for i in range(9)]
     trained += [{"step": 8 + i, "reward": float("nan"), "entropy": float("nan"), "eval/a": 1.0} for i in range(1, 4)]
     assert read_signals(trained).lost == {}
+    assert read_signals([{name: row[name] for name in row if name != "eval/a"} for row in trained]).lost != {}
 
 
 def test_names_of_runs_in_an_export_may_hold_its_separator():

@@ -49,10 +49,11 @@ def test_a_content_type_is_demanded(served, kind):
 
 
 def test_more_groups_than_may_wait_are_refused_for_good(served):
-    """Two groups of two rows may wait, and three whole ones never can."""
-    reply = served.post(*[make_row(name, i) for i in range(2) for name in "abc"])
-    assert reply.status_code == 413
-    assert "3 groups, and at most 2 may wait; send fewer at once" in reply.text
+    """Two groups of two rows may wait, and three never can, not even their first rows."""
+    for size in (1, 2):
+        reply = served.post(*[make_row(name, i) for i in range(size) for name in "abc"])
+        assert reply.status_code == 413
+        assert "3 groups, and at most 2 may wait; send fewer at once" in reply.text
     assert served.queue.counts() == (0, 0, 0)
 
 

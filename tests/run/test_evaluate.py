@@ -167,9 +167,7 @@ def test_a_policy_that_is_not_there_is_named(tmp_path):
 def test_a_prompt_must_leave_room_for_a_token():
     policy = PolicyConfig(24, 32, 64, 2, 4, 2, 8, max_position_embeddings=64)
     assert response_limit(None, policy, 63) == 1
-    with pytest.raises(
-        ValueError, match=r"64 tokens, are more than the model's 64 positions"
-    ):
+    with pytest.raises(ValueError, match=r"64 tokens, are more than the model's 64 positions"):
         response_limit(None, policy, 64)
 
 

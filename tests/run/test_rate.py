@@ -96,7 +96,7 @@ def test_bad_settings_are_refused(values, message):
         ScheduleConfig(**values)
 
 
-def test_the_share_of_the_sample_size_has_no_bound_on_its_ratios():
+def test_the_share_of_the_sample_size_has_unbounded_ratios():
     """The sums of the responses are 120 and 60, of which only the first weighs; a token of an environment is none."""
     config = ScheduleConfig(ess_base=1.0)
     sequences = [

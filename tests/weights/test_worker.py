@@ -50,7 +50,7 @@ def shown(files):
     return weights
 
 
-def test_a_file_that_a_server_may_be_reading_is_not_written_again(files):
+def test_a_probe_that_a_server_may_be_reading_stays(files):
     path, text = files.probe()
     path.touch(0o600)
     before = path.stat().st_ino, path.stat().st_mtime_ns

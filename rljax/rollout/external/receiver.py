@@ -191,7 +191,7 @@ class Receiver:
                 self._keys[digest] = name
             return name
 
-        whole = sum(size // self._queue.group_size for size in Counter(one.group for one in trajectories).values())
+        whole = sum(-(-size // self._queue.group_size) for size in Counter(one.group for one in trajectories).values())
         if whole > self._max_groups:
             raise RefusedError(
                 413, f"POST: {whole} groups, and at most {self._max_groups} may wait; send fewer at once"
