@@ -71,8 +71,10 @@ def check_owner(owner: Ownership) -> None:
             raise OwnedError(f"{run_dir} was removed while the run went on, with its rows and checkpoints")
         if folder != run_dir:
             moved = f"{run_dir} was moved to {folder} while the run went on"
-            goes_on = f"; run.dir = {folder} goes on from there" if saved_steps(folder) else ", without a checkpoint"
-            raise OwnedError(moved + goes_on)
+            is_saved = any(folder.glob("checkpoints/*"))  # or is being saved
+            raise OwnedError(
+                moved + (f"; run.dir = {folder} goes on from there" if is_saved else ", without a checkpoint")
+            )
         if not owner.has_record():
             raise OwnedError(f"{owner.path} was removed while the run went on, so another run may take the directory")
         if not owner.is_current() and (other := read(owner.path)) is not None:
