@@ -89,8 +89,9 @@ def _row(batch: FileRow, count: int, i: int) -> FileRow:
 def _of_trl(record: FileRow) -> FileRow:
     """Returns a sequence whose mask leaves out padding. TRL's tool mask is 1 there, and its completion mask 0."""
     tool, completion = record.get("tool_mask"), record.get("completion_mask")
-    are_masks = isinstance(tool, list) and isinstance(completion, list) and len(tool) == len(completion)
-    if not are_masks or record.get("response_mask") != tool:
+    if not isinstance(tool, list) or not isinstance(completion, list) or len(tool) != len(completion):
+        return record
+    if record.get("response_mask") != tool:
         return record
     return record | {"response_mask": [a and b for a, b in zip(tool, completion, strict=True)]}
 
