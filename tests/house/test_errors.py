@@ -61,7 +61,11 @@ def test_an_interrupt_inside_a_callback_is_not_lost(capsys):
         time.sleep(5)
         return 0
 
-    assert run_cli(main, []) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # another test may have left its own
+    try:
+        assert run_cli(main, []) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "interrupted\n"
 
 
