@@ -226,7 +226,7 @@ def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, li
 def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int) -> int:
     """Returns the longest response (tokens): ``wanted``, or up to ``LONGEST_RESPONSE`` if it is None.
 
-    Raises ValueError if it and the longest prompt do not fit the model's positions.
+    Raises ValueError if the longest prompt leaves no room for ``wanted`` tokens in the model's positions, or for one.
     """
     room = policy.max_position_embeddings - prompt_tokens
     if (least := 1 if wanted is None else wanted) > room:

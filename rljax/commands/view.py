@@ -149,7 +149,7 @@ def add_dumps(
 ) -> list[str]:
     """Adds the dumps to the page. Returns a line for each dump that cannot be shown.
 
-    If nothing else is shown than a dump that cannot be, this raises ValueError or OSError instead.
+    If the page has no curves, and its only dump cannot be shown, this raises ValueError or OSError instead.
     """
     failed: list[str] = []
     for path in tqdm(files, desc="reading", unit="dump", delay=1, disable=len(files) < 2):

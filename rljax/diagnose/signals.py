@@ -121,7 +121,8 @@ def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
     split = tuple(f"{group}/" for group in (*BUCKETED, *PARTS)) if project == "rljax" else ()
     wanted = found | {name: name for name in columns if name.startswith(split)}
     dated = next((found[name] for name in ("length", *MISMATCH, *found) if name in found), "")
-    by_step = dict(sorted(cells_by_step(rows, wanted, choose_step_column(rows, dated)).items()))
+    step_column = choose_step_column(rows, dated)
+    by_step = dict(sorted(cells_by_step(rows, wanted, step_column).items()))
     if not by_step:
         raise ConfigError("the log has no row with a step and a signal of a known name")
     table = {name: np.array([cells.get(name, math.nan) for cells in by_step.values()]) for name in wanted}
@@ -143,7 +144,7 @@ def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
     evaluated = {name: name for name in columns if re.split(r"[/_.-]", name)[0] in NOT_TRAINING}
     only = {
         at
-        for at, cells in cells_by_step(rows, evaluated, choose_step_column(rows, dated)).items()
+        for at, cells in cells_by_step(rows, evaluated, step_column).items()
         if _any_finite(cells, evaluated) and not _any_finite(by_step.get(at, {}), found)
     }
     held = {at: cells for at, cells in by_step.items() if at not in only}

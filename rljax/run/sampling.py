@@ -191,7 +191,7 @@ class SingleTurn:
 
 @contextlib.contextmanager
 def ended(responses: Iterable[Response]) -> Iterator[None]:
-    """Opens a block after which a stream is closed, also one given up: an engine of several processes ends its act."""
+    """Closes a stream of responses after a block that may give it up, so that all processes end the sampling."""
     try:
         yield
     finally:

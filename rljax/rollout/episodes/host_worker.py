@@ -190,20 +190,22 @@ class _Host:
         def began() -> None:
             loop.call_soon_threadsafe(note)
 
+        def tell(found: ToolResult) -> None:
+            self._send(0, ToolEnded(path, found.failure, found.cut, found.text if found.failure else ""))
+
         def tell_end(future: Future[ToolResult]) -> None:
             if not future.cancelled() and future.exception() is None:
-                found = future.result()
-                self._send(0, ToolEnded(path, found.failure, found.cut, found.text if found.failure else ""))
+                tell(future.result())
 
+        try:
+            packed = pickle.dumps(arguments)  # now, because the environment may change them
+        except Exception as error:  # pickling runs a person's code
+            refused = ToolResult(f"error: {describe(error)}", "error")
+            if counted:
+                tell(refused)
+            return refused
         waits[key] = False
         try:
-            try:
-                packed = pickle.dumps(arguments)  # now, because the environment may change them
-            except Exception as error:  # pickling runs a person's code
-                result = ToolResult(f"error: {describe(error)}", "error")
-                if counted:
-                    self._send(0, ToolEnded(path, result.failure, result.cut, result.text))
-                return result
             call_it = functools.partial(
                 tools.run_in, path=path, arguments=packed, timeout_s=self._limits.tool_timeout_s, began=began
             )
