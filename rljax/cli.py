@@ -7,13 +7,12 @@ command starts at once, and ``rljax serve`` works in a server's environment, whe
 from __future__ import annotations
 
 import difflib
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import rljax
-from rljax.errors import ConfigError, install_words, run_cli
+from rljax.errors import ConfigError, import_for, run_cli
 
 
 class Command(NamedTuple):
@@ -81,14 +80,7 @@ def find(name: str) -> Command:
 
 def load(name: str, command: Command) -> Any:
     """Imports the module of a command. Raises ConfigError when a package that it needs is not installed."""
-    try:
-        return importlib.import_module(command.module)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "rljax"):
-            raise
-        remedy = f"which is not installed: {install_words('train')}"
-        raise ConfigError(f"rljax {name} needs the package {missing}, {remedy}") from error
+    return import_for(f"rljax {name}", command.module, "train")
 
 
 def print_completion(shell: str) -> None:

@@ -73,13 +73,17 @@ def import_for(user: str, module: str, extra: str, package: str = "") -> ModuleT
     """Imports a module of rljax for ``user``, the name of the caller's feature in messages.
 
     Raises MissingPackageError if the module needs a package that is missing. The message names ``package``, or else the
-    one that was looked for, and says how to install ``extra``.
+    one that was looked for, and says how to install ``extra``. If a module of rljax itself is missing, the error of the
+    import passes.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        missing = package or (error.name or "").partition(".")[0]
-        raise MissingPackageError(f"{user} needs the package {missing}: {install_words(extra)}") from error
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "rljax"):
+            raise
+        remedy = f"which is not installed: {install_words(extra)}"
+        raise MissingPackageError(f"{user} needs the package {package or missing}, {remedy}") from error
 
 
 class ServerError(RuntimeError):

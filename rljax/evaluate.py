@@ -21,7 +21,16 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from rljax.data.gym_problems import task_names
-from rljax.data.prompts import TOYS, DataConfig, Problem, evaluation_datasets, prompt_ids, say_prefix, task_reward
+from rljax.data.prompts import (
+    TOYS,
+    DataConfig,
+    Problem,
+    ProblemsConfig,
+    evaluation_datasets,
+    prompt_ids,
+    say_prefix,
+    task_reward,
+)
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import caller_errors, check_at_least, run_cli
 from rljax.policy.config import PolicyConfig
@@ -47,16 +56,13 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import TrainState
 
 LONGEST_RESPONSE = 8192
-OF_DATA = (
-    *("chat_template", "enable_thinking", "chat_template_kwargs", "task_options", "task_instruction"),
-    *("prompt_key", "answer_key", "reward_workers", "reward_timeout_s"),
-)
+OF_DATA = (*(field.name for field in dataclasses.fields(ProblemsConfig)), "task_options", "task_instruction")
 OF_ROLLOUT = ("engine", "urls", "api_key_file", "dtype", "environment", "episode")
 """The arguments that are settings of a run under the same name, in ``data`` and in ``rollout``."""
 
 
 @dataclass(frozen=True)
-class EvaluateArguments(SamplesConfig):
+class EvaluateArguments(ProblemsConfig, SamplesConfig):
     """The arguments of the evaluation."""
 
     path: str = "configs/toy-base"
@@ -73,10 +79,6 @@ class EvaluateArguments(SamplesConfig):
     """Settings of a reasoning-gym task, as in ``data.task_options``."""
     task_instruction: str = ""
     """A text that follows each question of a reasoning-gym task, as in ``data.task_instruction``."""
-    prompt_key: str = ""
-    """The key of the prompt in the rows of the file, as in ``data.prompt_key``."""
-    answer_key: str = ""
-    """The key of the right answer in the rows of the file, as in ``data.answer_key``."""
     max_response_tokens: int | None = None
     """Longest response (tokens). None: enough for the toy task; for a file 8192, or less if the model has fewer
     positions."""
@@ -93,21 +95,11 @@ class EvaluateArguments(SamplesConfig):
     """Problems that the embedded engine decodes at the same time."""
     reward: str | None = None
     """The function that scores a response, as in ``data.reward``. None: the reward of the task; math for a file."""
-    reward_workers: int | None = None
-    """The number of processes that score responses. None: as in ``data``."""
-    reward_timeout_s: float = 10.0
-    """The longest time to score one response (seconds)."""
     environment: str | None = None
     """The environment of trajectories of several turns, as in ``rollout.environment``. It replaces ``reward``. None:
     the policy answers each problem once."""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """The limits of trajectories with an environment, as in ``rollout.episode``."""
-    chat_template: bool | Literal["auto"] = "auto"
-    """Whether prompts are put into the model's chat template. auto: if they are lists of messages."""
-    enable_thinking: bool | None = None
-    """The argument ``enable_thinking`` of the chat template, as in ``data.enable_thinking``."""
-    chat_template_kwargs: tuple[str, ...] = ()
-    """Further arguments of the chat template, NAME=VALUE, as in ``data.chat_template_kwargs``."""
     seed: int = 0
     """Seed of the sampling."""
     out: str | None = None

@@ -21,7 +21,7 @@ from compile.count import Work
 from compile.hlo import Computation, Instruction
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import FAMILIES
-from rljax.policy.lora import OFF, LoraConfig, targets_of
+from rljax.policy.lora import OFF, LoraConfig, TrainedParams
 from rljax.policy.model import abstract_params, logical_axes
 
 # Patterns of a call's name or metadata, with the number of products for each pair; the first match counts.
@@ -120,7 +120,8 @@ def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: Lora
         multiplying += leaf.size * policy.experts_per_token // policy.num_experts if "experts" in axes else leaf.size
     trained = multiplying
     if lora.rank:
-        trained = sum(leaf.size for leaf in jax.tree.leaves(targets_of(abstract_params(policy), policy, lora)))
+        targets = TrainedParams(policy, lora).targets(abstract_params(policy))
+        trained = sum(leaf.size for leaf in jax.tree.leaves(targets))
     of_layer = 4 * causal_pairs(segments) * policy.num_heads * policy.head_dim  # two products of a forward pass
     kinds = FAMILIES[policy.family].layer_types(policy.num_layers)
     of_state = 6 * policy.delta_value_heads * policy.delta_key_dim * policy.delta_value_dim * sum(segments)

@@ -31,7 +31,7 @@ import functools
 import itertools
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,7 @@ from rljax.distributed.files import filled_directory
 from rljax.errors import ConfigError, caller_errors
 from rljax.policy.config import SIZES, PolicyConfig
 from rljax.policy.hub import is_hub_id, model_directory
-from rljax.record.dump_facts import check_logprobs
+from rljax.record.dump_facts import check_logprobs, named_roles
 from rljax.record.rows import text_table
 from rljax.record.token_dumps import OTHER_RUNS, SECOND_RUN, TokenDump, write_dump
 from rljax.run.options import Positional, Repeated, parse_arguments
@@ -229,17 +229,6 @@ def distributions(
     return pairs, likeliest.added()
 
 
-def named_roles(options: CompareArguments, columns: Collection[str]) -> dict[str, str]:
-    """Returns the roles that --trainer and --rollout give to columns, by column name. Raises ConfigError."""
-    roles = dict.fromkeys(options.trainer, "trainer") | dict.fromkeys(options.rollout, "rollout")
-    if len(roles) < len(set(options.trainer)) + len(set(options.rollout)):
-        raise ConfigError("a column cannot be both --trainer and --rollout")
-    unknown = sorted(set(roles) - set(columns))
-    if unknown:
-        raise ConfigError(f"--trainer and --rollout: no column {unknown[0]!r}, but {', '.join(sorted(columns))}")
-    return roles
-
-
 def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarray:
     """Returns the first ``longest`` tokens of a sequence, int32 [t]. None for ``name`` means the longest sequence.
 
@@ -359,7 +348,7 @@ def run(options: CompareArguments) -> int:
             return run_layers(dump, options)
         check_logprobs(dump, set(dump.logprobs).intersection(options.columns or dump.logprobs))
     given = sorted(dump.logprobs) if options.columns is None else options.columns
-    roles = named_roles(options, {*dump.logprobs, *columns.values()})
+    roles = named_roles({*dump.logprobs, *columns.values()}, options.trainer, options.rollout)
     try:
         for more in scored(dump, jobs(dump, columns, options), options):
             dump = more

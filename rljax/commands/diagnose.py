@@ -123,14 +123,6 @@ def read_source(source: Path, tokens: Path | None, run: str | None = None) -> Re
         return ReadSource(None, dump, None)
 
 
-def with_roles(dump: TokenDump, given: DiagnoseArguments) -> TokenDump:
-    """Returns the dump with the roles of ``--trainer`` and ``--rollout``. Raises ConfigError if it lacks a column."""
-    named = {column: role for role, column in (("trainer", given.trainer), ("rollout", given.rollout)) if column}
-    if unknown := sorted(set(named) - set(dump.logprobs)):
-        raise ConfigError(f"no column {unknown[0]!r} in the dump, which has {', '.join(sorted(dump.logprobs))}")
-    return dump.with_roles(named)
-
-
 def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFacts | None) -> Declared:
     """Returns the declared dtypes and forms of both sides, from the configuration or else the header of the dump."""
     if config is not None:
@@ -169,8 +161,10 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         read = read_source(source, given.tokens, given.run)
         if read.dump is not None:
-            read = read._replace(dump=with_roles(read.dump, given))
-        found = diagnose(str(source), facts_of(read), read.log)
+            sides = [[column] if column else [] for column in (given.trainer, given.rollout)]
+            roles = needed("rljax.record.dump_facts", source).named_roles(read.dump.logprobs, *sides)
+            read = read._replace(dump=read.dump.with_roles(roles))
+        found = diagnose(str(source), facts_of(read))
         text = finite_json(found)
         if given.json == Path("-"):
             print(text, end="")

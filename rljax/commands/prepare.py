@@ -9,7 +9,8 @@ SOURCE is a Parquet, JSONL, JSON or CSV file, in verl's form, with prompt and an
 also be the id of a data set on the Hugging Face hub (OWNER/NAME, or OWNER/NAME:FILE). A row without a prompt is an
 error that names it; a row whose right answer is empty is dropped. A sample of the right answers is scored as
 responses, and a table shows the counts. With --samples the pass rate of each problem is measured. The scores are kept
-beside OUT, so that the same command continues after an interruption.
+beside OUT, so that the same command continues after an interruption. Give --chat-template, --enable-thinking and
+--chat-template-kwargs the values of the training run.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from rljax.data.forms import DataForm, Form, OwnKeys
 from rljax.data.gym_problems import task_names
 from rljax.data.prompts import (
     FILE_REWARD,
+    ProblemsConfig,
     is_own,
     prompt_ids,
     prompt_key,
@@ -64,20 +66,15 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
 
 @dataclass(frozen=True)
-class PrepareArguments:
+class PrepareArguments(ProblemsConfig):
     """The arguments of the preparation.
 
     Attributes:
       source: A Parquet, JSONL, JSON or CSV file, or a data set of the hub.
       out: The Parquet file to write.
       form: The form of the source; None: the keys of a row tell it.
-      prompt_key: The key of the prompt, as in ``data.prompt_key``.
-      answer_key: The key of the right answer, as in ``data.answer_key``.
       model: A model, a run directory or a checkpoint. Its tokenizer counts, and its policy or a served copy is sampled.
       max_prompt_tokens: The longest prompt that is kept (tokens, the chat template included); None: any length.
-      chat_template: The value of ``data.chat_template`` in the training run.
-      enable_thinking: The value of ``data.enable_thinking`` in the training run.
-      chat_template_kwargs: The value of ``data.chat_template_kwargs`` in the training run.
       check_answers: The number of right answers that are scored as responses; 0: none.
       hold_out: The number of problems that go into ``...-held.parquet`` beside OUT instead, for evaluation.
       samples: The number of responses to each problem, from which its pass rate is measured; 0: no measurement.
@@ -89,8 +86,6 @@ class PrepareArguments:
       max_response_tokens: The longest response (tokens); None: 8192, or less if the model has fewer positions.
       batch_size: The number of problems sampled at a time; None: 64 with the embedded engine, 1024 with servers.
       reward: The function that scores a response, as in ``data.reward``.
-      reward_workers: The number of processes that score; None: as in ``data``.
-      reward_timeout_s: The longest time to score one response (seconds).
       scores: The JSONL file of the scores so far; None: ``OUT.scores.jsonl``.
       seed: The seed of the sampling and of the choice of ``hold_out``.
     """
@@ -98,13 +93,8 @@ class PrepareArguments:
     source: Positional[str]
     out: Positional[Path]
     form: DataForm | None = None
-    prompt_key: str = ""
-    answer_key: str = ""
     model: str | None = None
     max_prompt_tokens: int | None = None
-    chat_template: bool | Literal["auto"] = "auto"
-    enable_thinking: bool | None = None
-    chat_template_kwargs: tuple[str, ...] = ()
     check_answers: int = 1000
     hold_out: int = 0
     samples: int = 0
@@ -116,8 +106,6 @@ class PrepareArguments:
     max_response_tokens: int | None = None
     batch_size: int | None = None
     reward: str = FILE_REWARD
-    reward_workers: int | None = None
-    reward_timeout_s: float = 10.0
     scores: Path | None = None
     seed: int = 0
 

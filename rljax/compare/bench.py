@@ -108,11 +108,6 @@ class BenchForm(NamedTuple):
         named = f"{self.kind}:{self.dtype}".replace("vllm-decode", "vllm-forced")
         return named.replace(self.engine.removesuffix(ON_TPU), self.engine, 1)
 
-    @property
-    def prefill(self) -> BenchForm:
-        """The form in which the same engine computes the same tokens at once."""
-        return self._replace(path="prefill")
-
 
 def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
     """Returns the spec of the scorer of each row.
@@ -293,7 +288,8 @@ class Bench:
             spec = f"{spec.partition(':')[0]}:{address}"
         others = {reference: reference}  # the specs of the columns that the row is compared with
         if form.path == "decode":
-            others[form.prefill.column] = f"{form.prefill.kind}:{spec.partition(':')[2]}"
+            prefill = form._replace(path="prefill")  # the same engine computes the same tokens at once
+            others[prefill.column] = f"{prefill.kind}:{spec.partition(':')[2]}"
         for column, other in others.items():
             if column not in (form.column, *dump.logprobs):
                 dump = dump.with_column(column, *score_column(other, dump, config.model, batch_size=config.batch_size))
@@ -331,7 +327,7 @@ def measure_form(
     row: dict[str, Any] = {"program": source.engine, "form": source.form, "reference": reference}
     row |= _gap(dump, reference, form.column) | {"seconds": seconds}
     if form.path == "decode":
-        row["floor_path"] = _gap(dump, form.prefill.column, form.column)[GAP]
+        row["floor_path"] = _gap(dump, form._replace(path="prefill").column, form.column)[GAP]
     if config.second_run:
         dump = dump.with_column(again, score(size // 2 or 2)[0], source)
         row["floor_shape"] = _gap(dump, form.column, again)[GAP]

@@ -18,7 +18,7 @@ import numpy as np
 
 from rljax.compare.sequences import Line, renamed, sequences_of
 from rljax.data.files import FileRow, json_lines
-from rljax.errors import parse_json
+from rljax.errors import naming, parse_json
 from rljax.record.foreign_files import TRL_TEXTS, foreign_kind
 from rljax.record.parquet_files import parquet_file
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
@@ -134,10 +134,8 @@ def _read_generic(place: Path, lines: list[Line]) -> TokenDump:
     columns = header.get("columns", {})
     if not isinstance(columns, dict):
         raise ValueError(f"{place}: header: columns must be an object, got {columns!r:.60}")
-    try:
+    with naming(f"{place}: header"):
         sources = {name: ColumnSource.read(source) for name, source in columns.items()}
-    except ValueError as error:
-        raise ValueError(f"{place}: header: {error}") from error
     first = lines[0][2] if lines else {}
     known = {name: first[name] for name in _SAMPLING if type(first.get(name)) in (int, float)}
     return _assemble(place, sequences_of(lines), _jsonl_sequence, sources, header.get("sampling", known))
@@ -299,7 +297,5 @@ def _assemble(
     values = {}
     for name in sorted({f"values/{name}" for part in parts for name in part.values}):
         values[name] = [part.columns.get(name, none)[0] for part, none in zip(parts, unknown, strict=True)]
-    try:
+    with naming(place):
         return make_dump(names, ids, masks, columns, sources, sampling, values)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error

@@ -14,7 +14,8 @@ import numpy as np
 
 from rljax.mismatch.accurate import exp_minus_one_minus_x
 from rljax.mismatch.signs import WORSE_THAN_UNIFORM
-from rljax.record.dump_facts import TokenPair, pad
+from rljax.record.dump_facts import TokenPair
+from rljax.record.token_arrays import to_rows
 
 LEAST_UNCERTAINTY = 0.02
 """The least uncertainty by which a log-ratio is divided: less is rounding of the log-probability itself."""
@@ -55,7 +56,7 @@ def find_patterns(
     uncertainty = np.where(valid, -np.expm1(np.minimum(np.minimum(x, y), 0.0)), 0.0)
     yield from _one_side(x[valid], y[valid])
     yield from _responses(lr, np.where(uncertainty > _UNCERTAIN, uncertainty, 0.0))
-    yield from _places(lr, uncertainty, valid, mask, pad(pair.dump.token_ids, range(len(x)), -1))
+    yield from _places(lr, uncertainty, valid, mask, to_rows(pair.dump.token_ids, -1))
     yield from find_cut(pair.distinct_lr)
 
 

@@ -128,15 +128,6 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
     return problem | ({COLUMNS: others} if others else {})
 
 
-def read_problems(path: str | Path, form: Form = None, *, whole: bool = False) -> tuple[Problem, ...]:
-    """Reads and checks all problems of a file. ``form`` and ``whole`` are as in ``parse_row``.
-
-    Raises:
-      ValueError: The file cannot be read, a row is not a problem, or the file has no problems.
-    """
-    return tuple(problem for _, problem in answered_rows(path, None, form, whole=whole))
-
-
 def answered_rows(
     path: str | Path,
     tally: Tally | None,

@@ -48,8 +48,34 @@ RAW_PROMPT = "raw_prompt"  # the key of a prompt as it was before its text was r
 TEMPLATED = "templated"  # the key of problems whose prompt a chat template wrote; its value is true
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProblemsConfig:
+    """The settings by which problems become prompts and their responses are scored, in a run and in commands."""
+
+    prompt_key: str = ""
+    """The key of the prompt in the rows of a file. A dot leads into a nested record: ``extra_info.question``. The
+    evaluation files of a run use it in the rows that have it. Empty: the keys of a row tell it."""
+    answer_key: str = ""
+    """The key of the right answer in the rows of a file, as ``prompt_key`` is the key of the prompt."""
+    reward_workers: int | None = None
+    """The number of processes that score responses. 0: score in the process of the run or command itself. None: 0 for
+    the rewards of the toy tasks, otherwise chosen by the number of CPU cores."""
+    reward_timeout_s: float = 10.0
+    """The longest time to score one response, in seconds. A response that takes longer gets reward 0 and is counted
+    separately."""
+    chat_template: bool | Literal["auto"] = "auto"
+    """auto: apply the tokenizer's chat template, if it has one, to prompts that are lists of messages. true: also to
+    plain texts, each as one user message. false: use the bare text, as base models need."""
+    enable_thinking: bool | None = None
+    """The argument ``enable_thinking`` of the chat template, which turns the reasoning of Qwen3 and others on or off.
+    None: it is not given, so that the template's default holds."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Further arguments of the chat template, each as ``NAME=VALUE``. VALUE is JSON, or else text:
+    ``reasoning_effort=low``."""
+
+
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(ProblemsConfig):
     """The training problems and their reward."""
 
     task: str = "toy"
@@ -66,29 +92,9 @@ class DataConfig:
     goes."""
     path: str | None = None
     """A Parquet file in verl's format, or a JSONL, JSON or CSV file with ``prompt`` and ``answer``."""
-    prompt_key: str = ""
-    """The key of the prompt in the rows of ``path``. A dot leads into a nested record: ``extra_info.question``. An
-    evaluation file uses it in the rows that have it. Empty: the keys of a row tell it."""
-    answer_key: str = ""
-    """The key of the right answer in the rows of ``path``, as ``prompt_key`` is the key of the prompt."""
     reward: str | None = None
     """The function that scores a response: addition, swaps, math, reasoning_gym, reasoning_gym_library, or your own as
     ``package.module:function`` or ``FILE.py:function``. None: the reward of the task; math if ``task`` is file."""
-    reward_workers: int | None = None
-    """The number of processes that score responses. 0: score in the trainer's process. None: 0 for the toy tasks,
-    otherwise chosen by the number of CPU cores."""
-    reward_timeout_s: float = 10.0
-    """The longest time to score one response, in seconds. A response that takes longer gets reward 0 and is counted
-    separately."""
-    chat_template: bool | Literal["auto"] = "auto"
-    """auto: apply the tokenizer's chat template, if it has one, to prompts that are lists of messages. true: also to
-    plain texts, each as one user message. false: use the bare text, as base models need."""
-    enable_thinking: bool | None = None
-    """The argument ``enable_thinking`` of the chat template, which turns the reasoning of Qwen3 and others on or off.
-    None: it is not given, so that the template's default holds."""
-    chat_template_kwargs: tuple[str, ...] = ()
-    """Further arguments of the chat template, each as ``NAME=VALUE``. VALUE is JSON, or else text:
-    ``reasoning_effort=low``."""
     check_answers: int = 1000
     """The number of right answers, chosen at random, that are scored as responses to their own problems before step 1.
     0: none."""
@@ -152,7 +158,7 @@ def is_own(reward: str) -> bool:
 
 
 def template_arguments(enable_thinking: bool | None, more: Sequence[str]) -> dict[str, Any]:
-    """Returns the arguments of the chat template by name, from the settings of ``DataConfig``.
+    """Returns the arguments of the chat template by name, from the settings of ``ProblemsConfig``.
 
     Raises:
       ValueError: An argument is not ``NAME=VALUE``, or a name is given twice.
@@ -252,7 +258,7 @@ def render_problem(
     chat_template: ChatTemplate,
     arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Problem:
-    """Returns a problem whose prompt is the text to tokenise, rendered as ``DataConfig.chat_template`` describes.
+    """Returns a problem whose prompt is the text to tokenise, rendered as ``ProblemsConfig.chat_template`` describes.
 
     It has ``TEMPLATED`` if the chat template wrote the prompt, and ``RAW_PROMPT`` keeps a prompt that had another form.
     Without a tokenizer no template is applied. ``arguments`` are further arguments of the template, from
@@ -342,12 +348,10 @@ class PromptStream:
 
         return grain.MapDataset.source(self._problems).seed(self._seed).shuffle().repeat()
 
-    def next_batch(self) -> list[Problem]:
-        """Returns the next ``batch_size`` problems."""
-        return self.take(self._batch_size)
-
-    def take(self, count: int) -> list[Problem]:
-        """Returns the next ``count`` problems."""
+    def take(self, count: int | None = None) -> list[Problem]:
+        """Returns the next ``count`` problems; None: a batch."""
+        if count is None:
+            count = self._batch_size
         start = self._drawn
         self._drawn += count
         return [self._dataset[start + i] for i in range(count)]

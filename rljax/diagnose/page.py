@@ -13,7 +13,6 @@ from typing import Any
 from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import FEWEST_STEPS, GAPS, Course
 from rljax.diagnose.evidence import Facts
-from rljax.diagnose.signals import Log
 from rljax.diagnose.tables import CAUSES, first_remedy
 from rljax.mismatch.atlas import normal_range
 from rljax.record.rows import finite_json
@@ -23,10 +22,10 @@ SHOWN = (*GAPS, "reward", "length", "entropy", "grad_norm", "learning_rate", "st
 """The signals of a log that the page shows. The JSON object has all of them."""
 
 
-def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
+def diagnose(source: str, facts: Facts) -> dict[str, Any]:
     """Returns the whole diagnosis of ``source`` as a JSON object. Numbers that are not finite are null.
 
-    ``facts`` come from the log, the dump and the configuration. The log is None if there is only a dump.
+    ``facts`` come from the log, the dump and the configuration.
     """
     cause, findings = judge_cause(facts)
     kind, words = CAUSES[cause]
@@ -37,7 +36,7 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
         "confidence": findings[0].confidence if findings and cause == findings[0].cause else None,
         "verdict": words,
         "findings": [finding._asdict() | {"kind": CAUSES[finding.cause][0]} for finding in findings],
-        "measured": _measured(facts, log),
+        "measured": _measured(facts),
         "limits": [
             {name: value for name, value in one._asdict().items() if name != "threshold"}
             | {"crossed": one.is_crossed, **one.threshold._asdict()}
@@ -52,10 +51,10 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
     return plain
 
 
-def _measured(facts: Facts, log: Log | None) -> dict[str, Any]:
+def _measured(facts: Facts) -> dict[str, Any]:
     measured: dict[str, Any] = {"declared": facts.declared._asdict()}
-    if facts.course is not None and log is not None:
-        course = facts.course
+    if facts.course is not None:
+        course, log = facts.course, facts.course.log
         measured["log"] = {
             "project": log.project,
             "steps": course.steps,

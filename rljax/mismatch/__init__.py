@@ -28,23 +28,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Statistics": "statistics",
-    "framework_metrics": "names",
-    "importance_weights": "correction",
-    "merge": "statistics",
-    "mismatch_metrics": "metrics",
-    "mismatch_statistics": "metrics",
-    "read_sequences": "tokens",
-    "read_tokens": "tokens",
-    "rejection_mask": "correction",
-    "zeros": "statistics",
+    "correction": ("importance_weights", "rejection_mask"),
+    "metrics": ("mismatch_metrics", "mismatch_statistics"),
+    "names": ("framework_metrics",),
+    "statistics": ("Statistics", "merge", "zeros"),
+    "tokens": ("read_sequences", "read_tokens"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    owner = next((module for module, names in _MODULES.items() if name in names), None)
+    if owner is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{owner}"), name)
     return value
 
 

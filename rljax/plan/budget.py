@@ -15,11 +15,12 @@ from rljax.distributed.files import VERSIONS, free_memory, memory_directory
 from rljax.plan.memory import TOP_BYTES
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
-from rljax.rollout.decode_sizes import batch_sizes, cache_room, cache_row_bytes, padded_rows, row_ways
+from rljax.rollout.decode_sizes import batch_sizes, cache_room, cache_row_bytes, padded_rows
 from rljax.rollout.injected import CACHES
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.packing import batch_shape
+from rljax.sharding import num_parts
 
 Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
 
@@ -124,7 +125,7 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
     rows, n = config.num_sequences, rollout.group_size
     if rollout.environment is not None:
         rows, n = padded_rows(rows), 1
-    slots = batch_sizes(rows, n, budget, row_ways(mesh)).slots
+    slots = batch_sizes(rows, n, budget, num_parts(mesh.shape, "rows")).slots
     return Decoding(slots, places, math.ceil(slots * of_row))
 
 

@@ -28,7 +28,7 @@ from rljax.plan.memory import working_bytes, working_top_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_mesh
-from rljax.policy.lora import abstract_adapters, find_targets, targets_of
+from rljax.policy.lora import TrainedParams, find_targets
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
 from rljax.record.rows import text_table
 from rljax.rollout.build import version_bytes
@@ -36,9 +36,8 @@ from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.packing import batch_shape, flat_rows, micro_batch_shape, settle_prefixes
 from rljax.run.sampling import REFILL_LIMIT
-from rljax.run.training import has_separate_forward
+from rljax.run.training import has_separate_forward, wanted_state
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
-from rljax.trainer.state import abstract_state, make_optimizer
 
 ENGINE = "weights of the embedded engine"
 _SMALL = 2**30  # bytes of float32 weights below which a start does not look for room
@@ -147,8 +146,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
     """Returns (bytes in total, bytes on one device) of each array that the trainer keeps, without activations."""
-    dynamic = config.precision.compute_dtype == "float16"
-    state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic, lora=config.lora)
+    state = wanted_state(config, policy, mesh)
     dtype = jnp.dtype(config.precision.compute_dtype)
 
     def weights(axes: Params, dtype: Any = dtype) -> Params:
@@ -164,7 +162,7 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         reference = state.params
     else:
         base = weights(logical_axes(policy))
-        merged = targets_of(base, policy, config.lora)
+        merged = TrainedParams(policy, config.lora).targets(base)
         trees = {f"frozen {dtype} base": base, f"{dtype} merged": merged, "adapters": state.params, **trees}
         if config.mesh.keep_gathered:
             trees[f"{dtype} gathered"] = weights(axes)
@@ -252,7 +250,7 @@ def _model(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, str]:
     where = "of the hub" if is_hub_id(config.model.path) else "here"
     adapters = {}
     if lora.rank:
-        trained = sum(leaf.size for leaf in jax.tree.leaves(abstract_adapters(policy, lora)))
+        trained = sum(leaf.size for leaf in jax.tree.leaves(TrainedParams(policy, lora).declared.abstract()))
         start = f", from {lora.adapter}" if lora.adapter else ""
         form = f"rank {lora.rank}, alpha {lora.resolved_alpha:g}, on {', '.join(lora.targets)}"
         adapters = {"lora": f"{trained:,} parameters are trained: {form}{start}"}

@@ -159,11 +159,6 @@ class DeltaNet(nnx.Module):
     share rows exchange tokens for heads (``rljax.policy.context``), and compute whole rows.
     """
 
-    operations = (
-        *("delta_qkv", "delta_gate", "delta_rate", "delta_step"),
-        *("convolution", "delta_rule", "gated_norm", "attention_output"),
-    )
-
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(c.initializer_range)
         d, heads, width = c.hidden_size, c.delta_value_heads, c.conv_width

@@ -41,8 +41,6 @@ def _inner(width: str | None) -> tuple[tuple[str | None, ...], ...]:
 class Experts(nnx.Module):
     """A float32 router and e SwiGLUs, which replace a block's MLP. Each token goes to k of the SwiGLUs."""
 
-    operations: tuple[str, ...] = ()  # the router and the experts are one operation with the output
-
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(c.initializer_range)
         d, e, f = c.hidden_size, c.num_experts, c.expert_size

@@ -279,8 +279,6 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """A SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    operations = ("gate", "up", "activation")
-
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(c.initializer_range)
         d, f = c.hidden_size, c.intermediate_size

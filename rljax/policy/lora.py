@@ -123,34 +123,20 @@ def declared_adapters(config: PolicyConfig, lora: LoraConfig) -> Declarations:
     return adapters
 
 
-def abstract_adapters(config: PolicyConfig, lora: LoraConfig) -> Params:
-    """Returns the pytree of adapters with a float32 ``jax.ShapeDtypeStruct`` at each leaf."""
-    return declared_adapters(config, lora).abstract()
-
-
 def init_adapters(config: PolicyConfig, lora: LoraConfig, seed: int) -> Params:
     """Returns new float32 adapters with PEFT's initial values: A uniform within +-1 / sqrt(inputs), B zero.
 
     The same seed gives the same bits.
     """
     adapters = {}
-    shapes = flatten_dict(abstract_adapters(config, lora))
-    for index, (path, leaf) in enumerate(sorted(shapes.items())):
+    for index, (path, (shape, *_)) in enumerate(sorted(declared_adapters(config, lora).items())):
         if path[-1] == "b":
-            adapters[path] = jnp.zeros(leaf.shape, leaf.dtype)
+            adapters[path] = jnp.zeros(shape, jnp.float32)
         else:
             key = jax.random.fold_in(jax.random.key(seed), index)
-            bound = 1.0 / math.sqrt(math.prod(leaf.shape[1:-1]))
-            adapters[path] = jax.random.uniform(key, leaf.shape, leaf.dtype, -bound, bound)
+            bound = 1.0 / math.sqrt(math.prod(shape[1:-1]))
+            adapters[path] = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
     return unflatten_dict(adapters)
-
-
-def targets_of(weights: Params, config: PolicyConfig, lora: LoraConfig) -> Params:
-    """Returns the leaves of a policy's pytree that need a gradient: those with an adapter, or all without adapters."""
-    if not lora.rank:
-        return weights
-    flat = flatten_dict(weights)
-    return unflatten_dict({path: flat[path] for path in find_targets(config, lora)})
 
 
 def with_targets(weights: Params, targets: Params) -> Params:
@@ -161,7 +147,8 @@ def with_targets(weights: Params, targets: Params) -> Params:
 def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: LoraConfig, dtype: Any) -> Params:
     """Computes the targets' weights W + scale * A B, summed in float32 and rounded to ``dtype``, layer by layer.
 
-    ``base`` has only the leaves W that ``targets_of`` selects, in any float dtype. The adapters A and B are float32.
+    ``base`` has only the leaves W that ``TrainedParams.targets`` selects, in any float dtype. The adapters A and B are
+    float32.
     """
     frozen, flat = flatten_dict(base), flatten_dict(adapters)
     merged = {}
@@ -215,8 +202,14 @@ class TrainedParams:
         return declared_adapters(self.config, self.lora) if self.lora.rank else declared_params(self.config)
 
     def targets(self, weights: Params) -> Params:
-        """Returns the leaves of a policy's pytree that need a gradient. They may be arrays or anything else."""
-        return targets_of(weights, self.config, self.lora)
+        """Returns the leaves of a policy's pytree that need a gradient: those with an adapter, or all without adapters.
+
+        They may be arrays or anything else.
+        """
+        if not self.lora.rank:
+            return weights
+        flat = flatten_dict(weights)
+        return unflatten_dict({path: flat[path] for path in find_targets(self.config, self.lora)})
 
     def residuals(self, params: Params) -> Any:
         """Returns the values that ``gradients`` needs from the trained parameters."""
@@ -249,8 +242,8 @@ class MergedPolicy:
         that takes masters.
         """
         self.base, self._mesh, self._as_float32 = base, mesh, as_float32
-        self._targets = targets_of(base, config, lora)
-        shardings = targets_of(param_shardings(config, mesh), config, lora)
+        trained = TrainedParams(config, lora)
+        self._targets, shardings = trained.targets(base), trained.targets(param_shardings(config, mesh))
         self._merge = jax.jit(
             lambda base, adapters: merge_adapters(base, adapters, config, lora, dtype), out_shardings=shardings
         )

@@ -75,10 +75,6 @@ class Mixer(Protocol):
     # Rows are then no trees. Devices that share a row each take some of these heads, for all its tokens.
     state_heads: int
 
-    @property
-    def operations(self) -> tuple[str, ...]:
-        """The names of the mixer's taps, in order. The last tap is the output."""
-
     def state_spec(self, rows: int, places: int, dtype: Any, cache_dtype: Any) -> tuple[StateArray, ...]:
         """Returns the arrays that decoding keeps for ``rows`` rows of ``places`` tokens. They are zeros at first.
 
@@ -127,13 +123,6 @@ class Attention(nnx.Module):
             self.query_norm = norm(k, c.rms_norm_eps, rngs, "self_attn.q_norm.weight")
             self.key_norm = norm(k, c.rms_norm_eps, rngs, "self_attn.k_norm.weight")
 
-    @property
-    def operations(self) -> tuple[str, ...]:
-        """The names of the attention's taps, in order."""
-        norms = ("query_norm", "key_norm") if self.norms else ()
-        gate = ("gated_attention",) if self.gated else ()
-        return "query", "key", "value", *norms, "query_rope", "key_rope", "attention", *gate, "attention_output"
-
     def state_spec(self, rows: int, places: int, dtype: Any, cache_dtype: Any) -> tuple[StateArray, ...]:
         """Returns the rings of keys and of values (``Mixer.state_spec``)."""
         del dtype
@@ -167,12 +156,6 @@ class Block(nnx.Module):
         self.attention, self.mlp = mixer, mlp
         self.attention_norm = norm(c.hidden_size, c.rms_norm_eps, rngs, "input_layernorm.weight")
         self.mlp_norm = norm(c.hidden_size, c.rms_norm_eps, rngs, "post_attention_layernorm.weight")
-
-    @property
-    def operations(self) -> tuple[str, ...]:
-        """The names of the block's taps, in order."""
-        of_mlp = ("attention_residual", "mlp_norm", *self.mlp.operations, "mlp", "residual")
-        return "attention_norm", *self.attention.operations, *of_mlp
 
     def __call__(
         self, x: Array, where: Where, state: BlockState | None, routing: Routing | None

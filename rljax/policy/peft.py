@@ -50,7 +50,7 @@ def save_adapters(
 ) -> None:
     """Writes a directory that ``peft.PeftModel.from_pretrained`` and vLLM can load. The tensors are float32.
 
-    The directory is created if it is missing. ``adapters`` has the structure of ``abstract_adapters``. ``base`` is the
+    The directory is created if it is missing. ``adapters`` has the structure of ``declared_adapters``. ``base`` is the
     name or path of the base model, which adapter_config.json records.
     """
     out = Path(directory)

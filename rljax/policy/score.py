@@ -68,6 +68,8 @@ class Scores(NamedTuple):
     stats: ForwardStats
     tops: Float[Array, "b t k"] | None = None  # log-probabilities of given token ids; -inf where the id is -1
     collision: Float[Array, "b t"] | None = None  # the sum of squared probabilities, without gradient
+    # The log-probabilities of all tokens that may follow each place, without gradient. Only the exact pass gives them.
+    log_softmax: Float[Array, "b t v"] | None = None
 
 
 def over_support(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from rljax.errors import ConfigError
 from rljax.mismatch import Statistics, merge, mismatch_statistics, read_tokens
 from rljax.mismatch.accurate import exp_minus_one_minus_x
 from rljax.mismatch.diagnosis import turns_of_mask
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.mismatch.regions import LARGEST_LOGPROB
 from rljax.record.token_arrays import to_rows
-from rljax.record.token_dumps import ABOVE_ZERO, ColumnSource, TokenDump, make_dump
+from rljax.record.token_dumps import ABOVE_ZERO, TokenDump, make_dump
 
 _CHUNK = 2**19  # the most padded tokens that are measured together
 
@@ -44,6 +45,20 @@ def choose_pair(dump: TokenDump, trainer: str | None = None, rollout: str | None
     if rollout is None:
         rollout = roles.get("rollout") or next((name for name in names if name != trainer), "")
     return (trainer, rollout) if rollout else ("", trainer)
+
+
+def named_roles(columns: Collection[str], trainer: Collection[str], rollout: Collection[str]) -> dict[str, str]:
+    """Returns the roles that the options --trainer and --rollout give to some of ``columns``, by column name.
+
+    Raises ConfigError if a column has both roles, or is not in ``columns``.
+    """
+    roles = dict.fromkeys(trainer, "trainer") | dict.fromkeys(rollout, "rollout")
+    if len(roles) < len(set(trainer)) + len(set(rollout)):
+        raise ConfigError("a column cannot be both --trainer and --rollout")
+    unknown = sorted(set(roles) - set(columns))
+    if unknown:
+        raise ConfigError(f"--trainer and --rollout: no column {unknown[0]!r}, but {', '.join(sorted(columns))}")
+    return roles
 
 
 class TokenPair:
@@ -91,8 +106,8 @@ class TokenPair:
     def rows(self, chosen: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns (trainer, rollout, mask) of some sequences as rows [b, t]; None means all of them, in their order."""
         rows = range(len(self.dump.token_ids)) if chosen is None else chosen
-        x, y = (pad(side, rows, np.nan) for side in self._sides)
-        return x, y, pad(self.dump.response_mask, rows, False)
+        x, y = (to_rows([side[row] for row in rows], np.nan) for side in self._sides)
+        return x, y, to_rows([self.dump.response_mask[row] for row in rows], False)
 
     def measured(self, of: Callable[[Any], Any]) -> Any:
         """Returns the statistics ``of`` the tokens of all sequences."""
@@ -137,26 +152,16 @@ class TokenPair:
         return float(np.mean(gaps)) / max(float(np.mean(self.uncertainty)), 1e-3) if len(gaps) else math.nan
 
 
-def pair_of(
-    trainer: Sequence[np.ndarray],
-    rollout: Sequence[np.ndarray],
-    masks: Sequence[np.ndarray] | None = None,
-    sources: Mapping[str, ColumnSource] | None = None,
-) -> TokenPair:
+def pair_of(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -> TokenPair:
     """Returns a pair made of arrays instead of a dump: ``trainer`` and ``rollout``, float [t] for each sequence.
 
-    ``masks`` mark the response tokens, bool [t]; None means all of them. Sequences without a token are left out.
+    All tokens are response tokens. Sequences without a token are left out.
     """
-    masks = [np.ones(len(values), bool) for values in rollout] if masks is None else masks
-    rows = [row for row in zip(trainer, rollout, masks, strict=True) if len(row[0])]
-    x, y, mask = zip(*rows, strict=True) if rows else ((), (), ())
-    names, ids = [str(number) for number in range(len(rows))], [np.zeros(len(each), np.int32) for each in mask]
-    return TokenPair(make_dump(names, ids, mask, {"trainer": x, "rollout": y}, sources), "trainer", "rollout")
-
-
-def pad(vectors: Sequence[np.ndarray], rows: Sequence[int] | np.ndarray, fill: float) -> np.ndarray:
-    """Returns the vectors of some sequences as rows [b, t], with ``fill`` after the end of each."""
-    return to_rows([vectors[row] for row in rows], fill)
+    rows = [row for row in zip(trainer, rollout, strict=True) if len(row[0])]
+    x, y = zip(*rows, strict=True) if rows else ((), ())
+    masks = [np.ones(len(each), bool) for each in x]
+    names, ids = [str(number) for number in range(len(rows))], [np.zeros(len(each), np.int32) for each in x]
+    return TokenPair(make_dump(names, ids, masks, {"trainer": x, "rollout": y}), "trainer", "rollout")
 
 
 def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rljax.distributed.files import replacing
-from rljax.errors import parse_json
+from rljax.errors import naming, parse_json
 from rljax.record.parquet_files import parquet_file
 from rljax.record.token_arrays import to_float32, to_int32, to_mask
 
@@ -273,7 +273,7 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
         got = table.schema.field(name).type if name in table.column_names else None
         if got != _type(name):
             raise ValueError(f"{path}: column {name!r} must be {_type(name)}, got {got or 'none'}")
-    try:
+    with naming(path):
         return TokenDump(
             sequence_ids=tuple(table["sequence_id"].to_pylist()),
             token_ids=_arrays(table["token_ids"], "token_ids"),
@@ -282,8 +282,6 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
             sources={name: ColumnSource.read(source) for name, source in note["columns"].items()},
             sampling=note["sampling"],
         )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _checksum(document: bytes, table: pa.Table) -> bytes:

@@ -15,6 +15,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{}]))")
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;.]|\\[,;! ()\[\]]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*"
 )
+_ESCAPED_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _WORD = re.compile(r"(?:\\[a-zA-Z]+|[^\s$\\])+")
 _LAST_BOXES = 50  # a response may open thousands of boxes, and the end of each must be found
 _DISPLAYS = (("$$", "$$"), ("\\[", "\\]"))
@@ -109,15 +110,11 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 def closing_brace(text: str, start: int) -> int | None:
     """Returns the position of the brace that closes the one just before ``start``, or None; skips escaped braces."""
-    depth, at = 1, start
-    while at < len(text):
-        if text[at] == "\\":
-            at += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
+    depth = 1
+    for match in _ESCAPED_OR_BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
-            return at
-        at += 1
+            return match.start()
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rljax.distributed.child import Child, ChildPool, Decoder, LostError, NotSentError
 from rljax.errors import printable
-from rljax.rewards.resolve import CHEAP, RewardOrReason, resolve_reward, score, score_responses
+from rljax.rewards.resolve import CHEAP, resolve_reward, score, score_responses
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,9 @@ class RewardPool:
             raise RuntimeError("the reward pool is closed")
         if self._workers:
             return self._workers.submit(functools.partial(self._score, problem, response, truncated))
+        value, complaint = score(self._function, problem, response, truncated)
         future: Future[float] = Future()
-        future.set_result(self._settle(score(self._function, problem, response, truncated)))
+        future.set_result(self._fail(str(complaint)) if value is None else value)
         return future
 
     def pop_metrics(self) -> dict[str, int]:
@@ -115,10 +116,6 @@ class RewardPool:
         with self._lock:
             self._errors += 1
         log.warning("a reward worker %s; the next response went to a new one", said)
-
-    def _settle(self, verdict: RewardOrReason) -> float:
-        value, complaint = verdict
-        return value if value is not None else self._fail(str(complaint))
 
     def _fail(self, complaint: str, *, timed_out: bool = False) -> float:
         """Counts a response that could not be scored, and returns its reward."""

@@ -24,11 +24,6 @@ _HOST_SHARE = 0.25  # the share of the host's memory for the caches of devices t
 _SCORE_BYTES = 2**30  # the most bytes of one layer's float32 attention scores on each device while prompts are computed
 
 
-def row_ways(mesh: Mesh) -> int:
-    """Returns the number of parts into which ``mesh`` splits rows."""
-    return num_parts(mesh.shape, "rows")
-
-
 CacheSpec = tuple[tuple[StateArray, ...], ...]
 """The arrays of a cache (``policy.model.States``)."""
 
@@ -51,7 +46,7 @@ def cache_row_bytes(config: PolicyConfig, mesh: Mesh, places: int, dtype: Any, c
         ways = [num_parts(mesh.shape, axis) for axis in axes]
         sizes = (size // n if size % n == 0 else size for size, n in zip(shape, ways, strict=True))
         total += math.prod(sizes) * jnp.dtype(kept_in).itemsize
-    return total / row_ways(mesh)
+    return total / num_parts(mesh.shape, "rows")
 
 
 class DecodeSizes(NamedTuple):

@@ -39,14 +39,13 @@ from rljax.rollout.decode_sizes import (
     padded_width,
     prefill_rows,
     repeats,
-    row_ways,
 )
-from rljax.rollout.decoding import Queue, Sampled, Slots
-from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest, as_turns
+from rljax.rollout.decoding import Queue, Sampled
+from rljax.rollout.engine import RolloutEngine, Samples, TurnRequest
 from rljax.rollout.injected import CACHES
 from rljax.rollout.likeliest import selection_of
 from rljax.rollout.types import InjectConfig, Response, SamplingParams
-from rljax.sharding import replicated
+from rljax.sharding import num_parts, replicated
 from rljax.tokens import as_stored
 
 
@@ -94,9 +93,7 @@ def make_functions(
         run.__name__ = function.__name__
         return jax.jit(run, **compiled)
 
-    def empty(**sizes: Any) -> tuple[Slots, Sampled]:
-        return decoding.empty(config, dtype, of_cache, **sizes)
-
+    empty = functools.partial(decoding.empty, config, dtype, of_cache)
     sizes = ("prompts", "width", "rows", "limit", "places", "slots", "with_routes", "reported")
     chosen: Any = {"static_argnames": "selection", "out_shardings": (None, whole, whole)}
     return EngineFunctions(
@@ -169,7 +166,12 @@ class JaxEngine(RolloutEngine):
         """
         rows = self._turn_rows(requests, sampling)
         prompts = [request.tokens for request in requests[:: rows.n]]
-        return as_turns(self._sample(prompts, rows, sampling, seed), requests, rows.n)
+        samples = self._sample(prompts, rows, sampling, seed)
+        turns = (
+            dataclasses.replace(response, prompt_index=request.key, sample_index=request.turn - 1)
+            for request, response in zip(requests, samples, strict=True)
+        )
+        return Samples(turns, samples.metrics)
 
     def draft(
         self,
@@ -202,10 +204,8 @@ class JaxEngine(RolloutEngine):
 
         The rows keep the order of the requests. Neighbours with equal tokens share a prompt.
         """
-        limit, places = (
-            sampling.max_response_tokens,
-            self.max_tokens or self.max_prompt_tokens + sampling.max_response_tokens,
-        )
+        limit = sampling.max_response_tokens
+        places = self.max_tokens or self.max_prompt_tokens + limit
         for request in requests:
             request.check_room(places, "the engine has room for")
         n = repeats([request.tokens for request in requests])
@@ -213,7 +213,7 @@ class JaxEngine(RolloutEngine):
         padded, lengths = self._padded(prompts, padded_width(max(map(len, prompts)), self.max_prompt_tokens, places))
         limits = np.zeros(padded_rows(len(requests)), np.int32)
         limits[: len(requests)] = [min(request.max_tokens, limit) for request in requests]
-        at_once = prefill_rows(self.config, padded.shape[1], row_ways(self.mesh))
+        at_once = prefill_rows(self.config, padded.shape[1], num_parts(self.mesh.shape, "rows"))
         # Shared prompts have as much room as separate ones, so that both take the same compiled loop.
         return _PromptRows(padded, lengths, n, len(limits), len(limits), places, limits, at_once)
 
@@ -343,4 +343,4 @@ class JaxEngine(RolloutEngine):
         if not self.decode_tokens:
             self._room = self._room or free_cache_room(self.mesh)
             budget = int(self._room / cache_row_bytes(self.config, self.mesh, places, *self._dtypes))
-        return batch_sizes(rows, n, budget, row_ways(self.mesh))
+        return batch_sizes(rows, n, budget, num_parts(self.mesh.shape, "rows"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -84,10 +84,9 @@ class RolloutEngine(Protocol):
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples one turn for each of ``requests``, at least one. Settings and errors are as in ``answer``.
 
-        By default it calls ``generate``, and cuts a response with more tokens than its request's ``max_tokens``.
+        An engine with an ``answer`` of its own needs none.
         """
-        samples = self.generate([request.tokens for request in requests], 1, sampling, seed=seed)
-        return as_turns(samples, requests)
+        raise RuntimeError("this engine answers no rounds")
 
     def prepare(self, params: Any, policy_version: int) -> None:
         """Does the part of the next ``publish`` that can be done while responses are sampled.
@@ -110,22 +109,6 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Releases the engine's resources. It may be called twice."""
-
-
-def as_turns(samples: Samples, requests: Sequence[TurnRequest], n: int = 1) -> Samples:
-    """Returns ``samples`` with the numbers and the limits of ``requests``, for ``RolloutEngine.answer``.
-
-    ``samples`` has one response to each request, and ``n`` requests in a row share each of its prompts. A response that
-    is longer than ``max_tokens`` is cut.
-    """
-
-    def responses() -> Iterator[Response]:
-        for response in samples:
-            request = requests[response.prompt_index * n + response.sample_index]
-            turn = replace(response, prompt_index=request.key, sample_index=request.turn - 1)
-            yield turn.first(request.max_tokens)
-
-    return Samples(responses(), samples.metrics)
 
 
 AHEAD: ContextVar[int | None] = ContextVar("AHEAD", default=None)

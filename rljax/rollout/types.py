@@ -283,11 +283,3 @@ class Response(TokenRecord):
         """The policy versions that sampled any of the tokens, int32, in rising order. Empty if they are not known."""
         known = [row["version"] for row in self.rows if "version" in row.columns]
         return np.unique(np.concatenate([np.zeros(0, np.int32), *known]))
-
-    def first(self, count: int) -> Response:
-        """Returns the response cut to its first ``count`` tokens and marked as truncated.
-
-        A response with no more tokens is returned unchanged. Only responses of one turn can be cut.
-        """
-        end = self.prompt_length + count
-        return self if len(self.ids) <= end else self.cut(0, end, truncated=True)

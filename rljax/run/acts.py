@@ -95,12 +95,13 @@ def join(
     with processes.following():
         config, policy, _, mesh = inputs = read_inputs()
         with caller_errors():
-            checkpointer, trainer = SharedCheckpointer(processes, config), make_trainer(config, policy, mesh)
+            checkpointer = SharedCheckpointer(processes, config)
+            update, weights, _ = make_trainer(config, policy, mesh)
         state, _ = starting_state(config, policy, mesh, checkpointer)
         engine = make_side(inputs, processes, StopRequest())
         stack.callback(engine.close)
-    shared: list[Shared] = [engine, SharedUpdate(processes, trainer.update), checkpointer]
-    return shared, OwnState(state, trainer.weights)
+    shared: list[Shared] = [engine, SharedUpdate(processes, update), checkpointer]
+    return shared, OwnState(state, weights)
 
 
 class SharedUpdate(Shared):
@@ -287,9 +288,6 @@ class SharedCheckpointer(Shared, Checkpointer):
     @together
     def _close(self) -> None:
         super().close()
-
-
-# ---- the engine of several processes ---------------------------------------------------------------------------------
 
 
 def make_shared_engine(

@@ -47,7 +47,7 @@ from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
-from rljax.run.sampling import REFILL_LIMIT, BatchSampler, RefillingSampler, ResponseSource, Sampler, SingleTurn
+from rljax.run.sampling import REFILL_LIMIT, RefillingSampler, ResponseSource, Sampler, SampleStep, SingleTurn
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
@@ -236,12 +236,14 @@ def make_batches(
         kept = checkpointer.all_steps
         return make_external_batches(config, inputs.policy, problems.stream, sampled, stop, kept)
     plain = Sampler(source, sampled, rollout.group_size, seed=config.run.seed, counts_mixed=rollout.update != "wait")
-    sampler: BatchSampler = RefillingSampler(plain, problems.stream, config) if rollout.refill else plain
+    sample_step: SampleStep = plain.sample
+    if rollout.refill:
+        sample_step = RefillingSampler(plain, problems.stream, config).sample
     if not rollout.max_staleness:
-        return Batches(problems.stream, sampler)
+        return Batches(problems.stream, sample_step)
     return BatchesAhead(
         problems.stream,
-        sampler,
+        sample_step,
         engine,
         stop,
         steps=config.run.steps,
@@ -265,7 +267,7 @@ def build(
     (config, policy, tokenizer, mesh), stop = inputs, stop or StopRequest()
     scorer = make_scorer(config.data, config.rollout)
     source = make_source(config.data, config.rollout, engine, tokenizer, scorer, stop)
-    trainer = make_trainer(config, policy, mesh)
+    update, weights, of_weights = make_trainer(config, policy, mesh)
     batches = make_batches(inputs, engine, source, problems, checkpointer, stop)
     limit = config.eval.max_response_tokens or config.rollout.max_response_tokens
     of_evaluation = SamplingParams(limit, config.eval.temperature, inputs.stops)
@@ -279,14 +281,14 @@ def build(
         tokenizer=tokenizer,
         source=source,
         evaluation=Evaluation(config.eval, config.run.steps, evaluator, problems.evaluation),
-        update=trainer.update,
+        update=update,
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
         skipped=SkippedUpdates(config.guard.max_skipped_updates, config.loss.mini_batches * config.loss.epochs),
         checkpointer=checkpointer,
-        fingerprints=of_tokens | problems.fingerprints | trainer.fingerprints,
+        fingerprints=of_tokens | problems.fingerprints | of_weights,
         stop=stop,
-        weights=trainer.weights,
+        weights=weights,
     )
 
 

@@ -84,18 +84,16 @@ class Checkpointer:
         *,
         keep: int = 2,
         read_only: bool = False,
-        free_memory: Callable[[], int | None] = free_memory,
     ):
         """Opens the directory, makes it if it is missing, and deletes incomplete checkpoints in it.
 
         Args:
           keep: The number of newest checkpoints that are kept.
           read_only: Whether nothing changes. Then ``save`` must not be called.
-          free_memory: A function that returns the free bytes of this machine's memory, or None if they are not known.
         """
         import orbax.checkpoint as ocp  # takes a third of a second, so it is not imported at the start of a command
 
-        self._ocp, self._directory, self._free_memory = ocp, Path(directory).absolute(), free_memory
+        self._ocp, self._directory = ocp, Path(directory).absolute()
         self._best: Checkpointer | None = None
         self.is_abandoned = False
         logging.getLogger("absl").addFilter(_is_not_of_orbax)  # it raises the errors that its threads log
@@ -139,7 +137,7 @@ class Checkpointer:
         if place.is_symlink() or place.is_file():
             self._set_aside(step, self._damaged(step, "it is not a folder"))
         copied = _on_cpu_bytes(state)
-        goes_on = copied < ROOM * (self._free_memory() or math.inf)
+        goes_on = copied < ROOM * (free_memory() or math.inf)
         frozen = jax.tree.map(jnp.copy, state) if copied and goes_on else state
         content = host | {ARRAYS: array_checksums(frozen)}
         content[SELF] = json_checksum(content)

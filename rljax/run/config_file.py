@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args
 
@@ -220,9 +220,7 @@ def _find_base(name: Any, place: str, file: Path, above: Collection[Path]) -> Pa
     return base
 
 
-@functools.cache
-def _checker(hint: Any) -> pydantic.TypeAdapter[Any]:
-    return pydantic.TypeAdapter(hint)
+_checker: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
 
 
 def _checked(key: str, value: Any, option: Option, place: str) -> Setting:

@@ -33,13 +33,8 @@ MAY_DIFFER = (
 # Further settings that a fork may change, because the state of a run keeps its meaning under them.
 FORK_MAY_DIFFER = (
     *("run.fork", "schedule.kind", "schedule.decay_period", "schedule.multiplier", "schedule.decay_factor"),
-    *(
-        "schedule.floor_ratio",
-        "schedule.horizon",
-        "schedule.ess_base",
-        "optimizer.learning_rate",
-        "optimizer.weight_decay",
-    ),
+    *("schedule.floor_ratio", "schedule.horizon", "schedule.ess_base"),
+    *("optimizer.learning_rate", "optimizer.weight_decay"),
     *("correction.", "loss.", "rollout.engine", "rollout.weight_quantization", "rollout.kv_cache_dtype"),
     *("rollout.refill", "rollout.trajectories", "rollout.server_form.", "rollout.batch_invariant"),
 )

@@ -29,7 +29,7 @@ from rljax.rollout.external.rows import DOUBTS, MIXED, MIXED_REMEDY, RowLimits, 
 from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches
-from rljax.run.sampling import BatchSampler, Rollouts, SampledStep
+from rljax.run.sampling import Rollouts, SampledStep, SampleStep
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
@@ -46,7 +46,7 @@ _MOST_BATCHES = 16  # the largest number of batches that wait at the HTTP server
 class ExternalBatches(Batches):
     """The batches of a run on trajectories of another program, and the HTTP server that receives them, if any."""
 
-    sampler: BatchSampler = field(init=False)  # these batches themselves, for which only the number of problems matters
+    sample_step: SampleStep = field(init=False)  # ``sample``, for which only the number of problems matters
     queue: TrajectoryQueue
     stop: StopRequest  # the request to stop, which ends a wait
     _: KW_ONLY
@@ -56,7 +56,7 @@ class ExternalBatches(Batches):
     kept_steps: Callable[[], Sequence[int]]  # a function that returns the steps of the checkpoints, oldest first
 
     def __post_init__(self) -> None:
-        self.sampler, self._has_started = self, False
+        self.sample_step, self._has_started = self.sample, False
         self._said: set[str] = set()  # the metrics of the doubts that were said
 
     def start(self, step: int) -> None:

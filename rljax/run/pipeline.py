@@ -23,7 +23,7 @@ from rljax.data.prompts import Problem, PromptStream
 from rljax.errors import ServersLostError
 from rljax.policy.model import Params
 from rljax.rollout.engine import AHEAD, RolloutEngine
-from rljax.run.sampling import BatchSampler, SampledStep
+from rljax.run.sampling import SampledStep, SampleStep
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
@@ -35,7 +35,7 @@ class Batches:
     """The batches of the steps, in order. Each is sampled when ``take`` asks for it."""
 
     stream: PromptStream  # the problems in order
-    sampler: BatchSampler  # it may take further problems from the stream
+    sample_step: SampleStep  # it may take further problems from the stream
     taken: int = field(default=0, init=False)  # the step of the last batch taken
 
     def start(self, step: int) -> None:
@@ -46,7 +46,7 @@ class Batches:
         """Returns the batch of the next step. Raises the errors of ``ResponseSource.begin``."""
         self.taken += 1
         with timers.phase("rollout"):
-            return self.sampler.sample(self.stream.next_batch(), self.taken)
+            return self.sample_step(self.stream.take(), self.taken)
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
@@ -82,7 +82,7 @@ class _Job(NamedTuple):
 class BatchesAhead(Batches):
     """Batches that are sampled on a thread, up to ``max_staleness`` steps before their turn.
 
-    The thread and ``take`` never use the sampler at the same time.
+    The thread and ``take`` never call ``sample_step`` at the same time.
 
     When all servers are lost, a server that comes back can only be verified with the next policy. The current policy is
     gone, because a step under way has donated it. The lost batch is sampled again after the next publish. If ``take``
@@ -161,7 +161,7 @@ class BatchesAhead(Batches):
 
     def close(self) -> None:
         """Ends the thread; the batch under way is given up."""
-        self.stop.end_ahead()
+        self.stop.ahead_is_over = True
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -170,8 +170,11 @@ class BatchesAhead(Batches):
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
         """Waits until ``is_so`` returns True. The caller holds the condition ``_changed``."""
-        with self.stop.waiting_for_ahead():
+        self.stop.waits_for_ahead = True
+        try:
             self._changed.wait_for(is_so)
+        finally:
+            self.stop.waits_for_ahead = False
 
     def _may_begin(self, step: int) -> bool:
         """Returns whether the thread goes on to the batch of ``step`` without a further publish."""
@@ -190,7 +193,7 @@ class BatchesAhead(Batches):
         if not self._may_begin(self._begun + 1):
             return None
         self._begun += 1
-        problems = self.stream.next_batch()
+        problems = self.stream.take()
         return _Job(self._begun, problems, self.stream.state_dict(), self._version)
 
     def _run(self) -> None:
@@ -211,7 +214,7 @@ class BatchesAhead(Batches):
         outcome: SampledStep | BaseException
         self.stream.load_state_dict(job.data)  # A lost batch may have taken further problems. They are taken again.
         try:
-            outcome = self.sampler.sample(job.problems, job.step)
+            outcome = self.sample_step(job.problems, job.step)
             outcome.row["time/rollout_s"] = time.perf_counter() - began
         except BaseException as error:
             outcome = error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, Protocol
@@ -95,15 +95,10 @@ class SampledStep(NamedTuple):
     row: Row  # the counts, seconds and fractions of the sampling, for the row of the step
 
 
-class BatchSampler(Protocol):
-    """An object that samples the batch of a step."""
+SampleStep = Callable[[Sequence[Problem], int], SampledStep]
+"""A function (problems, step) -> the rollouts of the step, as many groups as there are problems.
 
-    def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
-        """Samples the rollouts of ``step``, as many groups as there are ``problems``.
-
-        Raises the errors of ``ResponseSource.begin``.
-        """
-        ...
+It raises the errors of ``ResponseSource.begin``."""
 
 
 def step_seed(seed: int, step: int, round_number: int = 0) -> int:
@@ -281,11 +276,6 @@ def advantages_of(rollouts: Rollouts, config: Config) -> np.ndarray:
     return compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
 
 
-def carry_loss(rollouts: Rollouts, config: Config) -> np.ndarray:
-    """Marks the groups that carry loss, bool [b]."""
-    return groups_with_loss(advantages_of(rollouts, config))
-
-
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:
     """Returns each row of each response with its advantage, and whether it carries loss.
 
@@ -338,12 +328,13 @@ class RefillingSampler:
         earliest groups without signal fill up the batch. Raises the errors of ``ResponseSource.begin``.
         """
         rollouts, row = self.sampler.sample(problems, step)
-        signal, rows, counts = carry_loss(rollouts, self.config), [row], [len(problems)]
+        signal = groups_with_loss(advantages_of(rollouts, self.config))
+        rows, counts = [row], [len(problems)]
         while not signal.all() and len(rows) <= REFILL_LIMIT:
             more, row = self.sampler.sample(self.stream.take(int((~signal).sum())), step, len(rows))
             rows.append(row)
             counts.append(len(more.responses))
-            signal = np.concatenate([signal, carry_loss(more, self.config)])
+            signal = np.concatenate([signal, groups_with_loss(advantages_of(more, self.config))])
             order = np.argsort(~signal, kind="stable")
             rollouts, signal = exchanged(rollouts, more, order), signal[order[: len(problems)]]
         dropped = rollouts.dropped

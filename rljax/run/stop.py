@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from rljax.distributed.processes import ALONE, Processes
@@ -35,6 +33,8 @@ class StopRequest:
         """
         self.signal: int | None = None  # the number of the signal that asked the run to stop; None: there was none
         self.awaited_step = 0  # the step whose batch the run waits for; work ahead for it is not given up early
+        self.waits_for_ahead = False  # whether the run waits now for a thread that works ahead
+        self.ahead_is_over = False  # whether all threads that work ahead give up: the run takes no further step
         self._grace_s, self._asked_at, self._processes = grace_s, 0.0, processes
         self._began = time.monotonic()
         self._step_s: float | None = None
@@ -42,7 +42,6 @@ class StopRequest:
         self._checkpointer: Checkpointer | None = None
         self._previous: dict[int, Any] = {}
         self._place = "starting"
-        self._waits_for_ahead = self._ahead_is_over = False
 
     def is_requested(self) -> bool:
         """Returns whether a signal has come."""
@@ -57,12 +56,12 @@ class StopRequest:
     def gives_up(self) -> bool:
         """Returns whether the calling thread should give up its wait.
 
-        A thread that works ahead gives up after ``end_ahead``. It also gives up after a request, unless the run waits
-        for its step. Otherwise a thread gives up after a request if the step is not expected to be done and saved
-        within the grace.
+        A thread that works ahead gives up once ``ahead_is_over`` is true. It also gives up after a request, unless the
+        run waits for its step. Otherwise a thread gives up after a request if the step is not expected to be done and
+        saved within the grace.
         """
         ahead = AHEAD.get()
-        if ahead is not None and (self._ahead_is_over or (self.is_requested() and ahead != self.awaited_step)):
+        if ahead is not None and (self.ahead_is_over or (self.is_requested() and ahead != self.awaited_step)):
             return True
         if not self.is_requested():
             return False
@@ -91,21 +90,8 @@ class StopRequest:
 
         Progress of a thread that works ahead counts only while the run waits for such a thread.
         """
-        if self._waits_for_ahead or AHEAD.get() is None:
+        if self.waits_for_ahead or AHEAD.get() is None:
             self._processes.at(self._place)
-
-    @contextlib.contextmanager
-    def waiting_for_ahead(self) -> Iterator[None]:
-        """Marks a block in which the run waits for a thread that works ahead."""
-        self._waits_for_ahead = True
-        try:
-            yield
-        finally:
-            self._waits_for_ahead = False
-
-    def end_ahead(self) -> None:
-        """Makes all threads that work ahead give up: the run takes no further step."""
-        self._ahead_is_over = True
 
     def request(self, number: int) -> None:
         """Asks the run to stop, because this or another process of the run was sent the signal ``number``."""

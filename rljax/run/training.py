@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +120,13 @@ def load_reference(
     return params if merged is None else merged(params)
 
 
-class Trainer(NamedTuple):
-    """The objects with which a run trains."""
+def make_trainer(
+    config: Config, policy: PolicyConfig, mesh: Mesh
+) -> tuple[Update, Callable[[Params], Params], dict[str, str]]:
+    """Builds the objects with which a run trains; every process calls it.
 
-    update: Update  # the way to make the updates of a step
-    weights: Callable[[Params], Params]  # a function from the state's parameters to the policy that engines sample from
-    fingerprints: dict[str, str]  # the checksums of frozen weights: "reference" (KL penalty), "base" (adapters)
-
-
-def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
-    """Builds the trainer of a run; every process calls it.
+    Returns the way to make the updates of a step, and a function from the state's parameters to the policy that engines
+    sample from. The third part has the checksums of frozen weights: "reference" (KL penalty), "base" (adapters).
 
     Raises OSError or ValueError if frozen weights cannot be read, or do not have the shape of ``policy``.
     """
@@ -140,7 +137,7 @@ def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
     prints = {name: json_checksum(array_checksums(tree)) for name, tree in frozen.items() if tree is not None}
     if config.rollout.colocated:
         update = OffloadedUpdate(update)
-    return Trainer(update, (lambda params: params) if merged is None else merged, prints)
+    return update, (lambda params: params) if merged is None else merged, prints
 
 
 def starting_state(

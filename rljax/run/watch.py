@@ -188,7 +188,7 @@ def declared_by(config: Config) -> Declared:
         rollout.dtype,
         rollout.engine_form.label,
         can(rollout.engine, "is_exact"),
-        ", ".join(f"{name} {value}" for name, value in rollout.inject.given.items() if name != "seed"),
+        ", ".join(f"{name} {value}" for name, value in rollout.inject.given.items()),
     )
 
 

@@ -31,20 +31,17 @@ __all__ = [
 ]
 
 _WITH_OPTAX = {
-    "get_learning_rate": "inject",
-    "inject_learning_rate": "inject",
-    "length_decay_schedule": "in_graph",
-    "length_triggered_schedule": "in_graph",
-    "scaled_by_sample_size": "in_graph",
-    "set_learning_rate": "inject",
+    "in_graph": ("length_decay_schedule", "length_triggered_schedule", "scaled_by_sample_size"),
+    "inject": ("get_learning_rate", "inject_learning_rate", "set_learning_rate"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_OPTAX:
+    owner = next((module for module, names in _WITH_OPTAX.items() if name in names), None)
+    if owner is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"{__name__}.{_WITH_OPTAX[name]}")
+        module = importlib.import_module(f"{__name__}.{owner}")
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib", "optax"):
             raise

@@ -61,16 +61,6 @@ class SurgeState(NamedTuple):
     held_out: jax.Array  # shape=(), dtype=jnp.int32
 
 
-def init_surge_state(config: SurgeConfig) -> SurgeState:
-    """Returns the state before the first batch."""
-
-    def zero() -> jax.Array:
-        return jnp.zeros([], jnp.int32)
-
-    lengths = jnp.zeros([config.window], jnp.float32)
-    return SurgeState(zero(), lengths, zero(), zero(), zero(), zero(), zero())
-
-
 def update_surge_state(
     config: SurgeConfig,
     state: SurgeState,
@@ -162,10 +152,15 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
 
     def init(self) -> LengthTriggeredState:
         """Returns the state before the first update."""
+
+        def zero() -> jax.Array:
+            return jnp.zeros([], jnp.int32)
+
+        lengths = jnp.zeros([self._config.window], jnp.float32)
         return LengthTriggeredState(
-            surge=init_surge_state(self._config),
-            decay_period=jnp.zeros([], jnp.int32),
-            next_period=jnp.zeros([], jnp.int32),
+            surge=SurgeState(zero(), lengths, zero(), zero(), zero(), zero(), zero()),
+            decay_period=zero(),
+            next_period=zero(),
             next_remainder=jnp.asarray(DENOMINATOR // 2, jnp.int32),
         )
 

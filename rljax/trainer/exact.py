@@ -26,16 +26,8 @@ from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
 from rljax.policy.head import TokenScores, head_operands, matmul_precision
 from rljax.policy.kernels import Kernels, choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
-from rljax.policy.model import (
-    ForwardStats,
-    Params,
-    abstract_params,
-    cast_params,
-    hidden_states,
-    lm_head_table,
-    param_shardings,
-)
-from rljax.policy.score import align, over_support, segment_ends
+from rljax.policy.model import Params, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
+from rljax.policy.score import Scores, align, over_support, segment_ends
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import MicroSums, Objective, TokenValues, micro_gradients, values_of
@@ -45,22 +37,12 @@ from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_contro
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions, fetch_metrics, unpack_values
 
 
-class FullScores(NamedTuple):
-    """The scores of the rows of a micro-batch, float32."""
-
-    log_softmax: Float[Array, "b t v"]  # the log-probabilities of all tokens that may follow each place
-    logprobs: Float[Array, "b t"]  # the log-probability of each token; 0 at position 0 and on padding
-    entropy: Float[Array, "b t"]  # the entropy of each token's distribution (nats); 0 at position 0 and on padding
-    stats: ForwardStats
-    tops: Float[Array, "b t k"] | None = None  # the log-probabilities of the sampler's likeliest tokens (nats)
-
-
 class ExactOutput(NamedTuple):
     """The result of one call of the executable."""
 
     grads: Params  # the gradients of the scaled loss over the provisional denominator, in the compute dtype
     loss: Statistics  # the statistics of Objective.micro_loss
-    scores: FullScores
+    scores: Scores  # the scores of the rows, with ``log_softmax``
 
 
 def full_scores(
@@ -73,7 +55,7 @@ def full_scores(
     *,
     cut: bool = False,
     tops: bool = False,
-) -> FullScores:
+) -> Scores:
     """Scores a micro-batch [b, t], which has one sequence in a row, at a positive float32 temperature.
 
     The log-softmax of the whole vocabulary is computed before any token is picked from it. With ``cut`` the scores are
@@ -96,7 +78,7 @@ def full_scores(
         scored = scored._replace(tops=jnp.where(ids >= 0, of_ids, -jnp.inf))
         scored = over_support(picked, of_ids, ids) if cut else scored
     scored = align(scored, micro.positions, micro.segment_ids)
-    return FullScores(jax.lax.stop_gradient(log_softmax), *scored[:2], stats, scored.tops)
+    return Scores(*scored[:2], stats, scored.tops, log_softmax=jax.lax.stop_gradient(log_softmax))
 
 
 @dataclass(eq=False)
@@ -125,12 +107,12 @@ class ExactPass:
         asked = {"cut": self.cut, "tops": objective.correction.needs_tops}
 
         def run(params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array) -> Any:
-            def score(compute: Params, micro: PackedBatch) -> FullScores:
+            def score(compute: Params, micro: PackedBatch) -> Scores:
                 return full_scores(compute, config, micro, temperature, precision, kernels, **asked)
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                output: Any = micro_gradients(cast_params(params, dtype), micro, objective, score, scale, provisional)
-                grads, loss, scores = output
+                compute = cast_params(params, dtype)
+                grads, loss, scores = micro_gradients(compute, micro, objective, score, scale, provisional)
                 return ExactOutput(grads, loss, scores._replace(tops=None))
 
         nothing = fill([], {}, (1, rows, row_tokens))
@@ -142,13 +124,13 @@ class ExactPass:
         self._empty = micro_of(nothing, 0)
         by_param: Any = param_shardings(config, mesh)
         everywhere: Any = replicated(mesh)
-        by_rows = named_sharding(mesh, ("rows", "tokens"), (rows, row_tokens))
-        by_vocabulary = named_sharding(mesh, ("rows", "tokens", "vocab"), (rows, row_tokens, config.vocab_size))
-        shardings: Any = (by_vocabulary, by_rows, by_rows, everywhere)
+        by_rows: Any = named_sharding(mesh, ("rows", "tokens"), (rows, row_tokens))
+        by_vocabulary: Any = named_sharding(mesh, ("rows", "tokens", "vocab"), (rows, row_tokens, config.vocab_size))
+        by_scores = Scores(by_rows, by_rows, everywhere, log_softmax=by_vocabulary)
         self._jitted = jax.jit(
             run,
             in_shardings=(by_param, by_rows, everywhere, everywhere, everywhere),
-            out_shardings=ExactOutput(by_param, everywhere, FullScores(*shardings)),
+            out_shardings=ExactOutput(by_param, everywhere, by_scores),
         )
         self._by_rows, self._everywhere, self._one = by_rows, everywhere, put(np.float32(1.0), everywhere)
         # Only shapes: JAX refuses arrays of the host if other processes hold a part of the mesh.
@@ -192,7 +174,9 @@ class ExactPass:
         micro = self._empty._replace(
             tokens=tokens, segment_ids=known.astype(np.int32), positions=np.where(known, index, 0).astype(np.int32)
         )
-        return self(params, self.place(micro), self._one, self._one, self.scalar(temperature)).scores.log_softmax
+        scores = self(params, self.place(micro), self._one, self._one, self.scalar(temperature)).scores
+        assert scores.log_softmax is not None
+        return scores.log_softmax
 
 
 def micro_of(batch: PackedBatch, index: int) -> PackedBatch:

@@ -85,10 +85,10 @@ class Objective:
         - ``loss_tokens``: the number of tokens in the loss after rejection;
         - ``denominator``: the micro-batch's part of the denominator.
 
-        ``scores`` are the ``Scores`` of the micro-batch under the trained parameters, or an object with the same
-        ``logprobs`` and, where the correction needs them, ``tops``. ``provisional`` is the value of that method, and
-        ``numbers`` the value of ``batch_numbers``. ``balance`` is the ``router.balance_loss`` of the micro-batch, which
-        weighs by the micro-batch's share of the denominator.
+        ``scores`` are the ``Scores`` of the micro-batch under the trained parameters, with ``tops`` if the correction
+        needs them. ``provisional`` is the value of that method, and ``numbers`` the value of ``batch_numbers``.
+        ``balance`` is the ``router.balance_loss`` of the micro-batch, which weighs by the micro-batch's share of the
+        denominator.
         """
         logprobs = scores.logprobs
         where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}

@@ -23,7 +23,8 @@ from rljax.mismatch.correction import correct_tokens, finalize_correction
 from rljax.mismatch.diagnosis import after_environment
 from rljax.mismatch.metrics import EXTREME_LOG_RATIO
 from rljax.mismatch.regions import LARGEST_LOGPROB, region_factor
-from rljax.record.dump_facts import TokenPair, entropies, pad, turns_of
+from rljax.record.dump_facts import TokenPair, entropies, turns_of
+from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import ABOVE_ZERO, TokenDump, Tops
 
 LISTED = 2000
@@ -177,12 +178,12 @@ def _weigh(pair: TokenPair, correction: CorrectionConfig | None) -> tuple[list[n
     total: Statistics | None = None
     for rows, (trainer, rollout, mask) in pair.chunks():
         if "in_loss" in values:
-            mask = mask & (pad(values["in_loss"], rows, 0.0) != 0)
+            mask = mask & (to_rows([values["in_loss"][row] for row in rows], 0.0) != 0)
         tokens = read_tokens(trainer, rollout, mask)
         weights, kept, statistics = correct_tokens(tokens, config.weighting, config.rejections)
         weights = np.where(kept, weights, 0.0)
         if region is not None:
-            advantages = pad(values["advantage"], rows, 0.0)
+            advantages = to_rows([values["advantage"][row] for row in rows], 0.0)
             weights = weights * region_factor(np, region, tokens.trainer, tokens.rollout, advantages)[0]
         total = statistics if total is None else merge(total, statistics)
         for row, line in zip(rows, weights, strict=True):

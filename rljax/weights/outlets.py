@@ -120,11 +120,9 @@ class HttpOutlet(Outlet):
         self._listening.close()
 
     def _keep(self) -> None:
-        def warn(end: str) -> None:
-            log.warning("the server of weights at %s %s; another one is started", self.url, end)
-
+        said = "the server of weights at %s %s; another one is started"
         try:
-            self._child.keep(warn)
+            self._child.keep(lambda end: log.warning(said, self.url, end))
         except RuntimeError as error:
             self._failure = error
 

@@ -226,10 +226,13 @@ def test_a_mistake_is_one_line(tmp_path, name, text, said):
     assert len(err.strip().splitlines()) == 1
 
 
-def test_a_column_that_is_not_there_is_named():
+def test_a_column_that_is_not_there_or_has_two_roles_is_named():
     status, _, err = outcome(main, [LOGS / "healthy.parquet", "--trainer", "hf"])
     assert status == 2
-    assert "no column 'hf' in the dump, which has rollout, trainer" in err
+    assert "no column 'hf', but rollout, trainer" in err
+    status, _, err = outcome(main, [LOGS / "healthy.parquet", "--trainer", "rollout", "--rollout", "rollout"])
+    assert status == 2
+    assert "a column cannot be both --trainer and --rollout" in err
 
 
 def test_the_remedies_of_the_docs_are_those_of_the_table():

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from problem_files import read_problems
 
 from rljax.commands.prepare import main
-from rljax.data.files import read_problems, read_provenance, read_rows
+from rljax.data.files import read_provenance, read_rows
 from rljax.data.toy import build_tokenizer
 from rljax.errors import run_cli
 from rljax.policy.config import toy_config

@@ -541,12 +541,12 @@ def test_text_logs_need_numpy_alone(tmp_path):
 def test_a_missing_package_is_one_line_with_its_extra(tmp_path):
     write_events(tmp_path / "tb", LENGTHS, 1)
     (events,) = (tmp_path / "tb").iterdir()
-    remedy = "pip install '.[replay]' in a checkout of rljax, or 'WHEEL[replay]' with its wheel"
-    expected = f"error: {events}: an event file of TensorBoard needs the package tensorboardX: {remedy}\n"
+    remedy = "which is not installed: pip install '.[replay]' in a checkout of rljax, or 'WHEEL[replay]' with its wheel"
+    expected = f"error: {events}: an event file of TensorBoard needs the package tensorboardX, {remedy}\n"
     assert alone(events) == (2, [], expected)
     assert alone(tmp_path / "tb") == (2, [], expected)
     # A directory that also has a log in text is read without the package.
     write(tmp_path / "tb/trainer_state.json", {"log_history": rows_of("completions/mean_length")})
     assert CALL in alone(tmp_path / "tb")[1]
     status, _, err = alone(tmp_path / "tb", "--picture", tmp_path / "x.png")
-    assert (status, err) == (2, f"error: --picture needs the package matplotlib: {remedy}\n")
+    assert (status, err) == (2, f"error: --picture needs the package matplotlib, {remedy}\n")

@@ -12,7 +12,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
-from rljax.record.dump_facts import pair_of
+from rljax.record.dump_facts import TokenPair
 from rljax.record.token_dumps import ColumnSource, make_dump
 from rljax.weights.format import weights_hash
 
@@ -64,7 +64,10 @@ def unknown(source, **known):
 
 def judge(x, y, mask=None, a=UNKNOWN, b=UNKNOWN, **options):
     """Returns the verdict on columns [b, t] from the sources ``a`` and ``b``."""
-    return judge_pair(pair_of(x, y, mask, {"trainer": a, "rollout": b}), **options)
+    mask = np.ones(x.shape, bool) if mask is None else mask
+    names, ids = [str(i) for i in range(len(x))], np.zeros(x.shape, np.int32)
+    dump = make_dump(names, ids, mask, {"trainer": x, "rollout": y}, {"trainer": a, "rollout": b})
+    return judge_pair(TokenPair(dump, "trainer", "rollout"), **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

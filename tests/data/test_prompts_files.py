@@ -8,11 +8,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from problem_files import read_problems
 from toy_runs import TOY_BASE, outcome, tiny
 
 from rljax import evaluate, train
 from rljax.commands import prepare
-from rljax.data.files import parse_row, read_problems, read_provenance, read_rows, write_rows
+from rljax.data.files import parse_row, read_provenance, read_rows, write_rows
 from rljax.rewards.math_answer import math_reward
 
 DATA = Path(__file__).parents[1] / "data"

@@ -5,9 +5,10 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from problem_files import read_problems
 
 from rljax.commands.prepare import main
-from rljax.data.files import Tally, answered_rows, read_problems
+from rljax.data.files import Tally, answered_rows
 from rljax.data.forms import last_box, take
 from rljax.errors import run_cli
 

@@ -120,17 +120,17 @@ def test_demonstrations_have_the_declared_rates(task, lucky):
 def test_stream_is_shuffled_repeats_differently_and_resumes():
     problems = toy.addition_problems("train", 40)
     stream = PromptStream(problems, 20, seed=1)
-    batches = [stream.next_batch() for _ in range(2)]
+    batches = [stream.take() for _ in range(2)]
     state = stream.state_dict()
-    batches += [stream.next_batch() for _ in range(4)]
+    batches += [stream.take() for _ in range(4)]
     for epoch in range(3):
         drawn = [p["prompt"] for batch in batches[2 * epoch : 2 * epoch + 2] for p in batch]
         assert sorted(drawn) == sorted(p["prompt"] for p in problems)
     assert batches[0] != batches[2]
     resumed = PromptStream(problems, 20, seed=1)
     resumed.load_state_dict(state)
-    assert [resumed.next_batch() for _ in range(4)] == batches[2:]
-    assert PromptStream(problems, 20, seed=2).next_batch() != batches[0]
+    assert [resumed.take() for _ in range(4)] == batches[2:]
+    assert PromptStream(problems, 20, seed=2).take() != batches[0]
 
 
 def test_training_never_sees_a_problem_of_the_eval_split():

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 def found(source, tokens=None):
     read = diagnose.read_source(source, tokens)
-    return diagnosis(source.name, diagnose.facts_of(read), read.log)
+    return diagnosis(source.name, diagnose.facts_of(read))
 
 
 @pytest.mark.parametrize("planted", CAUSES)
@@ -86,7 +86,7 @@ def test_the_next_measurement_is_named():
 def test_the_log_of_another_project(planted, project):
     log = read_signals(renamed(rows(planted), project))
     assert log.project == project
-    said = diagnosis("log", diagnose.facts_of(diagnose.ReadSource(log, None, None)), log)["cause"]
+    said = diagnosis("log", diagnose.facts_of(diagnose.ReadSource(log, None, None)))["cause"]
     wanted = {OF_LOGS[planted]}
     if planted in UNSPLIT:
         wanted = {"cannot_tell", "healthy"} | ({planted} if log.has("chi2_token") else set())

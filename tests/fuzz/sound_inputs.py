@@ -109,7 +109,7 @@ def sound_run() -> SoundRun:
             run = make(checkpointer=checkpointer)
             state, progress = starting_point(run, mesh)
             for step in STEPS:
-                make.keywords["problems"].stream.next_batch()
+                make.keywords["problems"].stream.take()
                 run.controller.step(10.0 + step, 0.0)
                 progress = dataclasses.replace(progress, step=step, policy_version=step, grad_norm_ema=0.5 * step)
                 state = jax.tree.map(lambda x: x + jnp.ones_like(x), state)

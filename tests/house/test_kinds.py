@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from rljax.compare.layers.operations import operations
 from rljax.policy.config import PolicyConfig
-from rljax.policy.families import FAMILIES, blocks_of
+from rljax.policy.families import FAMILIES
 from rljax.policy.model import abstract_params, init_params
 from rljax.rollout import build, kinds
 from rljax.rollout.kinds import ENGINES, WISHES, can, engines_that
@@ -117,6 +118,6 @@ def test_a_family_says_whether_its_blocks_normalise_heads(family):
     delta = dict.fromkeys(("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "conv_width"), 2)
     layers = len(FAMILIES[family].pattern)
     config = dataclasses.replace(POLICY, family=family, num_layers=layers, **mixture, **delta)
-    params, blocks = abstract_params(config), blocks_of(config)
+    params, kinds_of_operations = abstract_params(config), {operation.kind for operation in operations(config)}
     names = {str(key) for path, _ in jax.tree_util.tree_leaves_with_path(params) for key in path}
-    assert any("query_norm" in name for name in names) == any("query_norm" in each.operations for each in blocks)
+    assert any("query_norm" in name for name in names) == ("query_norm" in kinds_of_operations)

@@ -13,7 +13,7 @@ from rljax import evaluate
 from rljax.commands.export import main as export_main
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params, save_params
-from rljax.policy.lora import LoraConfig, abstract_adapters, merge_adapters, targets_of, with_targets
+from rljax.policy.lora import LoraConfig, TrainedParams, declared_adapters, merge_adapters, with_targets
 from rljax.policy.model import cast_params
 from rljax.policy.peft import CONFIG_NAME, load_adapters, save_adapters
 
@@ -88,7 +88,8 @@ def test_exports_are_the_merged_policy_and_its_adapters(whole, toy_base, tmp_pat
     adapters = load_adapters(tmp_path / "adapter", policy, LORA)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(adapters))
     base = load_params(toy_base, policy, dtype=jnp.bfloat16)
-    merged = merge_adapters(targets_of(base, policy, LORA), adapters, policy, LORA, jnp.bfloat16)
+    targets = TrainedParams(policy, LORA).targets(base)
+    merged = merge_adapters(targets, adapters, policy, LORA, jnp.bfloat16)
     expected = flatten_dict(cast_params(with_targets(base, merged), jnp.float32))
     changed = 0
     for path, leaf in flatten_dict(load_params(tmp_path / "hf", policy)).items():
@@ -139,7 +140,7 @@ def test_with_the_exact_engine_the_mismatch_is_zero(dtype, start_from, toy_base,
     policy = read_config(toy_base)
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(
-        lambda leaf: (0.02 * rng.normal(size=leaf.shape)).astype(np.float32), abstract_adapters(policy, LORA)
+        lambda leaf: (0.02 * rng.normal(size=leaf.shape)).astype(np.float32), declared_adapters(policy, LORA).abstract()
     )
     save_adapters(tmp_path / "adapter", adapters, policy, LORA, toy_base)
     options = ("--lora.adapter", str(tmp_path / "adapter")) if start_from else ()

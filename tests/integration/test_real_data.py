@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from problem_files import read_problems
 from toy_runs import ROOT, command, comparable, completed, printed
 
 from rljax import evaluate
 from rljax.commands import prepare
-from rljax.data.files import read_problems, read_provenance
+from rljax.data.files import read_provenance
 from rljax.data.tokenizer import load_tokenizer
 from rljax.run.build import load_problems
 from rljax.run.config import Config

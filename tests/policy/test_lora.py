@@ -11,12 +11,12 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import (
     LoraConfig,
     MergedPolicy,
-    abstract_adapters,
+    TrainedParams,
     adapter_gradients,
+    declared_adapters,
     find_targets,
     init_adapters,
     merge_adapters,
-    targets_of,
     with_targets,
 )
 from rljax.policy.model import abstract_params, cast_params, hidden_states, init_params, lm_head_table
@@ -43,7 +43,8 @@ def by_hand(params, adapters, lora=LORA):
 def test_the_merged_weights_are_those_by_hand_rounded_once(dtype):
     base, adapters = cast_params(init_params(CONFIG, 0), dtype), random_adapters()
     expected = by_hand(cast_params(base, jnp.float32), adapters)
-    merged = flatten_dict(merge_adapters(targets_of(base, CONFIG, LORA), adapters, CONFIG, LORA, dtype))
+    targets = TrainedParams(CONFIG, LORA).targets(base)
+    merged = flatten_dict(merge_adapters(targets, adapters, CONFIG, LORA, dtype))
     assert len(merged) == 7
     for path, weight in merged.items():
         # A sum in 16 bits would be off by a unit in the last place in a quarter of the elements.
@@ -92,7 +93,7 @@ def loss(weights):
 @jax.default_matmul_precision("highest")
 def test_gradients_equal_autodiff_and_finite_differences():
     params, adapters = init_params(CONFIG, 0), random_adapters()
-    base = targets_of(params, CONFIG, LORA)
+    base = TrainedParams(CONFIG, LORA).targets(params)
 
     @jax.jit
     def of_adapters(adapters):
@@ -118,7 +119,7 @@ def test_gradients_equal_autodiff_and_finite_differences():
 
 def test_adapters_of_some_layers_are_on_those_alone():
     lora = LoraConfig(rank=2, targets=("down_proj", "k_proj"))
-    found = {path: leaf.shape for path, leaf in flatten_dict(abstract_adapters(CONFIG, lora)).items()}
+    found = {path: leaf.shape for path, leaf in flatten_dict(declared_adapters(CONFIG, lora).abstract()).items()}
     assert found == {
         ("layers", "attention", "key", "a"): (2, 32, 2),
         ("layers", "attention", "key", "b"): (2, 2, 2, 8),
@@ -129,13 +130,13 @@ def test_adapters_of_some_layers_are_on_those_alone():
 
 
 def test_experts_of_a_mixture_refuse_adapters():
-    assert len(flatten_dict(abstract_adapters(MIXTURE, LoraConfig(rank=2, targets=ATTENTION)))) == 8
+    assert len(declared_adapters(MIXTURE, LoraConfig(rank=2, targets=ATTENTION))) == 8
     with pytest.raises(ValueError, match=r"^lora.targets: (gate|up|down)_proj belongs to the experts"):
-        abstract_adapters(MIXTURE, LoraConfig(rank=2))
+        declared_adapters(MIXTURE, LoraConfig(rank=2))
     # A bias of the same layer is not a target.
     qwen2 = PolicyConfig(24, 32, 64, 2, 4, 4, 8, family="qwen2")
     assert "query_bias" in abstract_params(qwen2)["layers"]["attention"]
-    found = flatten_dict(abstract_adapters(qwen2, LoraConfig(rank=2, targets=("q_proj",))))
+    found = declared_adapters(qwen2, LoraConfig(rank=2, targets=("q_proj",)))
     assert {path[-2] for path in found} == {"query"}
 
 

@@ -1,6 +1,7 @@
 """A family of two kinds of blocks, each with a mixer of its own: a running sum with a state, and attention.
 
-The whole family is in this file: a mixer and a ``Family``. Everything else must follow from them.
+The whole family is in this file: a mixer, a ``Family``, and the names of the mixer's operations for a reader.
+Everything else must follow from them.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 from rljax.compare.layers.jax_tracer import JaxForm, JaxTracer
-from rljax.compare.layers.operations import logprobs
+from rljax.compare.layers.operations import IN_BLOCK, logprobs
 from rljax.policy.config import DEFAULTS, PolicyConfig
 from rljax.policy.families import FAMILIES, BlockKind, Family, config_from_hf, config_to_hf, read_config
 from rljax.policy.hf import hf_tensors, load_params, save_params
@@ -36,7 +37,6 @@ class RunningSum(nnx.Module):
     """Sums of a token's own value and the one before it, s = 0.9 s + v + v', in float32."""
 
     state_heads = 1
-    operations = ("sum_input", "sum", "attention_output")
 
     def __init__(self, c, rngs):
         normal = jax.nn.initializers.normal(c.initializer_range)
@@ -188,9 +188,13 @@ def test_devices_cannot_share_the_only_head_of_a_state():
         choose_kernels(DEFAULTS, CONFIG, "float32", mesh)
 
 
-def test_the_operations_of_each_block_are_compared(params, tmp_path):
+def test_the_operations_of_each_block_are_compared(params, tmp_path, monkeypatch):
     save_params(tmp_path, params, CONFIG)
     tracer, tokens = JaxTracer(tmp_path, JaxForm("float32"), "jax:float32"), np.arange(7, dtype=np.int32)
+    with pytest.raises(KeyError, match="IN_BLOCK must name the taps sum, sum_input"):
+        tracer.run(tokens, {})
+    monkeypatch.setitem(IN_BLOCK, "sum_input", "projection before the sum")
+    monkeypatch.setitem(IN_BLOCK, "sum", "running sum")
     values = tracer.run(tokens, {})
     assert {"2/sum_input", "2/sum", "3/query", "3/query_norm"} <= set(values)
     assert not {"2/query", "1/sum"} & set(values)

@@ -15,7 +15,7 @@ from transformers_models import MIXTURES, SHAPES, SHAPES_QWEN2, hf_model, jax_lo
 
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.lora import LoraConfig, merge_adapters, targets_of, with_targets
+from rljax.policy.lora import LoraConfig, TrainedParams, merge_adapters, with_targets
 from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, load_adapters, save_adapters
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -31,7 +31,8 @@ CASES = [
 
 
 def merged_logits(params, adapters, config, lora, tokens):
-    merged = merge_adapters(targets_of(params, config, lora), adapters, config, lora, jnp.float32)
+    targets = TrainedParams(config, lora).targets(params)
+    merged = merge_adapters(targets, adapters, config, lora, jnp.float32)
     return jax_logits(with_targets(params, merged), config, tokens)
 
 

@@ -104,7 +104,7 @@ def test_the_first_tokens_of_a_response_keep_all_of_theirs():
     arrays["routes"] = as_stored(np.arange(6 * 2, dtype=np.uint8).reshape(6, 2, 1))
     versions = [4, 4, 5, 5, 6]
     whole = response((3, 1), [6, 7, 8, 9, 1], [-1, -2, -3, -4, -5], versions, prompt=[2, 3], **arrays)
-    cut = whole.first(3)
+    cut = whole.cut(0, 5, truncated=True)
     assert (cut.prompt_index, cut.sample_index, cut.truncated) == (3, 1, True)
     assert cut.response.tolist() == [6, 7, 8]
     assert cut["rollout_logprobs"].tolist() == [-1, -2, -3]
@@ -112,5 +112,3 @@ def test_the_first_tokens_of_a_response_keep_all_of_theirs():
     assert cut.columns["routes"][:, 0, 0].tolist() == [1, 3, 5, 7, 9]
     assert cut["top_ids"].tolist() == [[0, 1], [2, 3], [4, 5]]
     assert cut["top_logprobs"].tolist() == [[0, -1], [-2, -3], [-4, -5]]
-    assert whole.first(5) is whole
-    assert whole.first(6) is whole

@@ -112,14 +112,15 @@ def next_step(state):
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_later_steps_do_not_reach_into_a_save(tmp_path, has_room):
+def test_later_steps_do_not_reach_into_a_save(tmp_path, monkeypatch, has_room):
     """On a CPU, orbax reads the arrays' own memory while it writes. The restored arrays have the values from before.
 
     Without room for a copy of the state, the save is waited for.
     """
     large = {f"{i}": jnp.full(SHAPE, float(i)) for i in range(8)}
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(large))
-    checkpointer = Checkpointer(tmp_path / "checkpoints", free_memory=lambda: None if has_room else size)
+    monkeypatch.setattr("rljax.run.checkpoint.free_memory", lambda: None if has_room else size)
+    checkpointer = Checkpointer(tmp_path / "checkpoints")
     before = live_bytes()
     checkpointer.save(1, large, {})
     if not has_room:

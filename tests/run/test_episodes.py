@@ -33,17 +33,17 @@ class Scripted(RolloutEngine):
     def __init__(self, digits=lambda tokens: 2):
         self.digits, self.asked = digits, []
 
-    def generate(self, prompts, n, sampling, *, seed):
-        self.asked.append([prompt.tolist() for prompt in prompts])
-        return Samples(self.respond(prompts, sampling), {"time/generate_s": 1.0})
+    def answer_round(self, requests, sampling, *, seed):
+        self.asked.append([request.tokens.tolist() for request in requests])
+        return Samples(self.respond(requests), {"time/generate_s": 1.0})
 
-    def respond(self, prompts, sampling):
-        for i, prompt in enumerate(prompts):
-            whole = np.append(TOKENIZER.encode("7" * self.digits(prompt)), np.int32(STOP))
-            ids = whole[: sampling.max_response_tokens]
+    def respond(self, requests):
+        for key, turn, tokens, max_tokens in requests:
+            whole = np.append(TOKENIZER.encode("7" * self.digits(tokens)), np.int32(STOP))
+            ids = whole[:max_tokens]
             logprobs = -np.arange(1.0, len(ids) + 1, dtype=np.float32)
             is_cut = len(ids) < len(whole)
-            yield response((i, 0), ids, logprobs, len(self.asked), prompt=prompt, truncated=is_cut)
+            yield response((key, turn - 1), ids, logprobs, len(self.asked), prompt=tokens, truncated=is_cut)
 
 
 def hosts_of(environment, **limits):

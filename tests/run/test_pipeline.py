@@ -101,8 +101,8 @@ def stream_at(batches=0):
 def make(engine, k, steps=8, at=0, **options):
     stream = stream_at(at)
     if k == 0:
-        return Batches(stream, engine)
-    return BatchesAhead(stream, engine, engine, engine.stop, steps=steps, max_staleness=k, **options)
+        return Batches(stream, engine.sample)
+    return BatchesAhead(stream, engine.sample, engine, engine.stop, steps=steps, max_staleness=k, **options)
 
 
 def take(batches, engine):
@@ -145,7 +145,7 @@ def test_batches_come_once_in_order_and_none_is_too_old(k, slow):
     in_order, expected = stream_at(), []
     for step, (sampled, state) in enumerate(zip(trained, states, strict=True), 1):
         prompts, of_step, version = sampled.rollouts
-        expected.append([problem["prompt"] for problem in in_order.next_batch()])
+        expected.append([problem["prompt"] for problem in in_order.take()])
         assert (prompts, of_step) == (expected[-1], step)
         assert 0 <= step - 1 - version <= k
         assert sampled.row["sampled"] == 1
@@ -208,7 +208,7 @@ def test_a_lost_batch_is_sampled_again_after_the_publish():
     trained, _ = go_on(make(engine, 1), engine, 1, 5, training_s=lambda step: 0.05)
     assert [call[:2] for call in engine.calls[:5]] == [(1, 0), (2, 0), (3, 1), (3, 2), (4, 2)]
     in_order = stream_at()
-    expected = [[problem["prompt"] for problem in in_order.next_batch()] for _ in range(5)]
+    expected = [[problem["prompt"] for problem in in_order.take()] for _ in range(5)]
     assert [sampled.rollouts[0] for sampled in trained] == expected
 
 
@@ -303,7 +303,7 @@ def test_a_batch_goes_on_across_publishes(k, slow):
 def test_no_batch_begins_during_a_publish():
     """The batch under way ends within the publish, and the next batch waits for the end of the publish."""
     engine, stream = Sharing(lambda step: 0.03), stream_at()
-    batches = BatchesAhead(stream, engine, engine, engine.stop, steps=8, max_staleness=2, always_drains=False)
+    batches = BatchesAhead(stream, engine.sample, engine, engine.stop, steps=8, max_staleness=2, always_drains=False)
     batches.start(0)
     for step in range(1, 9):
         take(batches, engine)

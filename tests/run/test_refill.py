@@ -200,9 +200,9 @@ def go_on(engine, k, first=1, at=0):
     """Returns (prompts, problems drawn) of each batch from step ``first`` on."""
     sampler, stream = refilling(engine)
     stop = StopRequest()
-    batches = Batches(stream, sampler)
+    batches = Batches(stream, sampler.sample)
     if k:
-        batches = BatchesAhead(stream, sampler, engine, stop, steps=STEPS, max_staleness=k)
+        batches = BatchesAhead(stream, sampler.sample, engine, stop, steps=STEPS, max_staleness=k)
     batches.load_state_dict({"problems_drawn": at})
     batches.start(first - 1)
     found = []

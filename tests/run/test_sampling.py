@@ -169,7 +169,7 @@ def pool(tmp_path, monkeypatch):
 
 
 def sample(engine, pool):
-    problems = PromptStream(PROBLEMS, 4, seed=0).next_batch()
+    problems = PromptStream(PROBLEMS, 4, seed=0).take()
     sampling = SamplingParams(8, 1.0, (14,))
     return Sampler(SingleTurn(engine, build_tokenizer(), pool), sampling, 3).sample(problems, 1).rollouts
 

@@ -8,7 +8,7 @@ import pytest
 from tiny_adapters import random_adapters
 from tiny_step import CONFIG, MESH, expected_gradient, fresh_state, keep_gradient, make_step, packed, sequences
 
-from rljax.policy.lora import LoraConfig, MergedPolicy, adapter_gradients, targets_of
+from rljax.policy.lora import LoraConfig, MergedPolicy, TrainedParams, adapter_gradients
 from rljax.policy.model import cast_params, init_params
 from rljax.sharding import replicated
 from rljax.trainer.micro_batches import place_batch
@@ -41,7 +41,7 @@ def reference():
     """Returns the adapters' gradients, made from those of the merged float32 policy, one sequence at a time."""
     merged = MergedPolicy(CONFIG, LORA, MESH, init_params(CONFIG, 0), "float32")(adapters())
     of_weights = expected_gradient(sequences(), merged)
-    return adapter_gradients(adapters(), targets_of(of_weights, CONFIG, LORA), CONFIG, LORA)
+    return adapter_gradients(adapters(), TrainedParams(CONFIG, LORA).targets(of_weights), CONFIG, LORA)
 
 
 FORMS = [pytest.param(*form, marks=pytest.mark.harness) for form in ((64, 1), (100, 3))]

@@ -51,7 +51,7 @@ IN_BLOCK = {
     "mlp": "down projection",
     "residual": "residual stream after the MLP",
 }
-"""The operations of a block, in order, with their names for a reader."""
+"""The operations of blocks, in order, with their names for a reader. Each tap of a block is one of them."""
 OUTSIDE = {"embedding": "embedding", "final_norm": "final norm", "logits": "logits"}
 """The operations outside of the blocks. The first comes before the blocks."""
 PRODUCTS = (
@@ -80,11 +80,30 @@ class Operation:
 
 
 def operations(config: PolicyConfig) -> list[Operation]:
-    """Returns the operations of a policy, in order. A mixture's router and experts are one operation, ``mlp``."""
-    blocks = blocks_of(config)
-    of_layers = ((layer, blocks[layer % len(blocks)].operations) for layer in range(config.num_layers))
-    in_blocks = [Operation(kind, layer) for layer, kinds in of_layers for kind in kinds]
+    """Returns the operations of a policy, in order. A mixture's router and experts are one operation, ``mlp``.
+
+    Raises KeyError if the policy has a tap that neither ``IN_BLOCK`` nor ``OUTSIDE`` names.
+    """
+    taps = _taps(config)
+    if unnamed := {tap.rpartition("/")[2] for tap in taps} - {*IN_BLOCK, *OUTSIDE}:
+        raise KeyError(f"IN_BLOCK must name the taps {', '.join(sorted(unnamed))}")
+    every = (Operation(kind, layer) for layer in range(config.num_layers) for kind in IN_BLOCK)
+    in_blocks = [operation for operation in every if stacked(operation, config)[0] in taps]
     return [Operation("embedding"), *in_blocks, Operation("final_norm"), Operation("logits")]
+
+
+@functools.lru_cache(maxsize=32)
+def _taps(config: PolicyConfig) -> dict[str, Any]:
+    """Returns the shape of each value that a forward of 64 tokens records, by the name that ``stacked`` gives it."""
+
+    def recorded(params: Any) -> dict[str, Any]:
+        row = jnp.ones((1, 64), jnp.int32)
+        with recording() as values:
+            hidden_states(params, config, row, row, row)
+        return values
+
+    shapes: dict[str, Any] = jax.eval_shape(recorded, abstract_params(config))
+    return shapes
 
 
 @functools.lru_cache(maxsize=32)
@@ -93,18 +112,10 @@ def value_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
 
     The query of a gated attention has the features of its gate, too.
     """
-
-    def recorded(params: Any) -> dict[str, Any]:
-        row = jnp.ones((1, 64), jnp.int32)
-        with recording() as values:
-            hidden_states(params, config, row, row, row)
-        return values
-
-    values = jax.eval_shape(recorded, abstract_params(config))
     shapes: dict[str, tuple[int, ...]] = {"logits": (config.vocab_size,)}
     for operation in operations(config)[:-1]:
         name, index = stacked(operation, config)
-        shapes[operation.name] = values[name].shape[2 if index is None else 3 :]
+        shapes[operation.name] = _taps(config)[name].shape[2 if index is None else 3 :]
     return shapes
 
 

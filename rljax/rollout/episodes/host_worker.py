@@ -19,14 +19,13 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rljax.distributed.answering import GRACE_S, end_by_alarm, end_if_forked, send, tell_ready
-from rljax.distributed.child import ChildPool
+from rljax.distributed.child import Child, ChildPool
 from rljax.distributed.frames import Frames
 from rljax.errors import describe
 from rljax.rollout.episodes import tools
@@ -190,29 +189,22 @@ class _Host:
         def began() -> None:
             loop.call_soon_threadsafe(note)
 
-        def tell(found: ToolResult) -> None:
-            self._send(0, ToolEnded(path, found.failure, found.cut, found.text if found.failure else ""))
-
-        def tell_end(future: Future[ToolResult]) -> None:
-            if not future.cancelled() and future.exception() is None:
-                tell(future.result())
+        def told(found: ToolResult) -> ToolResult:
+            if counted:
+                self._send(0, ToolEnded(path, found.failure, found.cut, found.text if found.failure else ""))
+            return found
 
         try:
             packed = pickle.dumps(arguments)  # now, because the environment may change them
         except Exception as error:  # pickling runs a person's code
-            refused = ToolResult(f"error: {describe(error)}", "error")
-            if counted:
-                tell(refused)
-            return refused
+            return told(ToolResult(f"error: {describe(error)}", "error"))
+
+        def run(process: Child) -> ToolResult:
+            return told(tools.run_in(process, path, packed, self._limits.tool_timeout_s, began))
+
         waits[key] = False
         try:
-            call_it = functools.partial(
-                tools.run_in, path=path, arguments=packed, timeout_s=self._limits.tool_timeout_s, began=began
-            )
-            asked = self._pool.submit(call_it)
-            if counted:
-                asked.add_done_callback(tell_end)
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wrap_future(self._pool.submit(run))
         except RuntimeError as error:  # no process can be started
             return ToolResult(f"error: {error}", "died")
         finally:

@@ -24,7 +24,6 @@ from rljax.rollout.episodes.outcomes import UTF8_BYTES, ToolFailure, clip
 
 _IMPORT_S = 60.0
 _SHOWN = 320  # characters of the text of a failure
-_COMPLAINT: Decoder[str | None] = Decoder(str | None)
 ToolArguments = Mapping[str, Any] | Sequence[Any]
 """The arguments of a tool: a mapping of names, or a sequence of values in their order."""
 
@@ -84,35 +83,22 @@ def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
 
 
 def run_tools(frames: Frames) -> None:
-    """Answers the requests of ``run_in`` in a child process.
-
-    A request holds the argument of ``import_function``, or the two arguments of ``run_function``.
-    """
-
-    def answer(*arguments: Any) -> Any:
-        return run_function(*arguments) if len(arguments) > 1 else import_function(*arguments)
-
-    answer_requests(frames, answer)
-
-
-def import_function(path: str) -> str | None:
-    """Imports the tool ``path``. Returns None, or a line that says why it cannot be imported."""
-    try:
-        _function(path)
-    except BaseException as error:  # a person's module may raise anything
-        return describe(error)
-    return None
+    """Answers the requests of ``run_in`` in a child process. A request holds the arguments of ``run_function``."""
+    answer_requests(frames, run_function)
 
 
 def run_function(path: str, arguments: ToolArguments | bytes) -> ToolResult:
     """Calls the function ``path`` and returns its result as a text of at most ``MAX_REPLY_CHARS``.
 
-    Arguments in bytes are a pickle. A result that is a text stays as it is. Any other result is written as JSON, or by
-    ``str`` if JSON cannot hold it. An exception of the function becomes a text that begins with "error:".
+    Arguments in bytes are a pickle. With no bytes the function is only imported, and the text is empty. A result that
+    is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it. An exception of
+    the function, or of its import, becomes a text that begins with "error:".
     """
     try:
         function = _function(path)
         if isinstance(arguments, bytes):
+            if not arguments:
+                return ToolResult("")
             arguments = pickle.loads(arguments)
         value = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
         if inspect.iscoroutine(value):
@@ -161,14 +147,13 @@ def run_in(process: Child, path: str, arguments: bytes, timeout_s: float, began:
     ``began`` is called once the process has imported the function. The result says if the tool failed. Raises
     RuntimeError only if no process can be started.
     """
-    limit_s = _IMPORT_S
+    limit_s, decoder = _IMPORT_S, Decoder(ToolResult)
     try:
-        complaint = process.ask((path,), limit_s, _COMPLAINT)
-        if complaint is not None:
-            return ToolResult(f"error: {printable(complaint[:_SHOWN])}", "error")
-        began()
-        limit_s = timeout_s
-        result = process.ask((path, arguments), limit_s, Decoder(ToolResult))
+        result = process.ask((path, b""), limit_s, decoder)
+        if result.failure is None:
+            began()
+            limit_s = timeout_s
+            result = process.ask((path, arguments), limit_s, decoder)
     except TimeoutError:
         return ToolResult(f"error: the tool took more than {limit_s:g} s", "timeout")
     except LostError as error:

@@ -143,8 +143,7 @@ class Dispatcher(ABC):
                         yield running.pop(done), done.result()
                     else:
                         for ask in take():
-                            work = self._answer(ask, vocab_size, metrics)
-                            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+                            future = self.start(self._answer(ask, vocab_size, metrics))
                             running[future] = ask.place
                             future.add_done_callback(completed.put)
                 if time.monotonic() >= tend_at:

@@ -6,7 +6,6 @@ that publishes judges them, because only that thread may use the policy.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -285,8 +284,7 @@ class Fleet(Dispatcher):
         """Begins ``work`` for a server. Returns None if that server is still being asked something else."""
         if server.url in self._proofs:
             return None
-        self.check_alive()
-        future = asyncio.run_coroutine_threadsafe(work(server), self.loop)
+        future = self.start(work(server))
         self._proofs[server.url] = future, self._publishes
         return future
 

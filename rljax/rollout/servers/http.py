@@ -32,14 +32,8 @@ _LONG_REPLY = 2**22  # A longer reply is read on a thread, so that the event loo
 R = TypeVar("R")
 _Reply = tuple[int, bytes]
 """The status and the content of a reply."""
-
-
-class _Batch:
-    """Requests that share a connection."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.answers: list[asyncio.Future[_Reply]] = []
+_Batch = list[tuple[dict[str, Any], asyncio.Future[_Reply]]]
+"""Requests that share a connection, each with the reply that comes."""
 
 
 class Http:
@@ -55,7 +49,7 @@ class Http:
             headers=headers,
         )
         self._timeout = httpx.Timeout(None, connect=CONNECT_S)
-        self._gathered: defaultdict[str, _Batch] = defaultdict(_Batch)  # by URL
+        self._gathered: defaultdict[str, _Batch] = defaultdict(list)  # by URL
         self._exchanges: set[asyncio.Task[None]] = set()
         self._reader = ThreadPoolExecutor(1, "rljax-reply-reader")  # one: a long reply takes many times its size
 
@@ -93,11 +87,10 @@ class Http:
         address, loop = url + path, asyncio.get_running_loop()
         answer: asyncio.Future[_Reply] = loop.create_future()
         batch = self._gathered[address]
-        batch.bodies.append(body)
-        batch.answers.append(answer)
-        if len(batch.answers) == 1:
+        batch.append((body, answer))
+        if len(batch) == 1:
             loop.call_later(_GATHER_S, self._send, address, batch)
-        elif len(batch.answers) == _MOST:
+        elif len(batch) == _MOST:
             self._send(address, batch)
         async with _answering(address, timeout_s):
             status, content = await answer
@@ -126,33 +119,33 @@ class Http:
         exchange.add_done_callback(self._exchanges.discard)
 
         def finished(_: asyncio.Future[_Reply]) -> None:
-            if all(answer.done() for answer in batch.answers) and any(answer.cancelled() for answer in batch.answers):
+            if all(answer.done() for _, answer in batch) and any(answer.cancelled() for _, answer in batch):
                 exchange.cancel()  # this closes the connection, so that the server gives up all that is left
 
-        for answer in batch.answers:
+        for _, answer in batch:
             answer.add_done_callback(finished)
 
     async def _exchange_all(self, url: str, batch: _Batch) -> None:
         """Sends ``batch``, and sets the reply of each request, or the error that ended the exchange."""
         try:
-            content = msgspec.json.encode(batch.bodies)
+            content = msgspec.json.encode([body for body, _ in batch])
             async with self._http.stream(
                 "POST", url, content=content, headers={"content-type": "application/json"}, timeout=self._timeout
             ) as reply:
                 if reply.status_code != 200:
                     refused = reply.status_code, await reply.aread()
-                    for answer in batch.answers:
+                    for _, answer in batch:
                         _give(answer, refused)
                     return
                 async for line in _lines(reply):
                     try:
                         number, status, said = line.split(b" ", 2)
-                        _give(batch.answers[int(number)], (int(status), said))
+                        _give(batch[int(number)][1], (int(status), said))
                     except (ValueError, IndexError) as error:
                         raise ReplyError(f"{url} sent an invalid line in a reply: {line[:200]!r}") from error
             raise httpx.RemoteProtocolError("the reply ended before all responses")
         except Exception as error:
-            for answer in batch.answers:
+            for _, answer in batch:
                 if not answer.done():
                     answer.set_exception(error)
 

@@ -26,15 +26,15 @@ class ModelTensors:
         self._names = {layer: name for name, layer in model.named_modules()}
         self._fused = fused
 
-    def of_model(self, *, once: bool = False) -> Iterator[tuple[str, Any]]:
+    def of_model(self) -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor) of all parameters.
 
-        ``once``: Whether a parameter that several layers share comes only under its first name.
+        A parameter that several layers share, such as a tied head, comes only under its first name.
         """
         seen = set()
         for layer in self._names:
             for own, parameter in layer.named_parameters(recurse=False):
-                if not once or id(parameter) not in seen:
+                if id(parameter) not in seen:
                     yield from self._split(layer, own, parameter)
                 seen.add(id(parameter))
 

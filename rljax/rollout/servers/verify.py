@@ -58,9 +58,8 @@ _FRESH = 16  # The tokens of a probe after that. Computed with new weights from 
 
 @dataclass(frozen=True)
 class Look:
-    """The probe prompts of one round, and the completion that a server generated from each."""
+    """The completions that a server generated from the probes of one round."""
 
-    prompts: Sequence[np.ndarray]
     completions: Sequence[Completion]
     # The replies with the server's scores of the same tokens as prompts. It is empty if nothing is rounded.
     again: Sequence[Completion] = ()
@@ -213,7 +212,7 @@ class Verifier:
         completions, again = await server.sample(requests), list[Completion]()
         if self._is_rounded:
             again = await server.sample([Request(c.ids, SamplingParams(1), prompt_logprobs=0) for c in completions])
-        return Look(prompts, completions, again)
+        return Look(completions, again)
 
     def judge(
         self, url: str, looks: Sequence[Look], params: Any, again: Callable[[], Sequence[Look]]
@@ -238,22 +237,21 @@ class Verifier:
 
     def difference(self, look: Look, params: Any) -> ProbeDifference:
         """Returns the distance between the log-probabilities of a round and of the trainer's ``params``."""
-        pairs = list(zip(look.prompts, look.completions, strict=True))
-        scored = self._score(params, [sampled.ids for _, sampled in pairs])
+        scored = self._score(params, [sampled.ids for sampled in look.completions])
         gaps = [
-            np.abs(np.asarray(logprobs, np.float32)[len(p) : len(p) + len(s.response)] - s["rollout_logprobs"])
-            for (p, s), logprobs in zip(pairs, scored, strict=True)
+            np.abs(np.asarray(logprobs, np.float32)[s.prompt_length : len(s.ids)] - s["rollout_logprobs"])
+            for s, logprobs in zip(look.completions, scored, strict=True)
         ]
         together = np.concatenate(gaps)
-        own = [_own_gap(*each) for each in zip(look.prompts, look.completions, look.again, strict=bool(look.again))]
+        own = [_own_gap(*each) for each in zip(look.completions, look.again, strict=bool(look.again))]
         per_prompt = tuple(float(gap.mean()) for gap in gaps)
         return ProbeDifference(float(together.mean()), float(together.max()), per_prompt, lower_third(own))
 
     def _worst(self, looks: Sequence[Look], params: Any) -> ProbeDifference:
         """Returns the difference of the round with the largest mean, with the largest ``own`` of all rounds."""
         measured = [self.difference(look, params) for look in looks]
-        worst = max(measured, key=lambda each: _or_infinite(each.mean))
-        return dataclasses.replace(worst, own=max((each.own for each in measured), key=_or_infinite))
+        worst = measured[int(np.argmax([each.mean for each in measured]))]  # NaN counts as the largest
+        return dataclasses.replace(worst, own=float(np.max([each.own for each in measured])))
 
     def _band(self, measured: float, floor: float) -> float:
         """Returns the band, at least ``floor``, of a server whose worst calibration round was ``measured`` (nats)."""
@@ -292,15 +290,11 @@ def lower_third(gaps: Sequence[float]) -> float:
     return sorted(gaps)[len(gaps) // 3] if gaps else 0.0
 
 
-def _or_infinite(number: float) -> float:
-    return number if np.isfinite(number) else np.inf
-
-
-def _own_gap(prompt: np.ndarray, sampled: Completion, scored: Completion) -> float:
+def _own_gap(sampled: Completion, scored: Completion) -> float:
     """Returns the mean distance between a response's two scores: as it was generated, and as a part of a prompt (nats).
 
     It is NaN if the second score lacks a token.
     """
-    pairs = zip(sampled.response.tolist(), scored.prompt_logprobs[len(prompt) :], strict=True)
+    pairs = zip(sampled.response.tolist(), scored.prompt_logprobs[sampled.prompt_length :], strict=True)
     again = [found.get(token, np.nan) for token, found in pairs]
     return float(np.mean(np.abs(sampled["rollout_logprobs"] - np.array(again, np.float32))))

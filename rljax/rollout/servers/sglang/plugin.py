@@ -18,7 +18,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ class Worker:
 
     def rljax_checksums(self, runner: Any) -> dict[str, Any]:
         """Returns the tag, the checksum of each tensor as it is now, and the seconds that the checksums took."""
-        began = time.monotonic()
-        tensors = {name: dataclasses.astuple(tensor_checksum(part)) for name, part in parts(runner.model)}
+        began, parts = time.monotonic(), ModelTensors(runner.model, _FUSED).of_model()
+        tensors = {name: dataclasses.astuple(tensor_checksum(part)) for name, part in parts}
         return {"tag": self.tag, "tensors": tensors, "seconds": time.monotonic() - began}
 
     def check_weights(self, original: Callable[..., Any], runner: Any, action: str, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +100,8 @@ class Worker:
         self.tag = ""
         try:
             with self.weights.version(request.model_path, request.weight_version or "") as (directory, files):
-                model = updater.tp_worker.model_runner.model
-                check_tensors(directory, files, dict(parts(model)), torch.distributed.get_world_size())
+                own = ModelTensors(updater.tp_worker.model_runner.model, _FUSED).of_model()
+                check_tensors(directory, files, dict(own), torch.distributed.get_world_size())
                 request.model_path = str(directory)
                 done = original(updater, request)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -138,14 +138,6 @@ def lock(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     app.add_middleware(RequireKey)
     return original(*args, **kwargs)
-
-
-def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of each Hugging Face tensor, or of this worker's part of it, as it is now.
-
-    A tied head is not repeated.
-    """
-    return ModelTensors(model, _FUSED).of_model(once=True)
 
 
 def check_tensors(directory: Path, files: Sequence[str], own: Mapping[str, torch.Tensor], workers: int) -> None:

@@ -378,12 +378,11 @@ def _by_position(counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> t
     return tuple(dict(entries[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True))
 
 
-_Scores = tuple[bool, dict[str, np.ndarray]]
-"""Whether other tokens than the sampled ones are scored, and the arrays of the scores."""
+def _read_content(choice: Any, request: Request) -> tuple[bool, dict[str, np.ndarray]]:
+    """Reads the scores of a choice of GENERATE, and the likeliest tokens.
 
-
-def _read_content(choice: Any, request: Request) -> _Scores:
-    """Reads the scores of a choice of GENERATE, and the likeliest tokens."""
+    Returns whether other tokens than the sampled ones are scored, and the arrays of the scores.
+    """
     content = choice.logprobs.content if choice.logprobs else []
     are_others = list(map(attrgetter("token_id"), content)) != choice.token_ids
     arrays = {"rollout_logprobs": as_floats(map(attrgetter("logprob"), content))}

@@ -204,7 +204,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._loading is None:
             return
         try:
-            self._loading.put_back(self.model, self.model_config)
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self._loading.tied:
+                repair_tied_head(self.model)
             self._loading.finish()
             self.loaded = self._loading
         finally:
@@ -215,11 +217,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._loading is not None:
             self._loading.detach()
         self._loading = None
-
-
-def tensors_of(model: torch.nn.Module) -> ModelTensors:
-    """Returns the tensors of one of vLLM's models, which lists its fused layers in ``packed_modules_mapping``."""
-    return ModelTensors(model, getattr(model, "packed_modules_mapping", {}))
 
 
 class LoadedWeights:
@@ -235,7 +232,8 @@ class LoadedWeights:
 
         ``dtype``: The dtype of the published weights. ``tag``: The version's tag. ``tied``: See ``has_tied_head``.
         """
-        self._model, self._dtype, self._tied, self.tag = tensors_of(model), dtype, tied, tag
+        self._model = ModelTensors(model, getattr(model, "packed_modules_mapping", {}))  # with vLLM's fused layers
+        self._dtype, self.tied, self.tag = dtype, tied, tag
         self.tensors: dict[str, Checksum | None] = {}  # the checksums by Hugging Face name; None: not loaded
         self.seconds = 0.0  # the time that the checksums took
         methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
@@ -245,12 +243,6 @@ class LoadedWeights:
         self._methods = {id(method): method for method in self._unpacked.values() if method is not None}
         for method in self._methods.values():
             method.process_weights_after_loading = self._before(method.process_weights_after_loading)
-
-    def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Lets vLLM finish its layers, and gives a tied head the new embedding."""
-        finalize_layerwise_reload(model, model_config)
-        if self._tied:
-            repair_tied_head(model)
 
     def detach(self) -> None:
         """Removes the hooks. It may be called twice."""
