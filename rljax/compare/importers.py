@@ -1,8 +1,8 @@
 """Reads token files of other frameworks into a ``TokenDump``.
 
-``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export, replies of an OpenAI-compatible
-server or of SGLang's ``/generate``, or JSONL of sequences or batches, in our names or those of TRL, verl, NeMo-RL,
-slime, Miles, tunix and Levanter. Pickles are refused.
+``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export or traces, replies of an
+OpenAI-compatible server or of SGLang's ``/generate``, or JSONL of sequences or batches, in our names or those of TRL,
+verl, NeMo-RL, slime, Miles, tunix, Levanter and open-instruct. Pickles are refused.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     first = lines[0][2] if lines else {}
     if "schema_version" in first:
         return _assemble(place, lines, _prime_rl_sequence, _PRIME_RL_SOURCES)
+    if "traces" in first:
+        return _assemble(place, _branches(lines), _branch_sequence, {"rollout": ColumnSource(role="rollout")})
     if not {"choices", "outputs", "meta_info"}.isdisjoint(first) and "token_ids" not in first:
         return _assemble(place, _choices(lines), _reply_sequence, {"rollout": ColumnSource(role="rollout")})
     return _read_generic(place, lines)
@@ -155,10 +157,9 @@ def _jsonl_sequence(record: FileRow, number: int) -> TokenDump:
     if "token_ids" in record:
         end = record.get("input_lengths")  # NeMo-RL pads sequences, and leaves samples out by a weight of 0
         token_ids, front = record["token_ids"][:end], 0
-        if "response_length" in record:  # slime and Miles
-            front = len(token_ids) - record["response_length"]
+        if (got := record.get("response_length", record.get("response_lengths"))) is not None:  # slime and Miles
+            front = len(token_ids) - got
             if not 0 <= front <= len(token_ids):
-                got = record["response_length"]
                 raise ValueError(f"response_length must be at most the {len(token_ids)} tokens, got {got}")
             record = {"response_mask": [True] * (len(token_ids) - front), **record}
         mask = record["response_mask"][:end] if record.get("sample_loss_mask", 1) else [False] * len(token_ids)
@@ -183,8 +184,11 @@ def _jsonl_sequence(record: FileRow, number: int) -> TokenDump:
 
 
 def _pick(values: Sequence[Any], token_ids: Sequence[int]) -> list[Any]:
-    """Returns the number of each token. vLLM may give an object of likely tokens by token id instead of a number."""
-    picked = list(values)
+    """Returns the number of each token. vLLM may give an object of likely tokens by token id instead of a number.
+
+    TRL's server gives a list with the number alone.
+    """
+    picked = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
     for i, (value, token) in enumerate(zip(values, token_ids, strict=False)):
         if isinstance(value, dict):
             entry = value if "logprob" in value else value.get(str(token))
@@ -204,6 +208,44 @@ def _choices(lines: Iterable[Line]) -> Iterator[Line]:
         for choice in choices:
             prompt = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
             yield file, number, {**choice, "prompt_token_ids": prompt}
+
+
+def _branches(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yields each branch of prime-rl's ``traces.jsonl`` that has tokens: its nodes from the first message to the last.
+
+    A trace is a list of messages, each with its own tokens and the number of the message before it.
+    """
+    for file, number, episode in lines:
+        try:
+            found: list[list[FileRow]] = []
+            for trace in episode["traces"]:
+                paths: list[list[FileRow]] = []
+                for node in trace["nodes"]:  # a message comes after the one before it
+                    parent = node.get("parent")
+                    paths.append([*([] if parent is None else paths[parent]), node])
+                before = {node.get("parent") for node in trace["nodes"]}
+                ends = (path for at, path in enumerate(paths) if at not in before)
+                found += [path for path in ends if any(any(node.get("mask") or []) for node in path)]
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{file}:{number}: a trace must have nodes, each after its parent") from error
+        yield from ((file, number, {"nodes": path}) for path in found)
+
+
+def _branch_sequence(branch: FileRow, number: int) -> TokenDump:
+    """Makes a dump of one branch. The numbers of a node are those of its tokens that ``mask`` marks."""
+    ids: list[int] = []
+    marks: list[bool] = []
+    values: list[Any] = []
+    for node in branch["nodes"]:
+        mask = node.get("mask") or [False] * len(node["token_ids"])
+        ids += node["token_ids"]
+        marks += mask
+        numbers = node.get("logprobs") or [None] * sum(mask)
+        if len(numbers) != sum(mask):
+            raise ValueError(f"a node has {len(numbers)} log-probabilities for {sum(mask)} marked tokens")
+        left = iter(numbers)
+        values += [next(left) if mark else None for mark in mask]
+    return _jsonl_sequence({"token_ids": ids, "response_mask": marks, "logprobs": {"rollout": values}}, number)
 
 
 def _reply_sequence(choice: FileRow, number: int) -> TokenDump:

@@ -23,9 +23,9 @@ _FIELDS = {
 _OF_TOKENS = {
     "logprobs/rollout": "rollout_logprobs rollout_log_probs sampling_per_token_logps sampler_per_token_logps "
     "sampling_logprobs sampler_logprobs generation_logprobs generator_logprobs inference_logprobs behavior_logprobs "
-    "policy_logprobs response_logprobs",
+    "policy_logprobs response_logprobs infer_logprobs",
     "logprobs/trainer": "trainer_logprobs trainer_log_probs old_per_token_logps old_log_probs old_logprobs "
-    "prev_logprobs current_logprobs policy_logprobs",
+    "prev_logprobs current_logprobs policy_logprobs log_probs action_log_probs",
     "values/advantage": "advantages advantage loss_weights",
     "values/entropy": "entropy entropies",
 }
@@ -38,6 +38,8 @@ In each table a name is used once: ``policy_logprobs`` are the trainer's beside 
 def renamed(record: FileRow) -> FileRow:
     """Returns a record in our names, with all numbers of its tokens under ``logprobs`` and ``values``."""
     known = {name: value for name, value in record.items() if value is not None}
+    if isinstance(known.get("logprobs"), list):  # open-instruct, and the server of TRL
+        known["logprobs"] = {"rollout": known["logprobs"]}
     lists = {name: value for name, value in known.items() if isinstance(value, list)}
     flat = {name: value for name, value in lists.items() if name.startswith(("logprobs/", "values/"))}
     for found, table in ((known, _FIELDS), (flat, _OF_TOKENS)):
@@ -57,7 +59,8 @@ def renamed(record: FileRow) -> FileRow:
 def sequences_of(lines: Iterable[Line]) -> Iterator[Line]:
     """Yields each sequence in our names. Of a batch these are its rows, without their padding.
 
-    Raises ValueError if ``logprobs`` or ``values`` is no object, or the mask of a batch no list; it names the line.
+    Raises ValueError if ``logprobs`` is neither an object nor a list, ``values`` no object, or the mask of a batch no
+    list; it names the line.
     """
     for file, number, line in lines:
         try:

@@ -154,6 +154,8 @@ trl: reward reward; entropy entropy; grad_norm grad_norm; learning_rate learning
     zero_std frac_reward_zero_std; reward_std reward_std; ratio_mean importance_sampling_ratio/mean;
     ratio_max importance_sampling_ratio/max; ratio_min importance_sampling_ratio/min;
     logprob_abs_diff_mean sampling_logp_difference/mean
+trl_async: reward reward; entropy entropy; grad_norm grad_norm; learning_rate learning_rate; loss loss; k3_kl kl;
+    ratio_mean ratio
 prime_rl: reward reward/all/mean reward/mean; entropy entropy/all/mean entropy/mean; grad_norm optim/grad_norm;
     learning_rate optim/lr; staleness off_policy/mean off_policy_level/all/mean off_policy_level/mean;
     k3_kl mismatch_kl/mean mismatch_kl/all/mean; loss loss/mean
@@ -171,6 +173,7 @@ tunix: reward rewards/score/mean rewards/reward/mean; entropy entropy loss/entro
     learning_rate learning_rate; reference_kl kl; policy_kl ppo_kl
 areal: reward task_reward/avg rollout/reward; entropy update/entropy/avg entropy/avg; grad_norm update/grad_norm;
     learning_rate update/lr; policy_kl approx_kl/avg; kl -behave_approx_kl/avg;
+    staleness sample_staleness_theta_avg;
     logprob_abs_diff_mean behave_approx_kl_abs/avg; ratio_mean behave_imp_weight/avg;
     ratio_max behave_imp_weight/max; ratio_min behave_imp_weight/min
 openrlhf: reward reward; entropy entropy_loss; grad_norm actor_grad_norm; learning_rate actor_lr; reference_kl kl;
@@ -179,7 +182,7 @@ open_instruct: reward objective/verifiable_correct_rate objective/scores scores;
     grad_norm optim/grad_norm; learning_rate lr; reference_kl objective/kl2_avg objective/kl_avg; loss loss/policy_avg;
     logprob_abs_diff_mean vllm_vs_local_logprob_diff_mean;
     logprob_abs_diff_max vllm_vs_local_logprob_diff_max;
-    logprob_abs_diff_std vllm_vs_local_logprob_diff_std
+    logprob_abs_diff_std vllm_vs_local_logprob_diff_std; staleness num_steps_off_policy
 rllm: reward reward/mean; entropy actor/entropy; grad_norm actor/grad_norm; learning_rate actor/lr; kl offpolicy/kl;
     k3_kl offpolicy/k3_kl; logprob_abs_diff_mean offpolicy/logprob_abs_diff/mean;
     logprob_abs_diff_max offpolicy/logprob_abs_diff/max; prob_abs_diff_mean offpolicy/prob_abs_diff/mean;
@@ -191,12 +194,14 @@ torchtitan: reward rollout_reward/_mean reward/mean; entropy trainer/entropy/mea
 tinker: reward env/all/reward/total; entropy optim/entropy; learning_rate optim/lr;
     signal by_group/frac_mixed; kl kl_sample_train_v1; k3_kl kl_sample_train_v2
 roll: reward critic/score/mean; entropy critic/entropy/mean; grad_norm actor/grad_norm; learning_rate actor/lr;
-    ratio_mean actor/train_infer_ratio_mean; prob_abs_diff_mean actor/train_infer_diff_mean
+    reference_kl actor/kl_loss; loss actor/pg_loss; largest_advantage critic/advantages/max;
+    ratio_mean actor/train_infer_ratio_mean actor/train_infer_ratio_token_mean;
+    prob_abs_diff_mean actor/train_infer_diff_mean actor/train_infer_diff_token_mean
 ms_swift: reward reward; entropy entropy/mean; grad_norm grad_norm; learning_rate learning_rate; loss loss;
     zero_std frac_reward_zero_std; reward_std reward_std; kl rollout_correction/kl; k3_kl rollout_correction/k3_kl;
     chi2_token rollout_correction/chi2_token
 marin: entropy policy_entropy current_entropy; grad_norm grad/norm/total;
-    learning_rate optim/learning_rate; reference_kl kl_loss; loss reinforce_loss;
+    learning_rate optim/learning_rate; reference_kl kl_penalty; loss reinforce_loss;
     ratio_mean trainer_inference_importance_sampling_ratio_mean;
     prob_abs_diff_mean trainer_sampler_prob_diff_mean; prob_abs_diff_max trainer_sampler_prob_diff_max
 """
@@ -208,7 +213,7 @@ SIGNAL_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 The length is not among them. A mismatch signal here has the value of ours but for the order of its means, its sign (a
 name that begins with ``-``) or a known function of it. tinker's ``v2``, half of the mean square of lr, is k3 to second
-order. Miles has slime's names.
+order. Miles has slime's names. ``trl_async`` is AsyncGRPO of TRL, whose ``kl`` compares the trainer with the sampler.
 """
 
 LENGTH_COLUMNS = (
@@ -229,7 +234,8 @@ LENGTH_COLUMNS = (
     ("completion_length", ()),  # TRL, older
     ("response_length", ("truncated", "response_clip_ratio")),  # OpenRLHF, torchtitan
     ("val/sequence_lengths", ("val/truncated_completion_fraction",)),  # open-instruct
-    ("seq_len/avg", ("no_eos_ratios/avg",)),  # AReaL
+    ("response_len/avg", ("no_eos_ratios/avg",)),  # AReaL, as rljax.record.training_logs computes it
+    ("seq_len/avg", ("no_eos_ratios/avg",)),  # AReaL, with the prompt
     ("step_response_length/mean", ()),  # rLLM
     ("ac_tokens_per_turn", ()),  # tinker
     ("response_tokens_length", ()),  # Marin
@@ -239,10 +245,10 @@ LENGTH_COLUMNS = (
 CALL_COUNT = "_step"
 """The column that counts the calls of ``wandb.log``."""
 _OWN_STEPS = ("training/global_step", "trainer/global_step", "train/global_step", "rollout/step")
-_STEPS = ("step", "global_step", "Step", "train/step", "trainer/step", "iteration", "training_step", "progress/batch")
+_STEPS = ("step", "training_step", "global_step", "Step", "train/step", "trainer/step", "iteration", "progress/batch")
 STEP_COLUMNS = (*_OWN_STEPS, *_STEPS, CALL_COUNT)
 """The names of the step's column, the best first."""
-RUN_COLUMNS = ("run", "run_name", "run_id", "run/name", "Name", "arm", "experiment")
+RUN_COLUMNS = ("run", "Run", "run_name", "run_id", "Run ID", "run/name", "Name", "arm", "experiment")
 """The names of the column that names the run of each row, in a table of several runs."""
 METRIC_COLUMNS = ("tag", "metric", "key", "metric_name", "name")
 """The names of the column that names the metric of each ``value``, in a table with a row for each number."""

@@ -1,8 +1,8 @@
-"""Reads the metrics in console output of verl, TRL, slime or Miles, and joins the lines that a terminal has wrapped.
+"""Reads the metrics in console output of other projects, and joins the lines that a terminal has wrapped.
 
 verl writes ``step:1 - name:1.5 - name:2.0``. The others write a dictionary without inner ones, ``{'name': 1.5}``; slime
-and Miles put ``rollout 3:`` or ``perf 3:`` in front of it. A copy of a terminal may break such a line anywhere, also
-inside a number. The text alone decides what is one line.
+and Miles put ``rollout 3:`` or ``perf 3:`` in front of it, and SkyRL gives each pair a line. A copy of a terminal may
+break such a line anywhere, also inside a number. The text alone decides what is one line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ _STEP = re.compile(r"\bstep:(\d+) - |\b(?:rollout|perf) (\d+): \{")
 # A name and its number: ``- name:1.5``, ``'name': 1.5``, ``'name': '1.5'``, ``'name': np.float64(1.5)``.
 _VALUE = re.compile(r"""(?: - |['"])([\w./@-]+)['"]?: ?['"]?(?:[\w.]+\()?(-?(?:\d[\d.]*(?:e[+-]?\d+)?|inf|nan))\b""")
 
+# A learning rate that four digits after the point cannot hold.
+_LOST_RATE = re.compile(r"(?:^|[/_])(?:lr|learning_rate) -?0\.0{2,}$")
+# What Ray writes in front of each line, here before a pair of a dictionary that has a line for each pair.
+_RAY = re.compile(r"^(?:\x1b\[\d+m)?\(\w+ pid=\d+[^)]*\)(?:\x1b\[0m)? (?=\s*['\"])")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _NUMBER = r"-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
 # One of verl's items, which " - " separates, and the beginning of one.
@@ -63,7 +67,8 @@ def console_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for line in _whole_lines(path):
         step = _STEP.search(line)
-        if values := dict(_VALUE.findall(_without_cut_number(line))):
+        found = _VALUE.findall(_without_cut_number(line))
+        if values := {name: text for name, text in found if not _LOST_RATE.search(f"{name} {text}")}:
             rows.append(values | ({"step": step[1] or step[2]} if step else {}))
     return rows
 
@@ -81,7 +86,7 @@ def _whole_lines(path: Path) -> list[str]:
     A line may end in a whole number before a line of digits. It is joined if other lines were wrapped at its length. It
     is unsure if they were wrapped at another length, or if no line is longer.
     """
-    lines = path.read_text("utf-8", errors="replace").splitlines()
+    lines = [_RAY.sub("", line) for line in path.read_text("utf-8", errors="replace").splitlines()]
     joined = _join(path, lines, set())
     widths, longest = joined.widths, max(map(len, lines), default=0)
     if widths and joined.doubtful:

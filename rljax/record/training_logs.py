@@ -21,7 +21,15 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rljax.errors import ConfigError, MissingPackageError, import_for, parse_json
-from rljax.mismatch.names import CALL_COUNT, LENGTH_COLUMNS, METRIC_COLUMNS, NOT_TRAINING, STEP_COLUMNS, WRAPPERS
+from rljax.mismatch.names import (
+    CALL_COUNT,
+    LENGTH_COLUMNS,
+    METRIC_COLUMNS,
+    NOT_TRAINING,
+    RUN_COLUMNS,
+    STEP_COLUMNS,
+    WRAPPERS,
+)
 from rljax.record.console_logs import console_rows
 from rljax.record.foreign_files import foreign_kind
 
@@ -118,8 +126,8 @@ def read_rows(path: Path) -> Rows:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if "tfevents" in path.name:
-        return list(event_files(path).scalar_rows(path))
-    return by_metric(read_text_log(path))
+        return with_response_lengths(list(event_files(path).scalar_rows(path)))
+    return with_response_lengths(by_metric(read_text_log(path)))
 
 
 def by_metric(rows: Rows) -> Rows:
@@ -132,6 +140,22 @@ def by_metric(rows: Rows) -> Rows:
     if not name:
         return rows
     return [row | {str(row.get(name)): row.get("value")} for row in rows]
+
+
+def with_response_lengths(rows: Rows) -> Rows:
+    """Adds ``response_len/avg`` to the rows of AReaL's log, whose ``seq_len/avg`` includes the prompt.
+
+    The length of the prompt is in the same row, or in a row of the same ``step``.
+    """
+    for name in [name for name in columns_of(rows) if f"/{name}".endswith("/seq_len/avg")]:
+        prefix = name.removesuffix("seq_len/avg")
+        prompt = f"{prefix}prompt_len/avg"
+        prompts = {row.get("step"): row[prompt] for row in rows if prompt in row}
+        for row in rows:
+            length = number_of(row.get(name)) - number_of(row.get(prompt, prompts.get(row.get("step"))))
+            if math.isfinite(length):
+                row[f"{prefix}response_len/avg"] = length
+    return rows
 
 
 def event_files(path: Path) -> ModuleType:
@@ -256,6 +280,8 @@ def choose_columns(columns: list[str], column: str | None, truncated_column: str
         if lengths := matching(columns, length_name):
             prefix = lengths[0].removesuffix(length_name)
             truncated = [prefix + name for name in truncated_names if prefix + name in columns]
+            below = (column for name in truncated_names for column in matching(columns, name))
+            truncated += [column for column in below if prefix and column.startswith(prefix)]  # prime-rl: by agent
             return lengths[0], truncated_column or next(iter(truncated), None)
     names = ", ".join(columns)
     raise ConfigError(f"no length column of a known name in the log; choose one with --column from: {names}")
@@ -285,12 +311,18 @@ def cells_by_step(rows: Rows, columns: Mapping[str, str], step_column: str | Non
 
     ``columns`` are the columns to read, by the names that the result has for them. ``step_column`` numbers the steps.
     Without it each row with one of the columns is a step. A later row of the same step overrides the values for which
-    it has a number. Rows with none of the columns are left out.
+    it has a number. Rows with none of the columns are left out. A row with another step column alone belongs to the
+    last step above it, because slime numbers its rollouts and its updates apart.
     """
     by_step: dict[int, dict[str, float]] = {}
+    other_steps = {*STEP_COLUMNS} - {CALL_COUNT}
+    last = math.nan
     for row in rows:
         cells = {name: number_of(row[column]) for name, column in columns.items() if column in row}
         step = number_of(row.get(step_column)) if step_column else len(by_step) + 1
+        if step_column and step_column not in row and not other_steps.isdisjoint(row):
+            step = last
+        last = step if math.isfinite(step) else last
         if cells and math.isfinite(step):
             known = by_step.setdefault(int(step), {})
             known.update({name: cell for name, cell in cells.items() if math.isfinite(cell) or name not in known})
@@ -347,7 +379,8 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
     ``column`` has the lengths, and ``truncated_column`` the share of truncated responses. None means a known name.
 
     Raises:
-      ConfigError: The log cannot be read, or it has no length, or its lengths are constant beside others that vary.
+      ConfigError: The log cannot be read, or it has no length, or its lengths are constant beside others that vary. Or
+        two runs have the same step.
       OSError: A file cannot be opened.
     """
     rows, chosen = read_log(path, lambda columns: choose_columns(columns, column, truncated_column))
@@ -357,6 +390,11 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
         raise ConfigError(f"{said}: choose one with --column {choice}")
     column, truncated_column = chosen[0][0], chosen[-1][1]
     step_column = choose_step_column(rows, column)
+    run_column = next((name for name in RUN_COLUMNS if any(name in row for row in rows)), "")
+    runs: dict[Any, Any] = {}
+    for row in (row for row in rows if column in row):
+        if runs.setdefault(row.get(step_column or ""), row.get(run_column)) != row.get(run_column):
+            raise ConfigError(f"column {run_column!r} has several runs with the same step: keep the rows of one run")
     lengths, truncated = series(rows, column, truncated_column, step_column)
     columns, (_, *of_run) = columns_of(rows), column.rpartition(" - ")  # W&B names a chart's columns ``RUN - NAME``
     others = [one for one in columns if of_run[0] and one != column and [*one.rpartition(" - ")[1:]] == of_run]

@@ -1,5 +1,7 @@
 """Tests of the names of the projects: a log's project, the values read from it, and their order."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,8 @@ from rljax.record.training_logs import read_rows
         ("torchtitan", ["step", "rollout_reward/_mean", "trainer/entropy/mean", "bit_wise/logprob_diff/mean"]),
         ("tinker", ["progress/batch", "env/all/reward/total", "optim/entropy", "optim/kl_sample_train_v1"]),
         ("roll", ["step", "critic/score/mean", "critic/entropy/mean", "actor/train_infer_ratio_mean"]),
+        ("roll", ["step", "critic/score/mean", "actor/lr", "actor/kl_loss", "actor/train_infer_diff_token_mean"]),
+        ("trl_async", ["step", "reward", "entropy", "grad_norm", "learning_rate", "kl", "ratio"]),
         ("ms_swift", ["step", "reward", "entropy/mean", "rollout_correction/kl", "rollout_correction/k3_kl"]),
         ("slime", ["step", "rollout/raw_reward", "train/train_rollout_kl", "train/train_rollout_logprob_abs_diff"]),
     ],
@@ -69,6 +73,39 @@ def test_a_log_by_step():
     np.testing.assert_allclose(log.get("logprob_abs_diff_mean"), np.log([1.02, 1.03]))
     np.testing.assert_allclose(log.get("k3_kl"), [np.nan, 0.001])
     assert not log.has("entropy")
+
+
+def test_rows_of_updates_belong_to_the_rollout_above_them():
+    """slime logs rollouts and updates with a step column of their own; an evaluation has neither."""
+    rows = [{"train/grad_norm": 9.0, "train/step": 0}]
+    for step in range(3):
+        rows.append({"rollout/response_len/mean": 100.0 + step, "rollout/step": step, "_step": 3 * step})
+        rows += [{"train/grad_norm": 10.0 * step + i, "train/step": 2 * step + i} for i in range(2)]
+        rows.append({"train/grad_norm": 0.0, "_step": 3 * step + 1})
+    log = read_signals(rows)
+    assert log.steps.tolist() == [0, 1, 2]
+    assert log.get("length").tolist() == [100, 101, 102]
+    assert log.get("grad_norm").tolist() == [1, 11, 21]
+
+
+def test_open_instruct_counts_episodes_beside_steps():
+    rows = [{"val/sequence_lengths": 5.0, "global_step": 512 * i, "training_step": i, "scores": 0.5} for i in (1, 2)]
+    assert read_signals(rows).steps.tolist() == [1, 2]
+
+
+def test_the_length_of_areal_is_without_its_prompt(tmp_path):
+    names = [f"ppo_actor/{name}/avg" for name in ("prompt_len", "seq_len", "task_reward")]
+    (tmp_path / "a.jsonl").write_text(json.dumps(dict(zip(names, (500, 800, 0.5), strict=True)) | {"step": 1}))
+    cells = "".join(f"{name},{value},1\n" for name, value in zip(names, (500, 800, 0.5), strict=True))
+    (tmp_path / "a.csv").write_text("tag,value,step\n" + cells)
+    for name in ("a.jsonl", "a.csv"):
+        assert read_signals(read_rows(tmp_path / name)).get("length").tolist() == [300]
+
+
+def test_the_share_of_cut_answers_may_be_of_one_agent():
+    row = {"step": 1, "train/agg/all/num_output_tokens/mean": 5.0, "mismatch_kl/mean": 0.1, "reward/mean": 0.5}
+    row |= {"train/agg/all/solver/is_truncated/mean": 0.9, "eval/agg/all/solver/is_truncated/mean": 0.1}
+    assert read_signals([row]).get("truncated").tolist() == [0.9]
 
 
 def test_a_table_with_a_row_for_each_number(tmp_path):

@@ -172,7 +172,7 @@ FAULTS = [
     (headed(columns={"trainer": {"temperature": 10**400}}), "temperature of a column must be positive and finite"),
     (sequence(response_mask=["False", "True", "True"]), "response_mask must be true or false at each token"),
     (sequence(logprobs=WORDS), "column 'trainer' must be numbers"),
-    (sequence(logprobs=[1]), "t.jsonl:1: logprobs and values must be objects of lists by name"),
+    (sequence(values=[1]), "t.jsonl:1: logprobs and values must be objects of lists by name"),
     (sequence(token_ids=3), "t.jsonl:1: a field is not of the form"),
     (sequence(token_ids=[[1, 2], [3]], response_mask=3), "t.jsonl:1: the mask of a batch must be a list"),
     (tokens(as_parquet(DUMP | {"note": []}), "t.parquet"), "its metadata must be an object with version"),

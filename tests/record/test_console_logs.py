@@ -2,6 +2,7 @@
 
 import json
 import math
+import pprint
 import random
 import textwrap
 
@@ -158,6 +159,15 @@ def test_lines_that_are_whole_stay_as_they_are(tmp_path, form):
     assert rows[3].items() <= whole[3].items()
     (tmp_path / "x.log").write_bytes("\r\n".join(steps).encode())
     assert [{name: float(value) for name, value in row.items()} for row in console_rows(tmp_path / "x.log")] == whole
+
+
+@pytest.mark.parametrize("front", ["", "(skyrl_entrypoint pid=12, ip=10.0.0.1) ", "\x1b[36m(entry pid=1)\x1b[0m "])
+def test_a_dictionary_with_a_line_for_each_pair_is_one_row(tmp_path, front):
+    """SkyRL prints four digits after the point, and Ray writes the process in front: a rate of 1e-6 is unknown."""
+    pairs = {"policy/policy_lr": "0.0000", "reward/avg_raw_reward": "0.0000", "trainer/global_step": 3}
+    lines = [f"{front}Step 3: ", *(front + line for line in pprint.pformat(pairs, width=40).splitlines())]
+    assert len(lines) == 4
+    assert read(tmp_path / "x.log", lines * 2) == [{"reward/avg_raw_reward": 0.0, "trainer/global_step": 3.0}] * 2
 
 
 def test_a_printed_configuration_stays_as_it_is(tmp_path):

@@ -373,6 +373,10 @@ WHOLE = {"token_ids": [1, 2, 7, 8], "response_mask": [0, 0, 1, 1]}
         WHOLE | {"rollout_log_probs": [None, None, -0.5, -1.5], "entropies": [None, None, 1.0, 2.0]},
         {"prompts": [1, 2], "responses": [7, 8], "sampling_logprobs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
         {"tokens": [1, 2, 7, 8], "response_length": 2, "rollout_log_probs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
+        {"tokens": [1, 2, 7, 8], "response_lengths": 2, "loss_masks": [1, 1], "rollout_log_probs": [-0.5, -1.5]}
+        | {"entropy": [1.0, 2.0]},
+        {"prompt_tokens": [1, 2], "response_tokens": [7, 8], "logprobs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
+        {"prompt_ids": [[1, 2]], "completion_ids": [[7, 8]], "logprobs": [[[-0.5], [-1.5]]], "entropy": [[1.0, 2.0]]},
         {
             "input_ids": [[1, 2, 7, 8, 0]],
             "loss_masks": [[0, 0, 1, 1, 0]],
@@ -403,6 +407,25 @@ def test_one_name_stands_for_one_side(tmp_path):
     both = [dump.logprobs[name][0].tolist()[2:] for name in ("trainer", "rollout")]
     assert both == [[-1.0, -2.0], [-1.5, -2.5]]
     assert dump.values["advantage"][0].tolist() == [0.0, 0.0, 0.5, 0.5]
+    record = WHOLE | {"log_probs": [0.0, 0.0, -1.0, -2.0], "infer_logprobs": [0.0, 0.0, -1.5, -2.5]}
+    dump = read_tokens(write_lines(tmp_path / "x.jsonl", record))
+    assert [dump.logprobs[name][0].tolist()[2:] for name in ("trainer", "rollout")] == both
+
+
+def test_each_branch_of_a_trace_of_prime_rl_is_a_sequence(tmp_path):
+    """A node has its own tokens alone; two answers to one prompt are two branches, and a trace without any is none."""
+    prompt = {"parent": None, "token_ids": [1, 2], "mask": [False, False], "logprobs": []}
+    first = {"parent": 0, "token_ids": [3, 7, 8], "mask": [False, True, True], "logprobs": [-0.5, -1.5]}
+    tool = {"parent": 1, "token_ids": [4], "mask": [], "logprobs": []}
+    second = {"parent": 2, "token_ids": [9], "mask": [True], "logprobs": [-2.5]}
+    other = {"parent": 0, "token_ids": [5], "mask": [True], "logprobs": [-3.5]}
+    episode = {"id": "a", "traces": [{"nodes": [prompt, first, tool, second, other]}, {"nodes": []}]}
+    dump = read_tokens(write_lines(tmp_path / "traces.jsonl", episode, {"id": "b", "traces": []}))
+    assert [ids.tolist() for ids in dump.token_ids] == [[1, 2, 3, 7, 8, 4, 9], [1, 2, 5]]
+    assert dump.response_mask[0].tolist() == [False, False, False, True, True, False, True]
+    nan = np.nan
+    np.testing.assert_array_equal(dump.logprobs["rollout"][0], np.float32([nan, nan, nan, -0.5, -1.5, nan, -2.5]))
+    np.testing.assert_array_equal(dump.logprobs["rollout"][1], np.float32([nan, nan, -3.5]))
 
 
 def test_a_folder_of_token_files_is_one_dump(tmp_path):
@@ -438,7 +461,13 @@ def test_a_folder_of_token_files_is_one_dump(tmp_path):
         ({"meta_info": {"output_token_logprobs": [[-0.5]]}}, "not of the form"),
         ({key: NEMO[key] for key in ("content", "prev_logprobs")}, "NeMo-RL's training data .* no token_ids"),
         ({"prompt_ids": [1], "response_ids": [6], "logprobs": {"x": [{"7": -1.0}]}}, "its id 6 is not among"),
-        ({"prompt_ids": [1], "response_ids": [6], "logprobs": [-1.0]}, "logprobs and values must be objects of lists"),
+        ({"prompt_ids": [1], "response_ids": [6], "values": [-1.0]}, "logprobs and values must be objects of lists"),
+        ({"traces": [{"nodes": [{"parent": 1}, {"parent": 0}]}]}, "x.jsonl:1: a trace must have nodes, each after its"),
+        (
+            {"traces": [{"nodes": [{"token_ids": [1, 2], "mask": [1, 1], "logprobs": [-1.0]}]}]},
+            "a node has 1 log-probabilities for 2 marked tokens",
+        ),
+        ({"traces": []}, "there is no sequence in it"),
     ],
 )
 def test_what_holds_no_tokens_is_named(tmp_path, record, words):
