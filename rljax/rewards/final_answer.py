@@ -10,7 +10,7 @@ _ANSWER_LINE = re.compile(
 _ANSWER_IS = re.compile(r"(?:\banswer[ \t]+(?:is|=)|答案[是为])[ \t*_`]*", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(?=\S.*\s*\Z)", re.MULTILINE)  # the last line of GSM8K's answers
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{}]))")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=\\[a-zA-Z]|[^\s{}$\\]))")
 # The text that may stand between boxes of one answer: x = \boxed{1} or x = \boxed{2}.
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;.]|\\[,;! ()\[\]]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*"
@@ -35,10 +35,11 @@ def final_answer(response: str) -> str | None:
     - a last line with ``####``;
     - the last ``<answer>`` tag.
 
-    A response whose last box is never closed was cut off and states nothing. A response with none of the four may state
-    its answer as "the answer is ...", or as a last line that is only a formula. Numbers in other text do not count.
+    A box that says "Answer: 42" holds 42. A response whose last box is never closed was cut off and states nothing. A
+    response with none of the four may state its answer as "the answer is ...", or as a last line that is only a
+    formula. Numbers in other text do not count.
     """
-    text = response.rsplit("</think>", 1)[-1]
+    text = _without_labels(response.rsplit("</think>", 1)[-1])
     tag_at, tag = last_tag(text)
     stated = [_statement_after(_ANSWER_LINE, text), _statement_after(_HASHES, text), (tag_at, tag), last_boxes(text)]
     place, answer = max((each for each in stated if each[1] is not None), default=(-1, None), key=lambda each: each[0])
@@ -49,6 +50,18 @@ def final_answer(response: str) -> str | None:
     if place == tag_at:
         return final_answer(answer) or answer
     return answer
+
+
+def _without_labels(text: str) -> str:
+    """Removes the words up to "Answer:" in each box, and the brace that closes them in ``\\text{Answer: }``."""
+    for _, start, end in reversed(_closed_boxes(text)):
+        labels = list(_ANSWER_LINE.finditer(text, start, end))
+        if labels:
+            rest = text[labels[-1].end() : end]
+            closing = closing_brace(rest, 0)
+            rest = rest if closing is None else rest[:closing] + rest[closing + 1 :]
+            text = text[:start] + rest + text[end:]
+    return text
 
 
 def last_tag(text: str) -> tuple[int, str | None]:

@@ -14,6 +14,7 @@ _PLUS_MINUS, _MINUS_PLUS = re.compile(r"\\pm(?![a-zA-Z])"), re.compile(r"\\mp(?!
 _LABEL = re.compile(r"^([A-Za-z](?:_\{?\w+\}?|'|\([a-z]\))?)\s*=(?!=)\s*(?=\S)")
 _SYSTEM = re.compile(r"^\\begin\s*\{(cases|aligned|array|gathered)\}(?:\s*\{[lcr|]*\})?(.*)\\end\s*\{\1\}$", re.DOTALL)
 _DIGIT_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_TIGHT_COMMA = re.compile(r"(?<=\d)(?:,|\{,\})\\!\s*(?=\d{3}(?!\d))")  # 10,\!080 is one number, as MATH writes it
 _SPACED_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|\\[,;:! ]|~| )\d{3})+(?![\d,])")
 
 
@@ -69,7 +70,7 @@ def split(text: str) -> list[str]:
 
 def join_digit_groups(text: str) -> str:
     """Writes 1,000 as 1000. Inside brackets a comma separates two numbers, unless a group begins with 0."""
-    text = _SPACED_GROUPS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = _SPACED_GROUPS.sub(lambda found: re.sub(r"\D", "", found[0]), _TIGHT_COMMA.sub("", text))
     depths = {at: depth for at, _, depth in _tokens(text, _BRACKETS)}
 
     def joined(found: re.Match[str]) -> str:

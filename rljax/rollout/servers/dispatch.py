@@ -143,7 +143,8 @@ class Dispatcher(ABC):
                         yield running.pop(done), done.result()
                     else:
                         for ask in take():
-                            future = self.start(self._answer(ask, vocab_size, metrics))
+                            work = self._answer(ask, vocab_size, metrics)
+                            future = asyncio.run_coroutine_threadsafe(work, self.loop)
                             running[future] = ask.place
                             future.add_done_callback(completed.put)
                 if time.monotonic() >= tend_at:

@@ -6,6 +6,7 @@ that publishes judges them, because only that thread may use the policy.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -284,7 +285,8 @@ class Fleet(Dispatcher):
         """Begins ``work`` for a server. Returns None if that server is still being asked something else."""
         if server.url in self._proofs:
             return None
-        future = self.start(work(server))
+        self.check_alive()
+        future = asyncio.run_coroutine_threadsafe(work(server), self.loop)
         self._proofs[server.url] = future, self._publishes
         return future
 
