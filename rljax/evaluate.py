@@ -28,7 +28,7 @@ from rljax.data.prompts import (
     ProblemsConfig,
     evaluation_datasets,
     prompt_ids,
-    say_prefix,
+    say_marks,
     task_reward,
 )
 from rljax.data.tokenizer import load_tokenizer
@@ -238,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
         data = DataConfig(task, reward=reward, **{name: getattr(arguments, name) for name in OF_DATA})
         rollout = RolloutConfig(**{name: getattr(arguments, name) for name in OF_ROLLOUT})
         ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
-        say_prefix(problems, tokenizer)
+        say_marks(problems, tokenizer)
         prompt_tokens = max(len(prompt_ids(problem, tokenizer)) for problem in problems)
         toy = TOYS.get(arguments.dataset)
         toy_limit = toy.max_response_tokens if toy else None

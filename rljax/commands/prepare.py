@@ -6,11 +6,11 @@ r"""Makes a training file: reads problems, drops repeated and unsuitable ones, w
         --urls http://127.0.0.1:8000 --samples 16 --min-pass-rate 0.2 --max-pass-rate 0.8
 
 SOURCE is a Parquet, JSONL, JSON or CSV file, in verl's form, with prompt and answer, or of a known data set. It may
-also be the id of a data set on the Hugging Face hub (OWNER/NAME, or OWNER/NAME:FILE). A row without a prompt is an
-error that names it; a row whose right answer is empty is dropped. A sample of the right answers is scored as
-responses, and a table shows the counts. With --samples the pass rate of each problem is measured. The scores are kept
-beside OUT, so that the same command continues after an interruption. Give --chat-template, --enable-thinking and
---chat-template-kwargs the values of the training run.
+also be a directory of shards, or the id of a data set on the Hugging Face hub (OWNER/NAME, or OWNER/NAME:FILE). A row
+without a prompt is an error that names it; a row whose right answer is empty is dropped. A sample of the right answers
+is scored as responses, and a table shows the counts. With --samples the pass rate of each problem is measured. The
+scores are kept beside OUT, so that the same command continues after an interruption. Give --chat-template,
+--enable-thinking and --chat-template-kwargs the values of the training run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from tqdm import tqdm
 from rljax.data.files import (
     FILE_SUFFIXES,
     PASS_RATE,
+    SHARD,
     FileRow,
     Problem,
     Tally,
     answered_rows,
+    one_set,
     prompt_text,
     read_provenance,
     read_rows,
+    source_files,
     write_rows,
 )
 from rljax.data.forms import DataForm, Form, OwnKeys
@@ -49,7 +52,7 @@ from rljax.data.prompts import (
     prompt_ids,
     prompt_key,
     render_problem,
-    say_prefix,
+    say_marks,
     template_arguments,
 )
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
@@ -70,7 +73,7 @@ class PrepareArguments(ProblemsConfig):
     """The arguments of the preparation.
 
     Attributes:
-      source: A Parquet, JSONL, JSON or CSV file, or a data set of the hub.
+      source: A Parquet, JSONL, JSON or CSV file, a directory of shards, or a data set of the hub.
       out: The Parquet file to write.
       form: The form of the source; None: the keys of a row tell it.
       model: A model, a run directory or a checkpoint. Its tokenizer counts, and its policy or a served copy is sampled.
@@ -191,7 +194,7 @@ class ScoreFile:
 
 
 def find_source(source: str) -> Path:
-    """Returns the local file of a source, after a download from the hub if needed. Raises ConfigError if that fails."""
+    """Returns the local file or shards of a source, after a download if needed. Raises ConfigError if that fails."""
     match = _HUB_ID.fullmatch(source)
     is_file_name = ":" not in source and source.endswith(FILE_SUFFIXES)
     if task_names(source):
@@ -202,15 +205,13 @@ def find_source(source: str) -> Path:
 
     repository, name = match.groups()
     try:
-        if name is None:
+        names = [name]
+        if name is None or "*" in name:
             files = HfApi().list_repo_files(repository, repo_type="dataset")
-            found = [file for file in files if file.endswith(FILE_SUFFIXES)]
-            if len(found) != 1:
-                raise ConfigError(
-                    f"{repository} holds {len(found)} files of problems, name one as {repository}:FILE: {found}"
-                )
-            name = found[0]
-        return Path(hf_hub_download(repository, name, repo_type="dataset"))
+            with caller_errors():
+                names = one_set((file for file in files if Path(file).match(name or "*")), f"{repository}:")
+        first, *others = [Path(hf_hub_download(repository, each, repo_type="dataset")) for each in names]
+        return first.with_name(SHARD.sub("-*", first.name)) if others else first
     except ConfigError:
         raise
     except Exception as error:  # the client raises errors of many types
@@ -335,13 +336,14 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(PrepareArguments, argv, prog="rljax prepare", description=__doc__ or "")
     with caller_errors():
         source = find_source(arguments.source)
+        files = source_files(source)
         tally = Tally(source.name)
         tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
         how = arguments.chat_template, template_arguments(arguments.enable_thinking, arguments.chat_template_kwargs)
         selection = read_distinct(source, arguments.own_form, tally, whole=is_own(arguments.reward))
         selection.problems = [render_problem(each, tokenizer, *how) for each in selection.problems]
         if tokenizer is not None:
-            say_prefix(selection.problems, tokenizer)
+            say_marks(selection.problems, tokenizer)
     if tokenizer is not None and arguments.max_prompt_tokens is not None:
         drop_long(selection, tokenizer, arguments.max_prompt_tokens, tally)
     tally.problems = selection.problems
@@ -364,13 +366,13 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         provenance = {
             "source": arguments.source,
-            "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+            "source_sha256": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
             "command": shlex.join(["rljax", "prepare", *argv]),
             "steps": selection.steps,
             "looked": looked.splitlines(),
-            "source_provenance": read_provenance(source) if source.suffix == ".parquet" else None,
+            "source_provenance": read_provenance(files[0]) if files[0].suffix == ".parquet" else None,
         }
         for path, rows in [(arguments.out, selection.rows)] + ([(held, eval_rows)] if eval_rows else []):
-            write_rows(path, rows, like=source, provenance=provenance, form=arguments.own_form)
+            write_rows(path, rows, like=files[0], provenance=provenance, form=arguments.own_form)
             print(f"wrote {len(rows)} problems to {path}")
     return 0

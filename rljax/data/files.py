@@ -1,4 +1,4 @@
-"""Reads and writes files of problems: Parquet in the form that verl reads, JSONL, JSON or CSV.
+"""Reads and writes files of problems: Parquet in the form that verl reads, JSONL, JSON or CSV, also in shards.
 
 A row has a ``prompt``, which is a text or a list of chat messages ``{"role", "content"}``. Its right answer is
 ``reward_model.ground_truth`` or ``answer``. Published data sets have other keys (``rljax.data.forms``). The reward also
@@ -10,7 +10,9 @@ own also gets the other keys of the row, as ``columns``. The metadata of a writt
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +31,12 @@ FORMAT_VERSION = 1
 PASS_RATE = "pass_rate"
 ALTERNATIVES = "alternatives"  # the key of all right answers of a problem that has several; ``answer`` is the first
 COLUMNS = "columns"  # the key of a row's other values, which a reward of the user's own may take
-TRUTH = "truth"  # the key of a right answer that is a list or a record, for a reward of the user's own
+TRUTH = "truth"  # the key of a right answer that is no text, for a reward of the user's own
+CHAT_TOOLS = "chat_tools"  # the key of the tools that the chat template writes into the prompt
 FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+SHARD = re.compile(r"-\d+-of-(\d+)(?:-[0-9a-f]+)?(?=\.\w+$)")  # in a file's name: which shard it is, of how many
+_NO_PROBLEMS = ("dataset_infos.json", "dataset_info.json")  # what the hub writes about a data set
+_FURTHER = ("name", "reasoning_content", "tool_calls", "tool_call_id")  # a message's keys for the chat template
 _KEY = b"rljax.problems"
 _NO_PROMPT = "the prompt must be text or a list of messages with role and content"
 _BATCH_ROWS = 8192
@@ -58,19 +64,55 @@ class Tally:
     unread: Counter[str] = field(default_factory=Counter)  # the keys that nothing reads, with the number of their rows
 
 
+def one_set(names: Iterable[str], where: str) -> list[str]:
+    """Returns the name of the only file of problems among ``names``, or the names of all its shards in their order.
+
+    Raises:
+      ValueError: There is no such file, there are several, or a shard is missing. The message begins with ``where``.
+    """
+    sets: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(FILE_SUFFIXES) and not name.endswith(_NO_PROBLEMS):
+            sets.setdefault(SHARD.sub("-*", name), []).append(name)
+    if len(sets) != 1:
+        raise ValueError(f"{where}FILE is needed, there are {len(sets)} files of problems: {', '.join(sets) or 'none'}")
+    ((whole, found),) = sets.items()
+    shard = SHARD.search(found[0])
+    if shard and len(found) != int(shard[1]):
+        raise ValueError(f"{where}{whole}: only {len(found)} of {int(shard[1])} shards are there")
+    return found
+
+
+def source_files(path: str | Path) -> list[Path]:
+    """Returns the file of a path, or all shards of a directory or of a ``*``. Raises ValueError as ``one_set`` does."""
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    folder, pattern = (path, "**/*") if path.is_dir() else (path.parent, path.name)
+    names = [str(each.relative_to(folder)) for each in folder.glob(pattern) if each.is_file()]
+    if not names:
+        raise ValueError(f"no problems at {path}: there is no such file")
+    return [folder / name for name in one_set(names, f"{folder}/")]
+
+
 def read_rows(path: str | Path) -> Iterator[tuple[int, FileRow]]:
-    """Yields (number, row) of a file of problems. Numbers count from 1; in JSONL and CSV they are line numbers.
+    """Yields (number, row) of a file of problems, or of all shards of ``source_files``.
+
+    Numbers count from 1 over all shards. In a single file of JSONL or CSV they are line numbers.
 
     Raises:
       ValueError: The file does not exist or has another form, or a line is not a JSON object. The message is one line.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no problems at {path}: there is no such file")
+    files = source_files(path)
+    rows = itertools.chain.from_iterable(map(_rows_of_file, files))
+    yield from rows if len(files) == 1 else ((number, row) for number, (_, row) in enumerate(rows, 1))
+
+
+def _rows_of_file(path: Path) -> Iterator[tuple[int, FileRow]]:
     if path.suffix == ".jsonl":
         yield from json_lines(path)
     elif path.suffix == ".json":
-        yield from _json_array(path)
+        yield from _json_rows(path)
     elif path.suffix == ".csv":
         yield from _csv_rows(path)
     elif path.suffix == ".parquet":
@@ -95,37 +137,42 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
 
     If there are several right answers, ``ALTERNATIVES`` has them all. ``where``, the file and row number, begins each
     message. ``form`` is a key of ``FORMS``, or the keys that the user names; None: it is found from the row's keys.
-    With ``whole`` the problem also has ``COLUMNS`` and ``TRUTH``, and its right answer may be a record (a JSON object).
+    With ``whole`` the problem also has ``COLUMNS`` and ``TRUTH``; its right answer may be a record, or "" without one.
 
     Raises:
       NoAnswerError: The right answer is empty.
       ValueError: Prompt or answer is missing or has another form, or a text cannot be written as UTF-8.
     """
-    prompt, answer = take(row, form, where)
+    prompt, answer = take(row, form, where, whole=whole)
     prompt = _parse_prompt(prompt, where)
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.startswith("["):
+        with naming(f"{where}: tools"):
+            tools = parse_json(tools)
     several = list(answer.answers) if isinstance(answer, Alternatives) else []
     given = several if isinstance(answer, Alternatives) and answer.is_list else answer
-    structured = {TRUTH: given} if whole and isinstance(given, list | dict) else {}
+    kept = {TRUTH: given} if whole and isinstance(given, list | dict | int | float) else {}
     if several:
         answer = several[0]
-    elif not structured and isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
+    elif not kept and isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
         (answer,) = answer
-    elif structured or isinstance(answer, list):
+    elif isinstance(answer, list) or (kept and isinstance(answer, dict)):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+    if not kept and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
         raise ValueError(f"{where}: the right answer must be text or a number, got {type(answer).__name__}")
     problem: Problem = {"prompt": prompt, "answer": str(answer), "data_source": str(row.get("data_source") or "")}
     if len(several) > 1:
         problem[ALTERNATIVES] = several
     for key, value in problem.items():
         try:
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
             found = ascii(error.object[error.start])
             raise ValueError(f"{where}: the {key} holds half a character, the lone surrogate {found}") from error
-    problem |= {"extra_info": row.get("extra_info") or {}} | structured
+    problem["extra_info"] = row.get("extra_info") or {}
     others = {key: value for key, value in row.items() if key not in problem} if whole else {}
-    return problem | ({COLUMNS: others} if others else {})
+    kept |= {CHAT_TOOLS: tools} if tools and isinstance(tools, list) else {}
+    return problem | kept | ({COLUMNS: others} if others else {})
 
 
 def answered_rows(
@@ -168,9 +215,9 @@ def right_answers(problem: Problem) -> str | list[str]:
     return answers
 
 
-def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
     """Returns the text of a prompt; the contents of messages are separated by blank lines."""
-    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] or "" for message in prompt)
 
 
 def write_rows(
@@ -182,7 +229,7 @@ def write_rows(
       path: The file to write; its directory is made.
       rows: The rows, from ``read_rows`` of the file ``like``; each may have an additional ``pass_rate``.
       like: The file that the rows came from. The columns of a Parquet file with ``prompt`` keep their types. Other rows
-        become ``data_source``, ``prompt`` and ``reward_model.ground_truth``.
+        become ``data_source``, ``prompt`` and ``reward_model.ground_truth``. Chats with tools are the text of JSON.
       provenance: The JSON values for the metadata.
       form: The form by which the rows were read, as in ``parse_row``.
     """
@@ -192,10 +239,14 @@ def write_rows(
         with parquet_file(like) as file:
             schema = file.schema_arrow
     if schema is None or form is not None or "prompt" not in schema.names:
-        problems = [parse_row(row, "a row to write", form) for row in rows]
-        chat = any(not isinstance(problem["prompt"], str) for problem in problems)
-        schema = _CANONICAL.set(1, pa.field("prompt", _CHAT)) if chat else _CANONICAL
-        rows = [row | _canonical(problem, chat=chat) for row, problem in zip(rows, problems, strict=True)]
+        problems = [parse_row(row, "a row to write", form, whole=True) for row in rows]
+        chats = [problem["prompt"] for problem in problems if not isinstance(problem["prompt"], str)]
+        as_json = any(len(message) > 2 for chat in chats for message in chat)
+        schema = _CANONICAL.set(1, pa.field("prompt", _CHAT)) if chats and not as_json else _CANONICAL
+        if any(CHAT_TOOLS in problem for problem in problems):
+            schema = schema.append(pa.field("tools", pa.string()))
+        how = {"chat": bool(chats), "as_json": as_json}
+        rows = [row | _canonical(problem, **how) for row, problem in zip(rows, problems, strict=True)]
     if rows and PASS_RATE in rows[0] and PASS_RATE not in schema.names:
         schema = schema.append(pa.field(PASS_RATE, pa.float32()))
     document = json.dumps({"version": FORMAT_VERSION, **provenance}).encode()
@@ -218,7 +269,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, FileRow]]:
     Raises:
       ValueError: A line is not a JSON object, or the file is not text; the message names the line.
     """
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -231,9 +282,14 @@ def json_lines(path: Path) -> Iterator[tuple[int, FileRow]]:
             raise ValueError(f"{path} is not JSONL: it is not UTF-8 text") from error
 
 
-def _json_array(path: Path) -> Iterator[tuple[int, FileRow]]:
+def _json_rows(path: Path) -> Iterator[tuple[int, FileRow]]:
+    """Yields (number, row) of a list of JSON objects, or of a file with one object a line."""
+    content = path.read_bytes()
+    if re.match(rb"(?:\xef\xbb\xbf)?\s*\{.*\}\s*$", content, re.MULTILINE):
+        yield from json_lines(path)
+        return
     with naming(path):
-        rows = parse_json(path.read_bytes())
+        rows = parse_json(content)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path}: expected a list of JSON objects; name a file with one object a line .jsonl")
     yield from enumerate(rows, 1)
@@ -261,8 +317,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, FileRow]]:
             raise ValueError(f"{path}:{number}: {reason}") from error
 
 
-def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:
-    parsed: str | list[dict[str, str]]
+def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, Any]]:
+    parsed: str | list[dict[str, Any]]
     with naming(where):
         if isinstance(prompt, str):
             parsed = prompt
@@ -275,11 +331,14 @@ def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:
     return parsed
 
 
-def _message(value: Any) -> dict[str, str]:
+def _message(value: Any) -> dict[str, Any]:
     """Returns a message, with its parts joined. Raises ValueError if a part is no text, such as an image."""
+    further = {key: value[key] for key in _FURTHER if isinstance(value, dict) and value.get(key) is not None}
     match value:
         case {"role": str(role), "content": str(content)}:
-            return {"role": role, "content": content}
+            return {"role": role, "content": content} | further
+        case {"role": str(role), "tool_calls": [_, *_]} if value.get("content") is None:
+            return {"role": role, "content": None} | further
         case {"role": str(role), "content": [_, *_] as parts} if all(isinstance(part, dict) for part in parts):
             for part in parts:
                 if part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -287,18 +346,19 @@ def _message(value: Any) -> dict[str, str]:
                     raise ValueError(
                         f"the prompt has a part of type {kind}; only parts of type text, with text, are read"
                     )
-            return {"role": role, "content": "".join(part["text"] for part in parts)}
+            return {"role": role, "content": "".join(part["text"] for part in parts)} | further
     raise ValueError(_NO_PROMPT)
 
 
-def _canonical(problem: Problem, *, chat: bool) -> FileRow:
-    prompt = problem["prompt"]
+def _canonical(problem: Problem, *, chat: bool, as_json: bool) -> FileRow:
+    prompt, tools = problem["prompt"], problem.get(CHAT_TOOLS)
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return {
         "data_source": problem["data_source"],
-        "prompt": prompt,
-        "reward_model": {"ground_truth": _written_truth(problem), "style": "rule"},
+        "prompt": json.dumps(prompt, ensure_ascii=False, default=str) if as_json else prompt,
+        "reward_model": {"ground_truth": _written_truth(problem) or None, "style": "rule"},
+        "tools": json.dumps(tools, ensure_ascii=False, default=str) if tools else None,
     }
 
 

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from rljax.errors import naming
 
-_PROMPTS = ("prompt", "problem", "question", "messages", "instruction")
+_PROMPTS = ("prompt", "responses_create_params", "problem", "question", "messages", "instruction")
 # The keys of right answers without their working. A row may have several of them if they agree.
-_SHORT = ("reward_model", "answer", "ground_truth", "label", "expected_answer", "final_answer", "verification_info")
+_SHORT = (
+    *("reward_model", "reward_spec", "answer", "ground_truth", "label"),
+    *("expected_answer", "final_answer", "verification_info"),
+)
 _WORKED = ("solution", "solutions")  # the keys of worked answers, which count where no short answer is
-_NESTED = ("reward_model", "verification_info")  # the keys of records whose ``ground_truth`` is the answer
+_NESTED = ("reward_model", "reward_spec", "verification_info")  # the records whose ``ground_truth`` is the answer
+_LISTED = ("answer", "ground_truth", "label", "expected_answer")  # the keys under which a list holds alternatives
 # The keys of the prompt and of the answer; the first of them that a row has counts. Case does not matter.
 FORMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plain": (("prompt",), ("answer",)),
@@ -38,12 +42,14 @@ if TYPE_CHECKING:
 else:
     DataForm = Literal[tuple(FORMS)]  # the choices of a key that names a form
 
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=\\[a-zA-Z]|[^\s{}$\\]))")
+_BOXED_WORD = re.compile(r"(?:\\[a-zA-Z]+|[^\s$\\])+")  # of a box without braces
 _LAST_LINE = re.compile(r"^[ \t]*####[ \t]*(\S.*?)\s*\Z", re.MULTILINE)
 _FORMULA = re.compile(r"\$[^$]+\$|\$\$[^$]+\$\$|\\\[.+\\\]|\\\(.+\\\)", re.DOTALL)
 _WORDS = re.compile(r"(?<!\\)\b[^\W\d_]{2,}[,;:]?\s+[^\W\d_]{2,}")  # two words side by side: a sentence
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:.*\}\s*\]\s*""", re.DOTALL)  # a chat as a text
 _NO_ANSWERS = ("proof", "notfound")  # NuminaMath's marks for a problem without a short answer
-_READ = ("data_source", "extra_info")
+_READ = ("data_source", "extra_info", "tools")
 
 
 class NoAnswerError(ValueError):
@@ -81,21 +87,17 @@ def find_keys(keys: tuple[str, ...], form: Form = None) -> Keys:
     """Finds the keys of a row that hold prompt and answer. ``form`` None: it is found from the keys.
 
     Raises:
-      ValueError: The keys do not fit the form, or do not tell it.
+      ValueError: The keys do not fit the form.
     """
     own = form if isinstance(form, OwnKeys) else OwnKeys()
     if isinstance(form, str):
-        prompt, *others = [*_present(keys, FORMS[form][0]), ""]
+        prompt = next(iter(_present(keys, FORMS[form][0])), "")
         answers = _present(keys, FORMS[form][1])[:1]
         if not (prompt and answers):
             wanted = f"{' or '.join(FORMS[form][0])}, and {' or '.join(FORMS[form][1])}"
             raise ValueError(f"a row of the form {form} has {wanted}; the keys are {_list(keys)}")
     else:
-        prompt, *others = [own.prompt] if own.prompt else [*_present(keys, _PROMPTS), ""]
-        if [prompt.lower(), *map(str.lower, others[:1])] == ["problem", "question"]:
-            raise ValueError(
-                f"both {prompt} and {others[0]} may be the prompt: name one as prompt_key; the keys are {_list(keys)}"
-            )
+        prompt = own.prompt or next(iter(_present(keys, _PROMPTS)), "")
         answers = (own.answer,) if own.answer else _answer_keys(keys, prompt)
     input_key = _named(keys, "input") if _leaf(prompt) == "instruction" else ""
     read = {*(_top(keys, path) for path in (prompt, *answers)), input_key, *_READ}
@@ -107,20 +109,26 @@ def unread_keys(row: Mapping[str, Any], form: Form) -> tuple[str, ...]:
     return find_keys(tuple(row), _in_row(form, row)).unread
 
 
-def take(row: Mapping[str, Any], form: Form, where: str) -> tuple[Any, Any]:
+def take(row: Mapping[str, Any], form: Form, where: str, *, whole: bool = False) -> tuple[Any, Any]:
     """Returns (prompt, right answer) of a row without changes. ``form`` None: it is found from the row's keys.
 
-    Several right answers are ``Alternatives``.
+    Several right answers are ``Alternatives``. With ``whole`` a row without a key for the answer, or with a record that
+    holds none, has the answer "".
 
     Raises:
       NoAnswerError: The right answer is empty.
-      ValueError: The row has no prompt or no key for the answer, its keys do not fit, or two keys hold different right
-        answers. ``where`` begins the message.
+      ValueError: The row has no prompt or no key for the answer, its keys do not fit, or two keys hold different
+        prompts or right answers. ``where`` begins the message.
     """
     with naming(where):
         form = _in_row(form, row)
         keys = find_keys(tuple(row), form)
         prompt = _prompt(row, keys.prompt)
+        other = "" if isinstance(form, str) or (form and form.prompt) else _named(tuple(row), "question")
+        if keys.prompt.lower() == "problem" and other and row[other] != row[keys.prompt]:
+            raise ValueError(
+                f"both {keys.prompt} and {other} may be the prompt: name one as prompt_key; the keys are {_list(row)}"
+            )
         if not prompt:
             named = f"under {keys.prompt}" if keys.prompt else f"({', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]})"
             raise ValueError(f"the prompt is empty {named}; the keys are {_list(row)}; prompt_key names another")
@@ -128,6 +136,8 @@ def take(row: Mapping[str, Any], form: Form, where: str) -> tuple[Any, Any]:
             raise ValueError("the prompt is a list of messages that was written as a text, and the text is not JSON")
         found = {key: answer for key in keys.answers if not _is_empty(answer := _answer(row, key, form))}
         _check_agree(found)
+    if not found and whole and all(_leaf(key) in _NESTED and _truth(row, key) is None for key in keys.answers):
+        return prompt, ""
     if not found:
         raise (NoAnswerError if keys.answers else ValueError)(
             f"{where}: no right answer (reward_model.ground_truth, or answer); the keys are {_list(row)}; "
@@ -151,19 +161,23 @@ def as_alternatives(value: Any) -> Alternatives | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Returns the stripped content of the last ``\boxed{}`` of a text; None if there is none or it is not closed."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for match in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :] if start >= 0 else "", re.DOTALL):
+    r"""Returns the content of the last ``\boxed{}``, ``\fbox{}`` or ``\boxed 7``; None without one that is closed."""
+    last = next(reversed(list(_BOX.finditer(text))), None)
+    rest = text[last.end() :] if last else ""
+    if last and not last[0].endswith("{"):
+        return _BOXED_WORD.match(rest)[0].rstrip(".,;")  # type: ignore[index]
+    depth = 1
+    for match in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth == 0 and match[0] == "}":
-            begin = start + len("\\boxed{")
-            return text[begin : begin + match.start() - 1].strip()
+        if depth == 0:
+            return rest[: match.start()].strip()
     return None
 
 
 def _prompt(row: Mapping[str, Any], path: str) -> Any:
     """Returns the prompt under a key or path: a chat without answers at its end, an instruction with its input."""
+    if _leaf(path) == "responses_create_params":
+        path += ".input"
     prompt = _from_json(_value(row, path), "[") if path else None
     if _leaf(path) == "messages" and isinstance(prompt, list):
         while prompt and isinstance(prompt[-1], Mapping) and prompt[-1].get("role") == "assistant":
@@ -176,12 +190,13 @@ def _answer(row: Mapping[str, Any], path: str, form: Form) -> Any:
     """Returns the right answer under a key or path, without the text that surrounds it in some forms."""
     value, key = _value(row, path), _leaf(path)
     if key in _NESTED:
-        nested = _record(value)
-        truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
-        if key == "reward_model":
-            return row.get("answer") if truth is None else as_alternatives(truth) or truth
-        return truth
-    if path.lower() == "reward_model.ground_truth":
+        truth = _truth(row, path)
+        if truth is None and key == "reward_model" and "answer" in row:
+            return _answer(row, "answer", form)
+        return truth if key == "verification_info" else as_alternatives(truth) or truth
+    if path.lower() in ("reward_model.ground_truth", "reward_spec.ground_truth"):
+        return as_alternatives(value) or value
+    if key in _LISTED and isinstance(value, list) and len(value) > 1:
         return as_alternatives(value) or value
     if key == "solutions" or (key == "solution" and isinstance(value, list)):
         several = as_alternatives(value)
@@ -201,6 +216,12 @@ def _answer(row: Mapping[str, Any], path: str, form: Form) -> Any:
     if form == "numinamath" or "question_type" in row:
         return None if value.strip().lower() in _NO_ANSWERS else value
     return value
+
+
+def _truth(row: Mapping[str, Any], path: str) -> Any:
+    """Returns the ``ground_truth`` of the record under a key or path; None if there is none."""
+    nested = _record(_value(row, path))
+    return nested.get("ground_truth") if isinstance(nested, Mapping) else None
 
 
 def _without_working(text: str) -> str | None:
@@ -259,7 +280,7 @@ def _answer_keys(keys: tuple[str, ...], prompt: str) -> tuple[str, ...]:
     """Returns the keys of a row that hold its right answer."""
     short, worked = _present(keys, _SHORT), _present(keys, _WORKED)[:1]
     if short:
-        return short if _leaf(short[0]) in ("reward_model", "answer") else short + worked
+        return short if _leaf(short[0]) in ("reward_model", "reward_spec", "answer") else short + worked
     return worked or (_present(keys, ("output",)) if _leaf(prompt) == "instruction" else ())
 
 

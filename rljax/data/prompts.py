@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 
 from rljax.data import gym_problems as gym
 from rljax.data import toy
-from rljax.data.files import Problem, Tally, answered_rows, prompt_text
+from rljax.data.files import CHAT_TOOLS, Problem, Tally, answered_rows, prompt_text
 from rljax.data.forms import OwnKeys
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
@@ -46,6 +47,7 @@ TOYS: Mapping[str, ToyTask] = {
 FILE_REWARD = "math"
 RAW_PROMPT = "raw_prompt"  # the key of a prompt as it was before its text was rendered
 TEMPLATED = "templated"  # the key of problems whose prompt a chat template wrote; its value is true
+_MARKS = re.compile(r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<｜User｜>|\[INST\]")  # of chat templates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ class DataConfig(ProblemsConfig):
     """A text that follows each question of a reasoning-gym task after an empty line. Use it to say where the answer
     goes."""
     path: str | None = None
-    """A Parquet file in verl's format, or a JSONL, JSON or CSV file with ``prompt`` and ``answer``."""
+    """A Parquet file in verl's form, a JSONL, JSON or CSV file of ``prompt`` and ``answer``, or a folder of shards."""
     reward: str | None = None
     """The function that scores a response: addition, swaps, math, reasoning_gym, reasoning_gym_library, or your own as
     ``package.module:function`` or ``FILE.py:function``. None: the reward of the task; math if ``task`` is file."""
@@ -271,7 +273,8 @@ def render_problem(
     is_chat = chat_template is True or (chat_template == "auto" and not isinstance(raw, str))
     if is_chat and tokenizer is not None and tokenizer.has_chat_template:
         messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else raw
-        text = tokenizer.render_chat(messages, **arguments)
+        tools = {"tools": problem[CHAT_TOOLS]} if CHAT_TOOLS in problem else {}
+        text = tokenizer.render_chat(messages, **{**tools, **arguments})
         return problem | {"prompt": text} | ({} if text == raw else {RAW_PROMPT: raw}) | {TEMPLATED: True}
     missing = "the tokenizer has none" if tokenizer is None else tokenizer.missing_template
     if chat_template is True:
@@ -294,8 +297,12 @@ def prompt_ids(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
     return tokenizer.encode(text) if problem.get(TEMPLATED) else tokenizer.encode_prompt(text)
 
 
-def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
-    """Prints a line on stderr with the special tokens that begin plain-text prompts, if there are any."""
+def say_marks(problems: Sequence[Problem], tokenizer: Tokenizer) -> None:
+    """Says on stderr which special tokens begin plain texts, and warns of texts that hold a chat template's marks."""
+    raw = [prompt_text(problem[RAW_PROMPT]) for problem in problems if TEMPLATED in problem and RAW_PROMPT in problem]
+    if marked := [found[0] for text in raw if (found := _MARKS.search(text))]:
+        line = f"warning: {len(marked)} prompts hold marks of a chat template, such as {marked[0]}, and get it again"
+        print(f"{line}; chat_template = false gives the model the bare text", file=sys.stderr)
     texts = [problem["prompt"] for problem in problems if not problem.get(TEMPLATED)] if tokenizer.prefix else []
     if not texts:
         return

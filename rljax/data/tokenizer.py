@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import json
@@ -20,6 +21,9 @@ from rljax.errors import naming, parse_json
 # Rendered templates are searched for the answer, so its words must occur nowhere else in them.
 _SHORT_CHAT = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "the-answer"})
 
+# Today's date would give other prompts each day. This is the date of Llama 3.2's template where it knows no other.
+_DAY = datetime.date(2024, 7, 26)
+_TODAY = re.compile(r"""\bstrftime_now\s*\(\s*(['"])(.*?)\1\s*\)""")
 _NO_ID = 2**32 - 1  # an id that no vocabulary has; it marks the place of a text among special tokens
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -219,7 +223,8 @@ class Tokenizer:
 
 
 def _render(chat: list[dict[str, Any]], template: str, arguments: Mapping[str, Any]) -> str:
-    """Renders one chat as transformers does."""
+    """Renders one chat as transformers does, but for the date."""
+    template = _TODAY.sub(lambda found: found[1] + _DAY.strftime(found[2]) + found[1], template)
     # This import takes half a second, and would say on stderr if there is no torch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers.utils.chat_template_utils import render_jinja_template

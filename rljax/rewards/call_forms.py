@@ -36,7 +36,7 @@ _OBJECTS = {
     *("environments", "prompt_ids", "completion_ids", "reward_router_address", "reward_model_tokenizer"),
 }
 
-_OWN_KEYS = ("templated", "alternatives", "truth", "columns")  # keys of a problem that are no columns
+_OWN_KEYS = ("templated", "alternatives", "truth", "columns", "chat_tools")  # keys of a problem that are no columns
 _CUT = re.compile(r"trunc|(^|_)cut|clip|overlong|incomplete|unfinished")
 _OF_PROMPT = r"prompt|question|quer(y|ies)|instruction|message|conversation"
 _OF_ANSWER = r"answer|truth|gold|label|target|solution|expect|referenc|correct|^(gt|ref)$"
@@ -128,7 +128,7 @@ async def _result(value: Awaitable[Any]) -> Any:
 
 def _right_answers(problem: Mapping[str, Any]) -> Any:
     """Returns the right answer of a row unchanged, or the list of all of them if the row has several."""
-    return problem.get("truth") or problem.get("alternatives") or problem["answer"]
+    return problem.get("truth", problem.get("alternatives") or problem["answer"])
 
 
 def _of_verl(problem: Mapping[str, Any], response: str) -> dict[str, Any]:

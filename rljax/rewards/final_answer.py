@@ -11,6 +11,9 @@ _ANSWER_IS = re.compile(r"(?:\banswer[ \t]+(?:is|=)|答案[是为])[ \t*_`]*", r
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(?=\S.*\s*\Z)", re.MULTILINE)  # the last line of GSM8K's answers
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=\\[a-zA-Z]|[^\s{}$\\]))")
+_LABEL_IN_BOX = re.compile(
+    rf"(\\text[a-z]*\s*\{{\s*)?(?:\b(?:the|final)\s+){{0,2}}{_ANSWER_LINE.pattern}\s*(?(1)\}})", re.IGNORECASE
+)
 # The text that may stand between boxes of one answer: x = \boxed{1} or x = \boxed{2}.
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;.]|\\[,;! ()\[\]]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*"
@@ -53,14 +56,9 @@ def final_answer(response: str) -> str | None:
 
 
 def _without_labels(text: str) -> str:
-    """Removes the words up to "Answer:" in each box, and the brace that closes them in ``\\text{Answer: }``."""
+    """Removes ``Answer:`` and ``\\text{Answer: }`` in boxes."""
     for _, start, end in reversed(_closed_boxes(text)):
-        labels = list(_ANSWER_LINE.finditer(text, start, end))
-        if labels:
-            rest = text[labels[-1].end() : end]
-            closing = closing_brace(rest, 0)
-            rest = rest if closing is None else rest[:closing] + rest[closing + 1 :]
-            text = text[:start] + rest + text[end:]
+        text = text[:start] + _LABEL_IN_BOX.sub("", text[start:end]) + text[end:]
     return text
 
 

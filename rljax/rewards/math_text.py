@@ -40,9 +40,7 @@ _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
 _PLAIN_NAMES = re.compile(r"(?<![a-zA-Z\\])(pi|infinity|infty|sin|cos|tan|log|ln)(?![a-zA-Z])")
 _SQRT = re.compile(r"\\?(?<![a-zA-Z])sqrt\s*\(([^()]*)\)")
-_MONEY = re.compile(
-    r"^(?:-?)(?:(?:US)?\\?\$|[€£¥₹]|Rs\.?|USD)\s*(?=[\d.])|(?<=^-)(?:\\?\$|[€£¥₹])|(?<=\d)\s*[€£¥₹]$"
-)
+_MONEY = re.compile(r"^(?:-?)(?:(?:US)?\\?\$|[€£¥₹]|Rs\.?|USD)\s*(?=[\d.])|(?<=^-)(?:\\?\$|[€£¥₹])|(?<=\d)\s*[€£¥₹]$")
 _LABEL = re.compile(r"^(?:\(([A-Ja-j])\)[:.]?\s*|([A-J])[).:]\s+)(?=\S)")
 _ASIDE = re.compile(
     r"(?<=\S)\s*\((?:(?<=\s\()[A-Za-z][A-Za-z ,'\-]{2,}|(?:since|because|as|where|for|when|if|note)\b.*)\)$"

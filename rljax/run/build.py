@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.data.files import ALTERNATIVES, Tally, right_answers
+from rljax.data.files import ALTERNATIVES, CHAT_TOOLS, TRUTH, Tally, right_answers
 from rljax.data.prompts import (
     DATA_SEED,
     RAW_PROMPT,
@@ -25,7 +25,7 @@ from rljax.data.prompts import (
     drop_long,
     evaluation_datasets,
     prompt_ids,
-    say_prefix,
+    say_marks,
     template_arguments,
     training_problems,
 )
@@ -102,14 +102,17 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
         )
     stream = PromptStream(training, data.batch_size, config.run.seed)
     texts = [[problem["prompt"], right_answers(problem)] for problem in training]
-    # Other entries compare the answers and the template, from which the last three follow.
-    own = ("prompt", "answer", ALTERNATIVES, TEMPLATED, RAW_PROMPT)
-    rest = [{key: problem[key] for key in problem if key not in own} for problem in training]
+    # Other entries compare the answers and the prompts, from which these and a number under TRUTH follow.
+    own = ("prompt", "answer", ALTERNATIVES, TEMPLATED, RAW_PROMPT, CHAT_TOOLS)
+    rest = [
+        {key: it for key, it in problem.items() if key not in own and (key != TRUTH or isinstance(it, list | dict))}
+        for problem in training
+    ]
     prints = {"problems": json_checksum(texts), "extra_info": json_checksum(rest)}
     tallies = [] if data.task in TOYS else [tally]
     prompts = [prompt_ids(problem, tokenizer) for problem in itertools.islice(training, PROBED_PROMPTS)]
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer) if config.eval.is_wanted else {}
-    say_prefix(itertools.chain(training, *datasets.values()), tokenizer)
+    say_marks([*training, *itertools.chain(*datasets.values())], tokenizer)
     if not config.eval.is_wanted:
         return Problems(stream, prints, {}, tallies, prompts)
     for name, problems in datasets.items():

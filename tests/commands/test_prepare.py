@@ -164,6 +164,28 @@ def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, 
     assert f"{path} does not hold scores: TypeError" in capsys.readouterr().err
 
 
+def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
+    names, out = [f"data/train-0000{i}-of-00002.jsonl" for i in range(2)], tmp_path / "out.parquet"
+    listed = [*names, "data/test.jsonl", "dataset_infos.json", "README.md"]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda self, repository, repo_type: listed)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repository, name, repo_type: str(tmp_path / name))
+    (tmp_path / "data").mkdir()
+    for i, name in enumerate(names):
+        (tmp_path / name).write_text(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n')
+    whole = hashlib.sha256(b"".join((tmp_path / name).read_bytes() for name in names)).hexdigest()
+    for source in ("owner/name:data/train-*.jsonl", f"{tmp_path}/data", f"{tmp_path}/data/train-*.jsonl"):
+        assert run_cli(main, [source, str(out), "--check-answers", "0"]) == 0
+        assert [problem["prompt"] for problem in read_problems(out)] == ["0+1=", "1+1="]
+        assert read_provenance(out)["source_sha256"] == whole
+    (tmp_path / names[1]).unlink()
+    for source, message in (
+        ("owner/name", "owner/name:FILE is needed, there are 2 files of problems: data/test.jsonl, data/train-*.jsonl"),
+        (f"{tmp_path}/data", "data/train-*.jsonl: only 1 of 2 shards are there"),
+    ):
+        assert run_cli(main, [source, str(out)]) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

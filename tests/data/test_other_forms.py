@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from rljax.data.files import parse_row
-from rljax.data.forms import OwnKeys
+from rljax.data.files import answered_rows, parse_row, write_rows
+from rljax.data.forms import NoAnswerError, OwnKeys
 from rljax.data.prompts import DataConfig, evaluation_datasets, training_problems
+from rljax.rewards.math_answer import math_reward
 from rljax.run.config import Config
 
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -45,6 +46,10 @@ ANSWERED = {"role": "assistant", "content": "2"}
         ({"prompt": "q", "reward_model": {"ground_truth": ["3", "4"]}, "answer": "4"}, "q", "3"),
         ({"prompt": "q", "final_answer": ["4"], "solution": ["so \\boxed{4}"]}, "q", "4"),
         ({"prompt": "q", "final_answer": ["1,2"]}, "q", "1,2"),
+        ({"prompt": CHAT, "env_class": "gsm8k", "reward_spec": {"method": "rule", "ground_truth": "4"}}, CHAT, "4"),
+        ({"question": "bare", "responses_create_params": {"input": CHAT}, "expected_answer": "4"}, CHAT, "4"),
+        ({"problem": "q", "question": "q", "answer": "4"}, "q", "4"),
+        ({"prompt": "q", "solution": "It is\n$\\boxed 4$."}, "q", "4"),
     ],
 )
 def test_keys_of_other_frameworks_are_read(row, prompt, answer):
@@ -55,6 +60,29 @@ def test_keys_of_other_frameworks_are_read(row, prompt, answer):
 def test_alternatives_of_worked_solutions():
     problem = parse_row({"prompt": "q", "solutions": ["so \\boxed{4}", "so it is", "\\boxed{2^2}"]}, "x")
     assert (problem["answer"], problem["alternatives"]) == ("4", ["4", "2^2"])
+
+
+@pytest.mark.parametrize("key", ["answer", "ground_truth", "label", "expected_answer"])
+def test_a_list_of_texts_holds_alternatives(key):
+    problem = parse_row({"prompt": "q", key: ["1/2", "0.5"]}, "x")
+    assert (problem["answer"], problem["alternatives"]) == ("1/2", ["1/2", "0.5"])
+    assert [math_reward(problem, f"Answer: {said}", False) for said in ("1/2", "0.5", "2")] == [1, 1, 0]
+    assert parse_row({"prompt": "q", key: [1, 2]}, "x")["answer"] == "[1, 2]"
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"verification_info": {"language": "python", "test_cases": []}}, {"reward_model": {"style": "rule"}}]
+)
+def test_a_reward_of_ones_own_needs_no_right_answer(more, tmp_path):
+    row, out = {"prompt": "q"} | more, tmp_path / "out.parquet"
+    assert parse_row(row, "x", whole=True)["answer"] == ""
+    write_rows(out, [row], like="x.jsonl", provenance={})
+    ((_, problem),) = answered_rows(out, None, whole=True)
+    assert (problem["prompt"], problem["answer"]) == ("q", "")
+    with pytest.raises(ValueError, match="x: no right answer"):
+        parse_row(row, "x")
+    with pytest.raises(NoAnswerError):
+        parse_row(row | {"answer": " "}, "x", whole=True)
 
 
 @pytest.mark.parametrize(

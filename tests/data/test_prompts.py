@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from rljax.data.prompts import DataConfig, drop_long, evaluation_datasets, render_problem, training_problems
+from rljax.data.prompts import (
+    DataConfig,
+    drop_long,
+    evaluation_datasets,
+    render_problem,
+    say_marks,
+    training_problems,
+)
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import build_tokenizer
 
@@ -53,6 +60,17 @@ def test_the_chat_template_is_applied_as_configured(prompt, template, with_templ
     else:
         assert rendered(prompt, bare, template) == without
         assert rendered(prompt, None, template) == without
+
+
+@pytest.mark.parametrize(("template", "count"), [(True, 4), ("auto", 1)])
+def test_texts_with_the_marks_of_a_template_are_counted(template, count, chatty, capsys):
+    texts = ["<|im_start|>user 1", "<｜User｜>2", "[INST] 3", "4+4=", [{"role": "user", "content": "[INST] 5"}]]
+    say_marks([render_problem({"prompt": text}, chatty, template) for text in texts], chatty)
+    mark = "[INST]" if template == "auto" else "<|im_start|>"
+    assert capsys.readouterr().err == (
+        f"warning: {count} prompts hold marks of a chat template, such as {mark}, and get it again; "
+        "chat_template = false gives the model the bare text\n"
+    )
 
 
 def test_a_file_of_verls_form_becomes_problems(bare):

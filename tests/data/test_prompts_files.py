@@ -135,6 +135,7 @@ def test_rows_of_parquet_are_counted_from_one(tmp_path):
         ("no.parquet", None, "no problems at .*no.parquet: there is no such file"),
         ("bad.parquet", "not parquet", "bad.parquet cannot be read as Parquet: "),
         ("bad.jsonl", "{", r"bad.jsonl:1: not JSON"),
+        ("one.json", '{\n"data": []\n}', "one.json: expected a list of JSON objects"),
         ("list.jsonl", "[1]", "list.jsonl:1: expected a JSON object, got list"),
         ("empty.jsonl", "\n", "empty.jsonl holds no problems"),
         ("x.tsv", "a,b", r"x.tsv: problems are read from .parquet, .jsonl, .json or .csv files"),
@@ -227,14 +228,38 @@ def test_several_right_answers_survive_a_written_file(tmp_path):
     rows.append({"prompt": "p", "answer": ["a", "b"]})
     path, out = written(tmp_path / "x.jsonl", rows), tmp_path / "out.parquet"
     problems = read_problems(path)
-    assert [problem["answer"] for problem in problems] == [
-        *("3", "3", "65", "65", "[1, 2]", "[1, 2]", "[]", "[", '["a", "b"]')
-    ]
-    assert [problem.get("alternatives") for problem in problems] == [["3", "x=3"]] * 2 + [None] * 7
+    assert [problem["answer"] for problem in problems] == [*("3", "3", "65", "65", "[1, 2]", "[1, 2]", "[]", "[", "a")]
+    assert [problem.get("alternatives") for problem in problems] == [["3", "x=3"]] * 2 + [None] * 6 + [["a", "b"]]
     write_rows(out, rows, like=path, provenance={})
     assert read_problems(out) == problems
     for problem, response, reward in ((0, "x=3", 1), (1, "3", 1), (1, "4", 0), (2, "65", 1), (4, "[1, 2]", 1)):
         assert math_reward(problems[problem], f"\\boxed{{{response}}}", False) == reward
+
+
+def test_tools_and_calls_survive_a_written_file(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"},
+    ]
+    rows = [{"prompt": chat, "answer": "3", "tools": [{"type": "function"}]}, {"prompt": "q", "answer": "4"}]
+    path, out = written(tmp_path / "x.jsonl", rows), tmp_path / "out.parquet"
+    write_rows(out, rows, like=path, provenance={})
+    first, second = read_problems(out)
+    assert (first["prompt"], first["chat_tools"]) == (chat, [{"type": "function"}])
+    assert (second["prompt"], "chat_tools" in second) == ([{"role": "user", "content": "q"}], False)
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_lines_are_read_in_json_and_behind_a_byte_order_mark(name, mark, tmp_path):
+    path = tmp_path / name
+    path.write_text(f"{mark}{json.dumps(GOOD)}\n\n{json.dumps(GOOD)}\n", encoding="utf-8")
+    assert list(read_rows(path)) == [(1, GOOD), (3, GOOD)]
+    path.write_text(f"{json.dumps(GOOD)}\n{{", encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"{name}:2: not JSON"):
+        list(read_rows(path))
 
 
 def test_a_parquet_map_is_a_record(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from rljax.data.files import parse_row
 from rljax.data.prompts import render_problem, template_arguments
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.data.toy import build_tokenizer
@@ -182,7 +183,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path, messages):
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
         "  {% generation %}\n  {{ messages[0].content }}{% set a = 1 %}\n{% endgeneration %}{{ a is defined }}",
         "{{ eos_token }}{{ pad_token }}{{ bos_token is defined }}{{ messages | tojson(indent=2) }}",
-        "{{ dict(a=1) }}{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}{{ strftime_now('%Y') }}",
+        "{{ dict(a=1) }}{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}",
     ],
 )
 def test_what_transformers_adds_to_jinja_is_there(tmp_path, template):
@@ -191,6 +192,28 @@ def test_what_transformers_adds_to_jinja_is_there(tmp_path, template):
     messages = [{"role": "user", "content": "é<"}, {"role": "user", "content": "no"}]
     expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
     assert load_tokenizer(tmp_path).render_chat(messages) == expected
+
+
+def test_a_template_that_writes_the_date_writes_one_day(tmp_path):
+    qwen(tmp_path)
+    today = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{{ strftime_now(\"%Y-%m-%d\") }}{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(today)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.render_chat(CHATS["a question"]) == "26 Jul 20242024-07-26"
+    assert tokenizer.facts()["chat_template"][0] == today  # as the checkpoints of runs before have it
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_tools_and_calls_of_a_row_reach_the_template(tools, tmp_path):
+    ours, theirs = load_tokenizer(qwen(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    question, called, answer = CHATS["a tool's answer"]
+    chat = [question, called | {"content": None, "reasoning_content": "hm"}, answer | {"name": "add"}]
+    problem = parse_row({"prompt": chat, "answer": "3", "tools": tools}, "row 1")
+    expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, tools=[TOOL])
+    assert render_problem(problem, ours, "auto")["prompt"] == expected
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="the chat template does not use tools: leave it out"):
+        render_problem(problem, load_tokenizer(tmp_path), "auto")
 
 
 @pytest.mark.parametrize(

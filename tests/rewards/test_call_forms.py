@@ -148,15 +148,17 @@ def test_columns_of_the_row_are_given_as_they_stand():
     row = {"prompt": "make 44", "answer": 44, "nums": [19, 25], "solution": "19+25 $\\boxed{44}$"}
     problem = parse_row(row, "row 1", whole=True)
     assert NamedReward(trl)(problem, "19+25", False) == 0.5
-    assert (GOT["nums"], GOT["solution"], GOT["answer"]) == ([[19, 25]], ["19+25 $\\boxed{44}$"], ["44"])
+    assert (GOT["nums"], GOT["solution"], GOT["answer"]) == ([[19, 25]], ["19+25 $\\boxed{44}$"], [44])
     assert "columns" not in GOT
 
 
-@pytest.mark.parametrize("truth", [{"target": 44, "numbers": [19, 25]}, [19, 25], ["44"], ["a", "b"]])
+@pytest.mark.parametrize(
+    "truth", [{"target": 44, "numbers": [19, 25]}, [19, 25], ["44"], ["a", "b"], 44, 0, 0.5, False]
+)
 def test_a_right_answer_that_is_no_text_is_given_as_it_stands(truth):
     row = {"prompt": "make 44", "reward_model": {"ground_truth": truth}}
     NamedReward(gsm8k)(parse_row(row, "row 1", whole=True), "19+25", False)
-    assert GOT["ground_truth"] == truth
+    assert (GOT["ground_truth"], type(GOT["ground_truth"])) == (truth, type(truth))
 
 
 def test_a_class_and_an_async_function_are_called():

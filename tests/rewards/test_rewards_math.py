@@ -100,6 +100,9 @@ def test_numbers_and_other_fields_of_a_problem_are_taken():
         (r"\boxed{1}, so the other is \boxed{2}", "2"),
         (r"\boxed{a\}b}", r"a\}b"),
         ("Answer: 3.5. Done.", "3.5"),
+        (r"so \boxed{Answer: 42}", "42"),
+        (r"so \boxed{\text{The answer is: }42}", "42"),
+        (r"so $\boxed$7$", None),
         ("Answer:\n\n\\[\nx^2\n\\]\nas wanted", "\nx^2\n"),
         ("the answer is 7", "7"),
         ("so 7 it is", None),
@@ -193,8 +196,9 @@ def test_reading_never_fails(text):
         lambda n: "Answer: " + "1 a" * (5 * n // 2),
         lambda n: "Answer: " + " " * (5 * n) + "1",
         lambda n: "{" * (5 * n),
+        lambda n: "\\boxed{" + "the " * n + "}",
     ],
-    ids=["boxed", "answers", "words", "spaces", "braces"],
+    ids=["boxed", "answers", "words", "spaces", "braces", "labels"],
 )
 def test_the_time_does_not_grow_with_the_square_of_the_text(make):
     """Processor time counts, the best of three. It is below two seconds, and 0.05 s are for time that does not grow."""

@@ -214,6 +214,17 @@ def test_a_run_without_usable_problems_is_refused(rows, reward, message, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_number_as_the_right_answer_continues_a_run_of_before(own, tmp_path):
+    """An rljax that gave rewards only the text of a number wrote the same fingerprints."""
+    prints = []
+    for kind in (int, str):
+        data = sums(tmp_path / "x.jsonl", [row | {"answer": kind(row["answer"]), "nums": [1]} for row in GOOD])
+        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:half")
+        config = load_config(Config, words, prog="", description="")
+        prints.append(load_problems(config, load_tokenizer(TOY_BASE)).fingerprints)
+    assert prints[0] == prints[1]
+
+
 def test_a_reward_of_ones_own_is_never_refused(own, tmp_path):
     data = sums(tmp_path / "x.jsonl", GOOD)
     words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:needs_tests", "--data.reward-workers", "1")
