@@ -1,9 +1,9 @@
 """Keeps the rows of runs of a real model in one file, and prints a table of their first, middle and last steps.
 
-    python experiments/real_runs.py runs/tags runs/think --rows benchmarks/real_qwen.parquet    # writes and prints
-    python experiments/real_runs.py --rows benchmarks/real_qwen.parquet                         # prints
+    python experiments/real_runs.py runs/delta --rows benchmarks/real_qwen.parquet    # writes and prints
+    python experiments/real_runs.py --rows benchmarks/real_qwen.parquet               # prints
 
-An arm has the name of its run directory.
+An arm has the name of its run directory. The other arms of the file stay.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=Path, required=True, help="file of the rows")
     options = parser.parse_args(argv)
     if options.runs:
-        write_table(options.rows, {(run.name, 0): read_rows(run / "metrics.jsonl") for run in options.runs})
+        known = read_table(options.rows) if options.rows.exists() else {}
+        new = {(run.name, 0): read_rows(run / "metrics.jsonl") for run in options.runs}
+        write_table(options.rows, {**known, **new})
     print(table(read_table(options.rows)))
     return 0
 

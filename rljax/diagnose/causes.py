@@ -28,6 +28,7 @@ _FAR_SHARE = 0.01  # the least share of tokens far above the median error; round
 _CUT = 4.0  # the least lack of the mean ratio that lets a cut be possible (standard errors)
 _MOST_BIAS = 3.0  # the largest deviation of the mean ratio of noise from 1 (standard errors)
 _ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
+_FALL = 1.5  # the least ratio between the errors of the second and the last bucket of a temperature
 _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain
 _NEAR = ("1", "2_to_4")  # the buckets of the smallest distances from an environment's tokens
 _FEWEST_EXTREMES = 20
@@ -144,7 +145,8 @@ def _temperature(facts: Facts) -> Iterator[Finding]:
     if len(values) < 3 or max(values) < _TEMPERATURE_EFFECT or values[-1] <= 0 or any(_length(facts)):
         return
     fall = values[0] / values[-1]
-    if fall > _ALONG and values[0] >= values[len(values) // 2] >= values[-1]:
+    is_steady = values[1] > _FALL * values[-1]  # a sharp policy has large errors in its lowest bucket alone
+    if fall > _ALONG and is_steady and values[0] >= values[len(values) // 2] >= values[-1]:
         said = "from the first step on, the relative error falls with the entropy of the token"
         size = f"{fall:.1f} times from the lowest to the highest bucket"
         yield Finding("temperature", LIKELY, f"{said}, {size}: certain tokens differ most, as at another temperature")

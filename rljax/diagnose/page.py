@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
-from rljax.diagnose.causes import judge_cause
+from rljax.diagnose.causes import DECISIVE, judge_cause
 from rljax.diagnose.course import FEWEST_STEPS, GAPS, Course
 from rljax.diagnose.evidence import Facts
 from rljax.diagnose.tables import CAUSES, first_remedy
@@ -170,7 +170,7 @@ def answers(facts: Facts) -> dict[str, str]:
 
 def _concentration(facts: Facts) -> str:
     tokens, course = facts.tokens, facts.course
-    if tokens is not None and math.isnan(tokens.effect_without):
+    if tokens is not None and tokens.verdict.cause in DECISIVE:
         return f"see what compare says of the columns: {tokens.verdict.reason}"
     if tokens is not None:
         far = f"{tokens.outliers} of {int(tokens.metrics['token_count'])} tokens are far beyond the rest"
@@ -296,7 +296,7 @@ def to_measure(facts: Facts, cause: str) -> Iterator[str]:
     if tokens is None:
         how = "--rollout.dump-every 20" if is_own else "rljax docs compare has the lines that write them"
         yield f"the tokens: {how}, then rljax diagnose on the file"
-    elif len(tokens.by_position) < 2 and not math.isnan(tokens.effect_without):
+    elif len(tokens.by_position) < 2 and tokens.verdict.cause not in DECISIVE:
         yield "more tokens, or longer responses: the dump is too small for buckets by position"
     if course is None:
         yield "the log of the run, from step 1: it shows growth, and what fails before what"

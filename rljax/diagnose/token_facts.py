@@ -152,11 +152,14 @@ def _repeated(dump: TokenDump, rollout: str) -> int:
 
 
 def _error_of_most(lr: np.ndarray, uncertainty: np.ndarray) -> float:
-    """Returns the median of abs(lr) over the uncertainty, of uncertain tokens if there are any."""
+    """Returns the median of abs(lr) over the uncertainty of uncertain tokens; NaN if there are too few of them.
+
+    A policy that is certain of nearly all tokens has differences near 0 there, whatever the error of its logits.
+    """
     uncertain = uncertainty > UNCERTAINTY_EDGES[1]
-    chosen = uncertain if uncertain.sum() >= FEWEST_TOKENS else np.ones(len(lr), bool)
-    error = np.abs(lr[chosen]) / np.maximum(uncertainty[chosen], LEAST_UNCERTAINTY)
-    return float(np.median(error)) if len(error) else math.nan
+    if uncertain.sum() < FEWEST_TOKENS:
+        return math.nan
+    return float(np.median(np.abs(lr[uncertain]) / uncertainty[uncertain]))
 
 
 def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:

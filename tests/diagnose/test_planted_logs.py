@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from peer_logs import renamed
 from rljax.commands import diagnose
 from rljax.diagnose.page import diagnose as diagnosis
 from rljax.diagnose.signals import PROJECTS, read_signals
+from rljax.diagnose.token_facts import read_facts
 from rljax.record.token_dumps import read_dump, write_dump
 
 LOGS = Path(__file__).parents[1] / "data" / "planted_logs"
+REAL = LOGS.parent / "real_run"
 # Each planted cause maps to the cause that is named.
 CAUSES = {name: name for name in sorted(path.name.partition(".")[0] for path in LOGS.glob("*.gz"))} | {
     "stale_layer": "other_weights"
@@ -57,6 +60,25 @@ def test_a_log_or_a_dump_alone(planted, folder):
     assert len(CAUSES) == 10
     assert found(folder / f"{planted}.jsonl")["cause"] == OF_LOGS[planted]
     assert found(LOGS / f"{planted}.parquet")["cause"] == OF_TOKENS[planted]
+
+
+def test_a_real_policy_that_has_become_certain_is_healthy(tmp_path):
+    """Qwen2.5-Coder-0.5B with vLLM in bfloat16, 60 steps: its entropy falls to 0.01, and then few tokens are uncertain.
+
+    Errors of certain tokens looked like those of another temperature in the first 25 steps, and of a router at the end.
+    """
+    lines = gzip.decompress((REAL / "sharp_policy.jsonl.gz").read_bytes()).decode().splitlines(keepends=True)
+    (tmp_path / "run.jsonl").write_text("".join(lines[:25]))
+    assert found(tmp_path / "run.jsonl")["cause"] == "healthy"
+    (tmp_path / "run.jsonl").write_text("".join(lines))
+    for source, tokens in (
+        (tmp_path / "run.jsonl", REAL / "sharp_policy.parquet"),
+        (REAL / "sharp_policy.parquet", None),
+    ):
+        said = found(source, tokens)
+        assert said["cause"] == "healthy"
+        assert said["findings"] == []
+    assert math.isnan(read_facts(read_dump(REAL / "sharp_policy.parquet")).effect_without)
 
 
 def test_a_dump_with_versions_is_called_stale(tmp_path):
