@@ -1,4 +1,4 @@
-"""Keeps the rows of runs of a real model in one file, and prints a table of their first, middle and last steps.
+"""Keeps the rows of runs of a real model in one file, and prints a table of their first and last steps.
 
     python experiments/real_runs.py runs/delta --rows benchmarks/real_qwen.parquet    # writes and prints
     python experiments/real_runs.py --rows benchmarks/real_qwen.parquet               # prints
@@ -33,13 +33,8 @@ SHOWN = {
 
 
 def windows(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
-    """Yields the first, middle and last steps with their names, as far as windows do not overlap."""
-    starts = [0]
-    if len(rows) >= 3 * WINDOW:
-        starts.append((len(rows) - WINDOW) // 2)
-    if len(rows) >= 2 * WINDOW:
-        starts.append(len(rows) - WINDOW)
-    for start in starts:
+    """Yields the first and the last steps with their names, as far as windows do not overlap."""
+    for start in [0, len(rows) - WINDOW][: 1 + (len(rows) >= 2 * WINDOW)]:
         taken = rows[start : start + WINDOW]
         yield f"{taken[0]['step']} to {taken[-1]['step']}", taken
 
