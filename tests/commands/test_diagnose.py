@@ -5,14 +5,13 @@ import gzip
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from toy_runs import outcome
+from isolated import rljax_with_only
+from toy_runs import outcome, refused
 
 from rljax.commands import compare, plot, replay, view
 from rljax.commands.diagnose import declared_of, main
@@ -67,12 +66,6 @@ def test_the_limits_of_the_docs_are_those_in_use():
     known = {(one.signal, round(one.limit, 6)) for one in THRESHOLDS}
     assert written == known
     assert all(f"`{cause}`" in text for cause in CAUSES)
-
-
-def test_a_healthy_log_has_status_0(log):
-    status, page, _ = outcome(main, [log("healthy")])
-    assert status == 0
-    assert page.splitlines()[0].endswith("healthy")
 
 
 def test_json_has_the_whole_diagnosis(log, tmp_path):
@@ -143,9 +136,7 @@ def test_what_is_neither_log_nor_tokens_is_named(tmp_path, monkeypatch, name, co
         status, page, _ = outcome(main, [path])
         assert (status, page.splitlines()[0]) == (1, f"{path}: one_row (sure)")
     for command in commands:
-        status, _, err = outcome(command, [path])
-        assert (status, err.count("\n")) == (2, 1)
-        assert f"{path} {said}" in err
+        assert f"{path} {said}" in refused(command, [path])
     if "texts" in said and not by_columns:
         for command in commands[:-1]:
             assert said in outcome(command, ["data"])[2]
@@ -185,26 +176,12 @@ def test_a_folder_with_texts_beside_its_log_is_read(tmp_path, log):
     assert outcome(main, [tmp_path / "run"])[0] == 0
 
 
-def test_a_log_needs_numpy_alone(log):
-    """A fresh interpreter reads a log without the packages of training, and names the one that a token file needs."""
-    heavy = ("jax", "jaxlib", "pyarrow", "transformers", "torch")
-    heavy += ("tyro", "pydantic", "yaml", "msgspec", "httpx", "tqdm")
-    program = f"""
-import sys
-sys.modules |= dict.fromkeys({heavy!r})
-from rljax.cli import cli
-print([name for name in {heavy!r} if sys.modules[name] is not None])
-sys.exit(cli())
-"""
-
-    def said(*words):
-        command = [sys.executable, "-c", program, "diagnose", *map(str, words)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        return done.returncode, done.stdout, done.stderr
-
-    status, out, err = said(log("healthy"))
-    assert (status, err, out.splitlines()[0]) == (0, "", "[]")
-    status, _, err = said(LOGS / "healthy.parquet")
+def test_a_healthy_log_has_status_0_and_needs_numpy_alone(log):
+    """A token file needs another package, which is named."""
+    status, page, err = rljax_with_only(["numpy"], "diagnose", log("healthy"))
+    assert (status, err) == (0, "")
+    assert page.splitlines()[0].endswith("healthy")
+    status, _, err = rljax_with_only(["numpy"], "diagnose", LOGS / "healthy.parquet")
     assert (status, err.count("\n")) == (2, 1)
     assert "a token file or a run directory needs the package" in err
 
@@ -220,19 +197,14 @@ sys.exit(cli())
 def test_a_mistake_is_one_line(tmp_path, name, text, said):
     if text is not None:
         (tmp_path / name).write_text(text)
-    status, out, err = outcome(main, [tmp_path / name])
-    assert (status, out) == (2, "")
-    assert said in err
-    assert len(err.strip().splitlines()) == 1
+    assert said in refused(main, [tmp_path / name])
 
 
 def test_a_column_that_is_not_there_or_has_two_roles_is_named():
-    status, _, err = outcome(main, [LOGS / "healthy.parquet", "--trainer", "hf"])
-    assert status == 2
-    assert "no column 'hf', but rollout, trainer" in err
-    status, _, err = outcome(main, [LOGS / "healthy.parquet", "--trainer", "rollout", "--rollout", "rollout"])
-    assert status == 2
-    assert "a column cannot be both --trainer and --rollout" in err
+    words = [LOGS / "healthy.parquet", "--trainer"]
+    assert "no column 'hf', but rollout, trainer" in refused(main, [*words, "hf"])
+    both = refused(main, [*words, "rollout", "--rollout", "rollout"])
+    assert "a column cannot be both --trainer and --rollout" in both
 
 
 def test_the_remedies_of_the_docs_are_those_of_the_table():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from records import record_row, write_record
+from toy_runs import printed, refused
 
 from rljax.commands.plot import main
-from rljax.errors import run_cli
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -18,19 +18,17 @@ def runs(tmp_path):
     return [write_record(tmp_path / name, [record_row(step) for step in range(1, 41)]) for name in ("one", "two")]
 
 
-def test_one_run_is_plotted_into_itself_and_several_here(runs, tmp_path, monkeypatch, capsys):
+def test_one_run_is_plotted_into_itself_and_several_here(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for arguments, out in (([runs[0]], runs[0] / "report.png"), ([*runs, "--smooth", "0.5"], Path("report.png"))):
-        assert run_cli(main, [str(argument) for argument in arguments]) == 0
-        assert capsys.readouterr().out == f"{out}\n"
+        assert printed(main, arguments) == f"{out}\n"
         assert out.exists()
 
 
-def test_chosen_metrics_have_a_panel_each(runs, tmp_path, capsys):
+def test_chosen_metrics_have_a_panel_each(runs, tmp_path):
     keys = "optimizer/grad_norm,policy/entropy,mismatch/log_ppl_abs_diff"
     out = tmp_path / "chosen.svg"
-    assert run_cli(main, [*map(str, runs), "--metrics", keys, "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}\n"
+    assert printed(main, [*runs, "--metrics", keys, "--out", out]) == f"{out}\n"
     text = out.read_text()
     assert all(f"<!-- {key} -->" in text for key in keys.split(","))
     assert "<!-- Reward -->" not in text
@@ -49,12 +47,8 @@ def test_chosen_metrics_have_a_panel_each(runs, tmp_path, capsys):
         (["one", "--metrics", "reward/mean,reward/man"], "no run has numbers under reward/man; the keys are those of"),
     ],
 )
-def test_the_programs_mistakes_take_one_line(runs, tmp_path, arguments, message, monkeypatch, capsys):
+def test_the_programs_mistakes_take_one_line(runs, tmp_path, arguments, message, monkeypatch):
     write_record(tmp_path / "empty", [])
-    write_record(tmp_path / "empty-row", [{"step": 1}])
     (write_record(tmp_path / "damaged", []) / "metrics.jsonl").write_text("rubbish\n{}\n")
     monkeypatch.chdir(tmp_path)
-    assert run_cli(main, arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
+    assert refused(main, arguments).startswith(f"error: {message}")

@@ -190,7 +190,6 @@ def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
     ("words", "message"),
     [
         (["nowhere.parquet", "out.parquet"], "no problems at nowhere.parquet: there is no such file"),
-        (["{bad}", "out.parquet"], "bad.jsonl: row 2: no right answer (reward_model.ground_truth, or answer)"),
         (["{plain}", "out.csv"], "OUT must end in .parquet, got out.csv"),
         (["{plain}", "out.parquet", "--max-prompt-tokens", "5"], "--model is needed"),
         (["{plain}", "out.parquet", "--samples", "8"], "--model is needed"),
@@ -199,7 +198,6 @@ def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
         (["{plain}", "out.parquet", "--model", "{model}", "--max-prompt-tokens", "2"], "no problem is left after the"),
         (["{plain}", "out.parquet", "--hold-out", "12"], "--hold-out 12 leaves nothing of 12 problems"),
         (["{plain}", "out.parquet", "--chat-template", "true"], "chat_template = true, but the tokenizer has none"),
-        (["{plain}", "out.parquet", "--form", "gsm8k"], "a row of the form gsm8k has question, and answer; the keys"),
         (["{plain}", "out.parquet", "--model", "{model}", "--enable-thinking", "false"], "enable_thinking is given"),
         (["{plain}", "out.parquet", "--check-answers", "-1"], "and --check-answers must not be negative"),
         (["owner/name", "out.parquet"], "owner/name is not a local file and the Hugging Face hub does not give it: "),
@@ -209,8 +207,7 @@ def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
 def test_a_mistake_is_one_line(words, message, tmp_path, model, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
-    places = {"bad": tmp_path / "bad.jsonl", "plain": DATA / "plain.jsonl", "model": model}
+    places = {"plain": DATA / "plain.jsonl", "model": model}
     assert run_cli(main, [word.format(**places) for word in words]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: ")

@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from toy_runs import refused
 
 from rljax.commands import compare
 from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
@@ -160,18 +161,15 @@ def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
         (["x.jsonl"], "needs at least two columns"),
         (["x.jsonl", "--trainer", "x"], "no column 'x'"),
         (["x.jsonl", "--scorer", "vllm:http://127.0.0.1:1"], "127.0.0.1:1"),
-        (["x.jsonl", "--scorer", "x"], "error: unknown scorer 'x'"),
         (["x.jsonl", "--scorer", "jax:float32"], "error: scorer 'jax:float32' needs a model directory"),
-        (["one", "--columns", "a"], "error: a comparison needs at least two"),
     ],
 )
 def test_a_mistake_takes_one_line_and_leaves_no_directory(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.jsonl").write_text('{"token_ids": [1, 2], "response_mask": [0, 1]}\n')
-    write_dump(tmp_path / "one", noisy_dump())
     assert run_cli(compare.main, [*words, "--out", str(tmp_path / "deep" / "out")]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "x.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl"]
 
 
 def floors_of(model, tmp_path, *words):
@@ -339,10 +337,8 @@ def test_a_role_is_named_on_the_command_line(tmp_path, capsys):
     assert "Nothing says" not in capsys.readouterr().out
     assert run_cli(compare.main, arguments) == 1
     assert "Nothing says" in capsys.readouterr().out
-    assert run_cli(compare.main, [*arguments, "--trainer", "p", "--rollout", "p"]) == 2
-    assert "cannot be both" in capsys.readouterr().err
-    assert run_cli(compare.main, [*arguments, "--trainer", "z"]) == 2
-    assert "no column 'z', but p, q" in capsys.readouterr().err
+    assert "cannot be both" in refused(compare.main, [*arguments, "--trainer", "p", "--rollout", "p"])
+    assert "no column 'z', but p, q" in refused(compare.main, [*arguments, "--trainer", "z"])
 
 
 def spoiled(change, rows=16, tokens=30):
@@ -388,10 +384,9 @@ def test_the_first_token_of_all_has_no_number_to_miss():
         (np.negative, "the sign turned"),
     ],
 )
-def test_numbers_above_zero_are_refused_in_a_line(tmp_path, capsys, change, words):
+def test_numbers_above_zero_are_refused_in_a_line(tmp_path, change, words):
     path = write_dump(tmp_path / "t", spoiled(change))
-    assert run_cli(compare.main, [str(path), "--out", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(compare.main, [path, "--out", tmp_path / "out"])
     assert "a log-probability is never above 0" in line
     assert words in line
 

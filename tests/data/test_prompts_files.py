@@ -111,16 +111,12 @@ def test_each_command_reads_a_file_in_the_same_way(command, tmp_path):
     if command == "prepare":
         found = read_problems(tmp_path / "first.parquet")
         assert [(one["prompt"], one["answer"]) for one in found] == [(f"{i}+1=", str(i + 1)) for i in range(4)]
-    for wrong, message in (
-        ({"input": "1+1="}, "there is no meta.sol; the keys are input"),
-        (rows[0] | {"input": "1\ud835+1="}, "the prompt holds half a character, the lone surrogate"),
-    ):
-        written(path, [*rows, wrong])
-        status, _, error = run(tmp_path / "second")
-        assert status == 2
-        assert error.splitlines()[-1].startswith("error: ")
-        assert "Traceback" not in error
-        assert f"x.jsonl: row 5: {message}" in error
+    written(path, [*rows, {"input": "1+1="}])
+    status, _, error = run(tmp_path / "second")
+    assert status == 2
+    assert error.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in error
+    assert "x.jsonl: row 5: there is no meta.sol; the keys are input" in error
 
 
 def test_rows_of_parquet_are_counted_from_one(tmp_path):

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from waiting import until
 
 from rljax.distributed.ownership import claim, provably_dead, read
 from rljax.errors import OwnedError
@@ -87,9 +88,7 @@ def test_a_living_owner_is_refused_and_a_killed_one_replaced(path):
     with pytest.raises(OwnedError, match=f"held by process {child.pid} on "):
         claim(path, stale_s=0.1)
     child.kill()
-    deadline = time.monotonic() + 10
-    while not provably_dead(path) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: provably_dead(path), 10)
     began = time.monotonic()
     with claim(path) as owner:  # nobody waits for the child, and a zombie is dead, too
         assert time.monotonic() - began < 5
@@ -140,10 +139,7 @@ def test_a_remote_owner_without_heartbeat_is_replaced(path, elsewhere, seconds, 
 def test_the_heartbeat_moves_its_own_record_alone(path):
     with claim(path, heartbeat_s=0.05) as owner:
         age(path, 3600)
-        deadline = time.monotonic() + 10
-        while path.stat().st_mtime < time.time() - 60 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert path.stat().st_mtime > time.time() - 60
+        until(lambda: path.stat().st_mtime > time.time() - 60, 10)
         path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(owner.record, token="another's"))))
         age(path, 3600)
         time.sleep(0.3)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from paper_figures import ALL_PANELS, FIGURES, bucket_means, main, plot_figure, sequence_ratios, slope_of_ratio
 from records import record_row, small_dump, write_record
+from toy_runs import printed, refused
 
-from rljax.errors import run_cli
 from rljax.record.figure import Run, plot_grid, read_runs
 from rljax.record.token_dumps import write_dump
 
@@ -96,15 +96,12 @@ def test_the_table_names_arms_of_the_page():
     assert {run for paper in FIGURES.values() for run in paper.runs} <= arms
 
 
-def test_the_program_plots_into_the_current_directory(runs, tmp_path, monkeypatch, capsys):
+def test_the_program_plots_into_the_current_directory(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run_cli(main, ["9", *map(str, runs), "--labels", "a,b"]) == 0
-    assert capsys.readouterr().out == "figure_9.png\n"
+    assert printed(main, ["9", *runs, "--labels", "a,b"]) == "figure_9.png\n"
     assert (tmp_path / "figure_9.png").exists()
-    assert run_cli(main, ["14", *map(str, runs)]) == 2
-    assert capsys.readouterr().err.startswith("error: expected one of 1, 2, 3, 6, 7,")
-    assert run_cli(main, ["9", *map(str, runs), "--labels", "a"]) == 2
-    assert "expected 2 labels, one per run, got 1" in capsys.readouterr().err
+    assert refused(main, ["14", *runs]).startswith("error: expected one of 1, 2, 3, 6, 7,")
+    assert "expected 2 labels, one per run, got 1" in refused(main, ["9", *runs, "--labels", "a"])
 
 
 def run_of(rows):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from pictures import coloured_share
+from records import study_row, write_record
 from study import main, read_study, run_command
 from study_rows import read_table
 
@@ -30,24 +31,16 @@ def study_file(tmp_path):
 
 
 def write_run(directory, rewards, surge):
-    directory.mkdir(parents=True)
-    with (directory / "metrics.jsonl").open("w") as file:
-        for step, reward in enumerate(rewards, 1):
-            row = {
-                "step": step,
-                "reward/mean": reward,
-                "response_length/mean": 5.0 + step,
-                "mismatch/log_ppl_abs_diff": 1e-3,
-                "mismatch/k3_kl": 1e-4,
-                "optimizer/grad_norm": 0.5,
-                "optimizer/skipped_updates": 0,
-                "schedule/learning_rate": 1e-4,
-                "schedule/surge_step": surge if step >= surge else None,
-                "schedule/decay_period": None,
-                "is/token_fraction_above": 0.02,
-                "time/step_s": 36.0,
-            }
-            file.write(json.dumps(row) + "\n")
+    rows = [study_row(step, reward, surge) | {"time/step_s": 36.0} for step, reward in enumerate(rewards, 1)]
+    write_record(directory, rows)
+
+
+def write_complete_run(directory, reward, steps, surge):
+    """Writes a run with what its end leaves, so that a study does not run it again."""
+    write_run(directory, [reward] * steps, surge)
+    (directory / "summary.json").write_text(json.dumps({"steps": steps}))
+    (directory / "report.png").touch()
+    (directory / "config.yaml").write_text(f"run: {{steps: {steps}}}")
 
 
 def test_a_study_becomes_command_lines(study_file, tmp_path):
@@ -103,11 +96,7 @@ def test_the_report_is_made_from_run_directories_alone(study_file, tmp_path, cap
 def test_runs_of_another_machine_are_reported_and_not_run_again(study_file, tmp_path, capsys):
     write_run(tmp_path / "first" / "constant-0", [0.75] * 50, surge=5)
     assert main([str(study_file), "--out", str(tmp_path / "first"), "--report-only"]) == 0
-    write_run(tmp_path / "second" / "triggered-0", [0.25] * 50, surge=7)
-    complete = tmp_path / "second" / "triggered-0"
-    (complete / "summary.json").write_text('{"steps": 50}')
-    (complete / "report.png").touch()
-    (complete / "config.yaml").write_text("run: {steps: 50}")
+    write_complete_run(tmp_path / "second" / "triggered-0", 0.25, steps=50, surge=7)
     rows = ["--rows", str(tmp_path / "first" / "rows.parquet")]
     assert main([str(study_file), "--out", str(tmp_path / "second"), "--seeds", "0", *rows]) == 0
     assert not (tmp_path / "second" / "constant-0").exists()
@@ -146,11 +135,7 @@ def test_runs_that_fail_are_named_with_their_logs(tmp_path, capsys):
     """A complete run is not run again. rljax.train itself refuses the other command line."""
     path = tmp_path / "bad.yaml"
     path.write_text(STUDY.replace("configs/quickstart.yaml", str(tmp_path / "nowhere.yaml")))
-    write_run(tmp_path / "out" / "constant-0", [0.5] * 30, surge=6)
-    complete = tmp_path / "out" / "constant-0"
-    (complete / "summary.json").write_text('{"steps": 30}')
-    (complete / "report.png").touch()
-    (complete / "config.yaml").write_text("run: {steps: 30}")
+    write_complete_run(tmp_path / "out" / "constant-0", 0.5, steps=30, surge=6)
     assert main([str(path), "--out", str(tmp_path / "out"), "--seeds", "0", "--jobs", "2"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if line.startswith("failed")] == [

@@ -3,24 +3,13 @@
 import numpy as np
 import pytest
 from exact_tests import sign_flip_p
+from records import study_row
 from study import read_study
 from study_area import area, areas_of, compare, comparison_figure, dose_figure, markdown, power, tables
 
 
 def rows(rewards, surge=None):
-    """Returns rows with these mean rewards. The surge is called at a step, if one is given."""
-    return [
-        {
-            "step": step,
-            "reward/mean": reward,
-            "schedule/surge_step": surge if surge and step >= surge else None,
-            "schedule/learning_rate": 1e-3,
-            "optimizer/skipped_updates": 0,
-            "is/token_fraction_above": 0.0,
-            "time/step_s": 1.0,
-        }
-        for step, reward in enumerate(rewards, 1)
-    ]
+    return [study_row(step, reward, surge) for step, reward in enumerate(rewards, 1)]
 
 
 RUNS = {

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from records import study_row
 from subject_base import packed_rows
 from subject_search import fork_step, growth, judge
 from subject_task import ALPHABET, MAX_PROMPT_TOKENS, Mistakes, short_problem, solution, worked_sum, worked_word
@@ -69,21 +70,7 @@ def test_rows_are_packed_with_whole_solutions():
 
 def rows_of(rewards, mismatch):
     return [
-        {
-            "step": step,
-            "reward/mean": reward,
-            "response_length/mean": 9.0,
-            "mismatch/log_ppl_abs_diff": value,
-            "mismatch/k3_kl": 1e-3,
-            "optimizer/grad_norm": 0.5,
-            "optimizer/skipped_updates": 0,
-            "policy/entropy": 0.2,
-            "schedule/learning_rate": 1e-3,
-            "schedule/surge_step": None,
-            "schedule/decay_period": None,
-            "is/token_fraction_above": 0.0,
-            "time/step_s": 1.0,
-        }
+        study_row(step, reward) | {"mismatch/log_ppl_abs_diff": value}
         for step, (reward, value) in enumerate(zip(rewards, mismatch, strict=True), 1)
     ]
 

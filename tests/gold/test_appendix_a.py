@@ -107,17 +107,6 @@ def test_each_term_measured_by_itself(rate):
     np.testing.assert_allclose(found, [a, b, c_bias + c_noise], rtol=1e-9)
 
 
-def test_the_loss_at_the_peak_falls_with_the_square_of_the_rate():
-    rng = np.random.default_rng(2)
-    peak = rng.standard_normal(4)
-    objective, gradient = quadratic(np.full(4, 1.7), peak)
-    assert np.all(gradient(peak) == 0)
-    values, weights = noisy(rng, rng.standard_normal(4))
-    losses = [-progress(objective, peak, rate, values, weights) for rate in (0.4, 0.2, 0.1)]
-    np.testing.assert_allclose(np.divide(losses[1:], losses[:-1]), 0.25, rtol=1e-10)
-    assert losses[0] == pytest.approx(0.5 * 1.7 * 0.16 * (weights @ np.sum(values**2, axis=1)), rel=1e-12)
-
-
 def test_noise_sets_the_largest_rate_that_still_makes_progress():
     """For unbiased g the expected change becomes negative at the rate 2 |grad|^2 / (L (|grad|^2 + var))."""
     rng = np.random.default_rng(3)

@@ -57,13 +57,6 @@ SHAPES = {
 }  # fmt: skip
 
 
-def _python() -> str | None:
-    try:
-        return str(vllm_python())
-    except RuntimeError:
-        return None
-
-
 def pytest_collection_modifyitems(items):
     """Orders the tests so that the server of each dtype starts once.
 
@@ -173,10 +166,10 @@ class Served:
 def vllm_interpreter() -> str:
     if os.environ.get("RLJAX_SKIP_VLLM") == "1":
         pytest.skip("RLJAX_SKIP_VLLM=1")
-    python = _python()
-    if python is None:
+    try:
+        return str(vllm_python())
+    except RuntimeError:
         pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
-    return python
 
 
 @pytest.fixture(scope="session")
@@ -184,25 +177,13 @@ def make_model(tmp_path_factory) -> Callable[..., Model]:
     @functools.cache
     def make(tied: bool, repeats_head: bool = False) -> Model:
         import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-        from transformers_models import repeat_head
+        from transformers import Qwen3ForCausalLM
+        from transformers_models import hf_config, repeat_head
 
         torch.manual_seed(0)
         path = tmp_path_factory.mktemp("tied" if tied else "untied")
-        config = Qwen3Config(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=1024,
-            tie_word_embeddings=tied,
-            initializer_range=0.1,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
+        more = {"max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": 1}
+        config = hf_config((256, 64, 128, 2, 4, 2, 32, tied, 10_000.0), "Qwen3", **more)
         Qwen3ForCausalLM(config).save_pretrained(path)
         if repeats_head:
             repeat_head(path)

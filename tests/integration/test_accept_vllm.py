@@ -35,9 +35,8 @@ def _short_watch(monkeypatch):
 def toy(toy_base, start_server):
     """A server of the practised toy base, whose weights are the first ones before and after each test."""
     model = Model(toy_base, *[None] * 3)
-    served = Served(start_server(model, "bfloat16"), model, "bfloat16")
-    yield served
-    served.server.stop()
+    with start_server(model, "bfloat16") as server:
+        yield Served(server, model, "bfloat16")
 
 
 def accepted(served, out, *options, model=None):
@@ -160,11 +159,8 @@ def test_faults_of_a_servers_start_are_each_named(toy_base, start_server, tmp_pa
     (tmp_path / "sampling/generation_config.json").write_text('{"temperature": 0.6, "top_k": 5, "eos_token_id": 13}')
     more = ("--generation-config", str(tmp_path / "sampling"), "--kv-cache-dtype", "fp8_e5m2")
     model = Model(theirs, *[None] * 3)
-    server = start_server(model, "bfloat16", more=more)
-    try:
+    with start_server(model, "bfloat16", more=more) as server:
         status, checks, page = accepted(Served(server, model, "bfloat16"), tmp_path / "out", model=toy_base)
-    finally:
-        server.stop()
     assert status == 1
     assert failed(checks) == ["server", "tokens", "log-probabilities"], page
     wanted = ["form of the cache is fp8_e5m2", "rope_parameters", "'temperature': 0.6", "'top_k': 5"]
@@ -189,11 +185,8 @@ def test_weights_that_differ_in_the_servers_files_fail(toy_base, start_server, t
         tensors[down] = tensors[down] * 0
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
     model = Model(theirs, *[None] * 3)
-    server = start_server(model, "bfloat16")
-    try:
+    with start_server(model, "bfloat16") as server:
         status, checks, page = accepted(Served(server, model, "bfloat16"), tmp_path / "out", model=toy_base)
-    finally:
-        server.stop()
     assert (status, failed(checks)) == (1, ["log-probabilities"]), page
 
 
@@ -207,11 +200,8 @@ def test_a_clean_pair_of_each_family_passes(start_server, tmp_path, family, dtyp
     build_tokenizer().save(path)
     assert load_params(path, config)
     model = Model(path, *[None] * 3)
-    server = start_server(model, dtype)
-    try:
-        steps = "20" if (family, dtype) == ("qwen2", "float32") else "2"
+    steps = "20" if (family, dtype) == ("qwen2", "float32") else "2"
+    with start_server(model, dtype) as server:
         status, checks, page = accepted(Served(server, model, dtype), tmp_path / "out", "--steps", steps)
-    finally:
-        server.stop()
     assert (status, failed(checks)) == (0, []), page
     assert checks["training"]["says"].startswith(f"{steps} steps, ")

@@ -3,10 +3,10 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
 from toy_runs import TIMEOUT, comparable, complete, completed, start, tiny, wait_for_rows
+from waiting import has_rows, until
 
 from rljax.distributed.ownership import read
 
@@ -19,10 +19,7 @@ def test_of_two_started_at_once_one_trains(toy_base, tmp_path):
     words = tiny(toy_base, run_dir, 40)
     children = [start(words), start(words)]
     try:
-        deadline = time.monotonic() + TIMEOUT
-        while all(child.poll() is None for child in children):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: any(child.poll() is not None for child in children), TIMEOUT)
         refused, trains = sorted(children, key=lambda child: child.returncode is None)
         output = refused.communicate()[0]
         assert refused.returncode == 2, output
@@ -48,9 +45,7 @@ def complete_while(words, run_dir, act):
     """Trains to the end in this process, and calls ``act`` once the run has written three rows."""
 
     def wait_and_act():
-        path, deadline = run_dir / "metrics.jsonl", time.monotonic() + TIMEOUT
-        while time.monotonic() < deadline and not (path.exists() and path.read_bytes().count(b"\n") >= 3):
-            time.sleep(0.005)
+        until(lambda: has_rows(run_dir, 3), TIMEOUT, every_s=0.005)
         act()
 
     actor = threading.Thread(target=wait_and_act)

@@ -12,13 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 from programs import bash, of_script, program
-from toy_runs import ROOT, comparable, environment, wait_for_rows
+from toy_runs import ROOT, TOY_BASE, comparable, environment, wait_for_rows
 from vllm_processes import kill_worker, members
 
-from rljax.data.toy import build_tokenizer
-from rljax.policy.config import toy_config
-from rljax.policy.hf import save_params
-from rljax.policy.model import init_params
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.run.directory import saved_steps
 from rljax.weights.access import read_api_key
@@ -60,17 +56,8 @@ def marked(mark):
     return found
 
 
-@pytest.fixture(scope="module")
-def fresh_base(tmp_path_factory):
-    """Returns the folder of the toy policy as initialised. No test here depends on its answers."""
-    out = tmp_path_factory.mktemp("fresh")
-    save_params(out, init_params(toy_config(), 0), toy_config())
-    build_tokenizer().save(out)
-    return out
-
-
 @pytest.fixture
-def launch(vllm_interpreter, fresh_base, tmp_path):
+def launch(vllm_interpreter, tmp_path):
     """Starts the script in a session of its own, as a terminal does. Processes that are left at the end are killed."""
     mark = uuid.uuid4().hex
     started = []
@@ -78,7 +65,7 @@ def launch(vllm_interpreter, fresh_base, tmp_path):
     def run(*options):
         # A test run in the background hands down an ignored SIGINT, and bash cannot trap a signal that was ignored.
         words = ["env", "--default-signal=INT", "bash", SCRIPT, CONFIG, "--", *SMALL, *options]
-        where = ["--model.path", str(fresh_base), "--run.dir", str(tmp_path / "run")]
+        where = ["--model.path", str(TOY_BASE), "--run.dir", str(tmp_path / "run")]
         venv = str(Path(vllm_interpreter).parents[1])
         started.append(
             subprocess.Popen(
@@ -192,10 +179,10 @@ SHARE = ("--gpu-memory-utilization", "0.4", "--dry-run", "--", "--model.path")
 
 
 @pytest.fixture(scope="module")
-def shared(fresh_base):
+def shared():
     """Returns the dry run of a server and a trainer on one GPU, with a key and a head in float32."""
     key = ("--rollout.api-key-file", "/secrets/key", "--precision.lm-head-dtype", "float32")
-    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(fresh_base), *key)
+    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), *key)
     assert code == 0, err
     return out
 
@@ -237,13 +224,13 @@ def test_the_environment_has_cuda_where_nvidia_smi_finds_a_gpu(tmp_path, status,
     assert found == (0, extra + "\n", "")
 
 
-def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(shared, unplanned, fresh_base):
+def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(shared, unplanned):
     code, _, err = outcome(CONFIG, *SHARED, "--dry-run")
     assert (code, err) == (2, "single_node: GPU 0 is to train and to serve: give --gpu-memory-utilization\n")
     assert "-- --gpu-memory-utilization 0.4" in shared
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in shared
     assert "sleep" not in shared
-    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(fresh_base), "--rollout.colocated", "true", **unplanned)
+    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), "--rollout.colocated", "true", **unplanned)
     assert code == 0, err
     assert "-- --gpu-memory-utilization 0.4 --enable-sleep-mode" in out
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform" in out

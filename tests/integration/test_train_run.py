@@ -18,8 +18,8 @@ from toy_runs import (
     complete,
     complete_signalled,
     completed,
-    outcome,
     printed,
+    refused,
     start,
     tiny,
     wait_for_rows,
@@ -248,9 +248,8 @@ def test_exported_checkpoint_is_the_trained_policy(dtype, uninterrupted, toy_bas
 
 
 def test_missing_checkpoint_is_named(uninterrupted, tmp_path):
-    code, _, err = outcome(export.main, [uninterrupted, tmp_path / "x", "--step", "77"])
-    assert code == 2
-    assert err.startswith("error: no checkpoint of step 77")
+    words = [uninterrupted, tmp_path / "x", "--step", "77"]
+    assert refused(export.main, words).startswith("error: no checkpoint of step 77")
 
 
 @pytest.mark.parametrize("main", [export.main, evaluate.main])
@@ -260,8 +259,5 @@ def test_a_damaged_checkpoint_is_one_line(main, uninterrupted, tmp_path):
     largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:1000])
     words = [run, tmp_path / "out"] if main is export.main else ["--path", newest]
-    code, out, err = outcome(main, words)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: checkpoint {STEPS} in {run}/checkpoints is damaged: ")
-    assert len(err.splitlines()) == 1
+    assert refused(main, words).startswith(f"error: checkpoint {STEPS} in {run}/checkpoints is damaged: ")
     assert newest.exists()

@@ -25,13 +25,12 @@ def model(tmp_path_factory):
     It is wide enough that bfloat16 rounds differently in another order of sums.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
+    from transformers_models import hf_config
 
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("decoded")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = Qwen3Config(vocab_size=509, max_position_embeddings=1024, initializer_range=0.1, **sizes, **heads)
+    config = hf_config((509, 256, 512, 4, 4, 2, 64, True, 10_000.0), "Qwen3", max_position_embeddings=1024)
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
 

@@ -54,9 +54,8 @@ def served(request, start_server, tmp_path_factory):
     if dtype == "bfloat16" and config.tie_word_embeddings:
         repeat_head(path)
     model = Model(path, config, params, json.loads(json.dumps(config_to_hf(config, dtype))))
-    server = start_server(model, dtype)
-    yield Served(server, model, dtype)
-    server.stop()
+    with start_server(model, dtype) as server:
+        yield Served(server, model, dtype)
 
 
 def test_what_is_published_is_proven_and_sampled_from(served):

@@ -4,7 +4,6 @@ Faults are planted in vLLM.
 """
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +20,8 @@ from rljax.errors import run_cli
 from rljax.policy.hf import save_params
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import GIVEN, PROBE
-from rljax.rollout.servers.vllm.taps import refusal
 
+pytestmark = [pytest.mark.vllm, pytest.mark.harness]
 DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float32"], indirect=True)
 TOKENS = np.random.default_rng(0).integers(2, 250, 60).astype(np.int32)
 
@@ -45,8 +44,6 @@ def restore(served):
         pass
 
 
-@pytest.mark.vllm
-@pytest.mark.harness
 @DTYPES
 def test_a_sound_server_is_rounding_evenly(served):
     restore(served)
@@ -59,8 +56,6 @@ def test_a_sound_server_is_rounding_evenly(served):
     assert ask(served, "sabotage_layers", "off") == {"hooks": 0}
 
 
-@pytest.mark.vllm
-@pytest.mark.harness
 @DTYPES
 def test_planted_faults_are_found_at_their_places(served, tmp_path):
     restore(served)
@@ -89,8 +84,6 @@ def part_of_layer(ours, theirs):
     return ours.at[1].set(theirs[1])
 
 
-@pytest.mark.vllm
-@pytest.mark.harness
 def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
     """The given array has fewer tokens than the prompt.
 
@@ -110,8 +103,6 @@ def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
     assert ask(bfloat16, "rljax_tap", str(tmp_path), "other")["error"].startswith("it does not see")
 
 
-@pytest.mark.vllm
-@pytest.mark.harness
 def test_the_program_looks_into_a_server(bfloat16, tmp_path, capsys):
     """The command line finds a server with another key projection in layer 1, beside a sound scorer."""
     restore(bfloat16)
@@ -124,24 +115,3 @@ def test_the_program_looks_into_a_server(bfloat16, tmp_path, capsys):
         assert run_cli(compare.main, arguments) == 1
     assert "verdict: layer 1, key projection (own error" in capsys.readouterr().out
     assert run_cli(compare.main, arguments) == 0
-
-
-def described(*, eager=True, mode=0, stages=1, workers=1):
-    model = SimpleNamespace(enforce_eager=eager)
-    parallel = SimpleNamespace(pipeline_parallel_size=stages, tensor_parallel_size=workers)
-    return SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(mode=mode), parallel_config=parallel)
-
-
-def test_a_server_that_hides_its_operations_is_refused():
-    """The description has vLLM's configuration, and the runner does not tell which rows belong to which request."""
-    runner = SimpleNamespace(model=SimpleNamespace())
-    assert "compiled or captured in graphs" in refusal(described(mode=3), runner)
-    assert "start it with --enforce-eager" in refusal(described(eager=False), runner)
-    assert "pipeline stages" in refusal(described(stages=2), runner)
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in refusal(described(), runner)
-    runner = SimpleNamespace(input_batch=None, query_start_loc=None, model=SimpleNamespace())
-    assert "its model SimpleNamespace is not of a family" in refusal(described(), runner)
-    body = SimpleNamespace(layers=[SimpleNamespace(linear_attn=None)])
-    runner.model = SimpleNamespace(model=body, logits_processor=None)
-    assert "its delta nets are split over workers" in refusal(described(workers=2), runner)
-    assert refusal(described(), runner) == ""

@@ -1,4 +1,4 @@
-"""The plugin without a server: its imports, its request to the kernel, and its files.
+"""The plugin without a server: its imports, its request to the kernel, its files, and servers that it refuses.
 
 One program under vLLM's interpreter shows the first two, because importing vLLM takes far longer than the checks.
 """
@@ -8,10 +8,12 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from rljax.rollout.servers.vllm.taps import refusal
 from rljax.weights.format import PROTOCOL
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import WeightDirectory
@@ -62,9 +64,10 @@ print(json.dumps(said))
 """
 
 
-@pytest.fixture(scope="module")
-def said(vllm_interpreter):
-    """Returns the output of the program. It finds rljax as vLLM does, as an installed package."""
+@pytest.mark.vllm
+@pytest.mark.harness
+def test_it_registers_and_asks_for_tiles_where_there_are_some(vllm_interpreter):
+    """The program finds rljax as vLLM does, as an installed package. It registers where torch knows no tiles, too."""
     done = subprocess.run(
         [vllm_interpreter, "-c", PROGRAM],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
@@ -75,20 +78,9 @@ def said(vllm_interpreter):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.vllm
-@pytest.mark.harness
-@pytest.mark.skipif(not AMX, reason="this processor has no AMX tiles")
-def test_it_gets_the_permission_to_use_tiles(said):
-    assert said["granted"] == [False, True]
-
-
-@pytest.mark.vllm
-@pytest.mark.harness
-def test_it_registers_where_torch_knows_no_tiles(said):
+    said = json.loads(done.stdout.splitlines()[-1])
     assert said["registered_without"] == ["_is_amx_tile_supported", "_init_amx"]
+    assert not AMX or said["granted"] == [False, True]
 
 
 def test_an_update_does_not_leave_its_directory(tmp_path):
@@ -113,3 +105,24 @@ def test_an_update_does_not_leave_its_directory(tmp_path):
         for other in (f"../{name}", str(tmp_path / name), ".."):
             (version.path / "version.json").write_text(described.replace(f'"{name}"', json.dumps(other)))
             assert "a file outside its directory" in refusal(version.path)
+
+
+def described(*, eager=True, mode=0, stages=1, workers=1):
+    model = SimpleNamespace(enforce_eager=eager)
+    parallel = SimpleNamespace(pipeline_parallel_size=stages, tensor_parallel_size=workers)
+    return SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(mode=mode), parallel_config=parallel)
+
+
+def test_a_server_that_hides_its_operations_is_refused():
+    """The description has vLLM's configuration, and the runner does not tell which rows belong to which request."""
+    runner = SimpleNamespace(model=SimpleNamespace())
+    assert "compiled or captured in graphs" in refusal(described(mode=3), runner)
+    assert "start it with --enforce-eager" in refusal(described(eager=False), runner)
+    assert "pipeline stages" in refusal(described(stages=2), runner)
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in refusal(described(), runner)
+    runner = SimpleNamespace(input_batch=None, query_start_loc=None, model=SimpleNamespace())
+    assert "its model SimpleNamespace is not of a family" in refusal(described(), runner)
+    body = SimpleNamespace(layers=[SimpleNamespace(linear_attn=None)])
+    runner.model = SimpleNamespace(model=body, logits_processor=None)
+    assert "its delta nets are split over workers" in refusal(described(workers=2), runner)
+    assert refusal(described(), runner) == ""

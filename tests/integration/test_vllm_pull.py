@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import subprocess
 import sys
 
@@ -184,14 +183,9 @@ def test_a_delta_to_weights_of_nobody_is_not_loaded(bfloat16, pulling):
         engine.publish(adamw_step(bfloat16.model.params, seed=3), 1)
 
 
-PREVIOUS = pytest.param("previous", "", marks=pytest.mark.harness)
-
-
-@pytest.mark.parametrize(("how", "of"), [("skip", "model.layers.1.mlp.down_proj.weight"), PREVIOUS])
-def test_a_worker_that_loads_something_else_is_caught(bfloat16, pulling, how, of):
-    rpc(bfloat16, "sabotage_load", "off", "")  # the worker keeps what it loads from now on
-    engine = pulling(bfloat16)
-    with sabotaged(bfloat16, "load", how, of), pytest.raises(VerificationError, match=OTHER_BITS):
+def test_a_worker_that_loads_something_else_is_caught(bfloat16, pulling):
+    engine, left_out = pulling(bfloat16), "model.layers.1.mlp.down_proj.weight"
+    with sabotaged(bfloat16, "load", "skip", left_out), pytest.raises(VerificationError, match=OTHER_BITS):
         engine.publish(adamw_step(bfloat16.model.params, seed=11), 1)
     engine.publish(adamw_step(bfloat16.model.params, seed=12), 2)
 
@@ -249,7 +243,6 @@ def test_the_mirror_goes_with_its_users(bfloat16, pulling):
     """When another run publishes first, the server leaves the earlier run's mirror. Nobody else uses it, so it goes."""
     engine = pulling(bfloat16)
     before = mirror_of(engine).root
-    assert not math.isnan(pulling.first["publish/seconds"])
     engine.close()
     pulling(bfloat16)
     assert not before.exists()

@@ -19,9 +19,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.processes]
 def two_workers(servers, make_model, start_server):
     servers.stop()
     model = make_model(False)
-    server = start_server(model, "bfloat16", workers=2)
-    yield Served(server, model, "bfloat16")
-    server.stop()
+    with start_server(model, "bfloat16", workers=2) as server:
+        yield Served(server, model, "bfloat16")
 
 
 def places(served):

@@ -15,15 +15,11 @@ BY_NAME = {overlay.name: overlay for overlay in OVERLAYS}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
-def test_an_overlay_is_what_the_api_server_takes(overlay):
+def test_an_overlay_is_valid_and_what_it_refers_to_is_there(overlay):
     objects = rendered(overlay)
     assert len(objects) >= 8
     assert schema_problems(objects) == []
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
-def test_what_an_overlay_refers_to_is_there(overlay):
-    assert reference_problems(rendered(overlay)) == []
+    assert reference_problems(objects) == []
 
 
 def at(value, path):

@@ -65,20 +65,15 @@ def test_a_run_trains_in_two_pods(manifests, tmp_path):
     assert [path.name for path in (tmp_path / "run/logs").iterdir()] == ["process_1.log"]
 
 
-@pytest.mark.parametrize("missing", sorted(NEEDED))
-def test_without_a_permission_there_is_no_cluster(manifests, tmp_path, missing):
+@pytest.mark.parametrize("missing", [*sorted(NEEDED), "index"], ids=str)
+def test_without_a_permission_or_an_index_there_is_no_cluster(manifests, tmp_path, missing):
     job, jobset, namespace, may = manifests
-    found = in_pods(tmp_path, ["-c", FORMED], job, jobset, namespace, [one for one in may if tuple(one) != missing])
+    said = "Kubernetes API Error: 403"
+    if missing == "index":
+        job, said = {**job, "completionMode": "NonIndexed"}, "jobs must be indexed"
+    may = [one for one in may if tuple(one) != missing]
+    found = in_pods(tmp_path, ["-c", FORMED], job, jobset, namespace, may)
     assert len(found["processes"]) == 2
     for status, _, errors in found["processes"]:
         assert status != 0
-        assert "Kubernetes API Error: 403" in errors
-
-
-def test_a_job_that_is_not_indexed_forms_none(manifests, tmp_path):
-    job, jobset, namespace, may = manifests
-    found = in_pods(tmp_path, ["-c", FORMED], {**job, "completionMode": "NonIndexed"}, jobset, namespace, may)
-    assert len(found["processes"]) == 2
-    for status, _, errors in found["processes"]:
-        assert status != 0
-        assert "jobs must be indexed" in errors
+        assert said in errors

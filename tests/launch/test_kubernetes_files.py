@@ -21,7 +21,7 @@ RUN = FOLDER / "run.sh"
 IN_IMAGE = "/opt/rljax"  # where the images have the checkout
 
 
-@pytest.mark.parametrize("script", ["launch/kubernetes/run.sh", "tools/test_kubernetes.sh"])
+@pytest.mark.parametrize("script", ["launch/kubernetes/run.sh", "launch/tpu.sh", "tools/test_kubernetes.sh"])
 def test_a_script_is_bash(script):
     assert bash("-n", ROOT / script) == (0, "", "")
 

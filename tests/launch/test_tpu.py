@@ -42,10 +42,6 @@ def remote(case):
     return found
 
 
-def test_the_script_is_bash():
-    assert bash("-n", SCRIPT) == (0, "", "")
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("xpk")])
 def test_every_host_is_given_every_command(case):
     for words in dry_run(case):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rljax.mismatch import importance_weights, merge, mismatch_metrics, mismatch_statistics, read_tokens, rejection_mask
+from rljax.mismatch import merge, mismatch_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.correction import finalize_importance, importance_statistics
 from rljax.mismatch.metrics import finalize_mismatch
 
@@ -133,28 +133,10 @@ def test_packed_and_merged_on_the_device_equal_the_host(data):
     if data.draw(st.booleans()):
         parts.reverse()
     found = finalize_mismatch(jax.device_get(merge_on_device(*parts)))
+    assert all(type(value) is float for value in found.values())
     # A correlation of nearly constant probabilities is as uncertain as float32 makes the probabilities.
     assert found.pop("pearson_corr") == pytest.approx(expected.pop("pearson_corr"), abs=1e-6)
     assert_same(found, expected, 2e-6, 0.0101)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.data(), st.sampled_from(["token", "sequence", "geometric"]), st.booleans())
-def test_corrections_do_not_depend_on_packing(data, level, normalize):
-    trainer, rollout, mask, _ = data.draw(batches())
-    slot = np.arange(mask.size).reshape(mask.shape).astype(np.int32)
-    rows, packed_mask, ids = pack(data.draw, (trainer, rollout, slot), mask)
-    chosen = {"level": level, "mode": "truncate", "threshold": 1.01, "normalize": normalize}
-    plain, plain_stats = importance_weights(trainer, rollout, mask, **chosen)
-    packing = {"sequence_ids": ids, "num_sequences": MAX_SEQUENCES}
-    packed, packed_stats = importance_weights(rows[0], rows[1], packed_mask, **chosen, **packing)
-    np.testing.assert_allclose(packed[packed_mask], plain.ravel()[rows[2][packed_mask]], rtol=1e-12)
-    assert not packed[~packed_mask].any()
-    assert packed_stats == pytest.approx(plain_stats, rel=1e-11)
-    kept, kept_stats = rejection_mask(trainer, rollout, mask, statistic="k3", threshold=1e-4)
-    packed_kept, stats = rejection_mask(rows[0], rows[1], packed_mask, statistic="k3", threshold=1e-4, **packing)
-    np.testing.assert_array_equal(packed_kept[packed_mask], kept.ravel()[rows[2][packed_mask]])
-    assert stats == kept_stats
 
 
 @settings(max_examples=30, deadline=None)

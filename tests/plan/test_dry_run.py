@@ -1,14 +1,14 @@
 """Tests of the dry run's numbers by hand, of models by name, and of the profile of chosen steps."""
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from changed_configs import changed
+from toy_runs import outcome
 
+from rljax import train
 from rljax.plan.dry_run import beside_bytes, check_shapes, dry_run, in_units, planned_bytes, shape_mesh, state_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES, is_hub_id, model_directory, policy_shape
@@ -16,7 +16,6 @@ from rljax.run.config import Config, RunConfig
 from rljax.run.timers import StepProfiler
 from rljax.sharding import MeshConfig
 
-ROOT = Path(__file__).parents[2]
 TINY = PolicyConfig(24, 32, 64, 3, 4, 2, 8, tie_word_embeddings=True)
 # The parameters are the embedding, 3 blocks of (q, k, v, o, MLP, two norms of the width, two of a head), and the last
 # norm.
@@ -157,16 +156,9 @@ def test_a_mesh_without_a_number_takes_the_devices_here():
 
 def test_from_the_command_line_nothing_is_made(tmp_path):
     words = ["configs/quickstart.yaml", "--model.path", "Qwen/Qwen3-0.6B", "--run.dir", str(tmp_path / "run")]
-    done = subprocess.run(
-        [sys.executable, "-m", "rljax.train", *words, "--dry-run", "--mesh.fsdp", "8"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "parameters     596,049,920" in done.stdout
+    status, out, err = outcome(train.main, [*words, "--dry-run", "--mesh.fsdp", "8"])
+    assert (status, err) == (0, "")
+    assert "parameters     596,049,920" in out
     assert not (tmp_path / "run").exists()
 
 

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_rows import equations, gradients, heads, reference, row
+from packed_rows import INTERPRETED, SMALL_BLOCKS, equations, gradients, heads, reference, row
 
 from rljax.policy.attention import attend, packed_attention, path_mask
 from rljax.policy.flash import block_attention, block_pairs, block_size
 from rljax.policy.score import segment_ends
-from rljax.policy.splash import splash_attention
 
 ROWS = [([96], [95]), ([7, 40, 1, 33], [16, 16, 32, 20]), ([], [50])]  # the last one has a row of padding alone
 
@@ -18,28 +17,17 @@ def batch(*lengths, t=96):
     return np.stack([row(t, each) for each in lengths])
 
 
-def small_blocks(q, k, v, segments):
-    return block_attention(q, k, v, segments, block=16)
-
-
-def interpreted(q, k, v, segments):
-    """The TPU's kernel, operation by operation."""
-    return splash_attention(q, k, v, segments, block=128, interpret=True)
-
-
-SPLASH = pytest.param(interpreted, 128, marks=pytest.mark.slow)
-
-
-OF_SPLASH = pytest.param(interpreted, ([100, 130, 1, 20], [300]), 300, 1e-5, marks=pytest.mark.slow)
+SPLASH = pytest.param(INTERPRETED, 128, marks=pytest.mark.slow)
+OF_SPLASH = pytest.param(INTERPRETED, ([100, 130, 1, 20], [300]), 300, 1e-5, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("kernel", "lengths", "t", "atol"),
-    [*((small_blocks, lengths, t, 2e-6) for lengths in ROWS for t in (96, 101)), OF_SPLASH],
+    [*((SMALL_BLOCKS, lengths, t, 2e-6) for lengths in ROWS for t in (96, 101)), OF_SPLASH],
 )
 def test_values_and_gradients_are_those_of_float64(kernel, lengths, t, atol):
     segments = batch(*lengths, t=t)
-    arrays = heads(segments, head_dim=8 if kernel is small_blocks else 16)
+    arrays = heads(segments, head_dim=8 if kernel is SMALL_BLOCKS else 16)
     for x, expected in zip(gradients(kernel, arrays, segments), reference(*arrays, segments), strict=True):
         np.testing.assert_allclose(x, expected, atol=atol, rtol=0)
 
@@ -61,7 +49,7 @@ def test_16_bit_products_are_summed_in_float32(dtype, lengths, scale, error):
         assert np.sqrt(np.mean((x.astype(np.float64) - expected) ** 2) / np.mean(expected**2)) < error
 
 
-@pytest.mark.parametrize(("kernel", "block"), [(small_blocks, 16), SPLASH])
+@pytest.mark.parametrize(("kernel", "block"), [(SMALL_BLOCKS, 16), SPLASH])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.harness)])
 def test_nothing_of_a_segment_reaches_another(kernel, block, dtype):
     segments = batch([7, 40, 1, 33], [16, 16, 32, 20], t=max(96, 2 * block))
@@ -78,12 +66,12 @@ def test_what_follows_a_token_changes_no_bit_of_it():
     # The exact engine samples like this: the same row is longer with each token.
     t, so_far = 96, 45
     q, k, v, _ = heads(batch([90]), "bfloat16")
-    attention = jax.jit(small_blocks)
+    attention = jax.jit(SMALL_BLOCKS)
     whole, part = (attention(q, k, v, segment_ends(batch(each, t=t))) for each in ([90], [so_far]))
     np.testing.assert_array_equal(whole[:, :so_far], part[:, :so_far])
 
 
-@pytest.mark.parametrize(("kernel", "block"), [(small_blocks, 16), SPLASH])
+@pytest.mark.parametrize(("kernel", "block"), [(SMALL_BLOCKS, 16), SPLASH])
 def test_blocks_that_share_no_segment_are_not_multiplied(kernel, block):
     # A product with not-a-number would not be a number, whatever its mask.
     segments = batch([2 * block, 3 * block], [2 * block, 2 * block, 10], t=6 * block)
@@ -99,7 +87,7 @@ def test_blocks_that_share_no_segment_are_not_multiplied(kernel, block):
 def test_large_float16_scores_stay_finite():
     segments = batch([60], [30, 30], t=64)
     q, k, v, d_out = heads(segments, "float16")
-    for x in gradients(small_blocks, (q * 200, k * 200, v, d_out), segments):
+    for x in gradients(SMALL_BLOCKS, (q * 200, k * 200, v, d_out), segments):
         assert np.isfinite(x).all()
 
 
@@ -144,7 +132,7 @@ def test_a_remat_policy_can_keep_the_forward_pass():
     keep = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
 
     def products(policy):
-        layer = jax.checkpoint(lambda q, k, v: jnp.sum(jnp.sin(small_blocks(q, k, v, segments))), policy=policy)
+        layer = jax.checkpoint(lambda q, k, v: jnp.sum(jnp.sin(SMALL_BLOCKS(q, k, v, segments))), policy=policy)
         jaxpr = jax.make_jaxpr(jax.grad(layer, (0, 1, 2)))(q, k, v)
         return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr.jaxpr))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 from hybrids import SHAPES_HYBRID, hybrid_model, packed, sequences_of, text_config, tiny_hybrid, torch_logprobs
-from transformers_models import ROPES, torch, transformers
+from transformers_models import ROPES, saved, torch, transformers
 
 from rljax.policy.delta_net import DeltaTokens, chunked, recurrent, unit_lower_inverse
 from rljax.policy.families import config_from_hf, config_to_hf, read_config
@@ -36,9 +36,7 @@ def of_each(params, config, sequences, **how):
 @pytest.fixture(params=SHAPES_HYBRID, ids=["untied", "eight_layers", "all_turn"])
 def model(request, tmp_path):
     made = hybrid_model(request.param)
-    made.save_pretrained(tmp_path / "theirs")
-    config = read_config(tmp_path / "theirs")
-    return made, config, load_params(tmp_path / "theirs", config)
+    return made, *saved(made, tmp_path / "theirs")
 
 
 def test_log_probabilities_match_transformers_both_ways(model, tmp_path):
@@ -64,9 +62,8 @@ def test_log_probabilities_match_transformers_both_ways(model, tmp_path):
 def test_gradients_of_packed_rows_match_autograd(tmp_path):
     """The gradient of A_log may nearly cancel, so the bound of its error is absolute."""
     theirs = hybrid_model()
-    theirs.save_pretrained(tmp_path)
-    config = read_config(tmp_path)
-    params, sequences = load_params(tmp_path, config), sequences_of(config.vocab_size)
+    config, params = saved(theirs, tmp_path)
+    sequences = sequences_of(config.vocab_size)
     weights = [np.random.default_rng(1).normal(size=len(s)).astype(np.float32) for s in sequences]
     sum(
         (torch_logprobs(theirs, s) * torch.tensor(w[1:])).sum() for s, w in zip(sequences, weights, strict=True)

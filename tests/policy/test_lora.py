@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from tiny_adapters import CONFIG, LORA, MIXTURE, random_adapters
+from tiny_adapters import ATTENTION, CONFIG, LORA, MIXTURE, random_adapters
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import (
@@ -22,8 +22,6 @@ from rljax.policy.lora import (
 from rljax.policy.model import abstract_params, cast_params, hidden_states, init_params, lm_head_table
 from rljax.policy.score import segment_ends
 from rljax.sharding import MeshConfig, make_mesh
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def by_hand(params, adapters, lora=LORA):

@@ -18,6 +18,7 @@ from transformers_models import (
     jax_logits,
     mixture,
     repeat_head,
+    saved,
     torch,
     torch_logits,
     transformers,
@@ -66,9 +67,7 @@ def case_name(case):
 def test_logits_match_transformers_both_ways(case, tmp_path):
     family, shape, more = case
     model = hf_model(shape, family, **more)
-    model.save_pretrained(tmp_path / "theirs")
-    config = read_config(tmp_path / "theirs")
-    params = load_params(tmp_path / "theirs", config)
+    config, params = saved(model, tmp_path / "theirs")
     tokens = np.random.default_rng(1).integers(0, shape[0], (3, 37))
     expected = torch_logits(model, tokens)
     np.testing.assert_allclose(jax_logits(params, config, tokens), expected, atol=1e-5, rtol=0)
@@ -81,9 +80,7 @@ def test_logits_match_transformers_both_ways(case, tmp_path):
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen2", "Qwen3Moe"])
 def test_a_head_that_the_files_repeat_is_the_table(family, tmp_path):
     model = hf_model(SHAPES[0], family, **(mixture(*MIXTURES[0]) if family == "Qwen3Moe" else {}))
-    model.save_pretrained(tmp_path)
-    config = read_config(tmp_path)
-    before = load_params(tmp_path, config)
+    config, before = saved(model, tmp_path)
     repeat_head(tmp_path)
     params = load_params(tmp_path, config)
     jax.tree.map(np.testing.assert_array_equal, params, before)
@@ -232,10 +229,9 @@ def test_another_head_of_a_tied_policy_is_refused(change, refused, tmp_path):
 
 def test_logprobs_are_of_the_token_itself_and_start_at_zero(tmp_path):
     model = hf_model(SHAPES[1])
-    model.save_pretrained(tmp_path)
-    config = read_config(tmp_path)
+    config, params = saved(model, tmp_path)
     sequences = [np.random.default_rng(i).integers(0, 97, 11 + i) for i in range(3)]
-    scored = make_scorer(config, jnp.float32)(load_params(tmp_path, config), sequences)
+    scored = make_scorer(config, jnp.float32)(params, sequences)
     for sequence, logprobs in zip(sequences, scored, strict=True):
         reference = torch.log_softmax(torch.tensor(torch_logits(model, sequence[None])[0]), -1).numpy()
         expected = [0.0] + [reference[t - 1, sequence[t]] for t in range(1, len(sequence))]
@@ -247,11 +243,9 @@ def test_logprobs_are_of_the_token_itself_and_start_at_zero(tmp_path):
 def test_long_rows_keep_their_positions(tmp_path):
     """The row has 4096 tokens, so rotary frequencies must equal those of transformers to the last bit."""
     model = hf_model(SHAPES[0])
-    model.save_pretrained(tmp_path)
-    config = read_config(tmp_path)
+    config, params = saved(model, tmp_path)
     tokens = np.random.default_rng(1).integers(0, 16, (1, 4096))
-    ours = jax_logits(load_params(tmp_path, config), config, tokens)
-    np.testing.assert_allclose(ours, torch_logits(model, tokens), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(jax_logits(params, config, tokens), torch_logits(model, tokens), atol=1e-5, rtol=0)
 
 
 @pytest.mark.mesh

@@ -10,15 +10,12 @@ import pytest
 from flax.traverse_util import flatten_dict
 from hybrids import hybrid_model
 from safetensors.numpy import load_file, save_file
-from tiny_adapters import MIXTURE, random_adapters
-from transformers_models import MIXTURES, SHAPES, SHAPES_QWEN2, hf_model, jax_logits, mixture, torch_logits
+from tiny_adapters import ATTENTION, MIXTURE, random_adapters
+from transformers_models import MIXTURES, SHAPES, SHAPES_QWEN2, hf_model, jax_logits, mixture, saved, torch_logits
 
-from rljax.policy.families import read_config
-from rljax.policy.hf import load_params
 from rljax.policy.lora import LoraConfig, TrainedParams, merge_adapters, with_targets
 from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, load_adapters, save_adapters
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 OF_ATTENTION = LoraConfig(rank=2, targets=ATTENTION)
 OF_DELTA_NETS = LoraConfig(rank=2, targets=("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "up_proj"))
 CASES = [
@@ -41,9 +38,7 @@ def merged_logits(params, adapters, config, lora, tokens):
 def test_logits_are_those_of_peft_both_ways(make, lora, tmp_path):
     peft = pytest.importorskip("peft")
     model = make()
-    model.save_pretrained(tmp_path / "base")
-    config = read_config(tmp_path / "base")
-    params = load_params(tmp_path / "base", config)
+    config, params = saved(model, tmp_path / "base")
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (3, 21))
     without = torch_logits(model, tokens)
 
@@ -153,7 +148,7 @@ def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
     peft = pytest.importorskip("peft")
     tokens = np.random.default_rng(1).integers(0, SHAPES[0][0], (2, 9))
     model = hf_model(SHAPES[0])
-    model.save_pretrained(tmp_path / "base")
+    config, params = saved(model, tmp_path / "base")
     lora = LoraConfig(rank=4, targets=("q_proj", "o_proj", "up_proj"))
     more = {"loftq": {"loftq_config": {"loftq_bits": 4, "loftq_iter": 1}}, "lora_ga": {"lora_ga_config": {}}}
     if start == "loftq" and not pytest.importorskip("torch").cuda.is_available():
@@ -166,12 +161,9 @@ def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
         corda.preprocess_corda(model, theirs, run_model=lambda: torch_logits(model, tokens[:1]))
     adapted = peft.get_peft_model(model, theirs, low_cpu_mem_usage=False).eval()
     adapted.save_pretrained(tmp_path / "adapter")
-    config = read_config(tmp_path / "base")
     if not INITIALISATIONS[start]:
         with pytest.raises(ValueError, match=f"init_lora_weights = '{start}' is not supported, because it changes"):
             load_adapters(tmp_path / "adapter", config, lora)
         return
-    params, adapters = load_params(tmp_path / "base", config), load_adapters(tmp_path / "adapter", config, lora)
-    expected = torch_logits(adapted, tokens)
-    atol = 5e-5 if lora is OF_DELTA_NETS else 1e-5
-    np.testing.assert_allclose(merged_logits(params, adapters, config, lora, tokens), expected, atol=atol, rtol=0)
+    adapters, expected = load_adapters(tmp_path / "adapter", config, lora), torch_logits(adapted, tokens)
+    np.testing.assert_allclose(merged_logits(params, adapters, config, lora, tokens), expected, atol=1e-5, rtol=0)

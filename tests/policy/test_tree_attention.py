@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_rows import check_trees, ends_of, heads, tree_gradients
+from packed_rows import INTERPRETED, SMALL_BLOCKS, check_trees, ends_of, heads, tree_gradients
 
 from rljax.policy.attention import packed_attention, path_mask
-from rljax.policy.flash import block_attention, seen_blocks
+from rljax.policy.flash import seen_blocks
 from rljax.policy.score import segment_ends
-from rljax.policy.splash import calls_of_trees, splash_attention
+from rljax.policy.splash import calls_of_trees
 
 LEAF = ()
 TWO_LEVELS = [
@@ -23,8 +23,7 @@ DEEPER = [
     [(10, [(20, [(5, LEAF), (7, [(3, LEAF), (9, LEAF)])]), (6, LEAF)]), (12, LEAF)],
     [(1, [(1, [(1, [(1, [(30, LEAF), (40, LEAF)]), (2, LEAF)])])]), (3, LEAF)],
 ]
-SPLASH = functools.partial(splash_attention, block=128, interpret=True, trees=True)
-BLOCKS = functools.partial(block_attention, block=16)
+SPLASH = functools.partial(INTERPRETED, trees=True)
 
 
 def rows_of(trees, t):
@@ -38,7 +37,7 @@ def test_the_mask_by_hand():
     assert seen == ["100000", "110000", "111000", "100100", "000010", "000000"]
 
 
-@pytest.mark.parametrize("attention", [packed_attention, BLOCKS], ids=["in one piece", "in blocks"])
+@pytest.mark.parametrize("attention", [packed_attention, SMALL_BLOCKS], ids=["in one piece", "in blocks"])
 @pytest.mark.parametrize("trees", [TWO_LEVELS, DEEPER], ids=["two levels", "deeper"])
 def test_values_and_gradients_are_those_of_float64(attention, trees):
     check_trees(attention, rows_of(trees, 300))
@@ -49,7 +48,9 @@ def test_the_kernel_of_a_tpu_joins_two_calls():
     check_trees(SPLASH, rows_of(TWO_LEVELS, 300), head_dim=16)
 
 
-@pytest.mark.parametrize("attention", [BLOCKS, pytest.param(SPLASH, marks=pytest.mark.slow)], ids=["blocks", "splash"])
+@pytest.mark.parametrize(
+    "attention", [SMALL_BLOCKS, pytest.param(SPLASH, marks=pytest.mark.slow)], ids=["blocks", "splash"]
+)
 def test_nothing_of_a_branch_reaches_another(attention):
     ends = rows_of([[(20, [(60, LEAF), (50, LEAF)]), (40, LEAF)]], 256)
     arrays = heads(ends, "bfloat16", head_dim=16)

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from process_runs import FLOAT32, TINY, Run
+from process_runs import FLOAT32, TINY, complete_together
 from toy_runs import comparable, tiny
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
@@ -14,9 +14,7 @@ def test_two_processes_go_on_from_a_copy(toy_base, tmp_path):
     command = f"""sh -c 'echo "$0" >> {calls}; rm -rf {copy}; cp -r "${{0%/checkpoints/*}}" {copy}'"""
 
     def end(name, steps, *options):
-        words = tiny(toy_base, tmp_path / name, steps, *TINY, *FLOAT32, *options)
-        with Run(words, 2, tmp_path / "printed") as run:
-            assert run.wait() == [0, 0], run.printed()
+        complete_together(tiny(toy_base, tmp_path / name, steps, *TINY, *FLOAT32, *options), 2, tmp_path / "printed")
 
     end("alone", 4)
     end("run", 2, "--checkpoint.after-save", command)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from process_runs import FLOAT32, TINY, Run, assert_alike, complete_together
 from toy_runs import comparable, tiny
+from waiting import until
 
 from rljax.errors import START_AGAIN_STATUS
 
@@ -61,9 +62,7 @@ def test_killed_while_all_start_the_others_end_in_time(seed, alone, toy_base, tm
     rng = np.random.default_rng(seed)
     run_dir, count = tmp_path / "run", (4, 2)[seed]
     with Run(words(toy_base, run_dir), count, tmp_path / "first", heartbeat_s=HEARTBEAT_S) as run:
-        log, deadline = run_dir / f"logs/process_{count - 1}.log", time.monotonic() + 120
-        while not log.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until((run_dir / f"logs/process_{count - 1}.log").exists, every_s=0.01)
         time.sleep(rng.uniform(0, 4))
         run.send(count - 1)
         began = time.monotonic()

@@ -8,12 +8,12 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 
 import pytest
 from network_link import Side, linked
-from process_runs import FLOAT32, Run
+from process_runs import FLOAT32, complete_together
 from toy_runs import comparable, tiny
+from waiting import until
 
 from rljax.rollout.servers.vllm.server import vllm_python
 
@@ -43,11 +43,8 @@ def served(link, toy_base, tmp_path):
     with (tmp_path / "server.out").open("wb") as out:
         process = subprocess.Popen([*SERVERS.inside, *words], stdout=out, stderr=out)
     try:
-        deadline = time.monotonic() + 480
-        while not url.exists():
-            assert process.poll() is None, (tmp_path / "server.out").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        said = (tmp_path / "server.out").read_text
+        until(url.exists, 480, said=said, may_come=lambda: process.poll() is None, every_s=0.5)
         yield url.read_text().strip(), key
     finally:
         process.terminate()
@@ -60,8 +57,7 @@ def test_two_trainer_processes_and_a_server_beyond_the_link(link, served, toy_ba
     size = ("--data.batch-size", "16", "--packing.rows-per-micro-batch", "4", "--rollout.max-response-tokens", "24")
     run_dir, before = tmp_path / "run", [side.sent_bytes() for side in (TRAINERS, SERVERS)]
     words = tiny(toy_base, run_dir, 6, *FLOAT32, *engine, *size, "--optimizer.learning-rate", "2e-4")
-    with Run(words, 2, tmp_path / "printed", heartbeat_s=30, inside=TRAINERS.inside) as run:
-        assert run.wait() == [0, 0], run.printed()
+    complete_together(words, 2, tmp_path / "printed", heartbeat_s=30, inside=TRAINERS.inside)
     rows = comparable(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:

@@ -21,7 +21,7 @@ from waiting import until
 
 from rljax.distributed.ownership import provably_dead
 from rljax.errors import START_AGAIN_STATUS
-from rljax.weights.mirror import DamagedError, Mirror
+from rljax.weights.mirror import Mirror
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -62,22 +62,6 @@ def test_each_process_serves_what_it_wrote_and_only_that(count, tmp_path, mirror
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{url}/health")
     assert not list((tmp_path / "run").glob("process_*/*")), "directories are left"
-
-
-def test_a_damaged_file_is_refused_until_an_anchor_comes(tmp_path, mirror):
-    with Publishers(tmp_path / "run", 2) as run:
-        take(run.publish(), mirror)
-        told = run.publish()
-        (path,) = (run.own(1) / Path(told["path"]).name).glob("*.safetensors")
-        content = bytearray(path.read_bytes())
-        content[len(content) * 7 // 8] ^= 1
-        path.write_bytes(content)
-        with pytest.raises(DamagedError, match=r"/1-delta\.safetensors does not have the recorded checksum"):
-            take(told, mirror)
-        run.publish()
-        told = run.publish()
-        assert take(told, mirror).dense
-        assert_holds(mirror, run.truth(3))
 
 
 def test_a_failed_write_gives_no_version_and_all_continue(tmp_path, mirror):

@@ -17,9 +17,8 @@ pytestmark = pytest.mark.processes
 def server(toy_base, tmp_path_factory):
     log = tmp_path_factory.mktemp("vllm") / "float32.log"
     config = VllmConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log)
-    started = start(config, timeout_s=480)
-    yield started
-    started.stop()
+    with start(config, timeout_s=480) as started:
+        yield started
 
 
 def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):

@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hostile import Trap
 from python_calls import count_calls
 from records import full_dump
-from toy_runs import outcome
+from toy_runs import refused
 
 from rljax.commands import diagnose
 from rljax.compare.importers import read_tokens
@@ -344,9 +345,8 @@ TRL = {
 
 def test_tokens_without_columns_of_a_known_name_are_named(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", PARTS | {"my_logps": [-1.0, -2.0]})
-    status, _, err = outcome(diagnose.main, [path])
-    assert (status, err.count("\n")) == (2, 1)
-    assert "x.jsonl has token ids, but no log-probabilities: rljax docs compare lists" in err
+    said = refused(diagnose.main, [path])
+    assert "x.jsonl has token ids, but no log-probabilities: rljax docs compare lists" in said
 
 
 def test_a_padded_batch_is_read_row_by_row(tmp_path):
@@ -493,18 +493,12 @@ def test_files_of_other_kinds_are_named(tmp_path, content, words):
         read_tokens(tmp_path / "y.npz")
 
 
-class Trap:
-    """An object that fails the test if it is unpickled."""
-
-    def __reduce__(self):
-        return (pytest.fail, ("a pickle was loaded",))
-
-
 @pytest.mark.parametrize("name", ["x.pt", "x.jsonl"])
 def test_pickles_are_refused_unread_with_the_reason(tmp_path, name):
-    (tmp_path / name).write_bytes(pickle.dumps(Trap()))
+    (tmp_path / name).write_bytes(pickle.dumps(Trap(str(tmp_path / "made"))))
     with pytest.raises(ValueError, match=r"runs whatever code it holds.*export JSONL"):
         read_tokens(tmp_path / name)
+    assert not (tmp_path / "made").exists()
 
 
 def test_no_python_runs_for_a_token(tmp_path):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toy_runs import ROOT, TOY_BASE, environment, start, tiny, wait_for_rows
+from toy_runs import ROOT, TOY_BASE, environment, start, tiny, wait_for_rows, without_clock
 
 from rljax.record.rows import NONFINITE_KEYS, read_rows
 from rljax.run.directory import recorded_config
@@ -162,11 +162,7 @@ def expected(run_dir, *, numbers=False, clock=True):
         rows.append(
             values if not numbers else {k: v for k, v in values.items() if not isinstance(v, str) or v == "nan"}
         )
-    return rows if clock else [timeless(row) for row in rows]
-
-
-def timeless(row):
-    return {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
+    return rows if clock else without_clock(rows)
 
 
 def plain(rows):
@@ -235,7 +231,7 @@ def test_a_killed_run_goes_on_without_double_steps(killed, kind):
     assert steps == sorted(set(steps))
     assert steps[-5:] == list(range(STEPS - 4, STEPS + 1))  # the last process made these
     of_step = {row["step"]: row for row in expected(killed, numbers=kind == "mlflow", clock=False)}
-    assert [timeless(row) for row in plain(rows)] == [of_step[step] for step in steps]
+    assert without_clock(plain(rows)) == [of_step[step] for step in steps]
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])

@@ -195,6 +195,7 @@ def test_three_neutral_names_are_rljaxs_form(names, more):
         ("completion, answer, **kwargs", ""),
         ("*args, **kwargs", ""),
         ("problem, response", ""),
+        ("problem, response, truncated, scale", ""),
         ("problem, response, *, truncated", ""),
     ],
 )

@@ -31,16 +31,10 @@ CONSTANT = 3
 def three(problem, response, truncated):
     return 0.5
 
-def more(problem, response, truncated, scale=2.0, **options):
-    return scale
-
 def any_number(*arguments):
     return float(len(arguments))
 
 def two(problem, response):
-    return 0.0
-
-def four(problem, response, truncated, scale):
     return 0.0
 
 class Graded:
@@ -85,7 +79,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        *(("named_rewards:three", 0.5), ("named_rewards:more", 2.0), ("named_rewards:any_number", 3.0)),
+        *(("named_rewards:three", 0.5), ("named_rewards:any_number", 3.0)),
         *(("named_rewards:Graded.score", 0.75), ("./code/my-rewards.py:reward", 0.75)),
         ("code/my-rewards.py:reward", 0.75),
     ],
@@ -116,7 +110,6 @@ def test_the_directory_of_a_file_hides_no_installed_module(here):
         ("code/my-rewards.py", "is none of"),
         ("", f"reward '' is none of {', '.join(sorted(SHIPPED))}, package.module:function"),
         ("maths", "is none of"),
-        ("named_rewards.three", "is none of"),
         ("nowhere.at_all:three", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
         (
             "broken_rewards:f",
@@ -129,7 +122,6 @@ def test_the_directory_of_a_file_hides_no_installed_module(here):
             "named_rewards:two",
             "takes (problem, response); a reward takes (problem, response, truncated), verl's (data_",
         ),
-        ("named_rewards:four", "takes (problem, response, truncated, scale); a reward takes (problem, response, trunc"),
     ],
 )
 def test_what_cannot_be_found_is_one_line(path, said):

@@ -23,6 +23,8 @@ from rljax.train import main
 
 CONFIG = PolicyConfig(64, 8, 8, 1, 1, 1, 8, tie_word_embeddings=True)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
+VLLM = {"engine": "vllm", "urls": ("http://127.0.0.1:1",)}
+SGLANG = VLLM | {"engine": "sglang"}
 
 
 def make(config, **options):
@@ -33,20 +35,14 @@ def make(config, **options):
     ("settings", "said"),
     [
         ({"engine": "vllm"}, "rollout.engine = vllm needs at least one URL in rollout.urls"),
-        (
-            {"engine": "vllm", "urls": ("http://127.0.0.1:1",), "inject": InjectConfig(staleness=1)},
-            "rollout.inject works with rollout.engine = exact or jax",
-        ),
-        (
-            {"engine": "vllm", "urls": ("http://127.0.0.1:1",), "inject": InjectConfig(logit_noise=0.1)},
-            "rollout.inject works with rollout.engine = exact or jax",
-        ),
+        (VLLM | {"inject": InjectConfig(staleness=1)}, "rollout.inject works with rollout.engine = exact or jax"),
+        (VLLM | {"inject": InjectConfig(logit_noise=0.1)}, "rollout.inject works with rollout.engine = exact or jax"),
         (
             {"engine": "exact", "weight_quantization": "int8"},
             "rollout.weight_quantization works with rollout.engine = jax, not with exact",
         ),
         (
-            {"engine": "vllm", "urls": ("http://127.0.0.1:1",), "kv_cache_dtype": "fp8_e5m2"},
+            VLLM | {"kv_cache_dtype": "fp8_e5m2"},
             "rollout.kv_cache_dtype works with rollout.engine = jax, not with vllm",
         ),
         (
@@ -55,8 +51,18 @@ def make(config, **options):
         ),
         ({"engine": "exact", "batch_invariant": True}, "rollout.batch_invariant works .* not with exact"),
         (
-            {"engine": "sglang", "urls": ("http://127.0.0.1:1",), "server_form": ServerForm(weights="fp8")},
+            SGLANG | {"server_form": ServerForm(weights="fp8")},
             "rollout.server_form.weights works with rollout.engine = vllm, not with sglang",
+        ),
+        (  # SGLang reports log-probabilities of the distribution before the cut.
+            SGLANG | {"top_k": 5},
+            r"rollout\.top_k works with rollout\.engine = exact, jax or vllm, not with sglang",
+        ),
+        ({"update": "keep", "max_staleness": 1}, "works with rollout.engine = vllm or sglang, not with jax"),
+        (VLLM | {"update": "keep"}, "give rollout.max_staleness above 0"),
+        (
+            VLLM | {"update": "keep", "max_staleness": 1, "router_replay": "r3"},
+            "the experts of tokens before new weights",
         ),
         (
             {"weight_quantization": "fp8", "inject": InjectConfig(quantize="fp8")},
@@ -79,6 +85,10 @@ def test_settings_that_an_engine_cannot_work_with_are_refused(settings, said):
         (RolloutConfig, {"server_wait_s": np.nan}, "server_wait_s must be positive, got nan"),
         (ClientLimits, {"max_outstanding": 0}, "max_outstanding must be at least 1, got 0"),
         (ClientLimits, {"request_timeout_s": 0.0}, "request_timeout_s must be positive, got 0.0"),
+        (InjectConfig, {"weight_noise": -0.1}, "weight_noise must be finite and not negative"),
+        (InjectConfig, {"staleness": -1}, "staleness must not be negative"),
+        (VerifyConfig, {"prompts": 0}, "at least 1"),
+        (VerifyConfig, {"factor": np.inf}, "factor must be finite and not negative, got inf"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(config, settings, said):
@@ -97,7 +107,7 @@ def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
 
 
 def test_weights_without_room_are_refused_before_any_server(tmp_path):
-    config = RolloutConfig(engine="vllm", urls=("http://127.0.0.1:1",), dtype="float32", transfer_dir=str(tmp_path))
+    config = RolloutConfig(**VLLM, dtype="float32", transfer_dir=str(tmp_path))
     wide = dataclasses.replace(CONFIG, vocab_size=65_536)  # its embeddings take 2 MiB
     size = version_bytes(wide, "float32")
     assert 2**21 < size < 2**21 + 4096
@@ -135,12 +145,12 @@ def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
         assert engine.fleet.limits == rollout.limits
 
 
-@pytest.mark.parametrize("settings", [{"weight_quantization": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}])
-def test_eight_bits_reach_the_embedded_engine(settings):
+def test_a_cache_of_eight_bits_reaches_the_embedded_engine():
+    """test_quantization.py has weights of eight bits."""
     params, prompts = init_params(CONFIG, 0), [np.array([3, 5], np.int32)]
     found = []
-    for kinds in (settings, {}):
-        engine = make(RolloutConfig(dtype="float32", **kinds))
+    for kind in ("fp8_e4m3", "auto"):
+        engine = make(RolloutConfig(dtype="float32", kv_cache_dtype=kind))
         engine.publish(params, 0)
         (response,) = engine.generate(prompts, 1, SamplingParams(2), seed=0)
         found.append(response["rollout_logprobs"])

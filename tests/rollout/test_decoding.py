@@ -1,11 +1,11 @@
 """Tests of continuous decoding: the sizes of batches, the use of free places, and samples that stay the same."""
 
-import dataclasses
 import os
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_engines import CONFIG, EXPERTS
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
@@ -25,8 +25,6 @@ from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
-CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
-EXPERTS = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
 PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2], [9, 3, 1])]
 LIMIT, WIDTH = 12, 6
 

@@ -38,31 +38,22 @@ def test_a_worker_that_lacks_one_of_both_asks_the_configuration(tied):
 
 
 OLD = {"rope_theta": 3e5, "rope_parameters": None}  # a configuration of transformers before version 5
+PLAIN = {"rope_type": "default", "rope_theta": 3e5}
+LINEAR = {"rope_type": "linear", "rope_theta": 3e5, "factor": 2.0}
+DUAL = {"dual_chunk_attention_config": {"chunk_size": 8}}
 
 
 @pytest.mark.parametrize(
     ("settings", "described"),
     [
-        ({"rope_type": "default", "rope_theta": 3e5}, {"rope_type": "default", "rope_theta": 3e5}),
-        ({"rope_theta": 3e5, "type": "default"}, {"rope_type": "default", "rope_theta": 3e5}),
-        ({"rope_theta": 3e5, "partial_rotary_factor": 1.0}, {"rope_type": "default", "rope_theta": 3e5}),
-        (
-            {"rope_theta": 3e5, "partial_rotary_factor": 0.5},
-            {"rope_type": "default", "rope_theta": 3e5, "partial_rotary_factor": 0.5},
-        ),
-        (
-            {"rope_type": "linear", "rope_theta": 3e5, "factor": 2.0},
-            {"rope_type": "linear", "rope_theta": 3e5, "factor": 2.0},
-        ),
-        (OLD, {"rope_type": "default", "rope_theta": 3e5}),
-        (
-            OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            {"rope_type": "linear", "rope_theta": 3e5, "factor": 2.0},
-        ),
-        (
-            OLD | {"dual_chunk_attention_config": {"chunk_size": 8}},
-            {"rope_type": "default", "rope_theta": 3e5, "dual_chunk_attention_config": {"chunk_size": 8}},
-        ),
+        (PLAIN, PLAIN),
+        ({"rope_theta": 3e5, "type": "default"}, PLAIN),
+        ({"rope_theta": 3e5, "partial_rotary_factor": 1.0}, PLAIN),
+        ({"rope_theta": 3e5, "partial_rotary_factor": 0.5}, PLAIN | {"partial_rotary_factor": 0.5}),
+        (LINEAR, LINEAR),
+        (OLD, PLAIN),
+        (OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}}, LINEAR),
+        (OLD | DUAL, PLAIN | DUAL),
     ],
 )
 def test_rotary_settings_that_change_an_angle_are_described(settings, described):

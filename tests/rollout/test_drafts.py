@@ -1,36 +1,22 @@
 """The embedded engine's guesses continue given tokens, and change no sample of the exact engine."""
 
-import functools
-
 import numpy as np
 import pytest
+from small_engines import PROMPTS, exact_pass
 from tiny_step import CONFIG
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import init_params
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import TurnRequest
 from rljax.rollout.exact import ExactEngine
 from rljax.rollout.types import InjectConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.exact import ExactPass
-from rljax.trainer.objective import Objective
-from rljax.trainer.state import PrecisionConfig
 
 pytestmark = pytest.mark.slow
 
 ROWS, ROW_TOKENS, WIDTH, LIMIT, N, STOPS = 4, 20, 6, 12, 3, (0, 1)
-PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
 BATCHES = len(PROMPTS) * N // ROWS
 MESH, PARAMS = MeshConfig(1, 1), init_params(CONFIG, 0)
-
-
-@functools.cache
-def executable(mesh):
-    objective = Objective(LossConfig(), CorrectionConfig(), len(PROMPTS) * N, LIMIT)
-    shape = {"rows": ROWS, "row_tokens": ROW_TOKENS}
-    return ExactPass(CONFIG, make_mesh(mesh), precision=PrecisionConfig("float32"), objective=objective, **shape)
 
 
 def embedded(dtype="float32", mesh=MESH, **options):
@@ -38,7 +24,8 @@ def embedded(dtype="float32", mesh=MESH, **options):
 
 
 def exact(drafts=None, noise=0.0, mesh=MESH):
-    engine = ExactEngine(executable(mesh), inject=InjectConfig(logit_noise=noise), drafts=drafts)
+    executable = exact_pass(CONFIG, len(PROMPTS) * N, LIMIT, rows=ROWS, row_tokens=ROW_TOKENS, mesh=make_mesh(mesh))
+    engine = ExactEngine(executable, inject=InjectConfig(logit_noise=noise), drafts=drafts)
     engine.publish(PARAMS, 5)
     return engine
 
@@ -57,26 +44,24 @@ def sampled(samples):
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{}, {"temperature": 0.0}, {"reported": 3}, {"top_k": 4, "top_p": 0.9, "reported": 4}],
-    ids=["random", "greedy", "tops", "cut"],
+    ("mesh", "asked"),
+    [
+        (MESH, {}),
+        (MESH, {"temperature": 0.0}),
+        (MESH, {"reported": 3}),
+        (MESH, {"top_k": 4, "top_p": 0.9, "reported": 4}),
+        # The guesses do not depend on the devices.
+        pytest.param(MeshConfig(2, 2), {}, marks=[pytest.mark.harness, pytest.mark.mesh]),
+    ],
+    ids=["random", "greedy", "tops", "cut", "mesh"],
 )
-def test_right_guesses_need_one_run_for_each_batch(asked):
-    plain, runs = sampled(exact().generate(PROMPTS, N, settings(**asked), seed=3))
-    guided, fewer = sampled(exact(embedded()).generate(PROMPTS, N, settings(**asked), seed=3))
+def test_right_guesses_need_one_run_for_each_batch(mesh, asked):
+    plain, runs = sampled(exact(mesh=mesh).generate(PROMPTS, N, settings(**asked), seed=3))
+    drafts = embedded(mesh=mesh)
+    guided, fewer = sampled(exact(drafts, mesh=mesh).generate(PROMPTS, N, settings(**asked), seed=3))
     assert guided == plain
     assert {truncated for *_, truncated in plain} == {True, False}
     assert (fewer, runs) == (BATCHES, sum(max(len(one[2]) for one in plain[at : at + ROWS]) for at in (0, 4, 8)))
-
-
-@pytest.mark.harness  # the guesses do not depend on the devices
-@pytest.mark.mesh
-def test_right_guesses_on_a_mesh():
-    mesh = MeshConfig(2, 2)
-    plain, _ = sampled(exact(mesh=mesh).generate(PROMPTS, N, settings(), seed=3))
-    guided, runs = sampled(exact(embedded(mesh=mesh), mesh=mesh).generate(PROMPTS, N, settings(), seed=3))
-    assert guided == plain
-    assert runs == BATCHES
 
 
 def test_guesses_with_the_noise_of_the_engine_are_right():

@@ -12,8 +12,7 @@ from served_engines import PARAMS, PROMPTS, published
 from waiting import until
 
 from rljax.errors import ReplyError, ServerError, ServersLostError, VerificationError
-from rljax.rollout.build import check_engine
-from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.rollout.types import SamplingParams
 
 TOKENS = 40
 
@@ -146,17 +145,3 @@ def test_without_any_server_sampling_ends_at_once(fake, elsewhere, another):
         # On the thread that published, the weights are at hand, so the server is recovered as usual.
         assert len(sampled(engine)) == 4
         np.testing.assert_equal(engine.fleet.report()["rollout/servers_brought_back"], 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"engine": "jax", "max_staleness": 1}, "works with rollout.engine = vllm or sglang, not with jax"),
-        ({}, "give rollout.max_staleness above 0"),
-        ({"max_staleness": 1, "router_replay": "r3"}, "the experts of tokens before new weights"),
-    ],
-)
-def test_settings_that_do_not_fit_are_one_line(settings, said):
-    config = RolloutConfig(**({"engine": "vllm", "urls": ("http://h:1",), "update": "keep"} | settings))
-    with pytest.raises(ValueError, match=said):
-        check_engine(config)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_engines import CONFIG, MESH, PROMPTS, assert_same_bits, in_order
 
-from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs
 from rljax.policy.model import cast_params, init_params
 from rljax.policy.score import make_scorer
@@ -13,22 +13,17 @@ from rljax.rollout.decode_sizes import padded_count
 from rljax.rollout.embedded import JaxEngine, make_functions
 from rljax.rollout.likeliest import next_tokens
 from rljax.rollout.types import SamplingParams
-from rljax.sharding import MeshConfig, make_mesh
-
-CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
-PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
 
 
 def make(dtype=jnp.float32, seed=0, **options):
-    engine = JaxEngine(CONFIG, dtype, 6, mesh=make_mesh(MeshConfig(1, 1)), **options)
+    engine = JaxEngine(CONFIG, dtype, 6, mesh=MESH, **options)
     params = init_params(CONFIG, seed)
     engine.publish(params, 0)
     return engine, params
 
 
 def sample(engine, n=3, *, seed=0, temperature=1.0, limit=12, stops=(0, 1)):
-    responses = list(engine.generate(PROMPTS, n, SamplingParams(limit, temperature, stops), seed=seed))
-    return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
+    return in_order(engine.generate(PROMPTS, n, SamplingParams(limit, temperature, stops), seed=seed))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -40,17 +35,6 @@ def test_logprobs_are_those_of_the_full_forward(temperature):
     assert len(responses) == 12
     for r, logprobs in zip(responses, scored, strict=True):
         np.testing.assert_allclose(r["rollout_logprobs"], logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)
-
-
-def test_greedy_takes_the_argmax_of_the_full_forward():
-    engine, params = make()
-    for r in sample(engine, n=1, temperature=0.0, stops=()):
-        prompt = list(PROMPTS[r.prompt_index])
-        score = make_scorer(CONFIG, jnp.float32)
-        for i, token in enumerate(r.response[:2]):
-            context = np.asarray(prompt + list(r.response[:i]))
-            every = score(params, [np.append(context, t) for t in range(CONFIG.vocab_size)])
-            assert int(np.argmax([logprobs[-1] for logprobs in every])) == token
 
 
 def test_responses_end_with_a_stop_token_or_at_the_limit():
@@ -105,7 +89,7 @@ def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
     params = init_params(CONFIG, 0)
     params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
     for head in (None, jnp.float32):
-        engine = JaxEngine(CONFIG, dtype, 6, mesh=make_mesh(MeshConfig(1, 1)), lm_head_dtype=head)
+        engine = JaxEngine(CONFIG, dtype, 6, mesh=MESH, lm_head_dtype=head)
         engine.publish(params, 0)
         responses = sample(engine)
         full = [r.ids for r in responses]
@@ -114,15 +98,6 @@ def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
         gaps[head] = np.abs(np.concatenate(differences)).max()
     assert gaps[jnp.float32] < 2e-6
     assert gaps[None] > least
-
-
-def test_same_seed_same_bits_other_seed_other_draws():
-    engine, _ = make(jnp.bfloat16)
-    first, again, other = sample(engine, seed=3), sample(engine, seed=3), sample(engine, seed=4)
-    for a, b in zip(first, again, strict=True):
-        np.testing.assert_array_equal(a.response, b.response)
-        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
-    assert any(a.response.tolist() != b.response.tolist() for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("decode_tokens", [0, 3 * 18])
@@ -163,19 +138,18 @@ def test_requests_for_a_part_of_a_step_share_programs():
 
 
 def test_engines_of_one_kind_share_only_their_programs():
+    """The same seed gives the same bits, and other weights or another seed give other draws."""
     make_functions.cache_clear()
     (first, _), (second, _), (third, _) = make(), make(), make(seed=1)
-    alike, again, other = sample(first), sample(second), sample(third)
+    alike, again = sample(first), sample(second)
+    assert_same_bits(alike, again)
+    for other in (sample(third), sample(first, seed=4)):
+        assert any(a.response.tolist() != b.response.tolist() for a, b in zip(alike, other, strict=True))
     assert third.compilations == 1
-    for a, b in zip(alike, again, strict=True):
-        np.testing.assert_array_equal(a.response, b.response)
-        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
-    assert any(a.response.tolist() != b.response.tolist() for a, b in zip(alike, other, strict=True))
     first.close()
     with pytest.raises(RuntimeError, match="no policy was published"):
         sample(first)
-    for a, b in zip(sample(second), again, strict=True):
-        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
+    assert_same_bits(sample(second), again)
     assert second.compilations == 1
     assert make(jnp.float16)[0].compilations == 0
 
@@ -184,8 +158,7 @@ def test_published_weights_survive_the_donation_of_the_trainers():
     engine, params = make(jnp.float32)
     before = sample(engine)
     jax.tree.map(lambda p: p.delete(), params)
-    for a, b in zip(before, sample(engine), strict=True):
-        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
+    assert_same_bits(sample(engine), before)
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [(jnp.bfloat16, 1e-4, 5e-2), (jnp.float16, 1e-5, 5e-3)])

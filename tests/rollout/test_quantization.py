@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from small_engines import MESH, PROMPTS, assert_same_bits
 
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig
@@ -15,14 +16,11 @@ from rljax.rollout.decoding import attention_with_cache
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.injected import InjectedEngine, quantize, restore, summed_axes, to_cache
 from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
-from rljax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.slow
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 LOGICAL = logical_axes(CONFIG)
-MESH = make_mesh(MeshConfig(1, 1))
-PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
 
 
 def engine_of(params, dtype, **settings):
@@ -33,12 +31,6 @@ def engine_of(params, dtype, **settings):
 
 def sample(engine, *, seed=0):
     return list(engine.generate(PROMPTS, 2, SamplingParams(10, 1.0), seed=seed))
-
-
-def assert_same_bits(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(a.response, b.response)
-        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
 
 
 def test_which_axes_a_matrix_sums_over():

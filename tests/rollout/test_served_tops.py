@@ -1,6 +1,5 @@
 """Tests of the likeliest tokens of responses: the requests to servers, and the replies that are read or refused."""
 
-import json
 import math
 import threading
 
@@ -11,12 +10,11 @@ from records import completion
 from served_engines import PROMPTS, published
 
 from rljax.errors import ReplyError
-from rljax.rollout.build import check_engine
 from rljax.rollout.servers.replies import check_tops, make_completion, make_tops, without_ties
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.rollout.types import SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)
 NONE = -math.inf
@@ -80,25 +78,6 @@ def test_one_token_more_is_asked_for_if_there_is_one(k, vocab_size, asked):
     request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
     for route, wanted in ((GENERATE, asked), (ROLLOUTS, k)):
         assert VllmBackend().body(route, request, "policy")["sampling_params"]["logprobs"] == wanted
-
-
-def reply_of(tokens, logprobs, tops):
-    listed = [[{"token_id": token, "logprob": value, "rank": 1} for token, value in row] for row in tops]
-    content = [
-        {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": top}
-        for token, value, top in zip(tokens, logprobs, listed, strict=True)
-    ]
-    choice = {"index": 0, "token_ids": tokens, "finish_reason": "length", "logprobs": {"content": content}}
-    return json.dumps({"choices": [choice]}).encode()
-
-
-def test_a_reply_with_the_likeliest_tokens_is_read():
-    tops = [[(9, -4.0), (1, -0.5), (2, -1.5)], [(2, -1.5), (1, -0.5), (7, -3.0)]]
-    request, reply = Request(PROMPT, SamplingParams(2, reported=2)), reply_of([9, 2], [-4.0, -1.5], tops)
-    read = VllmBackend().completion(GENERATE, reply, request)
-    assert pairs(read) == [[(1, -0.5), (2, -1.5)]] * 2
-    plain = VllmBackend().completion(GENERATE, reply, Request(PROMPT, SamplingParams(2)))
-    assert set(plain.columns) == {"rollout_logprobs"}
 
 
 PLAIN = SamplingParams(2, reported=2)
@@ -213,14 +192,6 @@ def test_probes_are_of_the_whole_distribution(fake):
     assert all(shape == {"top_k": 0, "top_p": 1.0, "min_p": 0.0} for shape in shapes[:probes])
     assert shapes[probes:] == [cut]
     np.testing.assert_allclose(np.exp(response["top_logprobs"]).sum(1), 1.0, rtol=1e-6)
-
-
-def test_a_cut_with_sglang_is_refused():
-    """SGLang reports log-probabilities of the distribution before the cut."""
-    with pytest.raises(
-        ValueError, match=r"rollout\.top_k works with rollout\.engine = exact, jax or vllm, not with sglang"
-    ):
-        check_engine(RolloutConfig(engine="sglang", urls=("http://h:1",), top_k=5))
 
 
 def test_a_long_reply_is_read_beside_the_event_loop(fake):

@@ -59,12 +59,9 @@ def test_what_is_listed_goes_before_what_is_named(fakes, tmp_path):
     """A launcher can list servers for a configuration that names other ones. Then only the listed servers are used."""
     named, listed = fakes(2)
     write(tmp_path / "1.url", listed)
-    engine = make(named.url, discovery=str(tmp_path))
-    engine.close()
+    make(named.url, discovery=str(tmp_path)).close()
     assert not named.seen
     assert listed.seen["/init_weight_transfer_engine"] == 1
-    with pytest.raises(ValueError, match="at least one server is needed"):
-        make()
 
 
 def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog, monkeypatch):
@@ -137,11 +134,7 @@ def test_a_run_waits_for_the_first_server_to_be_listed(fakes, tmp_path, caplog):
     timer = threading.Timer(1.0, lambda: write(tmp_path / "servers", fake))
     (tmp_path / "servers").write_text("")
     timer.start()
-    try:
-        engine = make(discovery=str(tmp_path / "servers"))
-        engine.close()
-    finally:
-        timer.cancel()
+    make(discovery=str(tmp_path / "servers")).close()
     assert f"waiting for a vLLM server, 0 s of at most 10 s ({tmp_path}/servers lists none)" in caplog.text
     with pytest.raises(RuntimeError, match=r"no vLLM server came back within 0.2 s: .*nowhere lists none"):
         make(discovery=str(tmp_path / "nowhere"), server_wait_s=0.2)
@@ -160,40 +153,22 @@ def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
         make(discovery=str(tmp_path / "servers"))
 
 
-def test_an_update_that_one_server_refuses_does_not_end_the_run(fakes, caplog):
-    good, other = fakes(2)
-    with published(good.url, other.url) as engine:
-        other.refuse = {"/update_weights": 500}
-        engine.publish(PARAMS, 1)
-        assert engine.fleet.opened() == [good.url]
-        assert f"{other.url}/update_weights answered 500" in caplog.text
-        other.refuse = {}
-        engine.publish(PARAMS, 2)
-        assert set(engine.fleet.opened()) == {good.url, other.url}
-
-
 def test_servers_are_verified_side_by_side(fakes):
     """Each reply of the eight servers takes half a second.
 
     A publish takes about the time of one server, not of eight.
     """
-    servers = fakes(8)
-    alone, together = make(servers[0].url), make(*(each.url for each in servers))
-    took = []
-    try:
-        for engine in (alone, together):
-            engine.publish(PARAMS, 0)
+    servers, took = fakes(8), []
+    for count in (1, 8):
+        with published(*(each.url for each in servers[:count])) as engine:
             for each in servers:
                 each.delay_s = 0.5
             began = time.monotonic()
             engine.publish(PARAMS | {"a": PARAMS["a"] + 1}, 1)
             took.append(time.monotonic() - began)
-            for each in servers:
-                each.delay_s = 0.0
-            assert len(engine.fleet.opened()) == len(engine.fleet.urls)
-    finally:
-        alone.close()
-        together.close()
+            assert len(engine.fleet.opened()) == count
+        for each in servers:
+            each.delay_s = 0.0
     assert took[1] < 3 * took[0]
 
 

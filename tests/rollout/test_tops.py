@@ -1,30 +1,19 @@
 """Tests of the likeliest tokens that the embedded and the exact engine report, and of cut sampling in both."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact_distributions import distributions
+from small_engines import CONFIG, MESH, PROMPTS, exact_pass, in_order
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
-from rljax.policy.config import PolicyConfig
-from rljax.policy.model import hidden_states, init_params, lm_head_table
-from rljax.policy.score import segment_ends
+from rljax.policy.model import init_params
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.exact import ExactEngine
 from rljax.rollout.types import InjectConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.exact import ExactPass
-from rljax.trainer.objective import Objective
-from rljax.trainer.state import PrecisionConfig
 
-CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
 PARAMS = init_params(CONFIG, 0)
-PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
 LIMIT, WIDTH, TEMPERATURE = 10, 6, 0.8
-MESH = make_mesh(MeshConfig(1, 1))
 TOPS = {"reported": 4}
 CUT = {"top_k": 5, "top_p": 0.9, "reported": 5}
 
@@ -35,41 +24,20 @@ def embedded(dtype=jnp.float32, **options):
     return engine
 
 
-@functools.cache
-def executable():
-    """Returns the pass that all exact engines here share. It is compiled once."""
-    objective = Objective(LossConfig(), CorrectionConfig(), 12, LIMIT)
-    return ExactPass(CONFIG, MESH, precision=PrecisionConfig("float32"), objective=objective, rows=4, row_tokens=16)
-
-
 def exact(noise=0.0):
-    engine = ExactEngine(executable(), inject=InjectConfig(logit_noise=noise))
+    executable = exact_pass(CONFIG, 12, LIMIT, rows=4, row_tokens=16)
+    engine = ExactEngine(executable, inject=InjectConfig(logit_noise=noise))
     engine.publish(PARAMS, 0)
     return engine
 
 
 def sample(engine, n=3, *, seed=0, temperature=TEMPERATURE, **asked):
-    responses = engine.generate(PROMPTS, n, SamplingParams(LIMIT, temperature, (0, 1), **asked), seed=seed)
-    return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
-
-
-@jax.jit
-def whole_logits(tokens):
-    """Returns the logits after each place of one sequence, float32 [t, v], by the policy's own forward."""
-    ones, places = jnp.ones((1, len(tokens)), jnp.int32), jnp.arange(len(tokens))[None]
-    with jax.default_matmul_precision("highest"):
-        hidden, _ = hidden_states(PARAMS, CONFIG, tokens[None], segment_ends(ones), places)
-        return hidden[0] @ lm_head_table(PARAMS).T
+    return in_order(engine.generate(PROMPTS, n, SamplingParams(LIMIT, temperature, (0, 1), **asked), seed=seed))
 
 
 def log_softmax_of(response, temperature=TEMPERATURE):
-    """Returns the log-softmax that each token of a response was sampled from, [r, v]."""
-    prompt = PROMPTS[response.prompt_index]
-    tokens = np.zeros(WIDTH + LIMIT, np.int32)
-    known = np.concatenate([prompt, response.response])
-    tokens[: len(known)] = known
-    logprobs = np.asarray(jax.nn.log_softmax(whole_logits(tokens) / temperature))
-    return logprobs[len(prompt) - 1 : len(known) - 1]
+    """Returns the log-softmax that each token of a response was sampled from, [r, v], by the policy's own forward."""
+    return distributions(PARAMS, CONFIG, PROMPTS, response, temperature)
 
 
 def assert_same(first, second):
@@ -80,6 +48,7 @@ def assert_same(first, second):
 
 @pytest.mark.parametrize("make", [embedded, exact])
 def test_the_likeliest_tokens_are_those_of_the_full_forward(make):
+    """A token among the likeliest ones has the same bits there as in the log-probabilities of the exact engine."""
     for r in sample(make(), **TOPS):
         expected = log_softmax_of(r)
         assert r["top_ids"].dtype == np.int32
@@ -87,6 +56,9 @@ def test_the_likeliest_tokens_are_those_of_the_full_forward(make):
         assert r["top_ids"].shape == r["top_logprobs"].shape == (r.length, 4)
         np.testing.assert_allclose(r["top_logprobs"], -np.sort(-expected)[:, :4], atol=2e-5, rtol=0)
         np.testing.assert_allclose(np.take_along_axis(expected, r["top_ids"], 1), r["top_logprobs"], atol=2e-5, rtol=0)
+        if make is exact:
+            hit = r["top_ids"] == r.response[:, None]
+            np.testing.assert_array_equal(r["top_logprobs"][hit], r["rollout_logprobs"][hit.any(axis=1)])
 
 
 @pytest.mark.parametrize("make", [embedded, exact])
@@ -103,10 +75,13 @@ def test_reporting_changes_no_token(make):
 
 
 def test_greedy_reports_at_temperature_1_and_is_not_cut():
+    """The tokens are the likeliest ones of the full forward."""
     for r in sample(embedded(), n=1, temperature=0.0, **CUT):
+        expected = log_softmax_of(r, 1.0)
         np.testing.assert_array_equal(r.response, r["top_ids"][:, 0])
         np.testing.assert_allclose(r["top_logprobs"][:, 0], r["rollout_logprobs"], atol=1e-6)
-        np.testing.assert_allclose(r["top_logprobs"], -np.sort(-log_softmax_of(r, 1.0))[:, :5], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(r["top_logprobs"], -np.sort(-expected)[:, :5], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(np.take_along_axis(expected, r["top_ids"], 1), r["top_logprobs"], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("make", [embedded, exact])
@@ -141,14 +116,6 @@ def test_first_tokens_follow_the_cut_distribution(make):
     counts = np.bincount([r.response[0] for r in responses], minlength=CONFIG.vocab_size)
     assert counts[ids[stays]].sum() == count
     assert np.sum((counts[ids[stays]] - expected) ** 2 / expected) < quantiles[int(stays.sum())]
-
-
-def test_the_exact_engine_reports_bits_of_its_executable():
-    """A sampled token among the likeliest ones has the same bits there as in the log-probabilities."""
-    for asked in (TOPS, CUT):
-        for r in sample(exact(), **asked):
-            hit = r["top_ids"] == r.response[:, None]
-            np.testing.assert_array_equal(r["top_logprobs"][hit], r["rollout_logprobs"][hit.any(axis=1)])
 
 
 def test_noise_is_in_the_reported_numbers():

@@ -69,12 +69,14 @@ def test_a_server_with_mixed_weights_is_not_resumed(tpu):
     assert tpu.sampling == []
 
 
-def test_the_trainer_whose_update_broke_off_publishes_again(tpu, another, tmp_path):
+def test_the_trainer_whose_update_broke_off_publishes_again(tpu, another, tmp_path, caplog):
+    """An update that one server refuses does not end the run, on any platform."""
     sound = another()
     with published(tpu.url, sound.url, tmp_path=tmp_path) as engine:
         tpu.refuse["/update_weights"] = 500
         engine.publish(PARAMS, 1)
         assert engine.fleet.opened() == [sound.url]
+        assert f"{tpu.url}/update_weights answered 500" in caplog.text
         tpu.refuse.clear()
         tpu.described |= {"is_broken": True}
         engine.publish(PARAMS, 2)
@@ -84,6 +86,4 @@ def test_the_trainer_whose_update_broke_off_publishes_again(tpu, another, tmp_pa
 def test_a_platform_takes_abilities_away():
     for platform, lacking in LACKING.items():
         assert lacking <= ENGINES["vllm"], platform
-        for ability in ENGINES["vllm"]:
-            assert can("vllm", ability, platform) == (ability not in lacking)
-            assert can("vllm", ability)
+        assert not any(can("vllm", ability, platform) for ability in lacking)

@@ -1,22 +1,16 @@
 """Tests of turns of several trajectories through engines that answer them in rounds."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_engines import CONFIG, EXPERTS, MESH
 
-from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine, make_functions
 from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.rollout.types import SamplingParams
-from rljax.sharding import MeshConfig, make_mesh
 
-CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
-EXPERTS = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
-MESH = make_mesh(MeshConfig(1, 1))
 PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [2, 2])]
 ENVIRONMENT = np.asarray([20, 21], np.int32)  # the tokens that the environment of these tests writes after each turn
 LIMITS = SamplingParams(5, 1.0, (0, 1))

@@ -1,5 +1,6 @@
 """Tests of the order of the engine's actions, against stand-in servers whose log-probability is always -1."""
 
+import itertools
 import logging
 import re
 import threading
@@ -12,7 +13,7 @@ from glossary import glossary
 from served_engines import PARAMS, PROMPTS, make, published
 from small_disk import fill, small_disk
 from stopping import StopWhen
-from vllm_fake import SHAPE, FakeVllm
+from vllm_fake import SHAPE
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.policy.rotary import described_rope, read_rope
@@ -33,32 +34,32 @@ OF_A_PULL = {
     "publish/mirrors_repaired",
 }  # test_vllm_pull.py has these
 OF_ROUNDING = {"publish/verify_own_abs_diff_mean", "publish/verify_own_band"}  # test_vllm_forms.py has these
+UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+
+
+def order_of(fake):
+    """Returns the events of a server, with successive equal ones as one."""
+    return [event for event, _ in itertools.groupby(fake.events)]
 
 
 def test_publish_keeps_its_order(fake):
-    """Probes are cached before the pause. Nothing is sampled between pause and resume, and verification comes last."""
+    """Nothing is sampled before a publish. It caches probes before the pause.
+
+    Nothing is sampled between pause and resume, and verification comes last.
+    """
     with closing(make(fake.url)) as engine:
+        with pytest.raises(RuntimeError, match="publish first"):
+            engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
         fake.events.clear()
         engine.publish(PARAMS, 4)
-        order = [event for i, event in enumerate(fake.events) if i == 0 or event != fake.events[i - 1]]
-        update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-        assert order == ["sample", "/pause", *update, "/reset_prefix_cache", "/resume", "sample"]
+        assert order_of(fake) == ["sample", "/pause", *UPDATE, "/reset_prefix_cache", "/resume", "sample"]
         assert fake.version == engine.files.tag(4)
         responses = list(engine.generate(PROMPTS, 3, SamplingParams(5), seed=0))
         assert sorted((r.prompt_index, r.sample_index) for r in responses) == [
             (i, j) for i in range(2) for j in range(3)
         ]
         assert all(r["version"].tolist() == [4] * 5 for r in responses)
-
-
-def test_nothing_is_sampled_before_a_publish(fake):
-    engine = make(fake.url)
-    try:
-        with pytest.raises(RuntimeError, match="publish first"):
-            engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
-    finally:
-        engine.close()
-        engine.close()
+        engine.close()  # it may be closed twice
 
 
 def test_out_of_band_stops_and_stays_stopped(fake):
@@ -72,22 +73,17 @@ def test_out_of_band_stops_and_stays_stopped(fake):
 
 
 @pytest.mark.slow
-def test_a_server_gone_at_publish_is_waited_for(fake, caplog):
+def test_a_server_gone_at_publish_is_waited_for(fake, another, caplog):
     caplog.set_level(logging.WARNING)
-    engine = make(fake.url)
     started = []
-    try:
-        engine.publish(PARAMS, 0)
+    with published(fake.url) as engine:
         port = fake.port
         fake.stop()
-        timer = threading.Timer(1.5, lambda: started.append(FakeVllm(port)))
+        timer = threading.Timer(1.5, lambda: started.append(another(port)))
         timer.start()
         engine.publish(PARAMS, 1)
         timer.join()
         assert started[0].version == engine.files.tag(1)
-    finally:
-        engine.close()
-        started[0].stop()
     assert "waiting for a vLLM server, 0 s of at most 10 s" in caplog.text
 
 
@@ -101,39 +97,27 @@ def test_a_server_gone_at_publish_is_waited_for(fake, caplog):
 )
 def test_a_request_to_stop_ends_the_wait(fake, act):
     asked = threading.Event()
-    engine = make(fake.url, server_wait_s=60.0, stop=StopWhen(is_requested=asked.is_set))
-    try:
-        engine.publish(PARAMS, 0)
+    with published(fake.url, server_wait_s=60.0, stop=StopWhen(is_requested=asked.is_set)) as engine:
         fake.stop()
-        timer = threading.Timer(1.0, asked.set)
-        timer.start()
+        threading.Timer(1.0, asked.set).start()
         began = time.monotonic()
         with pytest.raises(StoppedWaitingError, match="asked to stop, and no vLLM server answers"):
             act(engine)
         assert 0.9 < time.monotonic() - began < 8
-    finally:
-        timer.cancel()
-        engine.close()
 
 
 def test_responses_are_given_up_while_the_servers_sample(fake):
-    asked = threading.Event()
-    engine = make(fake.url, stop=StopWhen(gives_up=asked.is_set), limits=ClientLimits(max_outstanding=1))
-    try:
-        engine.publish(PARAMS, 0)
+    asked, limits = threading.Event(), ClientLimits(max_outstanding=1)
+    with published(fake.url, stop=StopWhen(gives_up=asked.is_set), limits=limits) as engine:
         probes = fake.seen.total()
         fake.delay_s = 20.0
-        timer = threading.Timer(1.0, asked.set)
-        timer.start()
+        threading.Timer(1.0, asked.set).start()
         began = time.monotonic()
         with pytest.raises(StoppedWaitingError, match="asked to stop while responses were sampled"):
             list(engine.generate(PROMPTS, 2, SamplingParams(4), seed=0))
         assert 0.9 < time.monotonic() - began < 8
         engine.close()  # the requests that waited for a place were also cancelled
         assert fake.seen[GENERATE] <= probes + 2
-    finally:
-        timer.cancel()
-        engine.close()
 
 
 @pytest.mark.slow
@@ -257,9 +241,7 @@ def test_colocated_servers_sleep_and_are_proven_when_they_wake(fake):
             assert fake.events[-5:] == ["sample"] * 4 + ["/sleep"]
             fake.events.clear()
             metrics = engine.publish(PARAMS, version)
-            order = [event for i, event in enumerate(fake.events) if i == 0 or event != fake.events[i - 1]]
-            update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-            assert order == ["/wake_up", "/pause", *update, "/reset_prefix_cache", "/resume", "sample"]
+            assert order_of(fake) == ["/wake_up", "/pause", *UPDATE, "/reset_prefix_cache", "/resume", "sample"]
         assert {"time/sleep_s", "time/wake_s"} <= metrics.keys()
         assert (metrics["rollout/server_losses"], metrics["rollout/servers"]) == (0, 1)
 
@@ -303,9 +285,12 @@ def test_bits_that_differ_stop_the_run_and_are_named(fake):
 
     One tensor is not loaded, then one has other values.
     """
-    engine = make(fake.url, tensors=lambda params: [(name, sent.get(name, array)) for name, array in params.items()])
     sent = {}
-    try:
+
+    def tensors(params):
+        return [(name, sent.get(name, array)) for name, array in params.items()]
+
+    with closing(make(fake.url, tensors=tensors)) as engine:
         metrics = engine.publish(PARAMS, 0)
         assert (metrics["publish/verified_tensors"], metrics["time/server_checksums_s"]) == (2, 0.25)
         fake.not_loaded = {"b"}
@@ -322,8 +307,6 @@ def test_bits_that_differ_stop_the_run_and_are_named(fake):
             engine.publish(PARAMS, 2)
         sent.clear()
         engine.publish(PARAMS, 3)
-    finally:
-        engine.close()
 
 
 def test_an_unproven_server_is_left_out_until_the_next_version(fake, caplog, another):
@@ -526,16 +509,15 @@ def test_weights_without_room_are_refused_before_any_server(fake, tmp_path):
     """The version before stays whole, on disk and in use. With room again the next publish succeeds."""
     params = {"a": np.linspace(0, 1, 500_000, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
     with small_disk(tmp_path, 5):
-        engine = make(fake.url, tmp_path=tmp_path)
+        with closing(make(fake.url, tmp_path=tmp_path)) as engine:
 
-        def on_disk():
-            return {path: path.read_bytes() for path in sorted(engine.files.root.rglob("*")) if path.is_file()}
+            def on_disk():
+                return {path: path.read_bytes() for path in sorted(engine.files.root.rglob("*")) if path.is_file()}
 
-        def sampled():
-            responses = engine.generate(PROMPTS, 2, SamplingParams(5), seed=0)
-            return {version for r in responses for version in r.versions.tolist()}
+            def sampled():
+                responses = engine.generate(PROMPTS, 2, SamplingParams(5), seed=0)
+                return {version for r in responses for version in r.versions.tolist()}
 
-        try:
             engine.publish(params, 1)
             filler, before = fill(tmp_path), on_disk()
             fake.events.clear()
@@ -550,6 +532,4 @@ def test_weights_without_room_are_refused_before_any_server(fake, tmp_path):
             engine.publish({name: array + 1 for name, array in params.items()}, 2)
             assert sampled() == {2}
             assert [path.name for path in engine.files.root.glob("v*")] == [engine.version.path.name]
-        finally:
-            engine.close()
         assert not engine.files.root.exists()

@@ -186,17 +186,19 @@ def test_a_client_whose_thread_has_ended_says_so(fake, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("urls", "said"),
     [
-        ("127.0.0.1:8000", "such as http://host:port"),
-        ("http://", "such as http://host:port"),
-        ("http://a:b", "such as http://host:port"),
-        ("http://me:secret-word@a:1", "URL of a holds a user or a password"),
+        (["127.0.0.1:8000"], "such as http://host:port"),
+        (["http://"], "such as http://host:port"),
+        (["http://a:b"], "such as http://host:port"),
+        (["http://me:secret-word@a:1"], "URL of a holds a user or a password"),
+        (["http://a:1", "http://a:1"], "urls must be distinct"),
+        ([], "at least one server is needed"),
     ],
 )
-def test_what_is_no_url_is_refused(url, said):
+def test_what_is_no_list_of_urls_is_refused(urls, said):
     with pytest.raises(ValueError, match=said) as refused:
-        fleet_of(url)
+        fleet_of(*urls)
     assert "secret-word" not in str(refused.value)
 
 

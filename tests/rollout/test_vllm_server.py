@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 from programs import program
+from waiting import is_gone
 
 from rljax.commands.serve import parse
 from rljax.errors import ServerFailedError
@@ -20,7 +20,6 @@ from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = ("-m", "rljax.cli", "serve", "vllm")
 HEALTHY = """
     import http.server, os, pathlib, subprocess, sys
     socket = pathlib.Path(os.environ["VLLM_RPC_BASE_PATH"], "socket")
@@ -48,26 +47,22 @@ def script(tmp_path):
     """
 
     def make(text: str) -> str:
-        program = tmp_path / "program.py"
-        program.write_text(textwrap.dedent(text))
-        path = tmp_path / "vllm"
-        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
-        path.chmod(0o755)
-        return str(path.with_name("python"))
+        file = tmp_path / "program.py"
+        file.write_text(textwrap.dedent(text))
+        command = program(tmp_path / "vllm", f'exec "{sys.executable}" "{file}" "$@"')
+        return str(command.with_name("python"))
 
     return make
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z"):
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
+def serving(python: str, log: Path) -> subprocess.Popen:
+    """Starts the serving program, and returns its process once the server is healthy."""
+    command = [sys.executable, "-m", "rljax.cli", "serve", "vllm", "m"]
+    command += ["--python", python, "--log", str(log), "--timeout", "30"]
+    home, pipe = {**os.environ, "HOME": str(log.parent)}, subprocess.PIPE
+    caller = subprocess.Popen(command, env=home, stdout=pipe, stderr=pipe, text=True)
+    assert caller.stdout.readline().startswith("http://127.0.0.1:")
+    return caller
 
 
 def helper_of(log: Path) -> int:
@@ -81,9 +76,9 @@ def test_the_whole_group_ends(script, tmp_path, end):
     assert server.healthy()
     helper, socket = helper_of(log), Path(log.read_text().split("socket ")[1].split()[0])
     assert socket.exists()
-    assert not gone(helper, 0.2)
+    assert not is_gone(helper, 0.2)
     end(server)
-    assert gone(helper)
+    assert is_gone(helper)
     assert not server.alive()
     assert not server.healthy()
     assert not socket.parent.exists()
@@ -105,20 +100,12 @@ def test_a_server_whose_engine_died_is_ended(script, tmp_path):
     dead = tmp_path / "dead"
     status = f"(503 if __import__('os').path.exists({str(dead)!r}) else 200)"
     text = HEALTHY.replace("send_response(200)", f"send_response({status})")
-    arguments = ["m", "--python", script(text), "--log", str(log), "--timeout", "30"]
-    caller = subprocess.Popen(
-        [sys.executable, *PROGRAM, *arguments],
-        env={**os.environ, "HOME": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert caller.stdout.readline().startswith("http://127.0.0.1:")
+    caller = serving(script(text), log)
     dead.touch()
     _, said = caller.communicate(timeout=30)
     assert caller.returncode == 1
     assert f"the server ended; the end of {log}:\nhelper {helper_of(log)}" in said
-    assert gone(helper_of(log))
+    assert is_gone(helper_of(log))
 
 
 def test_the_wait_is_bounded(script, tmp_path):
@@ -126,7 +113,7 @@ def test_the_wait_is_bounded(script, tmp_path):
     text = "import os, time; print('helper', os.getpid(), flush=True); time.sleep(600)"
     with pytest.raises(ServerFailedError, match="did not become healthy within 2 s"):
         start(VllmConfig("m", python=script(text), log_path=log), timeout_s=2)
-    assert gone(helper_of(log))
+    assert is_gone(helper_of(log))
 
 
 def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
@@ -138,17 +125,14 @@ def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
     with contextlib.ExitStack() as stack:
         for number in numbers:
             log = tmp_path / number.name
-            arguments = ["m", "--python", script(HEALTHY), "--log", str(log), "--timeout", "30"]
-            home, pipe = {**os.environ, "HOME": str(tmp_path)}, subprocess.PIPE
-            caller = subprocess.Popen([sys.executable, *PROGRAM, *arguments], env=home, stdout=pipe, text=True)
-            stack.callback(caller.kill)
-            assert caller.stdout.readline().startswith("http://127.0.0.1:")
-            callers[number], helpers[number] = caller, helper_of(log)
+            callers[number] = serving(script(HEALTHY), log)
+            stack.callback(callers[number].kill)
+            helpers[number] = helper_of(log)
         for number, caller in callers.items():
             os.kill(caller.pid, number)
         for number, caller in callers.items():
             caller.wait()
-            assert gone(helpers[number], 25), number.name
+            assert is_gone(helpers[number], 25), number.name
 
 
 def plant_gpu(monkeypatch, tmp_path):

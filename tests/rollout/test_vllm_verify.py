@@ -226,10 +226,3 @@ def test_what_is_cached_before_an_update_is_read_after_it():
     again = Server(0.0)
     asyncio.run(verifier().warm(again))
     assert all(np.array_equal(a, b) for a, b in zip(cached, again.prompts, strict=True))
-
-
-def test_what_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        VerifyConfig(prompts=0)
-    with pytest.raises(ValueError, match="factor must be finite and not negative, got inf"):
-        VerifyConfig(factor=float("inf"))

@@ -4,12 +4,12 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 
 import pytest
-from toy_runs import comparable, complete, tiny
+from toy_runs import comparable, completed, tiny
+from waiting import is_gone, until
 
 from rljax.errors import OwnedError
 from rljax.run.after_save import AfterSave
@@ -47,8 +47,7 @@ def program(tmp_path):
 @pytest.fixture(scope="module")
 def alone(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    status, said = complete(tiny(toy_base, run_dir, 6))
-    assert status == 0, said
+    completed(tiny(toy_base, run_dir, 6))
     return comparable(run_dir)
 
 
@@ -59,13 +58,10 @@ def test_a_run_goes_on_from_a_copy_or_before_half_a_copy(toy_base, tmp_path, pro
     run_dir, copy = tmp_path / "run", tmp_path / "copy"
     for steps, count in ((2, 99), (4, most)):
         words = tiny(toy_base, run_dir, steps, "--checkpoint.after-save", program(COPY, copy, count))
-        status, said = complete(words)
-        assert status == 0, said
-        assert "after_save" not in said
+        assert "after_save" not in completed(words)
     shutil.rmtree(run_dir)
     shutil.copytree(copy, run_dir)
-    status, said = complete(tiny(toy_base, run_dir, 6))
-    assert status == 0, said
+    said = completed(tiny(toy_base, run_dir, 6))
     assert ("checkpoint 4 in" in said and "is damaged" in said) == (most < 99)
     assert comparable(run_dir) == alone
 
@@ -98,8 +94,7 @@ def test_a_failure_is_a_warning_and_the_next_save_calls_again(tmp_path, program,
     run_dir, calls = make_run(tmp_path / "run", 2), tmp_path / "calls"
     fails = CALLED + "print('first line')\nif sys.argv[2].endswith('2'):\n    sys.exit('no room left')\n"
     with calling(program(fails, calls), run_dir):
-        while "no room left" not in capsys.readouterr().err:
-            time.sleep(0.05)
+        until(lambda: "no room left" in capsys.readouterr().err)
         make_run(run_dir, 4)
     assert capsys.readouterr().err == ""
     assert [json.loads(line)[0][-1] for line in calls.read_text().splitlines()] == ["2", "4"]
@@ -117,15 +112,11 @@ def test_the_end_waits_no_longer_than_it_may(tmp_path, program, capsys):
     sleeps += "print(os.getpid(), child.pid, flush=True, file=file)\nchild.wait()\n"
     began, pids = time.monotonic(), tmp_path / "pids"
     with calling(program(sleeps, pids), make_run(tmp_path / "run", 2), grace_s=1.5):
-        while not pids.exists() or not pids.read_text().endswith("\n"):
-            time.sleep(0.05)
+        until(lambda: pids.exists() and pids.read_text().endswith("\n"))
         assert os.getsid(int(pids.read_text().split()[0])) != os.getsid(0)
     assert 1.5 <= time.monotonic() - began < 15
     assert capsys.readouterr().err.count("had not ended within run.grace_s, and was killed") == 1
-    deadline = time.monotonic() + 20
-    while subprocess.run(["ps", "-o", "stat=", "-p", ",".join(pids.read_text().split())], capture_output=True).stdout:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert all(is_gone(pid, 20) for pid in pids.read_text().split())
 
 
 def test_a_run_that_another_process_took_over_calls_nothing(tmp_path, program):

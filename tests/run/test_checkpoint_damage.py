@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 from checkpoint_states import state
-from toy_runs import environment
+from toy_runs import ROOT, environment
 
 from rljax.run.checkpoint import BEST, Checkpointer, DamagedCheckpointError
 from rljax.run.fingerprint import array_checksums
@@ -232,10 +232,8 @@ checkpointer.wait()
 checkpointer.save(4, state(4), {{"step": 4}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    path = f"{__file__.rpartition('/tests/')[0]}/tests/support"
-    killed = subprocess.run(
-        [sys.executable, "-c", words], env=environment(PYTHONPATH=f"{environment()['PYTHONPATH']}:{path}")
-    )
+    settings = environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests/support")
+    killed = subprocess.run([sys.executable, "-c", words], env=settings)
     assert killed.returncode == -signal.SIGKILL
     step, values, _ = newest(tmp_path)
     assert step in STEPS

@@ -57,19 +57,13 @@ def test_an_incomplete_save_is_cleared_before_the_next(tmp_path):
     checkpointer.close()
     cut_short = directory / f"2{ocp.utils.TMP_DIR_SUFFIX}-1700000000"
     (cut_short / "state").mkdir(parents=True)
+    assert not (tmp_path / BEST).exists()  # no best step was asked for
     Checkpointer(directory, read_only=True).close()
     assert cut_short.exists()
     checkpointer = Checkpointer(directory)
     assert checkpointer.all_steps() == [1]
     assert not cut_short.exists()
     checkpointer.close()
-
-
-def test_nothing_is_made_when_no_best_is_asked_for(tmp_path):
-    checkpointer = Checkpointer(tmp_path / "checkpoints")
-    checkpointer.save(1, state(1), {})
-    checkpointer.close()
-    assert not (tmp_path / BEST).exists()
 
 
 def test_one_copy_of_the_state_is_on_its_way_at_a_time(tmp_path, monkeypatch):

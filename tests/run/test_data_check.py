@@ -81,16 +81,10 @@ def test_a_reward_of_ones_own_may_want_another_form(own):
     assert check("word", "code", reward="rewards_of_mine:tagged", workers=0) == AnswerCheck(2, [], "")
 
 
-@pytest.mark.parametrize(
-    ("reward", "reason"),
-    [
-        ("needs_tests", "needs_tests rewards no right answer in any tried form; it failed 10 times"),
-        ("sleeps", "sleeps rewards no right answer in any tried form; it failed 10 times"),
-    ],
-)
-def test_a_reward_that_cannot_be_asked_is_said(own, reward, reason):
-    found = check("1", "2", reward=f"rewards_of_mine:{reward}", timeout_s=0.2)
-    assert found == AnswerCheck(reason=f"rewards_of_mine:{reason}")
+@pytest.mark.parametrize("reward", ["rewards_of_mine:needs_tests", "rewards_of_mine:sleeps"])
+def test_a_reward_that_cannot_be_asked_is_said(own, reward):
+    found = check("1", "2", reward=reward, timeout_s=0.2)
+    assert found == AnswerCheck(reason=f"{reward} rewards no right answer in any tried form; it failed 10 times")
 
 
 NUMBERS = [str(i * i % 61) for i in range(24)]

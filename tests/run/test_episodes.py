@@ -46,12 +46,9 @@ class Scripted(RolloutEngine):
             yield response((key, turn - 1), ids, logprobs, len(self.asked), prompt=tokens, truncated=is_cut)
 
 
-def hosts_of(environment, **limits):
-    return EnvironmentHosts(f"counting_environments:{environment.__name__}", EpisodeConfig(**limits))
-
-
 def sample(problems, environment, engine, *, n=1, params=PARAMS, stop=None, limits=None, tokenizer=TOKENIZER, **config):
-    parts = engine, tokenizer, hosts_of(environment, **(limits or {})), EpisodeConfig(**config)
+    hosts = EnvironmentHosts(f"counting_environments:{environment.__name__}", EpisodeConfig(**(limits or {})))
+    parts = engine, tokenizer, hosts, EpisodeConfig(**config)
     with closing(Episodes(*parts, max_prompt_tokens=8, stop=stop or StopRequest())) as source:
         return Sampler(source, params, n).sample(problems, 1)
 

@@ -52,11 +52,6 @@ def take(batches):
     return batches.take(Timers(STOP))
 
 
-def publish(batches, version):
-    with batches.paused(None, version, Timers(STOP), drains=False):
-        pass
-
-
 def rewards_of(sampled):
     return sampled.rollouts.rewards.tolist()
 
@@ -193,7 +188,8 @@ def test_rows_of_a_lost_policy_wait_for_their_version(place):
     killed = make_batches(config)
     take(killed)
     for version in (1, 2):
-        publish(killed, version)
+        with killed.paused(None, version, Timers(STOP), drains=False):
+            pass
     write_file(place / "0.jsonl", [make_row("z", 8, 2), make_row("z", 9, 2)])
     write_file(place / "2.jsonl", [make_row("b", 2), make_row("b", 3)])
     again = make_batches(config)

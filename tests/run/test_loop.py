@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from row_list import RowList
 from scripted_engine import ScriptedEngine
-from scripted_runs import POLICY, TOKENIZER, Stop, compiled_step, opened_parts, settings, trained
+from scripted_runs import POLICY, TOKENIZER, Stop, compiled_step, half_right, opened_parts, settings, sum_of, trained
 from toy_runs import TOY_BASE, without_clock
+from waiting import until
 
 import rljax.trainer.update
 from rljax.errors import ConfigError
@@ -29,15 +30,6 @@ from rljax.run.fingerprint import check_fingerprints
 from rljax.run.sampling import step_seed
 from rljax.run.step import Progress
 from rljax.run.stop import StopRequest
-
-
-def sum_of(prompt):
-    return str(sum(int(term) for term in prompt.rstrip("=").split("+")))
-
-
-def half_right(prompt, sample, seed):
-    """Returns a right answer for a prompt's first response. The second is 7777777, seven tokens and the end."""
-    return f"{sum_of(prompt)}$" if sample == 0 else "7777777$"
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +288,7 @@ def asked_to_stop(*, step, pause_s=0.0, evaluation=False, saved=None):
             seeds.append(seed)
         is_evaluation = seed == EVAL_SEED
         if is_new and is_evaluation == evaluation and len([s for s in seeds if s != EVAL_SEED]) == step:
-            deadline = time.monotonic() + 60
-            while saved and not saved.exists() and time.monotonic() < deadline:
-                time.sleep(0.02)
+            until(lambda: saved is None or saved.exists(), 60)
             signal.raise_signal(signal.SIGTERM)
         if len(seeds) == step:
             time.sleep(pause_s)
@@ -675,10 +665,7 @@ class Breaking(Watched):
 
     def may_fail(self, where, version):
         if (where, version) == (self.where, 2):
-            until = time.monotonic() + 30
-            while not self.users and time.monotonic() < until:
-                time.sleep(0.001)
-            assert self.users == 1
+            until(lambda: self.users == 1, 30, every_s=0.001)
             self.has_failed.set()
             raise RuntimeError("planted")
 

@@ -9,7 +9,7 @@ import pytest
 import scripted_runs
 from row_list import RowList
 from scripted_engine import ScriptedEngine
-from scripted_runs import MESH, POLICY, TOKENIZER, opened_parts
+from scripted_runs import MESH, POLICY, TOKENIZER, half_right, opened_parts
 from toy_runs import TOY_BASE, without_clock
 
 from rljax.plan.dry_run import dry_run
@@ -48,15 +48,11 @@ def on_the_devices():
     return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind != HOST_MEMORY)
 
 
-def sum_of(prompt):
-    return str(sum(int(term) for term in prompt.rstrip("=").split("+")))
-
-
 class Watching(ScriptedEngine):
     """An engine that computes what a publish computes. It looks at the devices' memory when it samples."""
 
     def __init__(self):
-        super().__init__(TOKENIZER, lambda prompt, sample, seed: "7777777$" if sample else f"{sum_of(prompt)}$")
+        super().__init__(TOKENIZER, half_right)
         self.functions = policy_functions(POLICY, "bfloat16")
         self.before, self.seen, self.results = on_the_devices(), [], []
 
@@ -96,10 +92,6 @@ def whole(tmp_path_factory):
 def assert_equal_states(one, other):
     for a, b in zip(jax.tree.leaves(jax.device_get(one)), jax.tree.leaves(jax.device_get(other)), strict=True):
         assert a.tobytes() == b.tobytes()
-
-
-def state_bytes(state):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def on_devices_only(compute):
@@ -163,8 +155,8 @@ def test_steps_are_bit_for_bit_those_of_what_stays(go, adapters, kl, rank, from_
         assert other["time/reload_s"] + other["time/offload_s"] < other["time/train_s"]
     assert without_clock(stays.rows) == without_clock(moves.rows)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(moves.state)} == {HOST_MEMORY}
-    kept = min(stays.engine.seen)
-    assert kept >= state_bytes(moves.state) + (4 * COUNT if rank or kl != "none" else 0)
+    kept, state = min(stays.engine.seen), sum(leaf.nbytes for leaf in jax.tree.leaves(moves.state))
+    assert kept >= state + (4 * COUNT if rank or kl != "none" else 0)
     assert max(moves.engine.seen) < kept / 100, "something of the trainer is on the devices while the engine samples"
 
 

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from waiting import until
 
 from rljax.data.prompts import PromptStream
 from rljax.distributed.processes import Processes
@@ -64,8 +65,8 @@ class Engine:
         with self.used():
             version = self.version
             self.calls.append((step, version, threading.current_thread() is threading.main_thread()))
-            until = time.monotonic() + self.sampling_s(step)
-            while time.monotonic() < until:
+            end = time.monotonic() + self.sampling_s(step)
+            while time.monotonic() < end:
                 self.stop.progress()
                 if self.stop.gives_up():
                     raise StoppedWaitingError("unwanted")
@@ -164,9 +165,7 @@ def test_while_a_step_trains_those_after_it_are_sampled(k):
 
     def train_until_all_are_sampled(step):
         last = min(step + k, steps)
-        until = time.monotonic() + 10
-        while len(engine.calls) < last and time.monotonic() < until:
-            time.sleep(0.001)
+        until(lambda: len(engine.calls) >= last, 10, every_s=0.001)
         seen.append((step, len(engine.calls)))
         return 0.01  # nothing beyond these batches begins in this time
 
@@ -228,8 +227,7 @@ def test_progress_counts_while_the_run_waits_for_it():
     assert set(engine.stop.places.seen) == {"wait"}
     assert len(engine.stop.places.seen) > 1
     engine.stop.at("train")
-    while len(engine.calls) < 2:
-        time.sleep(0.002)
+    until(lambda: len(engine.calls) == 2)
     time.sleep(0.05)
     assert engine.stop.places.seen[-1] == "train"
     assert engine.stop.places.seen.count("train") == 1

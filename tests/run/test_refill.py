@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from row_list import RowList
 from scripted_engine import ScriptedEngine
-from scripted_runs import TOKENIZER, Stop, compiled_step, opened_parts, settings, trained
+from scripted_runs import TOKENIZER, Stop, compiled_step, half_right, opened_parts, settings, sum_of, trained
 from toy_runs import without_clock
 
 from rljax.algorithms.advantages import AdvantageConfig
@@ -244,28 +244,22 @@ def test_a_lost_batch_takes_its_own_problems_again(lost):
 
 
 def odd_sums_have_signal(prompt, sample, seed):
-    total = sum(int(term) for term in prompt.rstrip("=").split("+"))
-    return f"{total}$" if total % 2 and sample == 0 else "7777777$"
+    return half_right(prompt, sample, seed) if int(sum_of(prompt)) % 2 else "7777777$"
 
 
-def go_in(tmp_path):
-    """Returns a function that runs ``train`` from a directory's state, and returns rows, engine and last weights."""
-    update = compiled_step(tmp_path / "update")
-
-    def run(name, *, stop_after=None, last_row=None):
-        config, rows = settings(tmp_path / name, rollout={"refill": True}), RowList()
-        engine = ScriptedEngine(TOKENIZER, odd_sums_have_signal)
-        stop = Stop(0.0, lambda: len(rows) == stop_after)
-        with opened_parts(config, engine, update=update, stop=stop) as (parts, _):
-            *_, weights = trained(parts, rows, last_row, stop)
-        return rows, engine, weights
-
-    return run
+def go(directory, update, *, stop_after=None, last_row=None):
+    """Runs ``train`` from the state of a directory. Returns rows, engine and last weights."""
+    config, rows = settings(directory, rollout={"refill": True}), RowList()
+    engine = ScriptedEngine(TOKENIZER, odd_sums_have_signal)
+    stop = Stop(0.0, lambda: len(rows) == stop_after)
+    with opened_parts(config, engine, update=update, stop=stop) as (parts, _):
+        *_, weights = trained(parts, rows, last_row, stop)
+    return rows, engine, weights
 
 
 def test_a_run_trains_on_full_batches_and_resumes(tmp_path):
-    go = go_in(tmp_path)
-    whole, engine, weights = go("whole")
+    update = compiled_step(tmp_path / "update")
+    whole, engine, weights = go(tmp_path / "whole", update)
     assert {2} < {len(prompts) for prompts in engine.asked}
     assert any(row["rollout/refilled_groups"] for row in whole)
     for row in whole:
@@ -280,8 +274,8 @@ def test_a_run_trains_on_full_batches_and_resumes(tmp_path):
         assert row["response_length/mean"] == pytest.approx(sampled / (2 * groups))
         assert row["perf/response_tokens_per_s"] * row["time/rollout_s"] == pytest.approx(sampled)
         assert row["optimizer/skipped_updates"] == 0
-    first, before, _ = go("run", stop_after=2)
-    second, after, resumed = go("run", last_row=first[-1])
+    first, before, _ = go(tmp_path / "run", update, stop_after=2)
+    second, after, resumed = go(tmp_path / "run", update, last_row=first[-1])
     assert [row["step"] for row in second] == [3, 4]
     assert without_clock([*first, *second]) == without_clock(whole)
     assert before.asked + after.asked == engine.asked

@@ -8,7 +8,6 @@ from toy_runs import TOY_BASE, comparable, complete, completed, printed, tiny
 
 from rljax.commands import export
 from rljax.evaluate import find_policy
-from rljax.rollout.types import RolloutConfig
 
 # All runs here sample at this temperature, because a step's program holds it.
 HOT = ("--rollout.temperature", "50")
@@ -54,5 +53,4 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(word, tmp_path):
 
 
 def test_no_stop_token_is_added_by_default():
-    assert RolloutConfig().stop_token_ids == ()
     assert find_policy(TOY_BASE).stops(15) == (14,)

@@ -202,14 +202,6 @@ def test_many_updates_of_one_batch_are_no_silence():
     assert not warned(scheduler.step, 60)
 
 
-def test_the_graph_counts_what_is_no_length():
-    schedule = length_triggered_schedule(1e-3)
-    state = schedule.init()
-    for _ in range(3):
-        state = jax.jit(schedule.update)(state, response_length=math.nan)
-    assert int(state.surge.ignored) == 3
-
-
 # ---- the schedule with a state, used as a function of the count ------------------------------------------------------
 
 

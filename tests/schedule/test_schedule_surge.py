@@ -205,9 +205,3 @@ def test_any_positive_signal_will_do():
     assert called is not None
     # Powers of two scale float32 exactly, so rounding cannot change the decisions.
     assert call_of([length * 2.0**-20 for length in lengths], DEFAULT, truncated) == called
-
-
-def test_the_rules_are_a_command_line():
-    tyro = pytest.importorskip("tyro")
-    config = tyro.cli(SurgeConfig, args=["--ratio", "2.5", "--warmup", "15"])
-    assert config == SurgeConfig(ratio=2.5, warmup=15)

@@ -1,4 +1,4 @@
-"""Golden traces of recorded lengths and their call hold for both forms, and for a resume at every step."""
+"""Golden traces of recorded lengths and their call hold for both forms."""
 
 import json
 from pathlib import Path

@@ -3,65 +3,32 @@
 Each fault that SGLang reports as success must be found.
 """
 
-import dataclasses
 import functools
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 from exact_distributions import distributions
 from in_flight import GROUP, check_versions, sampled_across_publishes
 from opened_clients import call
-from sglang_policy import Policy
+from sglang_policy import KEYS, NORM, PROMPTS, serving
+from vllm_checks import OTHER_BITS, OUT_OF_BAND
 from weight_training import change_after_writing
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.process import ServerProcess, environment_python
 from rljax.rollout.servers.sglang.client import SglangBackend
-from rljax.rollout.servers.sglang.server import SglangConfig, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
 pytestmark = pytest.mark.sglang
-DTYPE = "float32"
-PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
-NORM, KEYS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
-OTHER_BITS = "does not hold the trainer's weights"
-OUT_OF_BAND = "does not sample from them"
-
-
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """A running server and its initial policy; ``fault`` is the file that names the server's fault."""
-
-    server: ServerProcess
-    policy: Policy
-    fault: Path
-
-    def break_updates(self, how: str, of: str = "-") -> None:
-        self.fault.write_text(f"{how} {of}")
-
-    def engine(self, **options) -> ServedEngine:
-        return self.policy.engine(self.server.url, **options)
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory, toy_base, with_faults):
-    folder = tmp_path_factory.mktemp("sglang")
-    fault = folder / "fault"
-    config = SglangConfig(
-        model=str(toy_base),
-        python=str(environment_python("sglang")),
-        dtype=DTYPE,
-        max_model_len=256,
-        log_path=folder / "server.log",
-        extra_env=with_faults(fault),
-    )
-    with start(config, 400) as server:
-        yield Served(server, Policy.read(toy_base, DTYPE), fault)
+    with serving(tmp_path_factory.mktemp("sglang"), toy_base, "float32", with_faults) as made:
+        yield made
 
 
 @pytest.fixture
@@ -199,7 +166,7 @@ def test_a_directory_that_no_trainer_has_shown_is_not_loaded(served, opened, tmp
     opened()
     update = {"model_path": str(tmp_path), "weight_version": "x"}
     with pytest.raises(RuntimeError, match="lies in no directory that a trainer has shown"):
-        call(served.server.url, "POST", "/update_weights_from_disk", kind=SglangBackend(), json=update)
+        call(served.url, "POST", "/update_weights_from_disk", kind=SglangBackend(), json=update)
 
 
 def test_prompts_outside_the_vocabulary_are_not_sent(opened):
@@ -208,11 +175,11 @@ def test_prompts_outside_the_vocabulary_are_not_sent(opened):
 
 
 def test_a_paused_server_goes_on_with_the_next_run(served, opened):
-    url, kind = served.server.url, SglangBackend()
+    url, kind = served.url, SglangBackend()
     try:
         call(url, "POST", "/pause_generation", kind=kind, json={"mode": "retract"})
         with pytest.raises(ValueError, match="is paused"):
-            connect([served.server.url], kind="sglang")
+            connect([served.url], kind="sglang")
         opened().publish(served.policy.moved(6), 1)
     finally:
         call(url, "POST", "/continue_generation", kind=kind, json={})
@@ -221,7 +188,7 @@ def test_a_paused_server_goes_on_with_the_next_run(served, opened):
 def test_scores_of_given_tokens_are_the_trainers(served, opened):
     """This is the way of ``sglang:URL`` in a comparison."""
     opened()
-    with closing(connect([served.server.url], kind="sglang")) as server:
+    with closing(connect([served.url], kind="sglang")) as server:
         assert server.logprobs_temperature(0.5) == 0.5
         for got, expected in zip(
             server.score(PROMPTS, at_once=2), served.policy.scorer()(served.policy.params, PROMPTS), strict=True
@@ -238,6 +205,6 @@ def test_a_prompt_may_hold_the_last_id_of_the_vocabulary(served, opened):
     (response,) = opened().generate([prompt], 1, SamplingParams(8), seed=0)
     (expected,) = served.policy.scorer()(served.policy.params, [np.concatenate([prompt, response.response])])
     np.testing.assert_allclose(response["rollout_logprobs"], expected[5:], atol=2e-5)
-    server = connect([served.server.url], kind="sglang")
+    server = connect([served.url], kind="sglang")
     with closing(server), pytest.raises(RuntimeError, match="scored other tokens"):
         list(server.score([prompt], at_once=1))

@@ -10,20 +10,16 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from sglang_policy import Policy
+from sglang_policy import PROMPTS, START_S, Policy, config_of
 
 from rljax.errors import HandshakeError
-from rljax.rollout.servers.process import ServerProcess, environment_python
+from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.requests import Request
-from rljax.rollout.servers.sglang.server import SglangConfig, start
+from rljax.rollout.servers.sglang.server import start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
 pytestmark = pytest.mark.sglang
-DTYPE = "float32"
-PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
-NORM = "model.norm.weight"
-START_S = 400
 LONGEST_S = 120
 
 
@@ -54,18 +50,11 @@ def pair(tmp_path_factory, toy_base):
     key.write_text("0123456789abcdef0123456789abcdef\n")
     key.chmod(0o600)
     # Fewer responses run at once than are requested, so some have not begun when the first are complete.
-    config = SglangConfig(
-        str(toy_base),
-        str(environment_python("sglang")),
-        dtype=DTYPE,
-        max_model_len=256,
-        max_num_seqs=16,
-        api_key_file=key,
-    )
-    configs = [dataclasses.replace(config, log_path=folder / f"server{i}.log") for i in range(2)]
+    options = {"max_num_seqs": 16, "api_key_file": key}
+    configs = [config_of(toy_base, "float32", folder / f"server{i}.log", **options) for i in range(2)]
     with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
         servers = list(threads.map(lambda each: start(each, START_S), configs))
-        found = Pair(Policy.read(toy_base, DTYPE), key, servers)
+        found = Pair(Policy.read(toy_base, "float32"), key, servers)
         stack.callback(lambda: [server.stop() for server in found.servers])
         yield found
 
@@ -83,14 +72,6 @@ def engine_of(pair):
     yield build
     for engine in engines:
         engine.close()
-
-
-def worst_gap(policy, params, responses) -> float:
-    """Returns the largest |reported - scored| (nats)."""
-    scored = policy.scorer()(params, [r.ids for r in responses])
-    return max(
-        float(np.abs(s[-r.length :] - r["rollout_logprobs"]).max()) for r, s in zip(responses, scored, strict=True)
-    )
 
 
 def test_every_route_but_health_wants_the_key(pair, engine_of, tmp_path, monkeypatch):
@@ -134,7 +115,7 @@ def test_both_servers_pull_what_changed_over_http(pair, engine_of):
         assert metrics["publish/pulled_bytes"] == metrics["publish/bytes"] < whole["publish/bytes"] / 5
     responses = list(engine.generate(PROMPTS, 8, SamplingParams(24), seed=0))
     assert all(response["version"].tolist() == [5] * 24 for response in responses)
-    assert worst_gap(pair.policy, params, responses) < 2e-5
+    assert pair.policy.gaps(params, responses).max() < 2e-5
 
 
 def test_servers_join_and_leave_while_responses_are_sampled(pair, engine_of, tmp_path):
@@ -160,7 +141,7 @@ def test_servers_join_and_leave_while_responses_are_sampled(pair, engine_of, tmp
     assert [metrics[f"rollout/servers_{what}"] for what in ("joined", "left", "brought_back")] == [1, 1, 1]
     assert "rollout/servers_rejected" not in metrics
     assert all(response["version"].tolist() == [1] * 60 for response in responses)
-    assert worst_gap(pair.policy, params, responses) < 2e-5
+    assert pair.policy.gaps(params, responses).max() < 2e-5
 
 
 def test_responses_of_a_killed_server_are_sampled_elsewhere(pair, engine_of):
@@ -189,7 +170,7 @@ def test_responses_of_a_killed_server_are_sampled_elsewhere(pair, engine_of):
     assert engine.fleet.opened() == pair.urls
     assert metrics["publish/verify_abs_diff_mean"] < 1e-5
     assert all(response["version"].tolist() == [1] * 120 for response in responses)
-    assert worst_gap(pair.policy, params, responses) < 2e-5
+    assert pair.policy.gaps(params, responses).max() < 2e-5
     request = Request(PROMPTS[0], SamplingParams(24), seed=0)
     (completion,) = engine.fleet.wait(engine.fleet.server(lost).sample([request]))
     (scored,) = pair.policy.scorer()(params, [np.concatenate([PROMPTS[0], completion.response])])

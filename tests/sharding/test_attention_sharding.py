@@ -6,21 +6,15 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from packed_rows import gradients, heads, row
+from packed_rows import INTERPRETED, SMALL_BLOCKS, gradients, heads, row
 
-from rljax.policy.flash import block_attention
 from rljax.policy.score import segment_ends
-from rljax.policy.splash import splash_attention
 from rljax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.mesh
 
 SEGMENTS = np.stack([row(64, each) for each in ([64], [20, 30], [16] * 4, [], [1, 63], [30, 30], [5, 6, 7], [60])])
 COLLECTIVES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-
-
-def attention(q, k, v, segments):
-    return block_attention(q, k, v, segments, block=16)
 
 
 def on_mesh(mesh, arrays, rows, split_heads):
@@ -43,7 +37,7 @@ def check_on_mesh(kernel, arrays, segments, mesh, atol):
 )
 def test_a_mesh_gives_the_numbers_of_one_device(fsdp, tp, rows):
     segments = SEGMENTS[:rows]
-    check_on_mesh(attention, heads(segments, num_heads=8), segments, make_mesh(MeshConfig(fsdp, tp)), 2e-6)
+    check_on_mesh(SMALL_BLOCKS, heads(segments, num_heads=8), segments, make_mesh(MeshConfig(fsdp, tp)), 2e-6)
 
 
 def test_devices_do_not_talk_and_may_recompute():
@@ -52,21 +46,19 @@ def test_devices_do_not_talk_and_may_recompute():
 
     @jax.jit
     def run(q, k, v, d_out, segments):
-        layer = jax.checkpoint(lambda q, k, v: attention(q, k, v, segment_ends(segments)))
+        layer = jax.checkpoint(lambda q, k, v: SMALL_BLOCKS(q, k, v, segment_ends(segments)))
         return jax.vjp(layer, q, k, v)[1](d_out)
 
     with jax.set_mesh(mesh):
         segments = jax.device_put(SEGMENTS, NamedSharding(mesh, PartitionSpec("fsdp")))
         compiled = run.lower(*arrays, segments).compile()
-        for x, expected in zip(compiled(*arrays, segments), gradients(attention, arrays, SEGMENTS)[1:], strict=True):
+        wanted = gradients(SMALL_BLOCKS, arrays, SEGMENTS)[1:]
+        for x, expected in zip(compiled(*arrays, segments), wanted, strict=True):
             np.testing.assert_array_equal(x, expected)
     assert not re.findall(COLLECTIVES, compiled.as_text())
 
 
 @pytest.mark.parametrize(("fsdp", "tp"), [pytest.param(8, 1, marks=pytest.mark.harness), (4, 2)])
 def test_the_kernel_of_a_tpu_gives_the_numbers_of_one_device(fsdp, tp):
-    def interpreted(q, k, v, segments):
-        return splash_attention(q, k, v, segments, block=128, interpret=True)
-
     segments = np.stack([row(256, lengths) for lengths in ([100, 130], [256], [], [1, 60, 60])] * 2)
-    check_on_mesh(interpreted, heads(segments, head_dim=16), segments, make_mesh(MeshConfig(fsdp, tp)), 0)
+    check_on_mesh(INTERPRETED, heads(segments, head_dim=16), segments, make_mesh(MeshConfig(fsdp, tp)), 0)

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from packed_rows import gradients, heads, row
-from sharded_step import batch, make_step, outcome, shape
+from packed_rows import SMALL_BLOCKS, gradients, heads, row
+from sharded_step import make_step
 
 from rljax.policy.attention import attention_of_parts
 from rljax.policy.context import fold, unfold
@@ -27,10 +27,6 @@ def on_parts(attention, parts):
         return constrain(unfold(out, parts), None, None, None, None)
 
     return of_rows
-
-
-def of_whole_rows(q, k, v, segments):
-    return block_attention(q, k, v, segments, block=16)
 
 
 def gathered(block, parts):
@@ -63,7 +59,7 @@ def exchanged(block, parts):
 )
 def test_attention_of_parts_is_that_of_whole_rows(mesh, attention):
     arrays = heads(SEGMENTS, num_heads=8)
-    expected = gradients(of_whole_rows, arrays, SEGMENTS)
+    expected = gradients(SMALL_BLOCKS, arrays, SEGMENTS)
     mesh = make_mesh(mesh)
     parts = mesh.shape["context"]
     with jax.set_mesh(mesh):
@@ -77,10 +73,3 @@ def test_weights_are_split_over_the_devices_of_a_row():
     _, state = make_step(MeshConfig(2, context=4))
     query = state.params["layers"]["attention"]["query"]
     assert query.addressable_shards[0].data.shape == (2, 4, 4, 8)
-
-
-def test_rows_that_the_devices_cannot_share_are_refused():
-    made = batch()
-    with pytest.raises(ValueError, match=r"mesh.context = 8 splits rows into 16 blocks.* rows of 56 tokens"):
-        outcome(MeshConfig(1, context=8), jax.tree.map(lambda x: x[:, :, :56] if x.ndim else x, made))
-    assert shape() == made.tokens.shape

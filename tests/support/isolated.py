@@ -18,6 +18,11 @@ class Only:
 
 sys.meta_path[:] = [Only(finder) for finder in sys.meta_path]
 """
+COMMAND = """
+from rljax.errors import run_cli
+from rljax.cli import main
+sys.exit(run_cli(main))
+"""
 # A module without a spec was made inside an extension module, not imported.
 ALONE = """
 loaded = {name.partition(".")[0] for name, module in sys.modules.items() if getattr(module, "__spec__", None)}
@@ -37,3 +42,9 @@ def run_with_only(packages, body, *words, room=None):
     text = ONLY + body + (ALONE.replace("ROOM", room) if room else "")
     command = [sys.executable, "-c", text, ",".join(packages), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def rljax_with_only(packages, *words):
+    """Runs the command ``rljax`` in the same way; returns (exit status, output, errors)."""
+    done = run_with_only(packages, COMMAND, *words)
+    return done.returncode, done.stdout, done.stderr

@@ -9,7 +9,12 @@ from jax.extend.core import jaxprs_in_params
 
 from rljax.policy import attention_errors
 from rljax.policy.attention import path_mask
+from rljax.policy.flash import block_attention
 from rljax.policy.score import segment_ends
+from rljax.policy.splash import splash_attention
+
+SMALL_BLOCKS = functools.partial(block_attention, block=16)
+INTERPRETED = functools.partial(splash_attention, block=128, interpret=True)  # a TPU's kernel, operation by operation
 
 
 def row(t, lengths):

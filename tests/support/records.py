@@ -34,25 +34,28 @@ def record_row(step, factor=1.0, *, surge=None, period=None):
     return row | ({"eval/aime24/accuracy": 0.2} if step % 2 == 0 else {})
 
 
-def study_run(last, grad_norm=lambda step: 1.0, steps=100, surge=20):
-    """Returns the rows of a run whose reward is 0.75 up to step 80 and ``last`` after it.
+def study_row(step, reward, surge=None):
+    """Returns a row with what the programs of a study read. The surge is called at step ``surge``, if one is given."""
+    return {
+        "step": step,
+        "reward/mean": reward,
+        "response_length/mean": 30.0,
+        "mismatch/log_ppl_abs_diff": 0.01,
+        "mismatch/k3_kl": None,
+        "optimizer/grad_norm": 1.0,
+        "optimizer/skipped_updates": 0,
+        "schedule/learning_rate": 1e-4,
+        "schedule/surge_step": surge if surge and step >= surge else None,
+        "is/token_fraction_above": 0.0,
+        "time/step_s": 1.0,
+    }
 
-    The surge is called at step ``surge``.
-    """
+
+def study_run(last, grad_norm=lambda step: 1.0, steps=100):
+    """Returns the rows of a run whose reward is 0.75 up to step 80 and ``last`` after it, with a surge at step 20."""
     return [
-        {
-            "step": step,
-            "reward/mean": 0.75 if step <= 80 else last,
-            "response_length/mean": 30.0,
-            "mismatch/log_ppl_abs_diff": 0.01,
-            "mismatch/k3_kl": None,
-            "optimizer/grad_norm": grad_norm(step),
-            "optimizer/skipped_updates": 0,
-            "schedule/learning_rate": 1e-4,
-            "schedule/surge_step": surge if step >= surge else None,
-            "eval/toy/accuracy": 0.5 if step == steps else None,
-            "time/step_s": 1.0,
-        }
+        study_row(step, 0.75 if step <= 80 else last, surge=20)
+        | {"optimizer/grad_norm": grad_norm(step), "eval/toy/accuracy": 0.5 if step == steps else None}
         for step in range(1, steps + 1)
     ]
 

@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+from changed_configs import changed
 from toy_problems import load_once
 from toy_runs import TOY_BASE
 
@@ -41,9 +42,16 @@ def settings(directory, **changes):
         eval=EvalConfig(every=2),
         checkpoint=CheckpointConfig(every=3),
     )
-    return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
-    )
+    return changed(config, **changes)
+
+
+def sum_of(prompt):
+    return str(sum(int(term) for term in prompt.rstrip("=").split("+")))
+
+
+def half_right(prompt, sample, seed):
+    """Returns a right answer for a prompt's first response. The second is 7777777, seven tokens and the end."""
+    return f"{sum_of(prompt)}$" if sample == 0 else "7777777$"
 
 
 def compiled_step(directory, **changes):

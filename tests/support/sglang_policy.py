@@ -1,11 +1,14 @@
-"""A policy and the engine that publishes it to SGLang servers."""
+"""A policy, the engine that publishes it to SGLang servers, and such a server, which makes mistakes on purpose."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf, read_config
@@ -13,9 +16,15 @@ from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.published import hf_checksums
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.process import environment_python
 from rljax.rollout.servers.sglang.client import SglangBackend
+from rljax.rollout.servers.sglang.server import SglangConfig, start
 from rljax.rollout.types import RolloutConfig
 from rljax.weights.publish_config import PublishConfig
+
+PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
+NORM, KEYS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
+START_S = 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,3 +79,39 @@ class Policy:
         keys = jax.random.split(jax.random.key(seed), len(leaves))
         moved = [x + 0.3 * x.std() * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
         return jax.tree.unflatten(tree, moved)
+
+    def gaps(self, params: dict, responses: list) -> np.ndarray:
+        """Returns |reported - scored| of each token (nats)."""
+        pairs = zip(responses, self.scorer()(params, [r.ids for r in responses]), strict=True)
+        return np.concatenate([np.abs(scored[-r.length :] - r["rollout_logprobs"]) for r, scored in pairs])
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A running server and its initial policy; ``fault`` is the file that names the server's fault."""
+
+    url: str
+    policy: Policy
+    fault: Path
+
+    def break_updates(self, how: str, of: str = "-") -> None:
+        self.fault.write_text(f"{how} {of}")
+
+    def engine(self, **options) -> ServedEngine:
+        return self.policy.engine(self.url, **options)
+
+
+def config_of(model: Path, dtype: str, log_path: Path, **options) -> SglangConfig:
+    """Returns the configuration of a server of ``model``. ``options`` are further fields of it."""
+    python = str(environment_python("sglang"))
+    return SglangConfig(str(model), python, dtype=dtype, max_model_len=256, log_path=log_path, **options)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, model: Path, dtype: str, environment_of: Callable, extra_env=None, extra_args=()):
+    """Yields a server. ``environment_of`` is a function of the file that names its fault (``with_faults``)."""
+    fault = folder / "fault"
+    environment = environment_of(fault) | (extra_env or {})
+    config = config_of(model, dtype, folder / "server.log", extra_env=environment, extra_args=extra_args)
+    with start(config, START_S) as server:
+        yield Served(server.url, Policy.read(model, dtype), fault)

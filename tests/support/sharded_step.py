@@ -12,7 +12,6 @@ from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.packing import max_micro_batches, pack
 
 CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
@@ -44,12 +43,11 @@ def sequences(seed=0):
 
 
 def shape():
-    return max_micro_batches(COUNT, LONGEST, ROW, ROWS), ROWS, ROW
+    return tiny_step.batch_shape(ROW, ROWS, COUNT, LONGEST)
 
 
 def batch(seed=0):
-    m, b, t = shape()
-    return pack(sequences(seed), row_tokens=t, rows_per_micro_batch=b, micro_batches=m)
+    return tiny_step.packed(sequences(seed), ROW, ROWS, COUNT, LONGEST)
 
 
 def make_step(mesh, *, tx=None, params=None, **options):
@@ -80,9 +78,7 @@ def alone():
 
 
 def check_equal(found, expected, most=1e-5):
-    for gradient, wanted in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
-        assert np.abs(wanted).max() > 0
-        assert np.abs(gradient - wanted).max() / np.abs(wanted).max() <= most
+    tiny_step.check_close(found[0], expected[0], most)
     assert found[1].keys() == expected[1].keys()
     for name, value in found[1].items():
         np.testing.assert_allclose(value, expected[1][name], rtol=1e-4, atol=1e-6, err_msg=name)

@@ -9,6 +9,7 @@ from rljax.policy.lora import LoraConfig, declared_adapters
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, initializer_range=0.2)
 LORA = LoraConfig(rank=3, alpha=4.5)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MIXTURE = PolicyConfig(24, 32, 64, 2, 4, 2, 8, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
 
 

@@ -39,12 +39,12 @@ def sequences(in_loss=lambda i: i % 4 != 0):
     return result
 
 
-def batch_shape(row, rows):
-    return max_micro_batches(COUNT, LONGEST, row, rows), rows, row
+def batch_shape(row, rows, count=COUNT, longest=LONGEST):
+    return max_micro_batches(count, longest, row, rows), rows, row
 
 
-def packed(batch_sequences, row=20, rows=2):
-    micro = batch_shape(row, rows)[0]
+def packed(batch_sequences, row=20, rows=2, count=COUNT, longest=LONGEST):
+    micro = batch_shape(row, rows, count, longest)[0]
     return pack(batch_sequences, row_tokens=row, rows_per_micro_batch=rows, micro_batches=micro)
 
 
@@ -134,3 +134,10 @@ def expected_gradient(batch_sequences, params=None):
 
     with jax.default_matmul_precision("highest"):
         return gradient(init_params(CONFIG, 0) if params is None else params)
+
+
+def check_close(found, expected, most=1e-5):
+    """Checks that gradients differ by less than ``most`` of the largest number in their array, which is not 0."""
+    for gradient, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(wanted).max() > 0
+        assert np.abs(gradient - wanted).max() / np.abs(wanted).max() < most

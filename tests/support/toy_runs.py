@@ -87,6 +87,13 @@ def printed(main, words):
     return out
 
 
+def refused(main, words):
+    """Returns the only line that a program prints, with which it refuses its words."""
+    status, out, err = outcome(main, words)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    return err
+
+
 def complete(words, *, figure=False, is_sound=True):
     """Trains to the end in this process; returns (exit status, standard error followed by standard output).
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from rljax.policy.hf import SINGLE_NAME
+from rljax.policy.families import read_config
+from rljax.policy.hf import SINGLE_NAME, load_params
 from rljax.policy.model import hidden_states, lm_head_table
 from rljax.policy.score import segment_ends
 
@@ -73,6 +74,13 @@ def hf_model(shape, family="Qwen3", seed=0, rope=None, **more):
             if "norm" in name or "bias" in name:
                 parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
     return model
+
+
+def saved(model, directory: Path):
+    """Saves a model of transformers; returns its configuration and parameters as a policy reads them."""
+    model.save_pretrained(directory)
+    config = read_config(directory)
+    return config, load_params(directory, config)
 
 
 def repeat_head(directory: Path) -> None:

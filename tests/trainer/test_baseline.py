@@ -65,14 +65,6 @@ def test_equal_energies_give_the_mean_of_those_that_go_on():
     np.testing.assert_allclose(np.concatenate(result), [0.0, -3.0, -3.0, 3.0, 3.0], atol=1e-6)
 
 
-def test_a_constant_reward_moves_no_compared_token():
-    rng = np.random.default_rng(0)
-    logprobs, collisions = [-rng.exponential(size=4) for _ in range(5)], [rng.uniform(0.1, 1, 4) for _ in range(5)]
-    returns = rng.normal(size=5)
-    a, b = (optimal_token_advantages(returns + shift, logprobs, collisions) for shift in (0.0, 7.0))
-    np.testing.assert_allclose(a, b, atol=1e-5)
-
-
 def test_returns_are_centred_and_a_silent_group_is_zero():
     config = AdvantageConfig(estimator="optimal_token")
     returns = compute_advantages(

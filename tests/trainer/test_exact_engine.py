@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from records import train_sequence
-from tiny_step import CONFIG, UNCORRECTED, fresh_state, keep_gradient, make_step
+from small_engines import PROMPTS, assert_same_bits, in_order
+from tiny_step import CONFIG, UNCORRECTED, check_close, fresh_state, keep_gradient, make_step
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.slow
 
 ROWS, ROW_TOKENS, LIMIT = 4, 16, 10
 N, STOPS = 3, (0, 1)
-PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
 COUNT = len(PROMPTS) * N
 ZERO = ("kl", "k3_kl", "slope_per_1k")
 ZERO_PREFIXES = ("log_ppl_diff", "log_ppl_abs_diff", "chi2_", "logprob_abs_diff_", "prob_abs_diff_")
@@ -72,8 +72,7 @@ def make(dtype="bfloat16", *, mesh=(1, 1), loss=PLAIN, tx=None, temperature=0.8,
 
 
 def draw(engine, n=N, *, seed=0, temperature=0.8, limit=LIMIT, stops=STOPS, **asked):
-    responses = list(engine.generate(PROMPTS, n, SamplingParams(limit, temperature, stops, **asked), seed=seed))
-    return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
+    return in_order(engine.generate(PROMPTS, n, SamplingParams(limit, temperature, stops, **asked), seed=seed))
 
 
 def to_train(responses, seed=0):
@@ -184,10 +183,7 @@ def test_responses_end_with_a_stop_token_or_at_the_limit():
         assert r.truncated == (r.response[-1] not in STOPS)
         assert not r.truncated or r.length == LIMIT
         assert r["version"].shape == (r.length,)
-    again = draw(engine, 6)
-    for r, s in zip(responses, again, strict=True):
-        np.testing.assert_array_equal(r.response, s.response)
-        np.testing.assert_array_equal(r["rollout_logprobs"], s["rollout_logprobs"])
+    assert_same_bits(draw(engine, 6), responses)
     # A sample depends on its own prompt and number, not on how many there are.
     for r in draw(engine):
         np.testing.assert_array_equal(r.response, responses[6 * r.prompt_index + r.sample_index].response)
@@ -221,9 +217,7 @@ def test_the_gradient_is_that_of_the_packed_step(asked):
     packed = pack(sequences, row_tokens=32, rows_per_micro_batch=2, micro_batches=shape[0])
     expected, metrics, _ = step(fresh_state(), packed, 1e-2, True)
     found = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
-    traces = (one.opt_state.inner_state.trace for one in (found.state, expected))
-    for g, wanted in zip(*map(jax.tree.leaves, traces), strict=True):
-        assert np.abs(g - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    check_close(*(one.opt_state.inner_state.trace for one in (found.state, expected)))
     for name in ("policy/loss", "policy/entropy", "optimizer/grad_norm", "precision/activation_max"):
         assert found.row[name] == pytest.approx(float(metrics[name]), rel=1e-4, abs=1e-6), name
     assert found.row["mismatch/logprob_abs_diff_max"] == 0.0

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 from records import train_sequence
+from small_engines import assert_same_bits
 from tiny_step import CONFIG, MESH, UNCORRECTED, fresh_state, keep_gradient
 
 from rljax.algorithms.losses import LossConfig
@@ -93,9 +94,7 @@ def test_trajectories_of_several_turns_have_no_mismatch():
 def test_a_seed_decides_each_trajectory():
     engine, _, _ = make()
     first, again, other = (converse(engine, seed)[0] for seed in (3, 3, 4))
-    for one, two in zip(first, again, strict=True):
-        np.testing.assert_array_equal(one.response, two.response)
-        np.testing.assert_array_equal(one["rollout_logprobs"], two["rollout_logprobs"])
+    assert_same_bits(first, again)
     assert any(one.response.tolist() != two.response.tolist() for one, two in zip(first, other, strict=True))
 
 

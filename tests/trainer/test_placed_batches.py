@@ -15,13 +15,9 @@ from rljax.tokens import TOPS
 from rljax.trainer.micro_batches import BATCH_AXES, place_batch
 
 
-def where(mesh, packed):
-    return named_sharding(mesh, BATCH_AXES, packed.tokens.shape), replicated(mesh)
-
-
 def test_one_device_shares_the_memory_of_the_batch():
-    packed = batch()
-    placed = place_batch(packed, *where(make_mesh(MeshConfig(1, 1), jax.devices()[:1]), packed))
+    packed, mesh = batch(), make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    placed = place_batch(packed, named_sharding(mesh, BATCH_AXES, packed.tokens.shape), replicated(mesh))
     pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(placed), strict=True)
     assert all(array.unsafe_buffer_pointer() == host.ctypes.data for host, array in pairs if host.ndim)
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_step import MESH, forward_of, fresh_state, make_step
+from tiny_step import MESH, batch_shape, forward_of, fresh_state, make_step
+from tiny_step import packed as pack
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
@@ -17,7 +18,7 @@ from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
 from rljax.schedule import inject_learning_rate
 from rljax.trainer.measure import DiagnosisConfig, balance_loss
-from rljax.trainer.packing import TrainSequence, max_micro_batches, pack, unpack_whole
+from rljax.trainer.packing import TrainSequence, unpack_whole
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions
 
 pytestmark = pytest.mark.slow
@@ -44,14 +45,13 @@ def sampled(config, dtype="bfloat16", *, with_routes=True, seed=0):
     return [TrainSequence(r.ids, r.prompt_length, r.columns, (-1.0) ** r.sample_index) for r in responses]
 
 
-def batches(sequences, rows=4):
-    shape = max_micro_batches(len(sequences), LONGEST, ROW, rows), rows, ROW
-    return pack(sequences, row_tokens=ROW, rows_per_micro_batch=rows, micro_batches=shape[0])
+def batches(sequences):
+    return pack(sequences, ROW, 4, len(sequences), LONGEST)
 
 
 def make(config=CONFIG, count=COUNT, dtype="bfloat16"):
     how = {"config": config, "dtype": dtype}
-    shape = {"shape": (max_micro_batches(count, LONGEST, ROW, 4), 4, ROW), "count": count, "limit": LONGEST}
+    shape = {"shape": batch_shape(ROW, 4, count, LONGEST), "count": count, "limit": LONGEST}
     return make_step(SGD, **how, **shape, diagnosis=DiagnosisConfig()), fresh_state(SGD, **how)
 
 

@@ -71,17 +71,14 @@ def test_the_first_row_is_as_full_as_its_first_item_allows(lengths, row):
     assert filled == max(total for total in sums if total <= row)
 
 
-LAYOUTS = {
-    "lengths": st.lists(st.integers(1, 20), max_size=80),
-    "row": st.integers(20, 100),
-    "rows": st.sampled_from([1, 2, 8]),
-    "seed": st.integers(0, 99),
-    "share": st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-}
-
-
 @settings(max_examples=300, deadline=None)
-@given(**LAYOUTS)
+@given(
+    lengths=st.lists(st.integers(1, 20), max_size=80),
+    row=st.integers(20, 100),
+    rows=st.sampled_from([1, 2, 8]),
+    seed=st.integers(0, 99),
+    share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
 def test_every_sequence_has_one_place_in_the_micro_batches(lengths, row, rows, seed, share):
     in_loss = (np.random.default_rng(seed).random(len(lengths)) < share).tolist()
     most = max_micro_batches(len(lengths), 20, row, rows)

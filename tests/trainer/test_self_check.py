@@ -18,7 +18,6 @@ from rljax.trainer.self_check import (
     other_mesh,
     other_shape,
     self_metrics,
-    spread,
 )
 from rljax.trainer.update import UpdateOptions
 
@@ -53,8 +52,9 @@ def test_a_step_that_is_not_due_is_left_alone():
     assert batches == []
 
 
-def test_the_same_tokens_at_another_shape():
-    (batch, _), found = updated([3, 2])
+def test_the_same_tokens_in_two_other_programs():
+    """The first program has micro-batches of another shape, and the second one the update's own micro-batches."""
+    (batch, same), found = updated([3, 2])
     assert batch.tokens.shape == (8, 1, 16)
     assert found.state.params == 2.25
     assert found.row["policy/loss"] == 1.0
@@ -62,13 +62,9 @@ def test_the_same_tokens_at_another_shape():
     assert found.row["mismatch_self/logprob_abs_diff_mean"] == pytest.approx(0.25)
     assert found.row["mismatch_self/kl"] == pytest.approx(-0.25)  # lr is the update's number less the other one
     assert [len(values) for values in found.trainer().logprobs] == [3, 2]
-
-
-def test_the_same_micro_batches_in_another_program():
-    (_, batch), found = updated([3, 2])
-    assert batch.tokens.shape == (8, 2, 8)
-    assert batch.old_logprobs is batch.rollout_logprobs
-    assert batch.reference_logprobs is None
+    assert same.tokens.shape == (8, 2, 8)
+    assert same.old_logprobs is same.rollout_logprobs
+    assert same.reference_logprobs is None
     assert found.row["mismatch_self/remat/token_count"] == 5
     assert found.row["mismatch_self/remat/logprob_abs_diff_mean"] == pytest.approx(0.5)
 
@@ -86,11 +82,6 @@ def test_only_the_first_micro_batches_are_scored_again():
 def test_a_sample_is_measured():
     (batch, _), found = updated([1, 2, 3, 4, 5], sample=3)
     assert batch.response_mask.sum() == found.row["mismatch_self/token_count"] == 1 + 3 + 5
-
-
-def test_samples_are_spread_over_the_batch():
-    assert spread(5, 3).tolist() == [0, 2, 4]
-    assert spread(2, 64).tolist() == [0, 1]
 
 
 def test_metrics_by_hand():
@@ -111,15 +102,13 @@ def test_the_other_shape_fits_the_mesh(rows, tokens, ways, expected):
     assert other_shape(rows, tokens, ways) == expected
 
 
-def test_one_device_has_no_other_mesh():
-    axes = ("replica", "fsdp", "tp")
-    assert other_mesh(Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), axes)) is None
-
-
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     ("shape", "expected"),
-    [((1, 8, 1), (1, 4, 2)), ((1, 2, 4), (1, 4, 2)), ((2, 1, 3), (2, 3, 1)), ((2, 3, 1), (2, 1, 3)), ((8, 1, 1), None)],
+    [
+        *(((1, 8, 1), (1, 4, 2)), ((1, 2, 4), (1, 4, 2)), ((2, 1, 3), (2, 3, 1)), ((2, 3, 1), (2, 1, 3))),
+        *(((8, 1, 1), None), ((1, 1, 1), None)),
+    ],
 )
 def test_another_mesh_has_the_same_devices_in_order(shape, expected):
     axes = ("replica", "fsdp", "tp")

@@ -154,45 +154,23 @@ def test_a_tree_by_hand():
     assert useful_fraction(sequences, batch) == 0.5
 
 
-def test_branches_by_hand():
+def test_branches_by_hand_at_all_levels_and_at_two():
     sequences = [train_sequence([1], tokens) for tokens in ([2, 3, 9], [2, 4, 9], [5, 6, 9])]
-    batch = pack_trees(sequences, row_tokens=8, rows_per_micro_batch=1, micro_batches=1, flat_tokens=9)
-    trees = jax.tree.map(lambda x: x[0, 0].tolist(), batch.trees)
+    shape = {"row_tokens": 8, "rows_per_micro_batch": 1, "micro_batches": 1, "flat_tokens": 9}
+    trees = jax.tree.map(lambda x: x[0, 0].tolist(), pack_trees(sequences, **shape).trees)
     assert trees.tokens == [1, 2, 3, 4, 5, 6, 0, 0]
     assert trees.ends == [6, 4, 3, 4, 6, 6, 0, 0]
     assert trees.positions == [0, 1, 2, 2, 1, 2, 0, 0]
     assert trees.sources == [0, 1, 2, 0, 1, 3, 0, 4, 5]
-
-
-def test_two_levels_by_hand():
-    sequences = [train_sequence([1], tokens) for tokens in ([2, 3, 9], [2, 4, 9], [5, 6, 9])]
-    shape = {"row_tokens": 8, "rows_per_micro_batch": 1, "micro_batches": 1, "flat_tokens": 9}
     trees = jax.tree.map(lambda x: x[0, 0].tolist(), pack_trees(sequences, **shape, two_levels=True).trees)
     assert trees.tokens == [1, 2, 3, 2, 4, 5, 6, 0]
     assert trees.ends == [7, 3, 3, 5, 5, 7, 7, 0]
-
-
-def test_a_shared_token_enters_the_loss_once_for_each_sequence():
-    # Two equal responses with other advantages have the gradient of one response with the sum of both.
-    arrays = {"rollout_logprobs": np.full(3, -3.0)}
-    twice = [train_sequence([1, 2], [3, 4, 5], advantage=a, **arrays) for a in (1.0, 0.5)]
-    once = [train_sequence([1, 2], [3, 4, 5], advantage=a, **arrays) for a in (1.5, 0.0)]
-    off = {"correction": CorrectionConfig()}
-    found, expected = (trained(s, in_trees(s, rows=1), **off) for s in (twice, once))
-    assert distance(found, expected)[1] < 1e-6
-    assert tree_tokens(in_trees(twice)) == 4
 
 
 def test_gradients_of_a_shared_state_are_summed_in_float32():
     hidden, places = jnp.zeros((1, 2, 1), jnp.bfloat16), jnp.zeros((1, 1000), jnp.int32)
     found = jax.grad(lambda x: jnp.sum(states_at(x, places), dtype=jnp.float32))(hidden)
     assert found[0, :, 0].tolist() == [1000.0, 0.0]  # A sum of ones in bfloat16 stays at 256.
-
-
-def test_routes_must_agree_to_be_shared():
-    sequences = groups(layers=2)
-    last = sequences[-4:]
-    assert tree_tokens(in_trees(last)) == sum(len(s.ids) - 1 for s in last)
 
 
 def test_lengths_of_rows():

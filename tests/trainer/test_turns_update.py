@@ -47,14 +47,6 @@ def test_the_glossary_has_these_keys():
         assert any(patterns[key].fullmatch(name) for name in row), key
 
 
-def test_responses_of_one_turn_have_turn_one():
-    plain = sequence([1, 1]).without("turn")
-    row = turn_metrics([plain], [np.float32([-1.0, -2.0])])
-    assert (row["turns/mean"], row["turns/max"], row["turns/environment_fraction"]) == (1, 1, 0)
-    assert row["turns/turn_1/extreme_rate"] == 0.5
-    assert not any(name.startswith("turns/after_") for name in row)
-
-
 def test_the_updates_row_stays_and_one_fetch_serves_all():
     fetched = []
 

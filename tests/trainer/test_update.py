@@ -10,7 +10,8 @@ import optax
 import pytest
 import tiny_step
 from records import train_sequence
-from tiny_step import MESH, UNCORRECTED, forward_of, in_own_rows, keep_gradient
+from tiny_step import COUNT, LONGEST, MESH, UNCORRECTED, batch_shape, check_close, forward_of, keep_gradient
+from tiny_step import packed as pack
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -28,7 +29,7 @@ from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackingConfig, max_micro_batches, pack
+from rljax.trainer.packing import PackingConfig
 from rljax.trainer.state import PrecisionConfig
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions, reference_logprobs
@@ -36,7 +37,7 @@ from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions, r
 pytestmark = pytest.mark.slow
 
 CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
-COUNT, LONGEST, LIMIT = 12, 19, 14
+LIMIT = 14
 fresh_state = functools.partial(tiny_step.fresh_state, config=CONFIG)
 
 
@@ -79,19 +80,14 @@ def sequences(old_noise=None):
     return result
 
 
-def packer(row, rows, count=COUNT):
-    micro = max_micro_batches(count, LONGEST, row, rows)
-    return functools.partial(pack, row_tokens=row, rows_per_micro_batch=rows, micro_batches=micro), (micro, rows, row)
-
-
 def make_step(loss, correction, row, rows, **options):
-    shape = {"config": CONFIG, "shape": packer(row, rows)[1], "count": COUNT, "limit": LIMIT}
+    shape = {"config": CONFIG, "row": row, "rows": rows, "limit": LIMIT}
     return tiny_step.make_step(loss=loss, correction=correction, **shape, **options)
 
 
 def gradient(loss, correction, batch_sequences, row, rows):
     step = make_step(loss, correction, row, rows)
-    state, metrics, _ = jax.device_get(step(fresh_state(), packer(row, rows)[0](batch_sequences), 0.1, True, True))
+    state, metrics, _ = jax.device_get(step(fresh_state(), pack(batch_sequences, row, rows), 0.1, True, True))
     return state.opt_state.inner_state.trace, metrics
 
 
@@ -158,9 +154,7 @@ def test_no_cut_changes_the_gradient_of_any_objective(name):
     batch_sequences = sequences(old_noise)
     expected, whole = gradient(loss, correction, batch_sequences, 240, 1)
     found, cut = gradient(loss, correction, batch_sequences, 20, 2)
-    for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.abs(e).max() > 0
-        assert np.abs(g - e).max() / np.abs(e).max() < 1e-5
+    check_close(found, expected)
     for key in ("policy/loss", "policy/clip_fraction", *(k for k in whole if k.startswith("correction/"))):
         assert cut[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-7), key
     if correction.cuts_batch:
@@ -209,8 +203,7 @@ def test_token_weights_multiply_the_gradient_of_each_token():
 
     with jax.default_matmul_precision("highest"):
         expected = corrected(init_params(CONFIG, 0))
-    for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.abs(g - e).max() / np.abs(e).max() < 2e-5
+    check_close(found, expected, 2e-5)
     assert metrics["correction/weight_max"] == pytest.approx(weights.max(), rel=1e-4)
 
 
@@ -222,7 +215,7 @@ def response_logprobs(params, batch_sequences):
     places = np.zeros((len(batch_sequences), LIMIT), np.int32)
     for row, s in zip(places, batch_sequences, strict=True):
         row[: len(s.response)] = range(len(s.prompt), len(s.ids))
-    found = packed_logprobs(params, CONFIG, *map(jnp.asarray, in_own_rows(batch_sequences))).logprobs
+    found = packed_logprobs(params, CONFIG, *map(jnp.asarray, tiny_step.in_own_rows(batch_sequences))).logprobs
     return jnp.where(places > 0, jnp.take_along_axis(found, places, axis=1), 0.0)
 
 
@@ -230,7 +223,7 @@ def test_when_every_sequence_is_rejected_nothing_moves():
     tx = inject_learning_rate(lambda rate: optax.adamw(rate, weight_decay=0.5), 1.0)
     step = make_step(LossConfig(), CorrectionConfig(veto=0.999), 20, 2, tx=tx)
     before = jax.device_get(fresh_state(tx))
-    state, metrics, _ = jax.device_get(step(fresh_state(tx), packer(20, 2)[0](sequences()), 0.1, True))
+    state, metrics, _ = jax.device_get(step(fresh_state(tx), pack(sequences()), 0.1, True))
     assert metrics["correction/rejected_sequence_fraction"] == 1.0
     jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
     assert metrics["optimizer/skipped_updates"] == 1
@@ -249,18 +242,10 @@ def make_forward(row, rows):
 
 def test_one_mini_batch_is_the_fused_step():
     loss, correction = LossConfig(), CorrectionConfig(preset="token_mis")
-    single = SingleUpdate(
-        make_step(loss, correction, 20, 2, diagnosis=DiagnosisConfig()), make_forward(20, 2), packer(20, 2)[0]
-    )
-    several = MultipleUpdates(
-        make_step(loss, correction, 20, 2),
-        make_forward(20, 2),
-        packer(20, 2)[0],
-        packer(20, 2)[0],
-        mini_batches=1,
-        epochs=1,
-        group_size=3,
-    )
+    forward = make_forward(20, 2)
+    single = SingleUpdate(make_step(loss, correction, 20, 2, diagnosis=DiagnosisConfig()), forward, pack)
+    step = make_step(loss, correction, 20, 2)
+    several = MultipleUpdates(step, forward, pack, pack, mini_batches=1, epochs=1, group_size=3)
     a = train(single, fresh_state(), sequences(), 0.1, seed=0, noise=True)
     b = train(several, fresh_state(), sequences(), 0.1, seed=0, noise=True)
     for x, y in zip(*(jax.tree.leaves(u.state.opt_state.inner_state.trace) for u in (a, b)), strict=True):
@@ -283,11 +268,9 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
             return super().__call__(state, batch, *rest)
 
     precision, objective = PrecisionConfig("float32"), Objective(LossConfig(), UNCORRECTED, 6, LIMIT)
-    how = {"precision": precision, "objective": objective, "batch_shape": packer(20, 1, 6)[1], "diagnosis": None}
-    step = Watched(CONFIG, tx, MESH, **how)
-    update = MultipleUpdates(
-        step, make_forward(20, 2), packer(20, 2)[0], packer(20, 1, 6)[0], mini_batches=2, epochs=2, group_size=3
-    )
+    how = {"precision": precision, "objective": objective, "batch_shape": batch_shape(20, 1, 6), "diagnosis": None}
+    step, pack_half = Watched(CONFIG, tx, MESH, **how), functools.partial(pack, row=20, rows=1, count=6)
+    update = MultipleUpdates(step, make_forward(20, 2), pack, pack_half, mini_batches=2, epochs=2, group_size=3)
     given = sequences()
     updated = train(update, fresh_state(tx), given, 0.5, seed=3, noise=True)
     assert len(taken) == 4
@@ -324,7 +307,7 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
     loss = LossConfig(kl="k2", kl_coefficient=0.7)
     silent = [dataclasses.replace(s, advantage=0.0) for s in sequences()]
     step = make_step(loss, UNCORRECTED, 240, 1)
-    pack_all = packer(240, 1)[0]
+    pack_all = functools.partial(pack, row=240, rows=1)
     forward = make_forward(240, 1)
     of_reference = functools.partial(reference_logprobs, forward)
     here = SingleUpdate(step, forward, pack_all, functools.partial(of_reference, init_params(CONFIG, 0)))
@@ -375,7 +358,7 @@ def test_a_single_update_normalises_beside_a_penalty(tmp_path, monkeypatch):
 
 
 def test_a_sequence_sum_is_divided_by_the_length_limit():
-    batch = packer(240, 1)[0](sequences())
+    batch = pack(sequences(), 240, 1)
     micro = jax.tree.map(lambda array: array[0], batch._replace(with_loss=None, used=None))
 
     def loss(constant):

@@ -210,7 +210,7 @@ def test_filtered_tokens_fade_and_extremes_are_listed(tmp_path, opened):
     assert card(page)["token id"] == "1"
 
 
-def test_brushing_a_chart_selects_tokens(tmp_path, opened):
+def test_brushing_a_chart_or_a_click_on_a_bar_selects_tokens(tmp_path, opened):
     page = opened(write_page(tmp_path))
     bars = page.locator("section[data-chart=value] svg g")
     titles = [bar.locator("title").text_content() for bar in bars.all()]
@@ -225,10 +225,6 @@ def test_brushing_a_chart_selects_tokens(tmp_path, opened):
     assert kept(page) == "2 of 7"
     page.locator("section[data-chart=value] svg").click(position={"x": 100, "y": 30})
     assert kept(page) == "6 of 7"
-
-
-def test_a_bar_of_a_turn_selects_its_tokens(tmp_path, opened):
-    page = opened(write_page(tmp_path))
     charts = [chart.get_attribute("data-chart") for chart in page.locator("#charts section").all()]
     assert charts == ["value", "position", "turn", "after", "entropy"]
     bars = page.locator("section[data-chart=turn] svg g")

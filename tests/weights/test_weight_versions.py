@@ -4,6 +4,7 @@ import contextlib
 import runpy
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -132,12 +133,8 @@ def test_another_runs_mirror_is_taken_for_nothing(tmp_path, training, mirror):
 
 def test_servers_of_one_machine_pull_once(training, mirror):
     training.step()
-    done = []
-    threads = [threading.Thread(target=lambda: done.append(training.pull(Mirror(mirror.root)))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        done = list(threads.map(lambda _: training.pull(Mirror(mirror.root)), range(4)))
     assert sorted(each.dense for each in done) == [False, False, False, True]
     assert_holds(mirror, training)
 
@@ -199,7 +196,7 @@ def written(files, tensors, number):
     return files.write(tensors.items(), number, {name: array_checksum(array) for name, array in tensors.items()})
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_come_back_bit_for_bit(files, dtype):
     tensors = {"x.weight": np.linspace(-3, 3, 40).reshape(8, 5).astype(dtype), "y": np.ones(3, dtype)}
     version = written(files, tensors, 3)

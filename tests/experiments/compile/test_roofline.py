@@ -1,14 +1,16 @@
-"""Tests of modelled times by hand, and of attention kernels by formula."""
+"""Tests of modelled times and operations by hand, and of attention kernels by formula."""
 
 import dataclasses
 
 import pytest
 from compile.count import Collective, Work
 from compile.hlo import parse_module
-from compile.kernels import KernelUse, full_row, kernel_uses
+from compile.kernels import KernelUse, causal_pairs, full_row, kernel_uses, model_flops
 from compile.roofline import RATES, Rates, collective_seconds, crosses_nodes, times
 
 from rljax.plan.budget import H100, TPUS
+from rljax.policy.config import PolicyConfig
+from rljax.policy.lora import LoraConfig
 
 # A card does 1e12 operations in a second. It moves 1e9 bytes of memory, 1e8 between cards and 1e7 between nodes.
 CARD = Rates(
@@ -112,3 +114,21 @@ def test_rates_of_dtypes():
     assert h100("bfloat16xfloat32", "default") == 494.7e12
     assert h100("float32", "highest") == 66.9e12
     assert RATES[TPUS["v5p"].name].of_products("float32", "highest") == pytest.approx(459e12 / 6)
+
+
+def test_pairs_by_hand():
+    assert causal_pairs([3, 1]) == 6 + 1
+    assert causal_pairs([]) == 0
+
+
+def test_model_flops_by_hand():
+    """Each of 5 rows has segments of 3 and 1 tokens. A table that is only looked up does not multiply."""
+    tied = PolicyConfig(10, 8, 16, 2, 2, 1, 4, tie_word_embeddings=True)
+    block = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8 + 2 * 4
+    multiplying = 10 * 8 + 2 * block + 8
+    attention = 3 * 4 * 2 * 2 * 4 * 7
+    assert model_flops(tied, 5, [3, 1]) == 5 * (6 * multiplying * 4 + attention)
+    assert model_flops(dataclasses.replace(tied, tie_word_embeddings=False), 5, [3, 1]) == model_flops(tied, 5, [3, 1])
+    lora = LoraConfig(rank=2, targets=("q_proj", "gate_proj"))
+    with_adapters = 4 * multiplying + 2 * 2 * (8 * 8 + 8 * 16)  # the other weights have no gradient
+    assert model_flops(tied, 5, [3, 1], lora) == 5 * (with_adapters * 4 + attention)

@@ -1,9 +1,8 @@
 """Tests of the calculator: a call by hand, turns that are no call, and demonstrations that it takes unchanged."""
 
-import asyncio
-
 import numpy as np
 import pytest
+from played_episodes import play
 from toy_texts import TASKS as TEXTS
 from toy_texts import ToyBaseConfig
 
@@ -14,18 +13,6 @@ from rljax.rollout.episodes.environment import Reply, find_environment
 
 PATH = "rljax.rollout.episodes.calculator:Calculator"
 PROBLEM = {"prompt": "123+456=", "answer": "579"}
-
-
-def play(*turns, truncated=False):
-    """Returns the replies to the turns, and the reward."""
-
-    async def episode():
-        environment = Calculator()
-        assert await environment.reset(PROBLEM) is None
-        replies = [await environment.step(turn, truncated) for turn in turns]
-        return replies, await environment.reward()
-
-    return asyncio.run(episode())
 
 
 @pytest.mark.parametrize(
@@ -43,7 +30,7 @@ def play(*turns, truncated=False):
     ],
 )
 def test_turns_by_hand(turns, contents, reward):
-    replies, got = play(*turns)
+    replies, got = play(Calculator(), PROBLEM, *turns)
     assert replies == [Reply(content, content is None) for content in contents]
     assert got == reward
     tokenizer = build_tokenizer()
@@ -52,7 +39,7 @@ def test_turns_by_hand(turns, contents, reward):
 
 
 def test_a_turn_that_was_cut_off_is_the_last():
-    assert play(">123+456=", truncated=True) == ([Reply(None, True)], 0.0)
+    assert play(Calculator(), PROBLEM, ">123+456=", truncated=True) == ([Reply(None, True)], 0.0)
 
 
 def test_the_task_names_its_problems():

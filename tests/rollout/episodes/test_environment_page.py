@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from played_episodes import play
 
 from rljax.rollout.episodes.environment import Reply, find_environment
 
@@ -21,14 +22,6 @@ def page(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield "my_tools"
     sys.modules.pop("my_tools", None)
-
-
-def play(environment, problem, *turns):
-    async def episode():
-        assert await environment.reset(problem) is None
-        return [await environment.step(turn, False) for turn in turns], await environment.reward()
-
-    return asyncio.run(episode())
 
 
 def test_the_classes_of_the_page_answer_as_it_says(page):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rljax.rollout.episodes.tool_calls import ToolCall, parse_tool_calls
 
-ADD = ToolCall("add", {"a": 1, "b": 2})
+ADD, NOW = ToolCall("add", {"a": 1, "b": 2}), ToolCall("now")
 NOT_JSON = "a call is not JSON ({})"
 NO_CALL = 'a call must be {"name": ..., "arguments": {...}}'
 NO_OBJECT = "the arguments of add must be a JSON object"
@@ -22,20 +22,12 @@ NO_OBJECT = "the arguments of add must be a JSON object"
         ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', [ADD]),
         ('I add. <tool_call>{"name": "add", "parameters": {"a": 1, "b": 2}}</tool_call> Then', [ADD]),
         ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', [ADD]),
-        ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now")]),
-        ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [ToolCall("now")]),
-        ('<tool_call>{"name": "now", "arguments": ""}</tool_call>', [ToolCall("now")]),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>\n'
-            '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
-            [ADD, ToolCall("now")],
-        ),
-        (
-            '<tool_call>[{"name": "now"}, {"name": "add", "arguments": {"a": 1, "b": 2}}]</tool_call>',
-            [ToolCall("now"), ADD],
-        ),
+        ('<tool_call>{"name": "now"}</tool_call>', [NOW]),
+        ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [NOW]),
+        ('<tool_call>{"name": "now", "arguments": ""}</tool_call>', [NOW]),
+        ('<tool_call>[{"name": "now"}, {"name": "add", "arguments": {"a": 1, "b": 2}}]</tool_call>', [NOW, ADD]),
         ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', [ADD]),
-        ('<tool_call>{"name": "now"}<tool_call>{"name": "now"}</tool_call>', [ToolCall("now"), ToolCall("now")]),
+        ('<tool_call>{"name": "now"}<tool_call>{"name": "now"}</tool_call>', [NOW, NOW]),
         (
             '<tool_call>{"name": "say", "arguments": {"text": "</tool_call><tool_call>\n"}}</tool_call>',
             [ToolCall("say", {"text": "</tool_call><tool_call>\n"})],

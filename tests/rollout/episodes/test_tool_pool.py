@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from played_episodes import play
 
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import Reply
@@ -214,13 +215,8 @@ class Text(ToolEnvironment):
 
 
 def test_a_test_may_use_an_environment_without_hosts():
-    async def play():
-        environment = Text()
-        assert await environment.reset({"answer": "5"}) is None
-        assert (await environment.step("use x y z", False)).content == "[x][y][error: more than 2 calls in one turn]"
-        assert await environment.step("5", False) == Reply(None, True)
-        return await environment.reward()
-
-    assert asyncio.run(play()) == 1.0
+    replies, reward = play(Text(), {"answer": "5"}, "use x y z", "5")
+    assert replies == [Reply("[x][y][error: more than 2 calls in one turn]"), Reply(None, True)]
+    assert reward == 1.0
     failed = asyncio.run(call_tool("posixpath:join", {}))
     assert failed == ToolResult("error: TypeError: join() missing 1 required positional argument: 'a'", "error")
