@@ -29,18 +29,14 @@ import numpy as np
 from tqdm import tqdm
 
 from rljax.data.files import (
-    FILE_SUFFIXES,
     PASS_RATE,
-    SHARD,
     FileRow,
     Problem,
     Tally,
     answered_rows,
-    one_set,
     prompt_text,
     read_provenance,
     read_rows,
-    source_files,
     write_rows,
 )
 from rljax.data.forms import DataForm, Form, OwnKeys
@@ -55,6 +51,7 @@ from rljax.data.prompts import (
     say_marks,
     template_arguments,
 )
+from rljax.data.shards import FILE_SUFFIXES, SHARD, one_set, source_files
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors, describe, name_changes, parse_json
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rljax.data.forms import Alternatives, Form, NoAnswerError, as_alternatives, take, unread_keys
+from rljax.data.shards import source_files
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
 from rljax.record.parquet_files import parquet_file
@@ -33,9 +34,6 @@ ALTERNATIVES = "alternatives"  # the key of all right answers of a problem that 
 COLUMNS = "columns"  # the key of a row's other values, which a reward of the user's own may take
 TRUTH = "truth"  # the key of a right answer that is no text, for a reward of the user's own
 CHAT_TOOLS = "chat_tools"  # the key of the tools that the chat template writes into the prompt
-FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
-SHARD = re.compile(r"-\d+-of-(\d+)(?:-[0-9a-f]+)?(?=\.\w+$)")  # in a file's name: which shard it is, of how many
-_NO_PROBLEMS = ("dataset_infos.json", "dataset_info.json")  # what the hub writes about a data set
 _FURTHER = ("name", "reasoning_content", "tool_calls", "tool_call_id")  # a message's keys for the chat template
 _KEY = b"rljax.problems"
 _NO_PROMPT = "the prompt must be text or a list of messages with role and content"
@@ -62,37 +60,6 @@ class Tally:
     # The number of problems whose prompt another problem has, too. None: a reader counts them in ``problems``.
     repeats: int | None = None
     unread: Counter[str] = field(default_factory=Counter)  # the keys that nothing reads, with the number of their rows
-
-
-def one_set(names: Iterable[str], where: str) -> list[str]:
-    """Returns the name of the only file of problems among ``names``, or the names of all its shards in their order.
-
-    Raises:
-      ValueError: There is no such file, there are several, or a shard is missing. The message begins with ``where``.
-    """
-    sets: dict[str, list[str]] = {}
-    for name in sorted(names):
-        if name.endswith(FILE_SUFFIXES) and not name.endswith(_NO_PROBLEMS):
-            sets.setdefault(SHARD.sub("-*", name), []).append(name)
-    if len(sets) != 1:
-        raise ValueError(f"{where}FILE is needed, there are {len(sets)} files of problems: {', '.join(sets) or 'none'}")
-    ((whole, found),) = sets.items()
-    shard = SHARD.search(found[0])
-    if shard and len(found) != int(shard[1]):
-        raise ValueError(f"{where}{whole}: only {len(found)} of {int(shard[1])} shards are there")
-    return found
-
-
-def source_files(path: str | Path) -> list[Path]:
-    """Returns the file of a path, or all shards of a directory or of a ``*``. Raises ValueError as ``one_set`` does."""
-    path = Path(path)
-    if path.is_file():
-        return [path]
-    folder, pattern = (path, "**/*") if path.is_dir() else (path.parent, path.name)
-    names = [str(each.relative_to(folder)) for each in folder.glob(pattern) if each.is_file()]
-    if not names:
-        raise ValueError(f"no problems at {path}: there is no such file")
-    return [folder / name for name in one_set(names, f"{folder}/")]
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, FileRow]]:
