@@ -29,8 +29,8 @@ from typing import Any
 
 from rljax.errors import ConfigError, caller_errors, import_for, print_end
 from rljax.mismatch.names import STEP_COLUMNS
+from rljax.record.lengths import LengthLog, read_lengths
 from rljax.record.rows import cell, text_table
-from rljax.record.training_logs import LengthLog, read_lengths
 from rljax.run.options import Positional, parse_arguments
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import RateLaw, RuleOutcome, largest_ratio, neighbours_of, replay_rule
