@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from toy_texts import TASKS, ToyBaseConfig
+from toy_texts import TASKS, ToyBaseConfig, toy_config
 from tqdm import tqdm
 
 from rljax.data.toy import build_tokenizer
 from rljax.distributed.files import replacing
 from rljax.errors import run_cli
-from rljax.policy.config import PolicyConfig, toy_config
+from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import Params, init_params
 from rljax.policy.score import packed_logprobs

@@ -1,4 +1,4 @@
-"""The texts on which the base models of the toy tasks are fitted: worked solutions, direct answers, and calls.
+"""The policy of the toy tasks, and the texts on which it is fitted: worked solutions, direct answers, and calls.
 
 The base model of the addition is fitted on direct answers, most of them slightly wrong on purpose, and on rare
 scratchpads, most of them right. Reinforcement learning then finds that the scratchpad pays, so responses lengthen as
@@ -12,11 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from rljax.data import toy
 from rljax.data.toy import DIGITS, EOS, LETTERS, PAD, PAIRS, SWAPS, add, orders
+from rljax.policy.config import PolicyConfig
+
+
+def toy_config(vocab_size: int = 16) -> PolicyConfig:
+    """Returns the policy of the toy tasks: 124k parameters, 2 layers of width 64, 4 query heads and 2 key-value heads.
+
+    The heads have size 32, the smallest that vLLM supports on a CPU. The last two of the ``vocab_size`` tokens are the
+    end-of-sequence token and the padding token.
+    """
+    sizes = (vocab_size, 64, 192, 2, 4, 2, 32)  # in the order of SIZES
+    more: dict[str, Any] = {"tie_word_embeddings": True, "initializer_range": 0.05, "max_position_embeddings": 1024}
+    return PolicyConfig(*sizes, **more, eos_token_id=vocab_size - 2, pad_token_id=vocab_size - 1)
 
 
 @dataclass(frozen=True)

@@ -116,17 +116,6 @@ def route_dtype(num_experts: int) -> Any:
     return np.uint8 if num_experts < 256 else np.uint16
 
 
-def toy_config(vocab_size: int = 16) -> PolicyConfig:
-    """Returns the policy of the toy tasks: 124k parameters, 2 layers of width 64, 4 query heads and 2 key-value heads.
-
-    The heads have size 32, the smallest that vLLM supports on a CPU. The last two of the ``vocab_size`` tokens are the
-    end-of-sequence token and the padding token.
-    """
-    sizes = (vocab_size, 64, 192, 2, 4, 2, 32)  # in the order of SIZES
-    more: dict[str, Any] = {"tie_word_embeddings": True, "initializer_range": 0.05, "max_position_embeddings": 1024}
-    return PolicyConfig(*sizes, **more, eos_token_id=vocab_size - 2, pad_token_id=vocab_size - 1)
-
-
 def choose_kernel(key: str, name: str, refusals: Mapping[str, str | None]) -> str:
     """Returns the kernel that ``name`` means for the configuration key ``key``.
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from problem_files import read_problems
+from toy_texts import toy_config
 
 from rljax.commands.prepare import main
 from rljax.data.files import read_provenance, read_rows
 from rljax.data.toy import build_tokenizer
 from rljax.errors import run_cli
-from rljax.policy.config import toy_config
 from rljax.policy.families import config_to_hf
 
 ROOT = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ from hybrids import hybrid_model
 from planted_in_jax import faulty
 from planted_layers import FAULTS, HYBRID_FAULTS
 from toy_runs import refused
+from toy_texts import toy_config
 from transformers_models import hf_model, mixture
 
 from rljax.commands import compare
@@ -23,7 +24,6 @@ from rljax.compare.layers.operations import logprobs, operations
 from rljax.compare.layers.torch_tracer import TorchTracer
 from rljax.compare.layers.tracers import open_tracer
 from rljax.errors import run_cli
-from rljax.policy.config import toy_config
 
 SHAPE = (64, 64, 128, 2, 4, 2, 32, True, 10_000.0)
 HYBRID = (64, 64, 128, 8, 4, 2, 32, True, 2, 4, 16, 24, 4, 0.25)

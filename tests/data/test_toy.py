@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from toy_texts import TASKS, ToyBaseConfig, worked_addition, worked_swaps
+from toy_texts import TASKS, ToyBaseConfig, toy_config, worked_addition, worked_swaps
 
 from rljax.data import toy
 from rljax.data.prompts import DataConfig, PromptStream, evaluation_datasets, training_problems
 from rljax.data.tokenizer import load_tokenizer
-from rljax.policy.config import toy_config
 
 
 def summed(prompt):

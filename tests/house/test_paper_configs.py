@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 from changed_configs import changed
+from toy_texts import toy_config
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.plan.dry_run import dry_run
-from rljax.policy.config import PolicyConfig, toy_config
+from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, load_config

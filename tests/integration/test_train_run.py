@@ -24,10 +24,10 @@ from toy_runs import (
     tiny,
     wait_for_rows,
 )
+from toy_texts import toy_config
 
 from rljax import evaluate
 from rljax.commands import export
-from rljax.policy.config import toy_config
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.record.rows import read_rows

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from external_rows import make_row, write_file
+from toy_texts import toy_config
 
 from rljax.data.prompts import DataConfig, PromptStream
 from rljax.errors import ConfigError, StoppedWaitingError
-from rljax.policy.config import toy_config
 from rljax.rollout.build import check_engine
 from rljax.rollout.types import EpisodeConfig, InjectConfig, RolloutConfig, SamplingParams
 from rljax.run.config import Config, RunConfig

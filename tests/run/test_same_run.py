@@ -11,11 +11,11 @@ from changed_configs import changed
 from scripted_engine import ScriptedEngine
 from toy_problems import load_once
 from toy_runs import TOY_BASE
+from toy_texts import toy_config
 
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError
-from rljax.policy.config import toy_config
 from rljax.rollout.types import RolloutConfig
 from rljax.run.build import Inputs, build, load_problems
 from rljax.run.checkpoint import Checkpointer

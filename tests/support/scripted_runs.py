@@ -8,10 +8,10 @@ import jax
 from changed_configs import changed
 from toy_problems import load_once
 from toy_runs import TOY_BASE
+from toy_texts import toy_config
 
 from rljax.data.prompts import DataConfig
 from rljax.data.toy import build_tokenizer
-from rljax.policy.config import toy_config
 from rljax.rollout.types import RolloutConfig
 from rljax.run.build import Inputs, build, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer

@@ -5,11 +5,10 @@ import make_toy_base
 import numpy as np
 import pytest
 from toy_runs import TOY_BASE, outcome
-from toy_texts import TASKS, ToyBaseConfig
+from toy_texts import TASKS, ToyBaseConfig, toy_config
 
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import build_tokenizer
-from rljax.policy.config import toy_config
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.model import init_params

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from number_updates import NumberUpdate
 from records import train_sequence
+from toy_texts import toy_config
 
-from rljax.policy.config import toy_config
 from rljax.policy.model import copy_params, init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh, put
 from rljax.trainer.behaviour import SplitUpdate, split_metrics
