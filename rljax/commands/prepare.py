@@ -29,6 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from rljax.data.files import (
+    CHAT_TOOLS,
     PASS_RATE,
     FileRow,
     Problem,
@@ -215,6 +216,14 @@ def find_source(source: str) -> Path:
         raise ConfigError(f"{source} is not a local file and the Hugging Face hub does not give it: {error}") from error
 
 
+def content_of(problem: Problem) -> str:
+    """Returns all that a chat template may write of a problem: its texts, further keys of its messages, its tools."""
+    prompt = problem["prompt"]
+    further = [] if isinstance(prompt, str) else [message for message in prompt if len(message) > 2]
+    more = [*further, *problem.get(CHAT_TOOLS, [])]
+    return prompt_text(prompt) + (json.dumps(more, default=str) if more else "")
+
+
 def read_distinct(path: Path, form: Form, tally: Tally, *, whole: bool) -> KeptRows:
     """Reads the first row of each prompt, by ``prompt_key``, and counts rows and repeats in ``tally``.
 
@@ -225,7 +234,7 @@ def read_distinct(path: Path, form: Form, tally: Tally, *, whole: bool) -> KeptR
     tally.repeats = 0
     rows = tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0)
     for row, problem in answered_rows(path, tally, form, rows, whole=whole):
-        key = prompt_key(prompt_text(problem["prompt"]))
+        key = prompt_key(content_of(problem))
         if key in seen:
             contradicting += seen[key] != problem["answer"]
             tally.repeats += 1
@@ -370,6 +379,7 @@ def main(argv: Sequence[str]) -> int:
             "source_provenance": read_provenance(files[0]) if files[0].suffix == ".parquet" else None,
         }
         for path, rows in [(arguments.out, selection.rows)] + ([(held, eval_rows)] if eval_rows else []):
-            write_rows(path, rows, like=files[0], provenance=provenance, form=arguments.own_form)
+            form, whole = arguments.own_form, is_own(arguments.reward)
+            write_rows(path, rows, like=files[0], provenance=provenance, form=form, whole=whole)
             print(f"wrote {len(rows)} problems to {path}")
     return 0

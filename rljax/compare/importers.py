@@ -213,19 +213,24 @@ def _choices(lines: Iterable[Line]) -> Iterator[Line]:
 def _branches(lines: Iterable[Line]) -> Iterator[Line]:
     """Yields each branch of prime-rl's ``traces.jsonl`` that has tokens: its nodes from the first message to the last.
 
-    A trace is a list of messages, each with its own tokens and the number of the message before it.
+    A trace is a list of messages, each with its own tokens and the number of the message before it. The tokens of a
+    message that several branches share are marked in the first one alone.
     """
     for file, number, episode in lines:
         try:
             found: list[list[FileRow]] = []
             for trace in episode["traces"]:
-                paths: list[list[FileRow]] = []
-                for node in trace["nodes"]:  # a message comes after the one before it
+                paths: list[list[int]] = []
+                for at, node in enumerate(trace["nodes"]):  # a message comes after the one before it
                     parent = node.get("parent")
-                    paths.append([*([] if parent is None else paths[parent]), node])
-                before = {node.get("parent") for node in trace["nodes"]}
-                ends = (path for at, path in enumerate(paths) if at not in before)
-                found += [path for path in ends if any(any(node.get("mask") or []) for node in path)]
+                    paths.append([*([] if parent is None else paths[parent]), at])
+                before, seen = {node.get("parent") for node in trace["nodes"]}, set[int]()
+                for path in (path for at, path in enumerate(paths) if at not in before):
+                    nodes = [
+                        trace["nodes"][at] | ({"mask": None, "logprobs": None} if at in seen else {}) for at in path
+                    ]
+                    found += [nodes] if any(any(node.get("mask") or []) for node in nodes) else []
+                    seen.update(path)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{file}:{number}: a trace must have nodes, each after its parent") from error
         yield from ((file, number, {"nodes": path}) for path in found)

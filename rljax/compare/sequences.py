@@ -23,7 +23,7 @@ _FIELDS = {
 _OF_TOKENS = {
     "logprobs/rollout": "rollout_logprobs rollout_log_probs sampling_per_token_logps sampler_per_token_logps "
     "sampling_logprobs sampler_logprobs generation_logprobs generator_logprobs inference_logprobs behavior_logprobs "
-    "policy_logprobs response_logprobs infer_logprobs",
+    "policy_logprobs response_logprobs infer_logprobs logprobs",  # logprobs: open-instruct, TRL's server
     "logprobs/trainer": "trainer_logprobs trainer_log_probs old_per_token_logps old_log_probs old_logprobs "
     "prev_logprobs current_logprobs policy_logprobs log_probs action_log_probs",
     "values/advantage": "advantages advantage loss_weights",
@@ -38,8 +38,6 @@ In each table a name is used once: ``policy_logprobs`` are the trainer's beside 
 def renamed(record: FileRow) -> FileRow:
     """Returns a record in our names, with all numbers of its tokens under ``logprobs`` and ``values``."""
     known = {name: value for name, value in record.items() if value is not None}
-    if isinstance(known.get("logprobs"), list):  # open-instruct, and the server of TRL
-        known["logprobs"] = {"rollout": known["logprobs"]}
     lists = {name: value for name, value in known.items() if isinstance(value, list)}
     flat = {name: value for name, value in lists.items() if name.startswith(("logprobs/", "values/"))}
     for found, table in ((known, _FIELDS), (flat, _OF_TOKENS)):
@@ -49,6 +47,8 @@ def renamed(record: FileRow) -> FileRow:
             if own not in lists and (name := next(free, "")):
                 found[own] = lists[name]
                 used.add(name)
+    if "logprobs" in lists and flat.get("logprobs/rollout") is lists["logprobs"]:
+        known["logprobs"] = {}
     nested = {kind: dict(known.get(kind, {})) for kind in ("logprobs", "values")}
     for name, value in flat.items():
         kind, _, own = name.partition("/")

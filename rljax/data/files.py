@@ -9,6 +9,7 @@ own also gets the other keys of the row, as ``columns``. The metadata of a writt
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
@@ -113,12 +114,11 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
     prompt, answer = take(row, form, where, whole=whole)
     prompt = _parse_prompt(prompt, where)
     tools = row.get("tools")
-    if isinstance(tools, str) and tools.startswith("["):
-        with naming(f"{where}: tools"):
-            tools = parse_json(tools)
+    with contextlib.suppress(ValueError):
+        tools = parse_json(tools) if isinstance(tools, str) else tools
     several = list(answer.answers) if isinstance(answer, Alternatives) else []
     given = several if isinstance(answer, Alternatives) and answer.is_list else answer
-    kept = {TRUTH: given} if whole and isinstance(given, list | dict | int | float) else {}
+    kept: dict[str, Any] = {TRUTH: given} if whole and isinstance(given, list | dict | int | float) else {}
     if several:
         answer = several[0]
     elif not kept and isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
@@ -138,7 +138,8 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
             raise ValueError(f"{where}: the {key} holds half a character, the lone surrogate {found}") from error
     problem["extra_info"] = row.get("extra_info") or {}
     others = {key: value for key, value in row.items() if key not in problem} if whole else {}
-    kept |= {CHAT_TOOLS: tools} if tools and isinstance(tools, list) else {}
+    if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
+        kept[CHAT_TOOLS] = tools
     return problem | kept | ({COLUMNS: others} if others else {})
 
 
@@ -188,7 +189,13 @@ def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def write_rows(
-    path: str | Path, rows: Iterable[FileRow], *, like: str | Path, provenance: Mapping[str, Any], form: Form = None
+    path: str | Path,
+    rows: Iterable[FileRow],
+    *,
+    like: str | Path,
+    provenance: Mapping[str, Any],
+    form: Form = None,
+    whole: bool = False,
 ) -> None:
     """Writes rows as Parquet in verl's form; an interrupted write leaves no file.
 
@@ -199,6 +206,7 @@ def write_rows(
         become ``data_source``, ``prompt`` and ``reward_model.ground_truth``. Chats with tools are the text of JSON.
       provenance: The JSON values for the metadata.
       form: The form by which the rows were read, as in ``parse_row``.
+      whole: Whether the rows were read for a reward of the user's own, as in ``parse_row``.
     """
     path, rows = Path(path), list(rows)
     schema = None
@@ -206,7 +214,7 @@ def write_rows(
         with parquet_file(like) as file:
             schema = file.schema_arrow
     if schema is None or form is not None or "prompt" not in schema.names:
-        problems = [parse_row(row, "a row to write", form, whole=True) for row in rows]
+        problems = [parse_row(row, "a row to write", form, whole=whole) for row in rows]
         chats = [problem["prompt"] for problem in problems if not isinstance(problem["prompt"], str)]
         as_json = any(len(message) > 2 for chat in chats for message in chat)
         schema = _CANONICAL.set(1, pa.field("prompt", _CHAT)) if chats and not as_json else _CANONICAL

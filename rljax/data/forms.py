@@ -162,7 +162,8 @@ def as_alternatives(value: Any) -> Alternatives | None:
 
 def last_box(text: str) -> str | None:
     r"""Returns the content of the last ``\boxed{}``, ``\fbox{}`` or ``\boxed 7``; None without one that is closed."""
-    last = next(reversed(list(_BOX.finditer(text))), None)
+    boxes = list(_BOX.finditer(text))
+    last = next(reversed([box for box in boxes if box[0].startswith("\\boxed") and box[0][-1] == "{"] or boxes), None)
     rest = text[last.end() :] if last else ""
     if last and not last[0].endswith("{"):
         return _BOXED_WORD.match(rest)[0].rstrip(".,;")  # type: ignore[index]

@@ -171,7 +171,9 @@ class Tokenizer:
         given = [name for name in arguments if name != "add_generation_prompt"]
         unknown = [name for name in given if not re.search(rf"\b{re.escape(name)}\b", self._chat_template or "")]
         if unknown:
-            raise ValueError(f"the chat template does not use {', '.join(unknown)}: leave it out, or correct its name")
+            whose = " (tools are a key of the row)" if "tools" in unknown else ""
+            said = f"the chat template does not use {', '.join(unknown)}"
+            raise ValueError(f"{said}: leave it out, or correct its name{whose}")
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             return _render(chat, self._chat_template or "", arguments | self._named)

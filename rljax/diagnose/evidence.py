@@ -114,7 +114,7 @@ class Facts(NamedTuple):
     @property
     def _sizes(self) -> tuple[Size, ...]:
         course = self.course
-        if self.tokens is not None:
+        if self.tokens is not None and (course is None or not math.isnan(self.tokens.effect_without)):
             return (self.tokens.size(bool(self.declared.forms)),)
         if course is None:
             return (Size(math.nan, EFFECTS, "an error of the logits"),)

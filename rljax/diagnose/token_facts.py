@@ -32,6 +32,7 @@ _GRID_SHARE, _FEWEST_PAIRS = 0.8, 12  # the least share of pairs on a grid, and 
 _SHARED_TOKENS = 16  # the first response tokens of a sequence, which are searched for shared contexts
 _OF_MEDIAN = 0.93  # k3_kl / logprob_abs_diff_mean of a normal error over the median of abs(lr) / uncertainty
 _LARGEST_ROUNDING = 0.35  # the largest error of the logits of an engine in 8 bits; an fp8_e5m2 cache has 0.16
+_FEW = 0.05  # with a smaller share of uncertain tokens, nearly all are certain
 _OUTLIER = 8.0  # the least error of an outlier, as a multiple of the 90% quantile of all errors
 _FAR = 8.0  # a token is far if its error is this multiple of the median; of rounding and drift at most 1% are
 _MOST_OUTLIERS = 0.02  # the largest share of far tokens that are a few
@@ -152,14 +153,16 @@ def _repeated(dump: TokenDump, rollout: str) -> int:
 
 
 def _error_of_most(lr: np.ndarray, uncertainty: np.ndarray) -> float:
-    """Returns the median of abs(lr) over the uncertainty of uncertain tokens; NaN if there are too few of them.
+    """Returns the median of abs(lr) over the uncertainty, of uncertain tokens if there are any.
 
-    A policy that is certain of nearly all tokens has differences near 0 there, whatever the error of its logits.
+    It is NaN if nearly all tokens are certain. They differ by nearly 0, whatever the error of the logits is.
     """
     uncertain = uncertainty > UNCERTAINTY_EDGES[1]
-    if uncertain.sum() < FEWEST_TOKENS:
+    if uncertain.sum() < FEWEST_TOKENS and uncertain.sum() < _FEW * len(lr):
         return math.nan
-    return float(np.median(np.abs(lr[uncertain]) / uncertainty[uncertain]))
+    chosen = uncertain if uncertain.sum() >= FEWEST_TOKENS else np.ones(len(lr), bool)
+    error = np.abs(lr[chosen]) / np.maximum(uncertainty[chosen], LEAST_UNCERTAINTY)
+    return float(np.median(error)) if len(error) else math.nan
 
 
 def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:

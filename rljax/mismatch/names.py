@@ -155,7 +155,7 @@ trl: reward reward; entropy entropy; grad_norm grad_norm; learning_rate learning
     ratio_max importance_sampling_ratio/max; ratio_min importance_sampling_ratio/min;
     logprob_abs_diff_mean sampling_logp_difference/mean
 trl_async: reward reward; entropy entropy; grad_norm grad_norm; learning_rate learning_rate; loss loss; k3_kl kl;
-    ratio_mean ratio
+    ratio_mean ratio; reward_std reward_std
 prime_rl: reward reward/all/mean reward/mean; entropy entropy/all/mean entropy/mean; grad_norm optim/grad_norm;
     learning_rate optim/lr; staleness off_policy/mean off_policy_level/all/mean off_policy_level/mean;
     k3_kl mismatch_kl/mean mismatch_kl/all/mean; loss loss/mean

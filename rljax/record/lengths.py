@@ -5,13 +5,13 @@ a name that means the length.
 """
 
 import bisect
+import itertools
 import math
 import re
 import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rljax.errors import ConfigError
 from rljax.mismatch.names import CALL_COUNT, NOT_TRAINING, RUN_COLUMNS
@@ -87,7 +87,7 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
 
     Raises:
       ConfigError: The log cannot be read, or it has no length, or its lengths are constant beside others that vary. Or
-        two runs have the same step.
+        a run of a table begins no later than the one before it.
       OSError: A file cannot be opened.
     """
     rows, chosen = read_log(path, lambda columns: choose_columns(columns, column, truncated_column))
@@ -98,10 +98,11 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
     column, truncated_column = chosen[0][0], chosen[-1][1]
     step_column = choose_step_column(rows, column)
     run_column = next((name for name in RUN_COLUMNS if any(name in row for row in rows)), "")
-    runs: dict[Any, Any] = {}
-    for row in (row for row in rows if column in row):
-        if runs.setdefault(row.get(step_column or ""), row.get(run_column)) != row.get(run_column):
-            raise ConfigError(f"column {run_column!r} has several runs with the same step: keep the rows of one run")
+    begins: dict[str, float] = {}
+    for row in (row for row in rows if column in row and run_column in row):
+        begins.setdefault(str(row[run_column]), number_of(row.get(step_column or "")))
+    if any(later <= earlier for earlier, later in itertools.pairwise(begins.values())):
+        raise ConfigError(f"column {run_column!r} has several runs with the same steps: keep the rows of one run")
     lengths, truncated = series(rows, column, truncated_column, step_column)
     columns, (_, *of_run) = columns_of(rows), column.rpartition(" - ")  # W&B names a chart's columns ``RUN - NAME``
     others = [one for one in columns if of_run[0] and one != column and [*one.rpartition(" - ")[1:]] == of_run]

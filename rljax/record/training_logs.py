@@ -129,15 +129,16 @@ def by_metric(rows: Rows) -> Rows:
 def with_response_lengths(rows: Rows) -> Rows:
     """Adds ``response_len/avg`` to the rows of AReaL's log, whose ``seq_len/avg`` includes the prompt.
 
-    The length of the prompt is in the same row, or in a row of the same ``step``.
+    The length of the prompt is in the same row, or in a row of the same ``step``. If a row has none, none is added.
     """
     for name in [name for name in columns_of(rows) if f"/{name}".endswith("/seq_len/avg")]:
         prefix = name.removesuffix("seq_len/avg")
         prompt = f"{prefix}prompt_len/avg"
-        prompts = {row.get("step"): row[prompt] for row in rows if prompt in row}
-        for row in rows:
-            length = number_of(row.get(name)) - number_of(row.get(prompt, prompts.get(row.get("step"))))
-            if math.isfinite(length):
+        prompts = {row["step"]: row[prompt] for row in rows if prompt in row and "step" in row}
+        of = [row for row in rows if math.isfinite(number_of(row.get(name)))]
+        lengths = [number_of(row[name]) - number_of(row.get(prompt, prompts.get(row.get("step")))) for row in of]
+        if all(map(math.isfinite, lengths)):
+            for row, length in zip(of, lengths, strict=True):
                 row[f"{prefix}response_len/avg"] = length
     return rows
 
@@ -264,8 +265,9 @@ def choose_columns(columns: list[str], column: str | None, truncated_column: str
         if lengths := matching(columns, length_name):
             prefix = lengths[0].removesuffix(length_name)
             truncated = [prefix + name for name in truncated_names if prefix + name in columns]
-            below = (column for name in truncated_names for column in matching(columns, name))
-            truncated += [column for column in below if prefix and column.startswith(prefix)]  # prime-rl: by agent
+            below = [column for name in truncated_names for column in matching(columns, name)]
+            of_agents = [column for column in below if prefix and column.startswith(prefix)]  # prime-rl
+            truncated += of_agents if len(of_agents) == 1 else []
             return lengths[0], truncated_column or next(iter(truncated), None)
     names = ", ".join(columns)
     raise ConfigError(f"no length column of a known name in the log; choose one with --column from: {names}")
@@ -295,17 +297,18 @@ def cells_by_step(rows: Rows, columns: Mapping[str, str], step_column: str | Non
 
     ``columns`` are the columns to read, by the names that the result has for them. ``step_column`` numbers the steps.
     Without it each row with one of the columns is a step. A later row of the same step overrides the values for which
-    it has a number. Rows with none of the columns are left out. A row with another step column alone belongs to the
-    last step above it, because slime numbers its rollouts and its updates apart.
+    it has a number. Rows with none of the columns are left out. In a row with another step column alone, columns that
+    no other row has belong to the last step above it, because slime numbers its rollouts and its updates apart.
     """
     by_step: dict[int, dict[str, float]] = {}
     other_steps = {*STEP_COLUMNS} - {CALL_COUNT}
+    of_steps = {name for row in rows if step_column in row for name in row}
     last = math.nan
     for row in rows:
         cells = {name: number_of(row[column]) for name, column in columns.items() if column in row}
         step = number_of(row.get(step_column)) if step_column else len(by_step) + 1
         if step_column and step_column not in row and not other_steps.isdisjoint(row):
-            step = last
+            step, cells = last, {name: cell for name, cell in cells.items() if columns[name] not in of_steps}
         last = step if math.isfinite(step) else last
         if cells and math.isfinite(step):
             known = by_step.setdefault(int(step), {})

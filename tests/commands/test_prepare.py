@@ -86,6 +86,14 @@ def test_repeats_and_long_prompts_are_dropped_and_counted(tmp_path, model, capsy
     assert "repeats: 2 dropped, 3 kept, read 5, repeats with another answer 1" in capsys.readouterr().out
 
 
+def test_equal_prompts_with_other_tools_are_two_problems(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    tools = [[{"name": name}] for name in ("add", "add", "multiply")]
+    source.write_text("".join(json.dumps({"prompt": "1+1=", "answer": "2", "tools": each}) + "\n" for each in tools))
+    assert run_cli(main, [str(source), str(out)]) == 0
+    assert [problem["chat_tools"] for problem in read_problems(out)] == [tools[0], tools[2]]
+
+
 def test_a_file_of_verls_form_keeps_every_column_and_splits(tmp_path):
     source, out = DATA / "additions_chat.parquet", tmp_path / "out.parquet"
     assert run_cli(main, [str(source), str(out), "--hold-out", "6", "--seed", "1"]) == 0

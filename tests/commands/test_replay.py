@@ -156,13 +156,13 @@ def test_a_file_with_two_runs_says_which_is_replayed(tmp_path):
 
 def test_a_table_of_two_runs_at_the_same_steps_is_refused(tmp_path):
     """MLflow's chart has the runs one after the other; a run that continues another has other steps."""
-    for start, status in ((1, 2), (4, 0)):
+    for start, status in ((1, 2), (3, 0), (4, 0)):
         cells = [("a", step, 300) for step in range(1, 4)] + [("b", start + step, 600) for step in range(3)]
         lines = [f"{run},x{run},{LENGTH},{step},0,{length}" for run, step, length in cells]
         (tmp_path / "x.csv").write_text("\n".join(["Run,Run ID,metric,step,timestamp,value", *lines]))
         found, _, err = outcome(replay.main, [tmp_path / "x.csv"])
         assert found == status
-        assert ("column 'Run' has several runs with the same step: keep the rows of one run" in err) == (status == 2)
+        assert ("column 'Run' has several runs with the same steps: keep the rows of one run" in err) == (status == 2)
 
 
 def test_sweep_shows_how_the_call_moves(tmp_path):

@@ -76,7 +76,7 @@ def test_a_list_of_texts_holds_alternatives(key):
 def test_a_reward_of_ones_own_needs_no_right_answer(more, tmp_path):
     row, out = {"prompt": "q"} | more, tmp_path / "out.parquet"
     assert parse_row(row, "x", whole=True)["answer"] == ""
-    write_rows(out, [row], like="x.jsonl", provenance={})
+    write_rows(out, [row], like="x.jsonl", provenance={}, whole=True)
     ((_, problem),) = answered_rows(out, None, whole=True)
     assert (problem["prompt"], problem["answer"]) == ("q", "")
     with pytest.raises(ValueError, match="x: no right answer"):

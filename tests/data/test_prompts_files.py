@@ -221,11 +221,13 @@ def test_a_csv_file_is_read_as_text(tmp_path):
 def test_several_right_answers_survive_a_written_file(tmp_path):
     truths = [["3", "x=3"], '["3", "x=3"]', ["65"], '["65"]', [1, 2], "[1, 2]", "[]", ["[", ""]]
     rows = [{"prompt": f"p{i}", "reward_model": {"ground_truth": truth}} for i, truth in enumerate(truths)]
-    rows.append({"prompt": "p", "answer": ["a", "b"]})
+    rows += [{"prompt": "p", "answer": ["a", "b"]}, {"prompt": "o", "answer": ["65"]}]
     path, out = written(tmp_path / "x.jsonl", rows), tmp_path / "out.parquet"
     problems = read_problems(path)
-    assert [problem["answer"] for problem in problems] == [*("3", "3", "65", "65", "[1, 2]", "[1, 2]", "[]", "[", "a")]
-    assert [problem.get("alternatives") for problem in problems] == [["3", "x=3"]] * 2 + [None] * 6 + [["a", "b"]]
+    assert [problem["answer"] for problem in problems] == [
+        *("3", "3", "65", "65", "[1, 2]", "[1, 2]", "[]", "[", "a", "65")
+    ]
+    assert [problem.get("alternatives") for problem in problems] == [["3", "x=3"]] * 2 + [None] * 6 + [["a", "b"], None]
     write_rows(out, rows, like=path, provenance={})
     assert read_problems(out) == problems
     for problem, response, reward in ((0, "x=3", 1), (1, "3", 1), (1, "4", 0), (2, "65", 1), (4, "[1, 2]", 1)):

@@ -162,6 +162,7 @@ def test_only_gsm8k_loses_what_is_before_the_hashes():
     [
         *[("\\boxed{1} or \\boxed{x_{2}}.", "x_{2}"), ("\\boxed{\\{1\\}}", "\\{1\\}"), ("\\boxed{1", None)],
         *[("\\fbox{7}", "7"), ("so $\\boxed 7$", "7"), ("\\boxed\\frac{1}{2}.", "\\frac{1}{2}"), ("1", None)],
+        *[("\\boxed{7}. We use \\boxed to mark it", "7"), ("\\boxed{7}, and \\fbox{QED}", "7")],
     ],
 )
 def test_the_last_box_is_closed_by_its_own_brace(text, content):

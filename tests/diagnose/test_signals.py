@@ -38,7 +38,7 @@ from rljax.record.training_logs import read_rows
         ("tinker", ["progress/batch", "env/all/reward/total", "optim/entropy", "optim/kl_sample_train_v1"]),
         ("roll", ["step", "critic/score/mean", "critic/entropy/mean", "actor/train_infer_ratio_mean"]),
         ("roll", ["step", "critic/score/mean", "actor/lr", "actor/kl_loss", "actor/train_infer_diff_token_mean"]),
-        ("trl_async", ["step", "reward", "entropy", "grad_norm", "learning_rate", "kl", "ratio"]),
+        ("trl_async", ["step", "reward", "entropy", "grad_norm", "learning_rate", "kl", "ratio", "reward_std"]),
         ("ms_swift", ["step", "reward", "entropy/mean", "rollout_correction/kl", "rollout_correction/k3_kl"]),
         ("slime", ["step", "rollout/raw_reward", "train/train_rollout_kl", "train/train_rollout_logprob_abs_diff"]),
     ],
@@ -86,6 +86,9 @@ def test_rows_of_updates_belong_to_the_rollout_above_them():
     assert log.steps.tolist() == [0, 1, 2]
     assert log.get("length").tolist() == [100, 101, 102]
     assert log.get("grad_norm").tolist() == [1, 11, 21]
+    # A column that rows with the step have, too, is not taken from rows with another step.
+    renamed = [{"step": 1, "reward": 0.1, "kl": 0.2}, {"global_step": 2, "reward": 0.9, "kl": 0.2}]
+    assert read_signals(renamed).get("reward").tolist() == [0.1]
 
 
 def test_open_instruct_counts_episodes_beside_steps():
@@ -100,12 +103,16 @@ def test_the_length_of_areal_is_without_its_prompt(tmp_path):
     (tmp_path / "a.csv").write_text("tag,value,step\n" + cells)
     for name in ("a.jsonl", "a.csv"):
         assert read_signals(read_rows(tmp_path / name)).get("length").tolist() == [300]
+    apart = [{names[0]: 500}, {names[1]: 800, names[2]: 0.5}, {names[0]: 600}, {names[1]: 900}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"_step": i}) + "\n" for i, row in enumerate(apart)))
+    assert read_signals(read_rows(tmp_path / "a.jsonl")).columns["length"] == names[1]  # no row knows its prompt
 
 
 def test_the_share_of_cut_answers_may_be_of_one_agent():
     row = {"step": 1, "train/agg/all/num_output_tokens/mean": 5.0, "mismatch_kl/mean": 0.1, "reward/mean": 0.5}
     row |= {"train/agg/all/solver/is_truncated/mean": 0.9, "eval/agg/all/solver/is_truncated/mean": 0.1}
     assert read_signals([row]).get("truncated").tolist() == [0.9]
+    assert not read_signals([row | {"train/agg/all/judge/is_truncated/mean": 0.0}]).has("truncated")
 
 
 def test_a_table_with_a_row_for_each_number(tmp_path):

@@ -413,19 +413,20 @@ def test_one_name_stands_for_one_side(tmp_path):
 
 
 def test_each_branch_of_a_trace_of_prime_rl_is_a_sequence(tmp_path):
-    """A node has its own tokens alone; two answers to one prompt are two branches, and a trace without any is none."""
+    """A node has its own tokens alone. What two branches share is marked in the first; a trace without any is none."""
     prompt = {"parent": None, "token_ids": [1, 2], "mask": [False, False], "logprobs": []}
     first = {"parent": 0, "token_ids": [3, 7, 8], "mask": [False, True, True], "logprobs": [-0.5, -1.5]}
     tool = {"parent": 1, "token_ids": [4], "mask": [], "logprobs": []}
     second = {"parent": 2, "token_ids": [9], "mask": [True], "logprobs": [-2.5]}
-    other = {"parent": 0, "token_ids": [5], "mask": [True], "logprobs": [-3.5]}
+    other = {"parent": 1, "token_ids": [5], "mask": [True], "logprobs": [-3.5]}
     episode = {"id": "a", "traces": [{"nodes": [prompt, first, tool, second, other]}, {"nodes": []}]}
     dump = read_tokens(write_lines(tmp_path / "traces.jsonl", episode, {"id": "b", "traces": []}))
-    assert [ids.tolist() for ids in dump.token_ids] == [[1, 2, 3, 7, 8, 4, 9], [1, 2, 5]]
+    assert [ids.tolist() for ids in dump.token_ids] == [[1, 2, 3, 7, 8, 4, 9], [1, 2, 3, 7, 8, 5]]
     assert dump.response_mask[0].tolist() == [False, False, False, True, True, False, True]
     nan = np.nan
     np.testing.assert_array_equal(dump.logprobs["rollout"][0], np.float32([nan, nan, nan, -0.5, -1.5, nan, -2.5]))
-    np.testing.assert_array_equal(dump.logprobs["rollout"][1], np.float32([nan, nan, -3.5]))
+    np.testing.assert_array_equal(dump.logprobs["rollout"][1], np.float32([nan] * 5 + [-3.5]))
+    assert dump.response_mask[1].tolist() == [False] * 5 + [True]
 
 
 def test_a_folder_of_token_files_is_one_dump(tmp_path):
@@ -468,6 +469,10 @@ def test_a_folder_of_token_files_is_one_dump(tmp_path):
             "a node has 1 log-probabilities for 2 marked tokens",
         ),
         ({"traces": []}, "there is no sequence in it"),
+        (
+            {"prompt_ids": [1], "response_ids": [6], "logprobs": [-1.0], "inference_logprobs": [-1.5]},
+            "logprobs and values must be objects of lists",
+        ),
     ],
 )
 def test_what_holds_no_tokens_is_named(tmp_path, record, words):
