@@ -47,7 +47,10 @@ def test_the_page_has_the_table_of_the_numbers(capsys):
     page = (ROOT / "docs/mismatch.md").read_text(encoding="utf-8")
     table = [line for line in capsys.readouterr().out.split("\n\n")[1].splitlines() if line]
     assert "\n".join(table) in page
-    said = {"256": " than with bfloat16", "1024": ""}
-    for length, words in said.items():
-        middle, low, high = numbers[length]["bfloat16_over_float16"]["mean, vllm"]
+    qwen = json.loads((ROOT / "benchmarks/real_gaps_qwen.json").read_text())["lengths"]
+    said = ((numbers["256"], " than with bfloat16"), (numbers["1024"], ""), (qwen["256"], ""))
+    for of_length, words in said:
+        middle, low, high = of_length["bfloat16_over_float16"]["mean, vllm"]
         assert f"{middle:.1f} times smaller{words} (95%: {low:.1f} to {high:.1f})" in page
+    gap = {dtype: f"{qwen['256']['pairs'][f'{dtype} | vllm:{dtype}']['mean']:.2g}" for dtype in ("bfloat16", "float16")}
+    assert f"{gap['bfloat16']} in bfloat16 and {gap['float16']} in float16" in page
