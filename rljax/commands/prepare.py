@@ -370,9 +370,12 @@ def main(argv: Sequence[str]) -> int:
     eval_rows = hold_out(selection, arguments.hold_out, arguments.seed) if arguments.hold_out else []
     held = arguments.out.with_name(f"{arguments.out.stem}-held.parquet")
     with caller_errors():
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(file.read_bytes())
         provenance = {
             "source": arguments.source,
-            "source_sha256": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
+            "source_sha256": digest.hexdigest(),
             "command": shlex.join(["rljax", "prepare", *argv]),
             "steps": selection.steps,
             "looked": looked.splitlines(),

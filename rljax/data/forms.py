@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 else:
     DataForm = Literal[tuple(FORMS)]  # the choices of a key that names a form
 
+_BRACED = re.compile(r"\\boxed\s*\{")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=\\[a-zA-Z]|[^\s{}$\\]))")
 _BOXED_WORD = re.compile(r"(?:\\[a-zA-Z]+|[^\s$\\])+")  # of a box without braces
 _LAST_LINE = re.compile(r"^[ \t]*####[ \t]*(\S.*?)\s*\Z", re.MULTILINE)
@@ -162,10 +163,11 @@ def as_alternatives(value: Any) -> Alternatives | None:
 
 def last_box(text: str) -> str | None:
     r"""Returns the content of the last ``\boxed{}``, ``\fbox{}`` or ``\boxed 7``; None without one that is closed."""
-    boxes = list(_BOX.finditer(text))
-    last = next(reversed([box for box in boxes if box[0].startswith("\\boxed") and box[0][-1] == "{"] or boxes), None)
-    rest = text[last.end() :] if last else ""
-    if last and not last[0].endswith("{"):
+    boxes = list(_BRACED.finditer(text)) or list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    rest = text[boxes[-1].end() :]
+    if not boxes[-1][0].endswith("{"):
         return _BOXED_WORD.match(rest)[0].rstrip(".,;")  # type: ignore[index]
     depth = 1
     for match in re.finditer(r"\\.|[{}]", rest, re.DOTALL):

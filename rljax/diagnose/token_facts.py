@@ -158,7 +158,7 @@ def _error_of_most(lr: np.ndarray, uncertainty: np.ndarray) -> float:
     It is NaN if nearly all tokens are certain. They differ by nearly 0, whatever the error of the logits is.
     """
     uncertain = uncertainty > UNCERTAINTY_EDGES[1]
-    if uncertain.sum() < FEWEST_TOKENS and uncertain.sum() < _FEW * len(lr):
+    if uncertain.sum() < min(FEWEST_TOKENS, _FEW * len(lr)):
         return math.nan
     chosen = uncertain if uncertain.sum() >= FEWEST_TOKENS else np.ones(len(lr), bool)
     error = np.abs(lr[chosen]) / np.maximum(uncertainty[chosen], LEAST_UNCERTAINTY)

@@ -15,14 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rljax.errors import ConfigError, MissingPackageError, import_for, parse_json
-from rljax.mismatch.names import (
-    CALL_COUNT,
-    LENGTH_COLUMNS,
-    METRIC_COLUMNS,
-    NOT_TRAINING,
-    STEP_COLUMNS,
-    WRAPPERS,
-)
+from rljax.mismatch.names import CALL_COUNT, LENGTH_COLUMNS, METRIC_COLUMNS, NOT_TRAINING, STEP_COLUMNS, WRAPPERS
 from rljax.record.console_logs import console_rows
 from rljax.record.foreign_files import foreign_kind
 
@@ -109,9 +102,8 @@ def read_rows(path: Path) -> Rows:
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
-    if "tfevents" in path.name:
-        return with_response_lengths(list(event_files(path).scalar_rows(path)))
-    return with_response_lengths(by_metric(read_text_log(path)))
+    rows = list(event_files(path).scalar_rows(path)) if "tfevents" in path.name else by_metric(read_text_log(path))
+    return with_response_lengths(rows)
 
 
 def by_metric(rows: Rows) -> Rows:
@@ -302,7 +294,7 @@ def cells_by_step(rows: Rows, columns: Mapping[str, str], step_column: str | Non
     """
     by_step: dict[int, dict[str, float]] = {}
     other_steps = {*STEP_COLUMNS} - {CALL_COUNT}
-    of_steps = {name for row in rows if step_column in row for name in row}
+    of_steps = {name for name in columns.values() if any(name in row and step_column in row for row in rows)}
     last = math.nan
     for row in rows:
         cells = {name: number_of(row[column]) for name, column in columns.items() if column in row}
