@@ -144,6 +144,7 @@ def main():
     reward, version = resolve_reward("addition"), 0
     sampling = SamplingParams(36, 1.0, (tokenizer.eos_token_id,))
     problems = addition_problems("train")
+    started = f"{time.time_ns():020d}"  # a program that is started again sends under other names
     for first in range(0, wanted.groups, wanted.at_once):
         if "://" in wanted.place:
             wait_for_room(wanted.place, wanted.at_once)
@@ -161,7 +162,7 @@ def main():
         rows = []
         for i, (problem, prompt) in enumerate(zip(chosen, prompts, strict=True)):
             rows += rows_of(f"problem {first + i}", problem, prompt, groups[i], tokenizer, reward)
-        send(wanted.place, f"groups-{first:06d}", rows)
+        send(wanted.place, f"{started}-{first:06d}", rows)
         mean = np.mean([row["reward"] for row in rows])
         newest = rows[-1]["version"][-1]
         print(f"sent groups {first} .. {first + wanted.at_once - 1} of version {newest}, mean reward {mean:.3f}")

@@ -52,7 +52,7 @@ def caller_errors(*more: type[Exception]) -> Iterator[None]:
     caught: tuple[type[Exception], ...] = (ValueError, ServerError, *more)
     try:
         yield
-    except (ConfigError, StartAgainError):
+    except (ConfigError, StartAgainError, BrokenPipeError):
         raise
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}" if error.filename else error) from error

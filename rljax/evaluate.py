@@ -32,7 +32,7 @@ from rljax.data.prompts import (
     task_reward,
 )
 from rljax.data.tokenizer import load_tokenizer
-from rljax.errors import caller_errors, check_at_least, run_cli
+from rljax.errors import caller_errors, check_at_least, naming, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
@@ -72,6 +72,9 @@ class EvaluateArguments(ProblemsConfig, SamplesConfig):
     """The checkpoint to load from a run directory. None: the newest."""
     best: bool = False
     """Load the best checkpoint of a run directory (``checkpoint.keep_best``)."""
+    model: str | None = None
+    """The Hugging Face directory, or OWNER/NAME, of the model that the run started from. None: the run's
+    ``model.path``."""
     dataset: str = "toy"
     """toy, toy_swaps, calculator or ``reasoning_gym:NAME`` for the evaluation split of that task, or a file as in
     ``data.path``."""
@@ -156,10 +159,11 @@ class Policy:
             return state
 
 
-def find_policy(path: str | Path, *, step: int | None = None, best: bool = False) -> Policy:
+def find_policy(path: str | Path, *, step: int | None = None, best: bool = False, model: str | None = None) -> Policy:
     """Returns the policy at ``path``: a Hugging Face directory, a run directory, or a checkpoint folder in one.
 
-    Raises ValueError if the path is none of these, or has no such checkpoint.
+    ``model`` replaces ``model.path`` of the run. Raises ValueError if the path is none of these, or has no such
+    checkpoint.
     """
     path = Path(path)
     whole = path.absolute()
@@ -167,9 +171,9 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
     if is_checkpoint and (whole.parents[1] / "config.yaml").is_file():
         if step is not None or best:
             raise ValueError(f"{path} is a checkpoint already: leave out the step and the best one")
-        return find_policy(whole.parents[1], step=int(path.name), best=whole.parent.name == BEST)
+        return find_policy(whole.parents[1], step=int(path.name), best=whole.parent.name == BEST, model=model)
     if not (path / "config.yaml").is_file():
-        if step is not None or best:
+        if step is not None or best or model is not None:
             raise ValueError(f"{path} is not a run directory: it has no config.yaml")
         directory = model_directory(str(path))
         return Policy(read_config(directory), directory)
@@ -183,8 +187,9 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
     taken = steps[-1] if step is None and steps else step
     if taken not in steps:
         raise ValueError(f"no checkpoint of step {taken} in {path}; there are {steps}")
-    directory = model_directory(settings.model.path)
-    return Policy(read_config(directory), directory, path, taken, folder)
+    with naming(f"the model of {path} (--model names another directory)"):
+        directory = model_directory(model or settings.model.path)
+        return Policy(read_config(directory), directory, path, taken, folder)
 
 
 @contextlib.contextmanager
@@ -231,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     """Evaluates a policy and prints one JSON object; returns the exit status. Raises ConfigError for bad arguments."""
     arguments = load_config(EvaluateArguments, argv, prog="rljax evaluate", description=__doc__ or "")
     with caller_errors():
-        policy = find_policy(arguments.path, step=arguments.step, best=arguments.best)
+        policy = find_policy(arguments.path, step=arguments.step, best=arguments.best, model=arguments.model)
         tokenizer = load_tokenizer(policy.hf_path)
         task = arguments.dataset if task_names(arguments.dataset) else "toy"
         reward = arguments.reward or task_reward(arguments.dataset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.util
 import os
@@ -9,9 +10,10 @@ import pkgutil
 import re
 import sys
 import sysconfig
+import threading
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,7 @@ FOR_VERIFIERS = (
     "rollout.trajectories"
 )
 """The remedy of a message to a user who names an environment of the package verifiers."""
+_LOOPS = threading.local()  # the runner of each thread
 _PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
@@ -48,6 +51,16 @@ def find(path: str, kind: str) -> Any:
         raise
     except BaseException as error:  # a person's module may raise anything, SystemExit included
         raise ValueError(f"{kind} {path!r} cannot be imported: {located(error)}") from error
+
+
+def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of a coroutine of a user's code.
+
+    All coroutines of a thread run in one event loop, because a client of theirs keeps its connections in a loop.
+    """
+    if not hasattr(_LOOPS, "runner"):
+        _LOOPS.runner = asyncio.Runner()
+    return _LOOPS.runner.run(coroutine)
 
 
 def load(path: str) -> Any:

@@ -120,6 +120,19 @@ def toy_base() -> Path:
     return ROOT / "tests/data/practised-base"
 
 
+@pytest.fixture(scope="session")
+def vllm_interpreter() -> str:
+    """Returns the Python of the vLLM environment, or skips the test."""
+    from rljax.rollout.servers.vllm.server import vllm_python
+
+    if os.environ.get("RLJAX_SKIP_VLLM") == "1":
+        pytest.skip("RLJAX_SKIP_VLLM=1")
+    try:
+        return str(vllm_python())
+    except RuntimeError:
+        pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
+
+
 @pytest.fixture
 def another():
     """Yields a function that starts a server, at a port or any, that answers as the test says.

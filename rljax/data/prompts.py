@@ -217,7 +217,7 @@ def evaluation_datasets(
     datasets: dict[str, Sequence[Problem]] = {}
     for entry in names or ([] if config.task == "file" else [config.task]):
         name, equals, source = entry.partition("=")
-        if not equals:
+        if not equals or Path(entry).exists():
             name, source = Path(entry).stem.removeprefix(gym.PREFIX), entry
         if name in datasets:
             raise ValueError(f"two datasets are called {name}: give one as NAME=FILE")

@@ -250,8 +250,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       ValueError: There is no tokenizer, or it cannot be read.
     """
     directory = Path(directory)
-    if not (directory / TOKENIZER_FILE).is_file() and not (directory / CONFIG_FILE).is_file():
-        raise ValueError(f"no tokenizer at {directory}: {TOKENIZER_FILE} does not exist")
+    forms = ((TOKENIZER_FILE,), (CONFIG_FILE, "tokenizer.model"), (CONFIG_FILE, "vocab.json", "merges.txt"))
+    if not any(all((directory / name).is_file() for name in names) for names in forms):
+        others = f"{CONFIG_FILE} with tokenizer.model, or with vocab.json and merges.txt"
+        raise ValueError(f"no tokenizer at {directory}: {TOKENIZER_FILE} does not exist, nor {others}")
     try:
         return _read(directory) if (directory / TOKENIZER_FILE).is_file() else _convert(directory)
     except (LookupError, TypeError, AttributeError, AssertionError) as error:

@@ -30,6 +30,7 @@ _MOST_BIAS = 3.0  # the largest deviation of the mean ratio of noise from 1 (sta
 _ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
 _FALL = 1.5  # the least ratio between the errors of the second and the last bucket of a temperature
 _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain
+_LEAST_CHI2 = 0.01  # the least chi2_token that random gaps of a few thousand tokens do not explain
 _NEAR = ("1", "2_to_4")  # the buckets of the smallest distances from an environment's tokens
 _FEWEST_EXTREMES = 20
 _NEVER_CROSSED = {"extreme_rate", "nonfinite_count"}  # a healthy run crosses none of these limits
@@ -224,9 +225,9 @@ def _extreme(facts: Facts) -> Iterator[Finding]:
         yield Finding("extreme_tokens", SURE, f"{said}: the others are below {p99:.2g} nats")
     names = ("chi2_token", "logprob_abs_diff_mean", "logprob_abs_diff_std")
     chi2, mean, std = (course.first.get(name, math.nan) for name in names)
-    if math.isnan(p99) and chi2 > 50 * k3:
+    if math.isnan(p99) and k3 > 0 and chi2 > max(50 * k3, _LEAST_CHI2):
         yield Finding("extreme_tokens", LIKELY, f"chi2_token is {chi2 / k3:.0f} times k3_kl, where 2 to 4 is usual")
-    elif math.isnan(p99) and std > 8 * mean:
+    elif math.isnan(p99) and 0 < mean < std / 8:
         yield Finding("extreme_tokens", LIKELY, f"the standard deviation of abs(lr) is {std / mean:.0f} times its mean")
 
 

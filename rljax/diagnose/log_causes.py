@@ -21,6 +21,7 @@ _JUMP = 5.0  # the least ratio of one step's mismatch to all earlier ones that s
 _CUT = 0.005  # the smallest mass that a cut takes, as one minus the mean ratio
 _MOST_STEPS = 0.9  # the share of the steps that have to show a sign that does not come and go
 _SPIKE = 4.0  # the least ratio of a spike's mismatch to the median
+_LEAST_SPIKED = 1e-7  # the least usual mismatch whose steps are not rounding alone
 _CHANCE = 1e-3  # the largest chance that the steps of a reward with few values are equal by themselves
 _DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
 
@@ -198,7 +199,7 @@ def _spikes(course: Course) -> Iterator[Finding]:
     for name in (course.gap_name, "k3_kl"):
         values = np.abs(_known(course, name))
         usual = _median(values)
-        if len(values) < 12 or not usual > 0:
+        if len(values) < 12 or not usual > _LEAST_SPIKED:
             continue
         far = values > max(_SPIKE * usual, usual + 10 * _median(np.abs(values - usual)))
         largest = np.abs(course.log.get("logprob_abs_diff_max")[np.isfinite(course.log.get(name))])

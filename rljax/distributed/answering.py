@@ -67,6 +67,10 @@ def end_if_forked() -> None:
 
 
 def end_by_alarm(after_s: float) -> None:
-    """Lets the system end this process in ``after_s`` seconds, even if it hangs then. 0 cancels this."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    """Lets the system end this process in ``after_s`` seconds, even if it hangs then. 0 cancels this.
+
+    A handler that a user's module has set stays, and is called instead.
+    """
+    if signal.getsignal(signal.SIGALRM) == signal.SIG_IGN:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, after_s)

@@ -28,8 +28,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
-    with writing(partial):
-        yield partial
+    try:
+        with writing(partial):
+            yield partial
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()  # a full disk needs the room; a directory stays
+        raise
     partial.replace(path)
 
 

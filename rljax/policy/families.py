@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from rljax.errors import naming, parse_json
+from rljax.policy.adapter_files import refuse_adapter
 from rljax.policy.config import SIZES, PolicyConfig
 from rljax.policy.delta_net import DeltaNet
 from rljax.policy.experts import Experts
@@ -83,7 +84,7 @@ LLAMA = Family(
             )
         ),
     ),
-    fixed={"hidden_act": "silu", "pretraining_tp": 1},
+    fixed={"hidden_act": "silu"},
     defaults={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
     fields={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
 )
@@ -217,9 +218,10 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     if not isinstance(raw, dict):
         raise ValueError(f"expected an object, got {type(raw).__name__}")
     kind = raw.get("model_type")
-    if isinstance(kind, str) and kind in {family.wrapper for family in FAMILIES.values()}:
-        raw = _text_part(raw)
-        kind = raw.get("model_type")
+    of_text = {family.wrapper: family.model_type for family in FAMILIES.values() if family.wrapper}
+    if isinstance(kind, str) and kind in of_text:
+        raw, wrapper = _text_part(raw), kind
+        kind = of_text[wrapper] if raw.get("model_type") in (None, wrapper) else raw["model_type"]
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got {kind!r:.60}")
@@ -229,7 +231,7 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     keys = {**_KEYS, **family.fields}
     values: dict[str, Any] = {
         **family.defaults,
-        **{name: raw[key] for name, key in keys.items() if raw.get(key) is not None},
+        **{name: raw[key] for name, key in keys.items() if _is_given(name, raw.get(key))},
     }
     values.setdefault("num_kv_heads", values.get("num_heads"))
     longest = values.get("max_position_embeddings", PolicyConfig.max_position_embeddings)
@@ -321,6 +323,11 @@ def _rotary_share(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {} if share is None else {"partial_rotary_factor": share}
 
 
+def _is_given(name: str, value: Any) -> bool:
+    """Returns whether a value of a ``config.json`` counts for our field. A negative token id means none."""
+    return value is not None and not (name.endswith("_token_id") and type(value) is int and value < 0)
+
+
 def _is_of_type(name: str, value: Any) -> bool:
     """Returns whether a value of a ``config.json`` has the type of our field and a sensible size."""
     if name == "eos_token_id" and isinstance(value, (list, tuple)):
@@ -365,6 +372,7 @@ def read_config(directory: str | Path) -> PolicyConfig:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
+        refuse_adapter(path.parent)
         raise ValueError(f"no model at {directory}: {path} does not exist")
     with naming(path):
         config = config_from_hf(parse_json(path.read_bytes()))

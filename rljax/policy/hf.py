@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
+from rljax.policy.adapter_files import refuse_adapter
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
 from rljax.policy.layers import Declarations
@@ -38,14 +39,14 @@ _HEAD, _TABLE, _ROWS = "lm_head.weight", "model.embed_tokens.weight", 4096
 CHUNK_BYTES = 2**29
 """The most bytes that are transposed and copied to the host at once, unless one layer is larger."""
 
-_OF_TEXT = ("model.language_model.", "model.")  # the beginning of names of a model that reads images, too, and of ours
+_OF_TEXT = ("model.language_model.", "model.")  # a part of the names of a model that reads images, too, and of ours
 _THREADS = min(8, os.cpu_count() or 1)
 _BLOCK = 2**20  # the elements whose finiteness is checked at a time
 _DTYPES = ("F16", "BF16", "F32", "F64")
 Label = TypeVar("Label")
 _SIDE_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 
 
@@ -187,8 +188,9 @@ def policy_leaves(config: PolicyConfig) -> Iterator[Leaf]:
 def _open_sources(directory: Path) -> dict[str, Any]:
     """Opens the tensors of a directory, by HF name. A tensor has ``get_shape()`` and is read when it is indexed.
 
-    Raises ValueError if there are no weights, or if the index and a single file contradict each other.
+    Raises ValueError if there are no weights, or two sets of them, or an adapter beside them.
     """
+    refuse_adapter(directory)
     index_path, single = directory / INDEX_NAME, directory / SINGLE_NAME
     if index_path.is_file():
         files = _files_of_index(index_path)
@@ -199,18 +201,18 @@ def _open_sources(directory: Path) -> dict[str, Any]:
     elif single.is_file():
         files = [SINGLE_NAME]
     else:
-        raise ValueError(f"no weights in {directory}: neither {SINGLE_NAME} nor {INDEX_NAME} exists")
-    opened = (each for file in files for each in open_tensors(directory / file).items())
-    return {name.replace(*_OF_TEXT): tensor for name, tensor in opened}
+        remedy = "transformers' save_pretrained makes them from pytorch_model.bin"
+        raise ValueError(f"no weights in {directory}: neither {SINGLE_NAME} nor {INDEX_NAME} exists; {remedy}")
+    return {name: tensor for file in files for name, tensor in open_tensors(directory / file).items()}
 
 
 def open_tensors(file: Path) -> dict[str, Any]:
-    """Opens the tensors of one safetensors file, by name. Raises ValueError if the file cannot be read."""
+    """Opens the tensors of a safetensors file, by their names in a text model. Raises ValueError if it is damaged."""
     try:
         handle = safe_open(file, framework="numpy")
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    return {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 (it is not a mapping)
+    return {key.replace(*_OF_TEXT): handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 (not a mapping)
 
 
 def _files_of_index(path: Path) -> list[str]:

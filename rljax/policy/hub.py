@@ -15,7 +15,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 """The configurations that the package carries, with the quickstart's base model."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_FILES = ("*.json", "*.safetensors", "*.jinja")  # The hub also has the same weights in other formats.
+# The hub also has the same weights in other formats.
+_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 
 # The model width, MLP width, layers, query heads and key-value heads in the config.json of each model.
 _QWEN3_SIZES = {

@@ -11,13 +11,12 @@ from safetensors.numpy import save_file
 
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
+from rljax.policy.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import host_tensors, leaves_of, open_tensors, read_leaves
 from rljax.policy.lora import LoraConfig, declared_adapters
 from rljax.policy.model import Params
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
 _FIXED = {
     "peft_type": "LORA",
     "bias": "none",
@@ -84,7 +83,8 @@ def load_adapters(
     folder = Path(directory)
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (folder / name).is_file():
-            raise ValueError(f"no adapters at {folder}: {folder / name} does not exist")
+            made = "peft's save_pretrained makes it, also from adapter_model.bin"
+            raise ValueError(f"no adapters at {folder}: {folder / name} does not exist; {made}")
     _check_config(folder / CONFIG_NAME, lora)
     sources = open_tensors(folder / WEIGHTS_NAME)
     leaves = list(leaves_of(declared_adapters(config, lora)))

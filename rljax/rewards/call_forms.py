@@ -7,11 +7,12 @@ in the same way here, with one response at a time. SkyRL's functions are verl's,
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
+
+from rljax import user_code
 
 FormName = Literal["rljax", "verl", "verl_batch", "trl", "openrlhf"]
 FORMS = (
@@ -99,7 +100,7 @@ class NamedReward:
 
     def _number(self, value: Any) -> float:
         if inspect.isawaitable(value):
-            value = asyncio.run(_result(value))
+            value = user_code.run_async(_result(value))
         value = self._score(value)
         if self._form in ("verl_batch", "trl", "openrlhf"):
             rewards = list(value)

@@ -57,14 +57,6 @@ def resolve_reward(path: str) -> RewardFunction:
         raise ValueError(f"reward {path!r} {error}") from error
 
 
-_resolved = functools.cache(resolve_reward)
-
-
-def reward_of(path: str, problem: Mapping[str, Any], response: str, truncated: bool) -> float:
-    """Returns the reward of one response. Raises the errors of ``resolve_reward`` and of the reward."""
-    return _resolved(path)(problem, response, truncated)
-
-
 def is_reward(value: Any) -> bool:
     """Returns whether a number can be a reward: it is not NaN, and float32 can hold it."""
     return bool(abs(value) <= _LARGEST)

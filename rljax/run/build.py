@@ -217,7 +217,6 @@ def make_batches(
     engine: RolloutEngine,
     source: ResponseSource,
     problems: Problems,
-    checkpointer: Checkpointer,
     stop: StopRequest,
 ) -> Batches:
     """Returns the batches of the run: taken from another program, sampled ahead of the trainer, or sampled in turn.
@@ -236,8 +235,7 @@ def make_batches(
         reported=rollout.reported,
     )
     if rollout.trajectories is not None:
-        kept = checkpointer.all_steps
-        return make_external_batches(config, inputs.policy, problems.stream, sampled, stop, kept)
+        return make_external_batches(config, inputs.policy, problems.stream, sampled, stop)
     plain = Sampler(source, sampled, rollout.group_size, seed=config.run.seed, counts_mixed=rollout.update != "wait")
     sample_step: SampleStep = plain.sample
     if rollout.refill:
@@ -271,7 +269,7 @@ def build(
     scorer = make_scorer(config.data, config.rollout)
     source = make_source(config.data, config.rollout, engine, tokenizer, scorer, stop)
     update, weights, of_weights = make_trainer(config, policy, mesh)
-    batches = make_batches(inputs, engine, source, problems, checkpointer, stop)
+    batches = make_batches(inputs, engine, source, problems, stop)
     limit = config.eval.max_response_tokens or config.rollout.max_response_tokens
     of_evaluation = SamplingParams(limit, config.eval.temperature, inputs.stops)
     evaluator = Sampler(source, of_evaluation, config.eval.n)

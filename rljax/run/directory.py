@@ -25,7 +25,7 @@ MAY_DIFFER = (
     *("run.processes", "run.process_id", "run.coordinator", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
     *("eval.", "checkpoint.", "record.", "publish.", "model.path", "lora.adapter", "policy.attention"),
-    *("policy.experts", "data.reward_workers", "data.check_answers", "rollout.urls", "rollout.discovery"),
+    *("policy.experts", "data.path", "data.reward_workers", "data.check_answers", "rollout.urls", "rollout.discovery"),
     *("rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file", "rollout.server_wait_s"),
     *("rollout.limits.", "rollout.verify.", "rollout.dump_every", "rollout.transcript_every", "rollout.decode_tokens"),
 )
@@ -87,13 +87,13 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
     resume = config.run.resume
     if resume == "never" and holds_run:
         raise ConfigError(f"run.resume: {run_dir} already holds a run, and run.resume = never; give another run.dir")
-    if resume not in ("auto", "never") and not saved_steps(Path(resume)):
-        raise ConfigError(f"run.resume: {resume} holds no checkpoint (auto, never, or the path of another run)")
     if holds_run:
         check_same_run(config, run_dir)
     elif config.run.fork or resume not in ("auto", "never"):
         source, step = _fork_point(config.run.fork) if config.run.fork else (Path(resume), None)
-        check_same_run(config, source, may_differ=FORK_MAY_DIFFER if step else ())
+        if not saved_steps(source):
+            raise ConfigError(f"run.resume: {source} holds no checkpoint (auto, never, or the path of another run)")
+        check_same_run(config, source, may_differ=FORK_MAY_DIFFER if step else ("run.fork",))
         _copy_run(source, run_dir, step)
         recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     if not saved and recorded >= config.run.steps:
@@ -145,8 +145,14 @@ def _fork_point(fork: str) -> tuple[Path, int]:
 
 
 def _copy_run(source: Path, run_dir: Path, step: int | None) -> None:
-    """Copies the rows of another run, and its checkpoint of ``step`` (None: all); an interrupted copy is not a run."""
+    """Copies the rows of another run, and its checkpoint of ``step`` (None: all, and the best step's).
+
+    An interrupted copy is not a run.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
+    if step is None and (source / "best").is_dir():
+        shutil.rmtree(run_dir / "best", ignore_errors=True)
+        shutil.copytree(source / "best", run_dir / "best")
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     inside = "" if step is None else str(step)
     with replacing(run_dir / "checkpoints") as partial:

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from rljax.rollout.external.queue import TrajectoryQueue, is_address
 from rljax.rollout.external.rows import DOUBTS, MIXED, MIXED_REMEDY, RowLimits, Trajectory
 from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
+from rljax.run.directory import saved_steps
 from rljax.run.pipeline import Batches
 from rljax.run.sampling import Rollouts, SampledStep, SampleStep
 from rljax.run.stop import StopRequest
@@ -53,7 +54,6 @@ class ExternalBatches(Batches):
     run_dir: Path  # the run directory, for ``policy.json``
     source: str  # the value of ``rollout.trajectories``
     receiver: Receiver | None  # the HTTP server that fills the queue; None: the queue reads a directory
-    kept_steps: Callable[[], Sequence[int]]  # a function that returns the steps of the checkpoints, oldest first
 
     def __post_init__(self) -> None:
         self.sample_step, self._has_started = self.sample, False
@@ -76,7 +76,7 @@ class ExternalBatches(Batches):
     def take(self, timers: Timers) -> SampledStep:
         """Returns the batch of the next step; received files that no checkpoint needs any more are deleted."""
         sampled = super().take(timers)
-        if self.receiver is not None and len(kept := self.kept_steps()) > 1:
+        if self.receiver is not None and (kept := saved_steps(self.run_dir)):
             self.queue.delete_finished(kept[0])
         return sampled
 
@@ -184,12 +184,10 @@ def make_external_batches(
     stream: PromptStream,
     sampling: SamplingParams,
     stop: StopRequest,
-    kept_steps: Callable[[], Sequence[int]],
 ) -> ExternalBatches:
     """Builds the batches of ``rollout.trajectories``.
 
-    ``kept_steps`` returns the steps of the checkpoints, oldest first. Raises OSError or ValueError if the directory or
-    the address cannot be used.
+    Raises OSError or ValueError if the directory or the address cannot be used.
     """
     rollout, run_dir = config.rollout, Path(config.run.dir)
     source = rollout.trajectories
@@ -216,6 +214,4 @@ def make_external_batches(
             facts={"group_size": rollout.group_size, "batch_size": size, "max_staleness": rollout.max_staleness},
             api_key_file=rollout.api_key_file,
         )
-    return ExternalBatches(
-        stream, queue, stop, run_dir=run_dir, source=source, receiver=receiver, kept_steps=kept_steps
-    )
+    return ExternalBatches(stream, queue, stop, run_dir=run_dir, source=source, receiver=receiver)

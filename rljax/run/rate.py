@@ -12,7 +12,7 @@ import optax
 
 from rljax.errors import ConfigError
 from rljax.record.rows import Row
-from rljax.run.guard import unknown_metric
+from rljax.run.guard import OCCASIONAL, unknown_metric
 from rljax.schedule import (
     LengthTriggeredLR,
     SurgeConfig,
@@ -134,16 +134,20 @@ def ess_row(config: ScheduleConfig, last_row: Row) -> Row:
     """Returns ``schedule/ess_factor``, by which the rate of this step is multiplied; {} without ``ess_base``."""
     if not config.ess_base:
         return {}
-    return {"schedule/ess_factor": sample_size_factor(last_row.get(_SHARE), config.ess_base)}
+    share = last_row.get(_SHARE)
+    if share is None and _SHARE in last_row:
+        share = math.nan  # metrics.jsonl holds NaN as null
+    return {"schedule/ess_factor": sample_size_factor(share, config.ess_base)}
 
 
 def observed_value(metric: str, row: Row, last_row: Row) -> float:
     """Returns the value of ``metric`` for the surge tracker: from this step's row so far, or else from ``last_row``.
 
     It is NaN if both rows lack the metric. That is so at step 1, when ``last_row`` is {}, for a metric that only the
-    update gives. Raises ConfigError after step 1 if no row has the metric.
+    update gives, and of some rows for a metric of ``OCCASIONAL``. Raises ConfigError after step 1 if no row can have
+    the metric.
     """
-    if metric not in row and last_row and metric not in last_row:
+    if metric not in row and last_row and metric not in last_row and not metric.startswith(OCCASIONAL):
         raise ConfigError(f"schedule.metric: {unknown_metric(metric, last_row)}")
     value = row.get(metric, last_row.get(metric))
     return float("nan") if value is None else float(value)

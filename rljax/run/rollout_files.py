@@ -59,12 +59,12 @@ def write_tokens(
     ``rollout.inject``, an 8-bit form of the engine's weights or cache, and the cuts of the sampling. Weights that a
     setting changes have a name of their own. Weights of an older version, or of several versions, have no name.
 
-    Each response token has an advantage, the policy version that sampled it, and whether it is in the loss (1 or 0). It
-    has the entropy of the trainer's distribution (nats) if ``trainer`` has it. The likeliest tokens are in the dump if
-    the sequences have them; the trainer's are the sampler's tokens, sorted by the trainer's log-probabilities. If the
-    sampling is cut, both columns are normalised over the tokens of the cut. Tokens that an environment wrote have no
-    log-probability, and their ``turn`` is 0. ``policy_version`` and ``trainer`` belong to the policy before the update
-    of this step.
+    Each response token has an advantage, unless ``advantage.estimator`` is optimal_token. It has the policy version
+    that sampled it, and whether it is in the loss (1 or 0). It has the entropy of the trainer's distribution (nats) if
+    ``trainer`` has it. The likeliest tokens are in the dump if the sequences have them; the trainer's are the sampler's
+    tokens, sorted by the trainer's log-probabilities. If the sampling is cut, both columns are normalised over the
+    tokens of the cut. Tokens that an environment wrote have no log-probability, and their ``turn`` is 0.
+    ``policy_version`` and ``trainer`` belong to the policy before the update of this step.
     """
     from rljax.record.token_dumps import make_dump, write_dump  # pyarrow, for few runs
 
@@ -76,7 +76,8 @@ def write_tokens(
     if trainer.tops is not None:
         tops = list(map(_in_order, sequences, trainer.tops))
         columns |= {f"{name}/{TRAINER}": [pair[name] for pair in tops] for name in TOPS}
-    columns["values/advantage"] = [_of_response(s, np.full(len(s.response), s.advantage)) for s in sequences]
+    if config.advantage.estimator != "optimal_token":  # only the update knows the tokens' advantages
+        columns["values/advantage"] = [_of_response(s, np.full(len(s.response), s.advantage)) for s in sequences]
     columns["values/version"] = [_of_response(s, policy_version - s["staleness"]) for s in sequences]
     columns["values/in_loss"] = [_of_response(s, np.full(len(s.response), s.in_loss)) for s in sequences]
     if "turn" in names:

@@ -152,7 +152,9 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     # 3
     observed = observed_value(config.schedule.metric, row, newest.row)
     row |= ess_row(config.schedule, newest.row)
-    rate = parts.controller.step(observed, row["response_length/truncated_fraction"])
+    # Another metric does not measure the length limit.
+    is_length = config.schedule.metric.startswith("response_length/")
+    rate = parts.controller.step(observed, row["response_length/truncated_fraction"] if is_length else None)
     rate *= row.get("schedule/ess_factor", 1.0)
 
     # 4

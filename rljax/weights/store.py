@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import logging
 import math
 import os
 import shutil
@@ -17,6 +18,8 @@ from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, 
 from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.writer import PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
+
+log = logging.getLogger(__name__)
 
 PROBE = "probe.txt"
 ANCHOR_EVERY = 16
@@ -166,15 +169,23 @@ class WeightDirectory(OwnedDirectory):
         old = [path for path in self.root.glob("v*") if path.name not in kept]
         for path in old:
             shutil.rmtree(path)
-            self._outlet.remove(self.root.name, path.name)
+            self._withdraw(path.name)
         if old:
             self._writer.keep_only(kept)
 
     def close(self) -> None:
         """Closes the outlet and removes the directory; may be called twice."""
-        self._outlet.remove(self.root.name)
+        self._withdraw()
         self._outlet.close()
         super().close()
+
+    def _withdraw(self, version: str = "") -> None:
+        """Withdraws a version, or all versions. What a store does not delete stays there, and a line says so."""
+        try:
+            self._outlet.remove(self.root.name, version)
+        except Exception as error:
+            place = f"{self.source}/{version}".rstrip("/")
+            log.warning("%s is not needed any more, and could not be deleted: %s; delete it yourself", place, error)
 
     def _anchor(self) -> int:
         return max(index for index, each in enumerate(self._chain) if each.dense)

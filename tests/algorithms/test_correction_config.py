@@ -19,6 +19,7 @@ MASK = np.array([[1, 1, 0, 1, 1, 0], [1, 1, 0, 0, 0, 0]], bool)
 RATIOS = np.array([[4.0, 2.0, 9.0, 0.5, 0.25, 9.0], [1.0, 1.21, 9.0, 9.0, 9.0, 9.0]])
 ROLLOUT = np.full((2, 6), -2.0, np.float32)
 LOGPROBS = (ROLLOUT + np.log(RATIOS)).astype(np.float32)
+CENTERED = {"score_centering": True}
 
 
 @functools.cache
@@ -169,16 +170,6 @@ def test_nothing_in_the_mask_gives_zeros(preset):
         jax.tree.map(np.testing.assert_array_equal, merged, full)
 
 
-def test_weights_carry_no_gradient():
-    def total(logprobs, rollout):
-        config = CorrectionConfig(level="sequence", reject_k3=10.0)
-        weights, _, totals = correct(config, logprobs, rollout, MASK, sequence_ids=IDS, num_sequences=4)
-        return jnp.sum(weights) + gradient_divisor(CorrectionConfig(level="token", normalize=True), totals)
-
-    for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(LOGPROBS, ROLLOUT):
-        assert not gradient.any()
-
-
 def test_divisor():
     config = CorrectionConfig(level="token", threshold=3.0)
     totals = run(config)[3]
@@ -226,6 +217,21 @@ def test_presets_fill_the_other_fields():
         ({"reject_k3": -1.0}, r"reject_k3 must not be negative, got -1\.0"),
         ({"veto": float("nan")}, "veto must not be negative, got nan"),
         ({"reject_geometric_low": 0.9}, r"in 0 .. reject_geometric_high, got 0\.9 and 0\.0"),
+        ({"reject_abs_ratio": 0.9}, r"reject_abs_ratio must be 0 or at least 1, got 0\.9"),
+        ({"reject_max_k3": -1.0}, "reject_max_k3 must not be negative"),
+        ({"region_threshold": 0.1}, "do nothing without a region"),
+        ({"region_over": "tops"}, "do nothing without a region"),
+        ({"region": "tv"}, r"region_threshold must be finite and above 0, got 0\.0"),
+        ({"region": "smooth", "region_threshold": 1.0, "region_sides": "away"}, "region smooth has no sides"),
+        ({"region": "kpop", "region_threshold": 1.0, "region_over": "tops"}, "region_over tops is for the regions tv"),
+        ({"preset": "one_sided_tops_tv", "part": "drift"}, "region_over tops needs part whole, got drift"),
+        ({"preset": "two_sided_tv", "region_threshold": 0.1}, "sets the other fields, got region_threshold as well"),
+        ({"preset": "m2po", **CENTERED}, "score_centering cannot be combined with region moment"),
+        ({"level": "sequence", **CENTERED}, "score_centering needs level token or none, got sequence"),
+        ({"preset": "geometric_band", **CENTERED}, "score_centering needs level token or none, got geometric"),
+        ({"preset": "vexact", **CENTERED}, "cannot be combined with a rejection of sequences, got reject_k3"),
+        ({"veto": 0.1, "reject_max_k3": 1.0, **CENTERED}, "got veto, reject_max_k3"),
+        ({"level": "token", "part": "drift", **CENTERED}, "score_centering needs part whole, got drift"),
     ],
 )
 def test_mistakes_are_quoted(fields, message):

@@ -172,16 +172,6 @@ def test_importance_weights_need_no_centering(head, has_tail):
     assert row["center/drift"] == pytest.approx(0, abs=2e-6)
 
 
-def test_centering_changes_no_covariance():
-    """For unequal rewards the centred mean must be cov_q(A, score): equation 3 without its drift."""
-    logits, rollout = distributions(5, 1.0)
-    advantages = np.random.default_rng(0).standard_normal(V)
-    q = np.exp(rollout)
-    micro = every_token(rollout, advantages * q, np.arange(V))
-    centered, _ = gradient({"score_centering": True}, logits, micro)
-    np.testing.assert_allclose(centered, -q * (advantages - q @ advantages), atol=1e-6)
-
-
 def test_places_that_are_not_finite_are_counted():
     logits, rollout = distributions(2, 0.3)
     micro = every_token(rollout, np.ones(V), np.arange(V))
@@ -217,21 +207,6 @@ def test_micro_batches_change_nothing(name):
         drifts.append(part_row["center/drift"] * len(part.tokens))
     np.testing.assert_allclose(sum(parts), whole, atol=2e-6)
     assert sum(drifts) / V == pytest.approx(row["center/drift"], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"level": "sequence"}, "score_centering needs level token or none, got sequence"),
-        ({"preset": "geometric_band"}, "score_centering needs level token or none, got geometric"),
-        ({"preset": "vexact"}, "score_centering cannot be combined with a rejection of sequences, got reject_k3"),
-        ({"veto": 0.1, "reject_max_k3": 1.0}, "got veto, reject_max_k3"),
-        ({"level": "token", "part": "drift"}, "score_centering needs part whole, got drift"),
-    ],
-)
-def test_unknown_expectations_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        CorrectionConfig(**fields, score_centering=True)
 
 
 def test_centering_stands_beside_a_preset():

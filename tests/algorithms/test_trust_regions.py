@@ -206,26 +206,6 @@ def test_distances_over_lists_by_hand():
     assert tops_distance(np, "kl", *lists, listed, has_tail=True) == pytest.approx(kl + 0.4 * np.log(2))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"region_threshold": 0.1}, "do nothing without a region"),
-        ({"region_over": "tops"}, "do nothing without a region"),
-        ({"region": "tv"}, r"region_threshold must be finite and above 0, got 0\.0"),
-        ({"region": "smooth", "region_threshold": 1.0, "region_sides": "away"}, "region smooth has no sides"),
-        ({"region": "kpop", "region_threshold": 1.0, "region_over": "tops"}, "region_over tops is for the regions tv"),
-        ({"preset": "m2po", "score_centering": True}, "score_centering cannot be combined with region moment"),
-        ({"preset": "one_sided_tops_tv", "part": "drift"}, "region_over tops needs part whole, got drift"),
-        ({"preset": "two_sided_tv", "region_threshold": 0.1}, "sets the other fields, got region_threshold as well"),
-        ({"reject_abs_ratio": 0.9}, r"reject_abs_ratio must be 0 or at least 1, got 0\.9"),
-        ({"reject_max_k3": -1.0}, "reject_max_k3 must not be negative"),
-    ],
-)
-def test_regions_that_do_not_fit_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        CorrectionConfig(**fields)
-
-
 def test_stale_tokens_have_bounds_of_their_own():
     """The ratios are 1.25 and 0.85 with A = 1 and -1.
 

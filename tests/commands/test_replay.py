@@ -89,17 +89,6 @@ def test_changes_of_the_rate_are_printed_down_to_the_floor(tmp_path):
     assert "  and so on, down to 1e-07 at step 3366" in lines
 
 
-def test_tensorboard_file_and_directory(tmp_path):
-    with SummaryWriter(str(tmp_path / "tb")) as writer:
-        for step, length in enumerate(LENGTHS, 1):
-            writer.add_scalar("response_length/mean", length, step)
-            writer.add_scalar("response_length/clip_ratio", 0.1, step)
-    (path,) = (tmp_path / "tb").glob("*tfevents*")
-    header = "300 steps of 'response_length/mean', truncated fraction 'response_length/clip_ratio'"
-    assert run(path)[:2] == [header, CALL]
-    assert run(tmp_path)[:2] == [header, CALL]
-
-
 UNUSED = "of them have no finite, positive length: they count as steps, but are not used"
 
 

@@ -1,5 +1,6 @@
 """Tests of the problems that a run draws, the form of their text, and their order."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def test_each_task_has_its_reward():
     assert file_config(reward="module:function").reward_name == "module:function"
 
 
-def test_datasets_of_an_evaluation_are_named(bare):
+def test_datasets_of_an_evaluation_are_named(bare, tmp_path):
     assert list(evaluation_datasets([], DataConfig(), bare)) == ["toy"]
     assert evaluation_datasets([], file_config(), bare) == {}
     paths = [str(DATA / "additions_text.parquet"), f"sums={DATA / 'additions_chat.parquet'}", "toy_swaps"]
@@ -121,6 +122,9 @@ def test_datasets_of_an_evaluation_are_named(bare):
     }
     with pytest.raises(ValueError, match="two datasets are called additions_text: give one as NAME=FILE"):
         evaluation_datasets([paths[0], paths[0]], file_config(), bare)
+    (tmp_path / "split=test").mkdir()  # a path may hold the sign, too
+    part = shutil.copy(paths[0], tmp_path / "split=test/part.parquet")
+    assert list(evaluation_datasets([str(part)], file_config(), bare)) == ["part"]
 
 
 def test_prompts_that_are_too_long_are_counted(bare):

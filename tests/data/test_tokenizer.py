@@ -312,6 +312,9 @@ def test_without_tokenizer_json_transformers_reads_it(tmp_path):
         assert converted.encode(text).tolist() == fast.encode(text).tolist() == theirs.encode(text)
     assert converted.eos_token_id == theirs.convert_tokens_to_ids(config["eos_token"])
     assert converted.render_chat(CHATS["a question"]) == fast.render_chat(CHATS["a question"])
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ValueError, match=r"no tokenizer at .* with tokenizer\.model, or with vocab\.json and merges"):
+        load_tokenizer(tmp_path)
 
 
 def test_an_unreadable_tokenizer_is_a_config_error(tmp_path):

@@ -45,6 +45,9 @@ LOGS = {
         {"ratio_mean": 0.3 + 0.4 * WAVE, "ratio_min": 0.0, "ratio_max": 2.9},  # of sequences, as TRL masks them
         {"truncated": np.where(LATE, 0.6, 0.1)},  # the reward does not fall
         {"learning_rate": 0.0},
+        # Float16 on both sides: chi2 is the noise of a mean of 1,500 tokens. A table has three digits.
+        {"logprob_abs_diff_mean": None, "k3_kl": 5e-7, "chi2_token": 7e-5},
+        {"logprob_abs_diff_mean": 0.0, "logprob_abs_diff_std": 0.001, "k3_kl": 0.0, "chi2_token": 0.001},
     ],
     "nonfinite_training": [{"lost": {"grad_norm": 30, "entropy": 30}}],
     "missing_numbers": [{"lost": {"k3_kl": 30}}],
@@ -71,6 +74,8 @@ LOGS = {
         {"ratio_min": 0.9 / 0.9878, "ratio_max": 0.1 / 0.0122, "ratio_mean": 1.0, "logprob_abs_diff_mean": 0.12 * WAVE}
     ],
     "extreme_tokens": [
+        # One token of 1,000 is 5 nats off: k3 is (exp(5) - 6) / 1,000, and chi2 (exp(10) - 1) / 1,000.
+        {"k3_kl": 0.142, "chi2_token": 22.0},
         {"logprob_abs_diff_mean": np.where(STEPS % 4 == 0, 2.0, GAP)},
         # In every fourth step a token of 200 is 5 nats off: the mean is three times as large, and the largest 50 times.
         {"logprob_abs_diff_mean": GAP + 0.025 * (STEPS % 4 == 0), "logprob_abs_diff_max": 0.1 + 5 * (STEPS % 4 == 0)},

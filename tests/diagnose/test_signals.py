@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rljax.diagnose.signals import MISMATCH, PROJECTS, choose_signals, names_of, read_signals, split_runs
-from rljax.errors import ConfigError
 from rljax.mismatch.names import NAME_TABLE, SIGNAL_NAMES
 from rljax.record.training_logs import read_rows
 
@@ -162,8 +161,3 @@ def test_buckets_stand_in_the_order_of_their_edges():
     row = {"step": 1, "mismatch/k3_kl": 1e-4, "reward/mean": 0.1}
     row |= {f"mismatch_position/{label}/k3_kl": 1e-4 for label in ("ge_16", "4_to_16", "lt_4")}
     assert list(read_signals([row]).buckets["mismatch_position"]) == ["lt_4", "4_to_16", "ge_16"]
-
-
-def test_a_log_of_nothing_known_is_named():
-    with pytest.raises(ConfigError, match="no mismatch, reward or gradient norm of a known name in the log"):
-        read_signals([{"step": 1, "loss": 2.0}])

@@ -38,8 +38,12 @@ def test_a_directory_appears_whole(tmp_path):
 
 
 def test_an_error_without_a_name_names_the_file(tmp_path):
-    with pytest.raises(OSError, match=r"No space left on device: '.*rows\.partial'"), replacing(tmp_path / "rows"):
+    """A disk that is full gets the room of the half file back."""
+    said, path = r"No space left on device: '.*rows\.partial'", tmp_path / "rows"
+    path.with_name("rows.partial").write_text("half")
+    with pytest.raises(OSError, match=said), replacing(path):
         raise OSError(28, "No space left on device")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_owned_directory_is_removed_when_it_is_closed(tmp_path):

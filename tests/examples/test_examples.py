@@ -6,16 +6,12 @@ import numpy as np
 import offline_comparison
 import optax_loop
 import pytest
-from toy_runs import ROOT
 
 from rljax.compare.importers import read_tokens
-from rljax.data.prompts import DataConfig
 from rljax.mismatch import mismatch_metrics
-from rljax.rewards.pool import RewardPool
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import RowLimits
 from rljax.rollout.types import SamplingParams
-from rljax.run.config import Config
 
 
 def test_the_optax_loop_follows_algorithm_1_after_the_surge():
@@ -62,13 +58,6 @@ def test_the_programs_print_their_tables(capsys):
 )
 def test_the_custom_reward_by_hand(response, truncated, expected):
     assert custom_reward.digits_right({"answer": "130"}, response, truncated) == expected
-
-
-def test_a_worker_runs_the_custom_reward_of_data_reward(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    config = Config(data=DataConfig(reward="examples.custom_reward:digits_right", reward_workers=1))
-    with RewardPool(config.data.reward_name, config.data.reward_workers) as pool:
-        assert pool.submit({"answer": "130"}, "1,120", truncated=False).result(60) == 2 / 3
 
 
 @pytest.mark.slow

@@ -129,7 +129,8 @@ DEEP = b"[" * 100_000
 LARGE = as_yaml(SETTINGS | {"optimizer": {"learning_rate": 1e308}}).decode()
 HOLE = as_parquet(DUMP | {"columns": DUMP["columns"] | {"token_ids": [[1, None], [3]]}})
 NESTED_MODEL = {"model/config.json": as_json(CONFIG), "model/tokenizer_config.json": as_json({"eos_token": "$"})}
-NESTED_MODEL |= {**HELD, "model/special_tokens_map.json": DEEP, "p.jsonl": as_lines([FIRST])}
+NESTED_MODEL |= {"model/tokenizer.model": b"", "model/special_tokens_map.json": DEEP}
+NESTED_MODEL |= {**HELD, "p.jsonl": as_lines([FIRST])}
 FAULTS = [
     # configurations
     (configured("run: !!timestamp x"), "a value that is not of its tag"),

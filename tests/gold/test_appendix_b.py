@@ -66,12 +66,11 @@ class Case:
         return np.linalg.norm(np.einsum("n,nt,ntp->p", self.surplus, advantages, self.scores))
 
 
-def random_case(seed, length, vocabulary, size, parameters=3):
+def random_case(seed, length, vocabulary, size):
     rng = np.random.default_rng(seed)
     trainer = random_tables(rng, vocabulary, length, scale=rng.uniform(0, 3))
     rollout = shifted(trainer, random_tables(rng, vocabulary, length), size)
-    features = [rng.standard_normal((*table.shape, parameters)) for table in trainer]
-    return Case(trainer, rollout, features), rng
+    return Case(trainer, rollout, [rng.standard_normal((*table.shape, 1)) for table in trainer])
 
 
 def by_prefix(rng, tokens, vocabulary):
@@ -80,39 +79,20 @@ def by_prefix(rng, tokens, vocabulary):
     return np.stack([rng.uniform(-1, 1, own.max() + 1)[own[:, t]] for t in range(tokens.shape[1])], axis=1)
 
 
-cases = given(
+@settings(max_examples=60, deadline=None)
+@given(
     seed=st.integers(0, 2**32 - 1),
     shape=st.sampled_from([(1, 3), (2, 3), (3, 3), (4, 3), (5, 3), (6, 2), (7, 2), (8, 2)]),
     size=st.sampled_from([0.01, 0.1, 1.0, 5.0]),
 )
-
-
-@settings(max_examples=30, deadline=None)
-@cases
-def test_occupancy_drifts_no_faster_than_the_distance(seed, shape, size):
-    case, _ = random_case(seed, *shape, size)
+def test_random_policies_stay_under_every_bound(seed, shape, size):
+    """The signs are chosen against the bounds, for token-wise and whole-response sums with one parameter."""
+    case = random_case(seed, *shape, size)
     step = np.arange(1, case.length + 1)
     assert np.all(case.drift <= 1 - (1 - case.distance) ** step + 1e-12)
     assert np.all(case.drift <= step * case.distance + 1e-12)
     assert np.all(np.diff(case.drift) >= -1e-12)
     assert case.drift[-1] == pytest.approx(0.5 * np.abs(case.surplus).sum(), rel=1e-9, abs=1e-14)
-
-
-@settings(max_examples=30, deadline=None)
-@cases
-def test_bias_stays_under_both_bounds(seed, shape, size):
-    case, rng = random_case(seed, *shape, size)
-    length = case.length
-    whole = np.sign(rng.standard_normal(len(case.tokens)))
-    assert case.bias(by_prefix(rng, case.tokens, shape[1])) <= length * (length + 1) * case.unit
-    assert case.bias(np.repeat(whole[:, None], length, axis=1)) <= 2 * length**2 * case.unit
-
-
-@settings(max_examples=30, deadline=None)
-@cases
-def test_the_worst_advantages_stay_under_both_bounds(seed, shape, size):
-    """The signs are chosen against the bound, for token-wise and whole-response sums with one parameter."""
-    case, _ = random_case(seed, *shape, size, parameters=1)
     length, vocabulary = case.length, shape[1]
     own = prefixes(case.tokens, vocabulary) * vocabulary + case.tokens
     worst = np.zeros(case.tokens.shape)

@@ -24,7 +24,7 @@ from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 from rljax.rollout.types import Response, RolloutConfig
 from rljax.weights.publish_config import PublishConfig
 
@@ -160,16 +160,6 @@ class Served:
         scored = self.score(params, [response.ids for response in responses])
         pairs = zip(responses, scored, strict=True)
         return np.concatenate([np.abs(np.asarray(s)[-r.length :] - r["rollout_logprobs"]) for r, s in pairs])
-
-
-@pytest.fixture(scope="session")
-def vllm_interpreter() -> str:
-    if os.environ.get("RLJAX_SKIP_VLLM") == "1":
-        pytest.skip("RLJAX_SKIP_VLLM=1")
-    try:
-        return str(vllm_python())
-    except RuntimeError:
-        pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
 
 
 @pytest.fixture(scope="session")

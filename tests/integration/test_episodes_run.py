@@ -1,11 +1,11 @@
-"""Whole runs of several turns: their dumps are recounted, and they are resumed, killed and evaluated."""
+"""Whole runs of several turns: their dumps are recounted, and they are resumed and evaluated."""
 
 import json
 
 import numpy as np
 import pytest
 from process_runs import FLOAT32
-from toy_runs import ROOT, comparable, complete, completed, kill_at, outcome, printed, tiny
+from toy_runs import comparable, completed, outcome, printed, tiny
 
 from rljax import evaluate
 from rljax.record.rows import run_dumps
@@ -74,22 +74,3 @@ def test_a_run_is_evaluated_with_its_environment(whole, tmp_path):
     status, out, err = outcome(evaluate.main, [*words, "--reward", "addition"])
     assert status == 2
     assert "environment and reward both score the responses: give one" in err
-
-
-@pytest.mark.harness
-def test_killed_among_its_trajectories_it_goes_on(whole, toy_base, tmp_path):
-    run_dir = tmp_path / "run"
-    words = tiny(toy_base, run_dir, STEPS, *FLOAT32, *TURNS)
-    for rows in (1, 3):
-        kill_at(words, run_dir, rows, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}")
-        assert len(comparable(run_dir)) < STEPS
-    completed(words)
-    assert comparable(run_dir) == comparable(whole)
-
-
-def test_an_environment_that_lacks_a_method_is_one_line(toy_base, tmp_path):
-    words = ("--rollout.environment", "rljax.errors:ConfigError")
-    code, output = complete(tiny(toy_base, tmp_path / "run", 2, *words))
-    assert code == 2
-    assert "environment 'rljax.errors:ConfigError'" in output
-    assert "Traceback" not in output

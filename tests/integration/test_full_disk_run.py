@@ -5,8 +5,9 @@ import re
 
 import pytest
 from small_disk import fill, small_disk
-from toy_runs import comparable, complete, completed, tiny
+from toy_runs import comparable, complete, completed, refused, tiny
 
+from rljax.commands import export
 from rljax.record.rows import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.harness]
@@ -44,6 +45,7 @@ def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on(left, toy_base, tmp_p
         rows = read_rows(run_dir / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
         assert len(rows) >= 2
+        assert "No space left on device" in refused(export.main, [run_dir, tmp_path / "exported"])
         filler.unlink()
         completed(words(toy_base, run_dir, STEPS), figure=True)
         assert comparable(run_dir) == unbroken

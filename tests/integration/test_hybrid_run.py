@@ -1,5 +1,8 @@
 """Whole runs of tiny hybrids of delta nets and attention, with the engines of this process and with a real vLLM."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 from hybrids import hybrid_base
@@ -11,7 +14,7 @@ from rljax import train
 from rljax.commands.export import main as export_main
 from rljax.policy.families import read_config
 from rljax.policy.hf import SINGLE_NAME, load_params, open_tensors
-from rljax.policy.peft import WEIGHTS_NAME
+from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME
 
 pytestmark = pytest.mark.slow
 SIZE = ("--data.reward", "parity_reward:reward", "--optimizer.learning-rate", "1e-3")
@@ -80,6 +83,12 @@ def test_adapters_of_delta_nets_are_trained(base, tmp_path):
         f"base_model.model.model.layers.{layer}.lora_{matrix}.weight" for layer in layers for matrix in "AB"
     }
     assert all(tensor.any() for tensor in tensors.values())
+    wrapped = shutil.copytree(base, tmp_path / "wrapped")
+    text = json.loads((base / "config.json").read_text())
+    (wrapped / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    said = printed(export_main, [tmp_path / "run", tmp_path / "again", "--adapter", "--model", wrapped])
+    assert "for vLLM, rename model.layers to model.language_model.layers" in said
+    assert json.loads((tmp_path / "again" / CONFIG_NAME).read_text())["base_model_name_or_path"] == str(wrapped)
 
 
 def test_a_dry_run_counts_its_parameters_and_states(base, tmp_path):

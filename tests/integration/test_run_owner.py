@@ -41,21 +41,6 @@ def test_of_two_started_at_once_one_trains(toy_base, tmp_path):
     assert not (run_dir / "owner.json").exists()
 
 
-def complete_while(words, run_dir, act):
-    """Trains to the end in this process, and calls ``act`` once the run has written three rows."""
-
-    def wait_and_act():
-        until(lambda: has_rows(run_dir, 3), TIMEOUT, every_s=0.005)
-        act()
-
-    actor = threading.Thread(target=wait_and_act)
-    actor.start()
-    try:
-        return complete(words)
-    finally:
-        actor.join()
-
-
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_refused_run_leaves_the_directory_as_it_was(is_new, tmp_path):
     run_dir = tmp_path / "run"
@@ -69,21 +54,20 @@ def test_a_refused_run_leaves_the_directory_as_it_was(is_new, tmp_path):
 
 def test_a_run_in_a_moved_directory_goes_on_there(toy_base, tmp_path):
     run_dir, moved = tmp_path / "run", tmp_path / "moved"
-    status, output = complete_while(tiny(toy_base, run_dir, 400), run_dir, lambda: run_dir.rename(moved))
+
+    def move():
+        until(lambda: has_rows(run_dir, 3), TIMEOUT, every_s=0.005)
+        run_dir.rename(moved)
+
+    actor = threading.Thread(target=move)
+    actor.start()
+    try:
+        status, output = complete(tiny(toy_base, run_dir, 400))
+    finally:
+        actor.join()
     assert status == 2
     said = f"error: {run_dir} was moved to {moved} while the run went on; run.dir = {moved} goes on from there"
     assert output.strip().splitlines()[-1] == said
     rows = len(comparable(moved))
     completed(tiny(toy_base, moved, rows + 1))
     assert [row["step"] for row in comparable(moved)] == list(range(1, rows + 2))
-
-
-def test_removed_rows_are_written_again_and_the_run_is_saved(toy_base, tmp_path):
-    run_dir = tmp_path / "run"
-    status, output = complete_while(tiny(toy_base, run_dir, 400), run_dir, lambda: (run_dir / "metrics.jsonl").unlink())
-    assert status == 2
-    rows = len(comparable(run_dir))
-    assert f"step {rows} is saved; the same command goes on from there" in output
-    assert "metrics.jsonl was removed while the run went on; its rows up to step " in output.splitlines()[-1]
-    completed(tiny(toy_base, run_dir, rows + 1))
-    assert [row["step"] for row in comparable(run_dir)] == list(range(1, rows + 2))

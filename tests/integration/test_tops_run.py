@@ -16,19 +16,6 @@ FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32",
 CUT = ("--rollout.top-k", "5", "--rollout.top-p", "0.9")
 
 
-def assert_reported(dump, k):
-    """Checks that each sampled token among the likeliest ones has its log-probability there. Returns their number."""
-    found = 0
-    columns = map(dump.columns.get, ("top_ids", "top_logprobs", "logprobs/rollout"))
-    for ids, logprobs, values, tokens, mask in zip(*columns, dump.token_ids, dump.response_mask, strict=True):
-        assert ids.shape == logprobs.shape == (len(tokens), k)
-        assert (ids[~mask] == -1).all()
-        hit = (ids == tokens[:, None]) & mask[:, None]
-        np.testing.assert_allclose(logprobs[hit], values[hit.any(axis=1)], atol=1e-6)
-        found += int(hit.sum())
-    return found
-
-
 def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
     completed(tiny(toy_base, tmp_path, 2, *FLOAT32, *CUT))
     rows, dumps = comparable(tmp_path), [read_dump(path) for path in run_dumps(tmp_path)]
@@ -42,7 +29,6 @@ def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
         mean = np.concatenate([values[mask] for values, mask in pairs]).mean(dtype=np.float64)
         assert row["policy/entropy"] == pytest.approx(mean, rel=1e-5)
         assert dump.sampling["top_k"] == 5
-        assert assert_reported(dump, 5) == sum(mask.sum() for mask in dump.response_mask) > 0
         assert any((ids[mask] < 0).any() for ids, mask in zip(dump.columns["top_ids"], dump.response_mask, strict=True))
         (pair,) = compare_columns(dump).pairs
         assert pair.verdict.status == "pass", pair.verdict

@@ -3,8 +3,6 @@
 Faults are planted in vLLM.
 """
 
-import json
-
 import numpy as np
 import pytest
 from opened_clients import call
@@ -12,11 +10,9 @@ from planted_layers import FAULTS
 from safetensors.numpy import save_file
 from vllm_checks import rpc, sabotaged
 
-from rljax.commands import compare
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.tracers import open_tracer
-from rljax.errors import run_cli
 from rljax.policy.hf import save_params
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import GIVEN, PROBE
@@ -101,17 +97,3 @@ def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
     with open_tracer(f"vllm:{bfloat16.url}", None) as tested:
         assert len(tested.run(TOKENS, {})["logits"]) == 59
     assert ask(bfloat16, "rljax_tap", str(tmp_path), "other")["error"].startswith("it does not see")
-
-
-def test_the_program_looks_into_a_server(bfloat16, tmp_path, capsys):
-    """The command line finds a server with another key projection in layer 1, beside a sound scorer."""
-    restore(bfloat16)
-    lines = {"sequence_id": "a", "token_ids": TOKENS.tolist(), "response_mask": [1] * 60}
-    (tmp_path / "tokens.jsonl").write_text(json.dumps(lines) + "\n")
-    arguments = [str(tmp_path / "tokens.jsonl"), "--model", str(bfloat16.model.path), "--layers"]
-    arguments += ["--scorer", "jax:bfloat16,logits=bfloat16", "--scorer", f"vllm:{bfloat16.url}"]
-    arguments += ["--out", str(tmp_path / "out")]
-    with sabotaged(bfloat16, "layers", "projection"):
-        assert run_cli(compare.main, arguments) == 1
-    assert "verdict: layer 1, key projection (own error" in capsys.readouterr().out
-    assert run_cli(compare.main, arguments) == 0

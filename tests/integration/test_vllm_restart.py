@@ -14,23 +14,6 @@ from rljax.rollout.types import SamplingParams
 pytestmark = pytest.mark.vllm
 
 
-def test_weights_changed_behind_our_back(float32, prompts):
-    """A server may say that it holds other weights, as after an unnoticed restart.
-
-    It gets the current weights first.
-    """
-    params = float32.model.moved(8)
-    with float32.published(params, 3) as engine:
-        engine.fleet.wait(
-            engine.fleet.server(float32.url).call("POST", "/update_weight_version", json={"new_version": "default"})
-        )
-        responses = list(engine.generate(prompts, 2, SamplingParams(8), seed=0))
-        metrics = engine.fleet.report()
-    assert all(r["version"].tolist() == [3] * 8 for r in responses)
-    assert metrics["rollout/servers_brought_back"] == 1
-    assert float32.gaps(params, responses).max() < 1e-4
-
-
 @pytest.mark.harness
 def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
     """The run waits, sends the weights again, verifies them, and samples every response from them."""

@@ -7,7 +7,6 @@ less than the band of a 16-bit dtype. So only the bits show its failure.
 import contextlib
 import math
 
-import ml_dtypes
 import numpy as np
 import pytest
 from vllm_checks import OTHER_BITS, OUT_OF_BAND, adamw_step, cache_kept, check_use, rpc, sabotaged
@@ -16,7 +15,6 @@ from weight_training import change_after_writing
 from rljax.errors import VerificationError
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SamplingParams
-from rljax.weights.sums import array_checksum
 
 pytestmark = pytest.mark.vllm
 
@@ -104,47 +102,6 @@ def test_one_tensor_left_out(bfloat16, calibrated, left_out, how, monkeypatch):
     publish_fails_both_halves(engine, bfloat16.model.moved(3), 1, rf"1 tensor differs: {left_out} \({how}\)")
     omit.clear()
     engine.publish(bfloat16.model.moved(3), 2)
-
-
-@pytest.mark.harness
-def test_weights_of_the_previous_version(bfloat16, calibrated):
-    tensors = bfloat16.model.tensors("bfloat16")
-    stale = []
-    engine = calibrated(bfloat16, tensors=lambda params: tensors(stale[0] if stale else params))
-    stale.append(bfloat16.model.params)
-    publish_fails_both_halves(engine, bfloat16.model.moved(4), 1, "25 tensors differ")
-    publish_fails_both_halves(engine, bfloat16.model.moved(4, scale=0.05), 2, "25 tensors differ")
-
-
-@pytest.mark.harness
-def test_bfloat16_published_to_a_float16_server(float16, calibrated):
-    """The engine refuses the tensors by their dtype. If they were sent, verification would still see it."""
-    kept = float16.model.tensors("float16")
-    coarse = float16.model.tensors("bfloat16")
-    chosen = [kept]
-    engine = calibrated(float16, tensors=lambda params: chosen[0](params))
-    chosen[0] = coarse
-    params = float16.model.moved(5)
-    with pytest.raises(ValueError, match="published tensors are bfloat16, the rollout dtype is float16"):
-        engine.publish(params, 1)
-    tensors = dict(coarse(params))
-    sums = {name: array_checksum(array) for name, array in tensors.items()}
-    version = engine.files.write(tensors.items(), 2, sums)
-    assert version.dtype == np.dtype(ml_dtypes.bfloat16).name
-    engine.fleet.wait(VllmBackend().push(engine.fleet.server(float16.url), version))
-    with pytest.raises(VerificationError, match=OUT_OF_BAND):
-        check_use(engine, float16.url, params)
-
-
-@pytest.mark.harness
-def test_calibration_has_a_hard_ceiling(bfloat16):
-    """If weights differ from the start, the band does not calibrate itself wide enough for them."""
-    tensors = bfloat16.model.tensors("bfloat16")
-    with contextlib.closing(bfloat16.engine(tensors=lambda params: tensors(bfloat16.model.moved(6)))) as engine:
-        with pytest.raises(VerificationError, match=OTHER_BITS):
-            engine.publish(bfloat16.model.params, 0)
-        with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.08"):
-            check_use(engine, bfloat16.url, bfloat16.model.params)
 
 
 def test_nan_weights_do_not_reach_the_server(float32, calibrated):

@@ -64,14 +64,3 @@ def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
     sequences = [r.ids for r in drawn]
     scored = score(float32.model.params, sequences)
     assert max(np.abs(s[-16:] - r["rollout_logprobs"]).max() for s, r in zip(scored, drawn, strict=True)) < 1e-4
-
-
-def test_requests_that_vllm_would_mishandle_are_refused(float32):
-    """vLLM would silently shorten a request that is too long, and a token id out of range would end its engine."""
-    with float32.published() as engine:
-        with pytest.raises(ValueError, match="must have 1 to 412"):
-            engine.generate([np.zeros(500, np.int32)], 1, SamplingParams(100), seed=0)
-        with pytest.raises(ValueError, match=r"outside 0\.\.255"):
-            engine.generate([np.array([256], np.int32)], 1, SamplingParams(1), seed=0)
-        with pytest.raises(ValueError, match="at least one prompt"):
-            engine.generate([], 1, SamplingParams(1), seed=0)

@@ -2,14 +2,13 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from process_runs import FLOAT32, TINY, assert_alike, complete_together
 from slurm_jobs import Cluster, of_jobs, slurm
 from toy_runs import comparable, tiny
 from vllm_processes import members
-
-from rljax.rollout.servers.vllm.server import vllm_python
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 STEPS = 10
@@ -153,20 +152,12 @@ def test_a_job_that_ends_three_times_without_a_step_is_given_up(submit, tmp_path
     assert "ended three times after 0 steps; not queued again" in job.printed()
 
 
-@pytest.fixture
-def vllm_environment():
-    try:
-        return str(vllm_python().parents[1])
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
-def test_two_nodes_train_from_two_vllm_servers_on_a_third(cluster, vllm_environment, toy_base, tmp_path):
+def test_two_nodes_train_from_two_vllm_servers_on_a_third(cluster, vllm_interpreter, toy_base, tmp_path):
     run_dir, servers = tmp_path / "run", tmp_path / "run-servers"
     rate = ("--optimizer.learning-rate", "2e-4", "--rollout.engine", "vllm", "--checkpoint.every", "0")
     config, *others = words(toy_base, run_dir, *rate)
-    settings = {"sbatch": ["--nodes=3"], "words": others, "RLJAX_VLLM_VENV": vllm_environment, **SLOWLY}
-    job = cluster.submit(tmp_path / "log", config, **settings)
+    settings = {"RLJAX_VLLM_VENV": str(Path(vllm_interpreter).parents[1]), **SLOWLY}
+    job = cluster.submit(tmp_path / "log", config, sbatch=["--nodes=3"], words=others, **settings)
     job.wait_for_rows(run_dir, 3, timeout=600)
     guards = job.processes("rljax.rollout.servers.process")
     assert sorted(guards) == [0, 1]

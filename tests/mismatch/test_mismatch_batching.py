@@ -3,13 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rljax.mismatch import merge, mismatch_metrics, mismatch_statistics, read_tokens
+from rljax.mismatch import merge, mismatch_statistics, read_tokens
 from rljax.mismatch.correction import finalize_importance, importance_statistics
 from rljax.mismatch.metrics import finalize_mismatch
 
@@ -60,7 +59,7 @@ def pack(draw, arrays, mask):
     return rows, packed_mask, ids
 
 
-def assert_same(found, expected, tolerance, quantile_tolerance=0.0):
+def assert_same(found, expected, tolerance, quantile_tolerance):
     """Checks that values agree within ``tolerance`` of the value, or of the numbers that cancelled in it."""
     scale = max(float(expected["logprob_abs_diff_mean"]), 1e-30)
     cancelling = {"kl", "log_ppl_diff", "log_ppl_diff_max", "log_ppl_diff_min", "log_ppl_abs_diff", "training_log_ppl"}
@@ -82,34 +81,6 @@ def cut(draw, rows):
     return draw(st.permutations(parts))
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_merged_parts_equal_the_whole_on_the_host(data):
-    trainer, rollout, mask, entropy = data.draw(batches())
-    whole = mismatch_statistics(read_tokens(trainer, rollout, mask), entropy)
-    parts = [
-        mismatch_statistics(read_tokens(trainer[part], rollout[part], mask[part]), entropy[part])
-        for part in cut(data.draw, len(mask))
-    ]
-    if data.draw(st.booleans()):
-        merged = functools.reduce(merge, parts)
-    else:
-        merged = functools.reduce(lambda late, early: merge(early, late), reversed(parts))
-    np.testing.assert_array_equal(merged["histogram"], whole["histogram"])
-    assert_same(finalize_mismatch(merged), finalize_mismatch(whole), 1e-11, 1e-11)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_packed_rows_equal_plain_rows_on_the_host(data):
-    trainer, rollout, mask, entropy = data.draw(batches())
-    rows, packed_mask, ids = pack(data.draw, (trainer, rollout, entropy), mask)
-    packed = packed_statistics(rows[0], rows[1], packed_mask, rows[2], ids)
-    plain = mismatch_statistics(read_tokens(trainer, rollout, mask), entropy)
-    np.testing.assert_array_equal(packed["histogram"], plain["histogram"])
-    assert_same(finalize_mismatch(packed), finalize_mismatch(plain), 1e-11, 1e-11)
-
-
 def packed_statistics(trainer, rollout, mask, entropy, ids):
     tokens = read_tokens(trainer, rollout, mask, sequence_ids=ids, num_sequences=MAX_SEQUENCES)
     return mismatch_statistics(tokens, entropy)
@@ -119,24 +90,30 @@ packed_on_device = jax.jit(packed_statistics)
 merge_on_device = jax.jit(merge)
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_packed_and_merged_on_the_device_equal_the_host(data):
-    """Packed rows in two micro-batches on the device are compared with plain float64 rows on the host."""
+def test_packed_and_merged_parts_equal_the_whole(on_device, data):
+    """The batch is packed in parts, which are merged in any order. It is compared with plain rows on the host."""
     trainer, rollout, mask, entropy = data.draw(batches())
-    expected = mismatch_metrics(trainer, rollout, mask, entropy=entropy)
-    half = len(mask) // 2
+    whole = mismatch_statistics(read_tokens(trainer, rollout, mask), entropy)
+    measure, combine = (packed_on_device, merge_on_device) if on_device else (packed_statistics, merge)
+    halves = np.split(np.arange(len(mask)), [len(mask) // 2])
     parts = []
-    for part in (slice(0, half), slice(half, None)):
+    for part in data.draw(st.permutations(halves)) if on_device else cut(data.draw, len(mask)):
         rows, packed_mask, ids = pack(data.draw, (trainer[part], rollout[part], entropy[part]), mask[part])
-        parts.append(packed_on_device(*map(jnp.asarray, (rows[0], rows[1], packed_mask, rows[2], ids))))
-    if data.draw(st.booleans()):
-        parts.reverse()
-    found = finalize_mismatch(jax.device_get(merge_on_device(*parts)))
+        parts.append(measure(rows[0], rows[1], packed_mask, rows[2], ids))
+    merged = functools.reduce(combine, parts)
+    merged = jax.device_get(merged) if on_device else merged
+    found, expected = finalize_mismatch(merged), finalize_mismatch(whole)
     assert all(type(value) is float for value in found.values())
-    # A correlation of nearly constant probabilities is as uncertain as float32 makes the probabilities.
-    assert found.pop("pearson_corr") == pytest.approx(expected.pop("pearson_corr"), abs=1e-6)
-    assert_same(found, expected, 2e-6, 0.0101)
+    if on_device:
+        # A correlation of nearly constant probabilities is as uncertain as float32 makes the probabilities.
+        assert found.pop("pearson_corr") == pytest.approx(expected.pop("pearson_corr"), abs=1e-6)
+        assert_same(found, expected, 2e-6, 0.0101)
+    else:
+        np.testing.assert_array_equal(merged["histogram"], whole["histogram"])
+        assert_same(found, expected, 1e-11, 1e-11)
 
 
 @settings(max_examples=30, deadline=None)

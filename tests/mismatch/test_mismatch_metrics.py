@@ -240,30 +240,6 @@ def test_no_gradient_flows_and_remat_scan_and_vmap_work():
         assert relative(scanned[name], value) < 1e-5, name
 
 
-@pytest.mark.mesh
-def test_rows_may_be_sharded():
-    devices = jax.devices()
-    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
-    trainer, rollout, mask, _ = batch(1e-3, b=2 * len(devices), t=64)
-    ids = 2 * np.arange(len(mask), dtype=np.int32)[:, None] + (np.arange(64) >= 40)
-    arrays = [jnp.asarray(array) for array in (trainer, rollout, mask, ids.astype(np.int32))]
-
-    @jax.jit
-    def measured(trainer, rollout, mask, ids):
-        packed = read_tokens(trainer, rollout, mask, sequence_ids=ids, num_sequences=2 * len(mask))
-        return statistics_of(trainer, rollout, mask), mismatch_statistics(packed)
-
-    whole = jax.device_get(measured(*arrays))
-    split = jax.device_get(measured(*(jax.device_put(array, rows) for array in arrays)))
-    assert split[1]["sequence_count"] > split[0]["sequence_count"]
-    for one, other in zip(whole, split, strict=True):
-        np.testing.assert_array_equal(one["histogram"], other["histogram"])
-        expected, found = finalize_mismatch(one), finalize_mismatch(other)
-        for name, value in expected.items():
-            assert relative(found[name], value) < 1e-6, name
-
-
 def test_half_precision_is_read_and_summed_in_float32():
     trainer, rollout, mask, _ = batch(0.1, spikes=False)
     half = [jnp.asarray(array, jnp.bfloat16) for array in (trainer, rollout)]

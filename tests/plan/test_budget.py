@@ -40,28 +40,25 @@ def sizes_of(config):
     return state_bytes(config, TINY, shape_mesh(config.mesh))
 
 
-@pytest.mark.parametrize(("tokens", "slots"), [(1000, 8), (800, 8), (799, 7), (399, 3), (1, 1)])
-def test_the_cache_that_decode_tokens_allow(tokens, slots):
-    """There are 2 prompts x 4 responses of 10 + 90 tokens.
+TURNS = {"group_size": 5, "environment": "package.module:Class"}
+EIGHT_BITS = {"kv_cache_dtype": "fp8_e5m2"}
 
-    A token has 3 layers x 2 heads x 8 x 2 (k, v) of 2 bytes: 192.
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "rollout"),
+    [
+        *((tokens, slots, {}) for tokens, slots in [(1000, 8), (800, 8), (799, 7), (399, 3), (1, 1)]),
+        *((10_000, 12, TURNS), (799, 7, TURNS), (800, 8, EIGHT_BITS)),
+    ],
+)
+def test_the_cache_that_decode_tokens_allow(tokens, slots, rollout):
+    """There are 2 prompts x 4 responses of 10 + 90 tokens. The 10 rows of 2 x 5 trajectories are padded to 12.
+
+    A token has 3 layers x 2 heads x 8 x 2 (k, v) of 2 bytes: 192. In eight bits it has half of them.
     """
-    config = tiny(decode_tokens=tokens)
+    config = tiny(decode_tokens=tokens, **rollout)
     found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
-    assert found == (slots, 100, slots * 100 * 192)
-
-
-def test_trajectories_are_decoded_in_padded_rows():
-    """There are 2 prompts x 5 trajectories. These 10 rows of at most 100 tokens are padded to 12, or share 7 places."""
-    for tokens, slots in ((10_000, 12), (799, 7)):
-        config = tiny(decode_tokens=tokens, group_size=5, environment="package.module:Class")
-        found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
-        assert found == (slots, 100, slots * 100 * 192)
-
-
-def test_an_eight_bit_cache_takes_half():
-    config = tiny(decode_tokens=800, kv_cache_dtype="fp8_e5m2")
-    assert plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0).bytes == 8 * 100 * 96
+    assert found == (slots, 100, slots * 100 * (96 if rollout is EIGHT_BITS else 192))
 
 
 def test_without_decode_tokens_a_gpu_gives_seven_tenths():

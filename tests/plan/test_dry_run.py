@@ -183,6 +183,13 @@ def test_a_model_that_the_hub_does_not_give_is_one_line(monkeypatch, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_the_vocabulary_in_any_form_is_fetched(monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.extend(allow_patterns))
+    model_directory("owner/name")
+    assert {"*.json", "tokenizer.model", "merges.txt"} <= set(asked)
+
+
 def test_a_fetched_model_is_found_without_the_hub(monkeypatch, tmp_path):
     commit = "0" * 40
     snapshot = tmp_path / "hub/models--owner--name/snapshots" / commit

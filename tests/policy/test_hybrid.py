@@ -222,6 +222,12 @@ def test_files_of_a_model_that_reads_images_are_read(tmp_path):
     np.testing.assert_allclose(of_each(params, config, [tokens])[0], wanted, atol=3e-5, rtol=0)
 
 
+@pytest.mark.parametrize("kind", [None, "qwen3_5"])
+def test_the_wrapper_names_the_family_of_its_text(kind):
+    raw = config_to_hf(tiny_hybrid(), "float32")
+    assert config_from_hf({"model_type": "qwen3_5", "text_config": raw | {"model_type": kind}}) == config_from_hf(raw)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

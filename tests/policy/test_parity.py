@@ -152,6 +152,14 @@ def test_save_then_load_is_bit_exact_also_in_shards(tied, tmp_path):
     np.testing.assert_allclose(jax_logits(params, config, tokens), torch_logits(theirs, tokens), atol=1e-5, rtol=0)
 
 
+def test_each_form_of_a_vocabulary_is_copied(tmp_path):
+    for name in ("vocab.json", "merges.txt", "tokenizer.model"):
+        (tmp_path / name).write_text(name)
+    save_params(tmp_path / "out", init_params(small_config(), 0), small_config(), side_files_from=tmp_path)
+    assert (tmp_path / "out/tokenizer.model").read_text() == "tokenizer.model"
+    assert {path.name for path in tmp_path.glob("*.*")} < {path.name for path in (tmp_path / "out").iterdir()}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_each_dtype_is_read_to_the_bit(dtype, tmp_path):
     """The policy writes 16 bits itself. Torch writes float64."""
@@ -171,7 +179,7 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path):
         load_params(tmp_path, small_config())
     with pytest.raises(ValueError, match=r"proj\.weight' has shape"):
         load_params(tmp_path, small_config(tie_word_embeddings=True, head_dim=16))
-    with pytest.raises(ValueError, match="no weights in"):
+    with pytest.raises(ValueError, match=r"no weights in .*; transformers' save_pretrained .* pytorch_model\.bin"):
         load_params(tmp_path / "nowhere", config)
 
 

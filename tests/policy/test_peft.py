@@ -13,7 +13,10 @@ from safetensors.numpy import load_file, save_file
 from tiny_adapters import ATTENTION, MIXTURE, random_adapters
 from transformers_models import MIXTURES, SHAPES, SHAPES_QWEN2, hf_model, jax_logits, mixture, saved, torch_logits
 
+from rljax.policy.families import read_config
+from rljax.policy.hf import load_params, save_params
 from rljax.policy.lora import LoraConfig, TrainedParams, merge_adapters, with_targets
+from rljax.policy.model import init_params
 from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, load_adapters, save_adapters
 
 OF_ATTENTION = LoraConfig(rank=2, targets=ATTENTION)
@@ -71,6 +74,25 @@ def test_the_file_has_the_layout_of_peft_by_hand(tmp_path):
     assert said["base_model_name_or_path"] == "some/base"
 
 
+def test_names_of_a_model_that_reads_images_are_read(tmp_path):
+    adapters = random_adapters(MIXTURE, OF_ATTENTION)
+    save_adapters(tmp_path, adapters, MIXTURE, OF_ATTENTION, "base")
+    tensors = load_file(tmp_path / WEIGHTS_NAME)
+    renamed = {name.replace("model.layers", "model.language_model.layers"): tensors[name] for name in tensors}
+    save_file(renamed, tmp_path / WEIGHTS_NAME)
+    jax.tree.map(np.testing.assert_array_equal, load_adapters(tmp_path, MIXTURE, OF_ATTENTION), adapters)
+
+
+def test_a_directory_with_an_adapter_is_no_model(tmp_path):
+    save_adapters(tmp_path, random_adapters(MIXTURE, OF_ATTENTION), MIXTURE, OF_ATTENTION, "some/base")
+    takes = f"set model.path = some/base, lora.adapter = {tmp_path}, lora.rank = 2, lora.alpha = 4"
+    with pytest.raises(ValueError, match=f"^{tmp_path} holds an adapter, .*: {takes}.*, lora.targets = k_proj o_proj"):
+        read_config(tmp_path)
+    save_params(tmp_path, init_params(MIXTURE, 0), MIXTURE)
+    with pytest.raises(ValueError, match=r"holds an adapter, which transformers adds .* or move its files away"):
+        load_params(tmp_path, read_config(tmp_path))
+
+
 K_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
 BAD_CONFIGS = [
     ({"r": 8}, "r = 8, but lora.rank = 2"),
@@ -94,7 +116,7 @@ BAD_TENSORS = [
 ]
 BAD_FILES = [
     (CONFIG_NAME, None, "adapter_config.json does not exist"),
-    (WEIGHTS_NAME, None, "adapter_model.safetensors does not exist"),
+    (WEIGHTS_NAME, None, "adapter_model.safetensors does not exist; peft's save_pretrained .* adapter_model.bin"),
     (WEIGHTS_NAME, b"x" * 40, "cannot be read"),
     (CONFIG_NAME, b"[]", "expected an object, got list"),
 ]

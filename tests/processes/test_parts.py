@@ -35,55 +35,6 @@ def files_of(told):
     return json.loads((Path(told["path"]) / "version.json").read_text())["files"]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_each_process_serves_what_it_wrote_and_only_that(count, tmp_path, mirror):
-    with Publishers(tmp_path / "run", count) as run:
-        for number in range(5):
-            told = run.publish(0.05)
-            done = take(told, mirror)
-            assert (done.dense, done.deltas, done.repaired) == (number == 0, int(number > 0), "")
-            assert_holds(mirror, run.truth(number))
-            files, name, sizes = files_of(told), Path(told["path"]).name, []
-            for index in range(count):
-                written = {path.name: path.stat().st_size for path in (run.own(index) / name).glob("*.safetensors")}
-                assert written == {file: it["bytes"] for file, it in files.items() if file.startswith(f"{index}-")}
-                sizes.append(sum(written.values()))
-            assert max(sizes) < 1.5 * min(sizes), "a process holds more than its part"
-            kept = {path.name for path in run.own(0).glob("v*")}
-            assert len(kept) == (1 if number in (0, 3) else number % 3 + 1)
-            assert all({path.name for path in run.own(index).glob("v*")} == kept for index in range(count))
-        late = Mirror(tmp_path / "late")
-        assert (take(told, late).dense, late.version.tag) == (True, mirror.version.tag)
-        assert_holds(late, run.truth(4))
-        urls = {it["at"] for it in files.values() if "at" in it}
-        assert len(urls) == count - 1
-        assert run.end() == [0] * count, run.printed()
-        for url in urls:
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{url}/health")
-    assert not list((tmp_path / "run").glob("process_*/*")), "directories are left"
-
-
-def test_a_failed_write_gives_no_version_and_all_continue(tmp_path, mirror):
-    with Publishers(tmp_path / "run", 4) as run:
-        take(run.publish(), mirror)
-        before = {path.name for path in run.own(0).glob("v*")}
-        in_the_way = run.own(2) / "v00000001-2"
-        in_the_way.write_text("")
-        run.ask(0.05)
-        error = run.answer()["error"]
-        assert "process 2: " in error
-        assert "File exists" in error
-        in_the_way.unlink()
-        directories = [run.own(index) for index in range(4)]
-        # Process 0 does not wait until the others have removed their versions.
-        until(lambda: all({path.name for path in own.glob("v*")} == before for own in directories))
-        told = run.publish()
-        assert take(told, mirror).dense, "a delta against what is no version"
-        assert_holds(mirror, run.truth(2))
-        assert run.end() == [0] * 4, run.printed()
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_dead_process_leaves_no_server_and_its_files_go(victim, tmp_path, mirror):
     with Publishers(tmp_path / "run", 2) as run:

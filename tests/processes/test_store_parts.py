@@ -9,7 +9,7 @@ import pytest
 from shard_publishers import Publishers, assert_holds, take
 from toy_runs import ROOT
 
-from rljax.weights.mirror import DamagedError, Mirror
+from rljax.weights.mirror import Mirror
 
 URL = "s3://runs/team/weights"
 SLOW = {"store": URL, "heartbeat_s": 120.0}  # nothing is killed here, and on a busy machine a process may wait long
@@ -46,6 +46,10 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(s3, count, tmp_path):
             there.pop("version.json")
             assert there == {file: it["bytes"] for file, it in version["files"].items()}
             assert {file.split("-")[0] for file in there} == {str(index) for index in range(count)}
+            sizes = [
+                sum(size for file, size in there.items() if file.startswith(f"{index}-")) for index in range(count)
+            ]
+            assert max(sizes) < 1.5 * min(sizes), "a process holds more than its part"
             assert not any("at" in it for it in version["files"].values())
         kept = {path.rpartition("/")[2] for path in bucket().ls(told["source"], detail=False)}
         assert kept == {f"v{number:08d}-{number + 1}" for number in (3, 4)} | {"owner.json"} & kept
@@ -56,23 +60,6 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(s3, count, tmp_path):
         assert run.end() == [0] * count, run.printed()
     assert bucket().find(URL) == []
     assert not list((tmp_path / "run").glob("process_*/*"))
-
-
-def test_a_damaged_object_is_refused_until_an_anchor_comes(s3, tmp_path):
-    mirror = Mirror(tmp_path / "mirror")
-    with Publishers(tmp_path / "run", 2, **SLOW) as run:
-        take(run.publish(), mirror)
-        told = run.publish()
-        name = f"{told['source']}/{Path(told['path']).name}/1-delta.safetensors"
-        content = bytearray(bucket().cat_file(name))
-        content[len(content) * 7 // 8] ^= 1
-        bucket().pipe_file(name, bytes(content))
-        with pytest.raises(DamagedError, match=r"/1-delta\.safetensors does not have the recorded checksum"):
-            take(told, mirror)
-        run.publish()
-        assert take(run.publish(), mirror).dense
-        assert_holds(mirror, run.truth(3))
-        assert run.end() == [0, 0], run.printed()
 
 
 def test_where_one_process_cannot_upload_no_version_appears(s3, tmp_path):

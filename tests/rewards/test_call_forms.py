@@ -1,5 +1,6 @@
 """Reward functions of other frameworks are told by their parameters' names, and get what their framework gives."""
 
+import asyncio
 import functools
 
 import pytest
@@ -58,6 +59,7 @@ def trl_column(completions, level, **kwargs):
 
 
 async def slow(solution_str, ground_truth):
+    noted(loop=asyncio.get_running_loop())
     return 0.5
 
 
@@ -164,6 +166,9 @@ def test_a_right_answer_that_is_no_text_is_given_as_it_stands(truth):
 def test_a_class_and_an_async_function_are_called():
     assert NamedReward(Exact())(CHAT, "7", False) == 1.0
     assert NamedReward(slow)(CHAT, "7", False) == 0.5
+    loop = GOT["loop"]
+    assert NamedReward(slow)(CHAT, "7", False) == 0.5
+    assert GOT["loop"] is loop  # a client that the function keeps is bound to it
 
 
 @pytest.mark.parametrize("names", ["problem, response, truncated", "example, text, cut", "a, b, c", "p, r, t=False"])

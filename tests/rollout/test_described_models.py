@@ -40,6 +40,7 @@ def test_a_worker_that_lacks_one_of_both_asks_the_configuration(tied):
 OLD = {"rope_theta": 3e5, "rope_parameters": None}  # a configuration of transformers before version 5
 PLAIN = {"rope_type": "default", "rope_theta": 3e5}
 LINEAR = {"rope_type": "linear", "rope_theta": 3e5, "factor": 2.0}
+OF_IMAGES = PLAIN | {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 DUAL = {"dual_chunk_attention_config": {"chunk_size": 8}}
 
 
@@ -54,6 +55,8 @@ DUAL = {"dual_chunk_attention_config": {"chunk_size": 8}}
         (OLD, PLAIN),
         (OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}}, LINEAR),
         (OLD | DUAL, PLAIN | DUAL),
+        (OF_IMAGES, OF_IMAGES),
+        ({"rope_parameters": OF_IMAGES, "linear_num_key_heads": 16}, PLAIN),  # Qwen3.5, as it is published
     ],
 )
 def test_rotary_settings_that_change_an_angle_are_described(settings, described):

@@ -58,16 +58,24 @@ def test_more_groups_than_may_wait_are_refused_for_good(served):
 
 
 def test_a_full_queue_takes_only_the_rest_of_groups(served):
-    """Two groups may wait. One of them lacks a row, which is still accepted. Another group is refused."""
-    assert served.post(make_row("a", 1), make_row("a", 2), make_row("b", 3)).status_code == 200
-    reply = served.post(make_row("c", 4))
+    """Two complete groups and two incomplete ones may wait. Rows that complete a group are always accepted."""
+    assert served.post(make_row("a", 1), make_row("a", 2)).status_code == 200
+    assert served.post(make_row("b", 3), make_row("c", 4)).json()["waiting_groups"] == 1
+    reply = served.post(make_row("d", 5))
     assert reply.status_code == 429
     assert reply.headers["retry-after"] == "1"
-    assert served.post(make_row("b", 5)).status_code == 200
-    assert served.post(make_row("b", 6)).status_code == 429
-    assert len(served.files()) == 2
+    assert served.post(make_row("b", 6), make_row("c", 7)).status_code == 200
+    assert served.post(make_row("d", 5), make_row("d", 8)).status_code == 429
+    assert len(served.files()) == 3
     assert served.rewards() == [[1, 2]]
-    assert served.post(make_row("c", 4)).status_code == 200
+    assert served.post(make_row("d", 5)).status_code == 200
+
+
+def test_a_group_that_is_never_complete_takes_no_place(served):
+    assert served.post(make_row("lost", 1)).status_code == 200
+    for group in "ab":
+        assert served.post(make_row(group, 2), make_row(group, 3)).status_code == 200
+    assert served.queue.counts() == (2, 0, 1)
 
 
 def test_a_request_with_one_key_is_kept_once(tmp_path):

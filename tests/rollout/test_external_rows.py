@@ -94,6 +94,12 @@ def test_likeliest_tokens_come_in_order():
     np.testing.assert_array_equal(one.response["top_ids"], [[3, 4], [8, 4], [-1, -1], [1, 2]])
     np.testing.assert_allclose(one.response["top_logprobs"][0], [half, quarter], rtol=1e-6)
     assert np.isneginf(one.response["top_logprobs"][2]).all()
+    # An environment's token has none, whatever the row says.
+    padded = {"top_ids": [*row["top_ids"]], "top_logprobs": [*row["top_logprobs"]]}
+    padded["top_ids"][2], padded["top_logprobs"][2] = [1, 2], [None, None]
+    np.testing.assert_array_equal(read(row | padded, limits=limits)[0].response["top_ids"], one.response["top_ids"])
+    lost = {"top_logprobs": [[None, half], *row["top_logprobs"][1:]]}
+    assert "must be numbers of at most 0" in refusal(row | lost, limits=limits)
     assert "lacks top_ids" in refusal(ROW, limits=limits)
     assert "top_logprobs has 1 entries" in refusal(row | {"top_logprobs": [[0.0]]}, limits=limits)
     assert "nats from their likeliest" in refusal(row | {"logprobs": [-5.0, quarter, None, rest]}, limits=limits)

@@ -190,10 +190,10 @@ def held(server, path, tag=None):
 
 
 @contextlib.contextmanager
-def pair(fakes):
+def pair(fakes, **settings):
     """Yields an engine that has published to two servers, and the servers."""
     quick, slow = fakes(2)
-    with published(quick.url, slow.url) as engine:
+    with published(quick.url, slow.url, **settings) as engine:
         yield engine, quick, slow
 
 
@@ -225,6 +225,28 @@ def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
         assert engine.fleet.opened() == [quick.url]
         until(lambda: engine.fleet.recover() or slow.url in engine.fleet.opened())
         assert slow.version == engine.files.tag(1)
+
+
+def test_no_proof_is_judged_by_a_policy_that_is_gone(fakes):
+    """A server is recovered while the trainer trains, and so reuses the buffers of the policy before."""
+    gone = threading.Event()
+
+    def shift():
+        if gone.is_set():
+            raise RuntimeError("Array has been deleted")
+        return 0.0
+
+    with pair(fakes, score_shift=shift) as (engine, quick, slow), held(slow, "/update_weights") as over:
+        slow.version = "another"
+        list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
+        until(lambda: engine.fleet.recover() or slow.seen["/start_weight_update"] == 2)
+        over.set()
+        until(lambda: not engine.fleet.busy())
+        gone.set()
+        engine.prepare(PARAMS, 1)
+        gone.clear()
+        assert "rollout/servers_rejected" not in engine.publish(PARAMS, 1)
+        assert engine.fleet.opened() == [quick.url, slow.url]
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/collective_rpc"])

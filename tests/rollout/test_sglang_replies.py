@@ -1,5 +1,6 @@
 """Tests of SGLang's wire format: the requests that are sent, and replies in the form of SGLang 0.5.23."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -81,16 +82,6 @@ def test_a_reply_is_read():
     check_completion("u", got, request, 16)
 
 
-def test_tokens_whose_probability_is_0_in_float32_are_left_out():
-    """SGLang reports the smallest float32 as the log-probability of such tokens."""
-    tops = [[[-0.003, 14, None], [-98.5, 15, None], [-3.4028234663852886e38, 3, None]], [[-0.002, 14, None]]]
-    got = read(changed(output_top_logprobs=tops), Request(PROMPT, SamplingParams(2, reported=3)))
-    assert got["top_ids"].tolist() == [[14, 15, -1], [14, -1, -1]]
-    np.testing.assert_array_equal(
-        got["top_logprobs"], np.float32([[-0.003, -98.5, -np.inf], [-0.002, -np.inf, -np.inf]])
-    )
-
-
 @pytest.mark.parametrize(("reply", "cached"), [(REPLY, 0), (changed(cached_tokens=2), 2), (SCORED, None)])
 def test_a_reply_says_how_much_of_the_prompt_was_cached(reply, cached):
     assert read(reply, Request(PROMPT, SamplingParams(2))).cached == cached
@@ -132,9 +123,17 @@ def test_what_is_no_completion_is_refused(reply):
         read(reply, Request(PROMPT, SamplingParams(2)))
 
 
-def test_a_response_that_the_server_gave_up_is_said_to_be_one():
-    """SGLang answers an aborted request with status 200 and the tokens it had."""
-    request = Request(PROMPT, SamplingParams(2))
-    got = read(changed(finish_reason={"type": "abort", "message": "Abort", "status_code": None}), request)
-    with pytest.raises(ReplyError, match="ended a response with 'abort'"):
+@pytest.mark.parametrize(
+    ("limit", "stops", "finish"),
+    [(3, (), "abort"), (2, (), "length"), (3, (15,), "stop"), (2, (15,), "stop")],
+)
+def test_a_response_given_up_at_its_own_end_is_complete(limit, stops, finish):
+    """SGLang answers an aborted request with status 200 and the tokens it had. The response is 14, 15."""
+    scores = [[-0.5, 14, None], [-0.5, 15, None]]
+    reply = changed(finish_reason={"type": "abort", "message": "Abort"}, output_token_logprobs=scores)
+    request = Request(PROMPT, SamplingParams(limit, stop_token_ids=stops))
+    got = read(reply | {"output_ids": [14, 15]}, request)
+    assert got.finish_reason == finish
+    is_refused = pytest.raises(ReplyError, match="ended a response with 'abort'")
+    with is_refused if finish == "abort" else contextlib.nullcontext():
         check_completion("u", got, request, 16)

@@ -5,7 +5,6 @@ from served_engines import PARAMS, PROMPTS, make, published
 from vllm_fake import FakeVllm
 
 from rljax.errors import HandshakeError
-from rljax.rollout.kinds import ENGINES, LACKING, can
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import SamplingParams
@@ -81,9 +80,3 @@ def test_the_trainer_whose_update_broke_off_publishes_again(tpu, another, tmp_pa
         tpu.described |= {"is_broken": True}
         engine.publish(PARAMS, 2)
         assert sorted(engine.fleet.opened()) == sorted([tpu.url, sound.url])
-
-
-def test_a_platform_takes_abilities_away():
-    for platform, lacking in LACKING.items():
-        assert lacking <= ENGINES["vllm"], platform
-        assert not any(can("vllm", ability, platform) for ability in lacking)

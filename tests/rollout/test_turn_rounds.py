@@ -70,17 +70,6 @@ def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
             assert not routes[-1].any()
 
 
-def test_the_loop_scores_the_joined_tokens_as_it_sampled_them():
-    engine, params = make(decode_tokens=1000)
-    scorer = JaxEngine(CONFIG, jnp.float32, 17, mesh=MESH)
-    scorer.publish(params, 3)
-    responses, _ = converse(engine, turns=(3, 1, 2))
-    rows = [tokens for _, tokens in responses.values()]
-    scored = scorer.score(rows, [response.response for response, _ in responses.values()])
-    for (response, _), logprobs in zip(responses.values(), scored, strict=True):
-        np.testing.assert_allclose(response["rollout_logprobs"], logprobs, atol=2e-5, rtol=0)
-
-
 def test_turns_compile_few_loops_and_leave_those_of_one_turn():
     """There is one loop for each number of rows, whatever the lengths, and one loop for responses of one turn."""
     make_functions.cache_clear()

@@ -5,12 +5,10 @@ import time
 
 import numpy as np
 import pytest
-from records import response
 from stopping import StopWhen
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.engine import TurnQueue, TurnRequest
-from rljax.tokens import as_stored
 
 
 def ask(key, turn):
@@ -93,22 +91,3 @@ def test_whoever_watches_is_told_of_each_change():
     queue.end(0)
     queue.fail(OSError())
     assert woken == [False, True, True]
-
-
-def test_the_first_tokens_of_a_response_keep_all_of_theirs():
-    """The prompt has 2 tokens and the response has 5, of versions 4 to 6.
-
-    The first 3 tokens of the response are left.
-    """
-    arrays = {"top_ids": np.arange(10).reshape(5, 2), "top_logprobs": -np.arange(10.0).reshape(5, 2)}
-    arrays["routes"] = as_stored(np.arange(6 * 2, dtype=np.uint8).reshape(6, 2, 1))
-    versions = [4, 4, 5, 5, 6]
-    whole = response((3, 1), [6, 7, 8, 9, 1], [-1, -2, -3, -4, -5], versions, prompt=[2, 3], **arrays)
-    cut = whole.cut(0, 5, truncated=True)
-    assert (cut.prompt_index, cut.sample_index, cut.truncated) == (3, 1, True)
-    assert cut.response.tolist() == [6, 7, 8]
-    assert cut["rollout_logprobs"].tolist() == [-1, -2, -3]
-    assert cut["version"].tolist() == [4, 4, 5]
-    assert cut.columns["routes"][:, 0, 0].tolist() == [1, 3, 5, 7, 9]
-    assert cut["top_ids"].tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert cut["top_logprobs"].tolist() == [[0, -1], [-2, -3], [-4, -5]]

@@ -3,17 +3,16 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 
 import numpy as np
 import pytest
-from opened_clients import fleet_of, listed_asks, opened, probes, sampled
+from opened_clients import listed_asks, opened, probes, sampled
 from python_calls import count_calls
 from quick_backends import quick
 from vllm_fake import rollout_reply
 from waiting import until
 
-from rljax.errors import ServerGoneError, ServerRefusedError
+from rljax.errors import ServerRefusedError
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import GENERATE
@@ -186,15 +185,6 @@ def test_the_idler_server_samples_more(another):
     assert max(fast.most_running, slow.most_running) <= 4
 
 
-def test_the_work_of_a_server_that_is_down_goes_to_the_others(another):
-    good, bad = another(), another()
-    with opened(good.url, bad.url, backend=WIRE, route=GENERATE) as client:
-        bad.stop()
-        assert len(sampled(client, [Request(PROMPT, SamplingParams(1)) for _ in range(20)])) == 20
-        assert list(client.down()) == [bad.url]
-        assert client.opened() == [good.url]
-
-
 def test_replies_of_other_weights_are_not_handed_on(fake):
     with opened(fake.url, backend=WIRE, route=GENERATE, version="run.1") as client, ThreadPoolExecutor() as threads:
         sampling = threads.submit(sampled, client, [Request(PROMPT, SamplingParams(1))])
@@ -204,24 +194,3 @@ def test_replies_of_other_weights_are_not_handed_on(fake):
         client.on_loop(client.servers[0].open, "run.1")
         ((_, reply),) = sampling.result()
         assert reply.spans == (("run.1", 0, 1),)
-
-
-def test_nothing_is_sent_until_a_server_is_opened(fake):
-    with closing(fleet_of(fake.url, backend=WIRE)) as fleet, ThreadPoolExecutor() as threads:
-        sampling = threads.submit(sampled, fleet, [Request(PROMPT, SamplingParams(1))])
-        time.sleep(0.5)
-        assert fake.seen[GENERATE] == 0
-        fleet.on_loop(fleet.servers[0].open, None)
-        assert len(sampling.result()) == 1
-
-
-def test_control_plane_errors(fake, client):
-    fake.routes.discard("/weight_info")
-    (server,) = client.servers
-    with pytest.raises(ServerRefusedError, match="answered 404") as refused:
-        client.wait(server.call("GET", "/weight_info"))
-    assert refused.value.status == 404
-    fake.stop()
-    with pytest.raises(ServerGoneError):
-        client.wait(server.call("GET", "/weight_info"))
-    assert not client.wait(server.answers())

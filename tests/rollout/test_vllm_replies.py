@@ -5,7 +5,6 @@ import contextlib
 import copy
 import math
 import resource
-import socket
 import threading
 import time
 
@@ -61,6 +60,7 @@ BAD = {
     "infinity": (logprob(math.inf), "JSON is malformed"),
     "minus infinity": (logprob(-math.inf), "JSON is malformed"),
     "beyond float32": (logprob(-1e300), "gave a log-probability of -inf"),
+    "NaN as vLLM writes it": (logprob(-9999.0), "gave a log-probability of -9999.0"),
     "positive": (logprob(0.01), "gives logits"),
     "boolean": (logprob(True), "Expected `float`, got `bool`"),
     "no log-probabilities": (lambda choice: choice.update(logprobs=None), "gave 3 tokens and log-probabilities of 0"),
@@ -125,8 +125,9 @@ def test_a_bad_reply_is_sampled_again_and_then_ends_in_one_line(fake, change, sa
         b"\xff",
     ],
 )
-def test_whatever_bytes_come_back(body):
-    with scripted(lambda path: (body, len(body))) as url, opened(url) as client:
+def test_whatever_bytes_come_back(fake, body):
+    fake.answer = lambda *call: (200, iter([body]))
+    with opened(fake.url) as client:
         with pytest.raises(ServerError, match="response 0 failed 3 times; the last: http") as ended:
             sampled(client, [REQUEST])
         assert "\n" not in str(ended.value)
@@ -149,14 +150,17 @@ def test_an_error_that_nobody_thought_of_is_one_line(fake, monkeypatch):
         sampled(client, [REQUEST])
 
 
-def test_an_exchange_has_a_deadline_though_bytes_keep_coming():
+def test_an_exchange_has_a_deadline_though_bytes_keep_coming(fake):
     """Each read is quick, so httpx's own timeouts never end the exchange."""
 
-    def drip(path):
-        return (b" " * 1000, 1000) if path != "/health" else (b"", 0)
+    def drip():
+        for _ in range(1000):
+            time.sleep(0.1)
+            yield b" "
 
+    fake.answer = lambda method, path, body: (200, drip() if path == GENERATE else {})
     limits = ClientLimits(request_timeout_s=0.5)
-    with scripted(drip, pause_s=0.1) as url, opened(url, limits=limits, backend=quick(attempts=1)) as client:
+    with opened(fake.url, limits=limits, backend=quick(attempts=1)) as client:
         began = time.monotonic()
         with pytest.raises(ServerError, match=r"within 0\.5 s: TimeoutError"):
             sampled(client, [REQUEST])
@@ -192,7 +196,7 @@ def test_a_client_whose_thread_has_ended_says_so(fake, monkeypatch):
         (["http://"], "such as http://host:port"),
         (["http://a:b"], "such as http://host:port"),
         (["http://me:secret-word@a:1"], "URL of a holds a user or a password"),
-        (["http://a:1", "http://a:1"], "urls must be distinct"),
+        (["http://a:1", "http://a:1/"], "urls must be distinct"),
         ([], "at least one server is needed"),
     ],
 )
@@ -240,34 +244,3 @@ class TestDescriptors:
             assert len(sampled(client, [REQUEST] * 60)) == 60
         assert all(server.most_running == 12 for server in servers)
         assert caplog.text.count("at most 12 requests at a time go to each server, not 512") == 1
-
-
-@contextlib.contextmanager
-def scripted(body, pause_s=0.0):
-    """Starts a server that answers 200 with ``body(path)``, the bytes and the length it claims.
-
-    With a pause it sends single bytes.
-    """
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def answer(connection):
-        with connection, contextlib.suppress(OSError):
-            path = connection.recv(65536).split()[1].decode()
-            content, length = body(path)
-            connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode())
-            for byte in content if pause_s else ():
-                connection.sendall(bytes([byte]))
-                time.sleep(pause_s)
-            if not pause_s:
-                connection.sendall(content)
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(65536)
-
-    def serve():
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
-
-    threading.Thread(target=serve, daemon=True).start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    listener.close()

@@ -2,9 +2,6 @@
 
 import contextlib
 import shutil
-import signal
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -13,7 +10,6 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 from checkpoint_states import state
-from toy_runs import ROOT, environment
 
 from rljax.run.checkpoint import BEST, Checkpointer, DamagedCheckpointError
 from rljax.run.fingerprint import array_checksums
@@ -215,30 +211,6 @@ def test_a_damaged_best_is_set_aside_for_the_next(tmp_path):
     assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["best-1"]
     with contextlib.closing(Checkpointer(tmp_path / BEST, read_only=True)) as best:
         assert best.all_steps() == [2]
-
-
-def test_a_killed_save_leaves_the_one_before(tmp_path):
-    """A process is killed at once after a save began.
-
-    The next start has step 2 or step 4, and always the whole state.
-    """
-    words = f"""
-import os, signal, pathlib
-from checkpoint_states import state
-from rljax.run.checkpoint import Checkpointer
-checkpointer = Checkpointer(pathlib.Path({str(tmp_path)!r}) / "checkpoints", keep=1)
-checkpointer.save(2, state(2), {{"step": 2}})
-checkpointer.wait()
-checkpointer.save(4, state(4), {{"step": 4}})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    settings = environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests/support")
-    killed = subprocess.run([sys.executable, "-c", words], env=settings)
-    assert killed.returncode == -signal.SIGKILL
-    step, values, _ = newest(tmp_path)
-    assert step in STEPS
-    jax.tree.map(np.testing.assert_array_equal, values, state(step))
-    assert not list((tmp_path / "checkpoints").glob("*tmp*"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "int8", "bool"])

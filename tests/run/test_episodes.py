@@ -124,14 +124,6 @@ def test_failed_trajectories_are_counted_and_have_no_reward():
     assert lengths == [6, 6, 6, 6, 0]  # sampled tokens stay in the metrics
 
 
-def test_an_environment_that_blocks_loses_its_process_only():
-    problems = [problem("1+1=", "2", kind=kind) for kind in ("blocks", "well", "well")]
-    rollouts, row = sample(problems, environments.Failing, Scripted(), limits={"call_timeout_s": 1.0})
-    assert np.isnan(rollouts.rewards[0, 0])
-    assert row["reward/errors"] >= 1
-    assert rollouts.responses[0][0].length == 6
-
-
 def test_when_every_trajectory_fails_at_once_the_run_ends():
     problems = [problem("1+1=", "2", kind="reset")] * 2
     with pytest.raises(RuntimeError, match=r"all 2 trajectories failed before their first token: .*no such problem"):

@@ -6,7 +6,6 @@ from quick_backends import quick
 
 from rljax.errors import ServerGoneError
 from rljax.rollout.servers.model import ServedModel
-from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import SamplingParams
 
 PROMPTS = [np.array([3, 4, 5], np.int32), np.array([9], np.int32)]
@@ -24,12 +23,9 @@ def drawn(model, tokens=2, n=3):
     return list(model.generate(PROMPTS, n, SamplingParams(tokens, 0.7), seed=1))
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_responses_of_all_servers_come_back_to_their_prompts(fakes, old):
+def test_responses_of_all_servers_come_back_to_their_prompts(fakes):
     for fake in fakes:
         fake.delay_s = 0.02
-        if old:
-            fake.routes -= {ROLLOUTS}
     model = ServedModel([fake.url for fake in fakes], quick())
     assert (model.info.root, model.info.max_model_len) == ("org/name", 128)
     samples = model.generate(PROMPTS, 3, SamplingParams(2, 0.7), seed=1)

@@ -12,13 +12,12 @@ from toy_texts import toy_config
 from rljax.data.prompts import DataConfig, PromptStream
 from rljax.errors import ConfigError, StoppedWaitingError
 from rljax.rollout.build import check_engine
-from rljax.rollout.types import EpisodeConfig, InjectConfig, RolloutConfig, SamplingParams
+from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
 from rljax.run.config import Config, RunConfig
 from rljax.run.external import make_external_batches
 from rljax.run.sampling import rollout_row, training_sequences
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
-from rljax.trainer.packing import groups_of
 
 PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(100, 110)]
 STOP = StopRequest()
@@ -41,7 +40,7 @@ def make_config(place, batch_size=2, **rollout):
 def make_batches(config, step=0, state=None, stop=STOP, reported=0):
     """Returns the batches of a run that begins, or that goes on after ``step``."""
     stream, sampling = PromptStream(PROBLEMS, config.data.batch_size, 0), SamplingParams(8, reported=reported)
-    made = make_external_batches(config, toy_config(), stream, sampling, stop, list)
+    made = make_external_batches(config, toy_config(), stream, sampling, stop)
     if state is not None:
         made.load_state_dict(json.loads(json.dumps(state)))
     made.start(step)
@@ -83,16 +82,6 @@ def test_hand_worked_rows_become_sequences(place):
     assert sampled.row["rollout/failed_trajectories"] == 1
 
 
-def test_rows_of_one_trajectory_share_its_advantage(place):
-    config = make_config(place, batch_size=1, episode=EpisodeConfig(max_rows=2))
-    parts = [make_row("a", 1.0, trajectory="t"), make_row("a", 1.0, prompt_ids=[5, 6], trajectory="t")]
-    write_file(place / "x.jsonl", [*parts, make_row("a", 0.0, trajectory="u")])
-    sequences = training_sequences(take(make_batches(config)).rollouts, config, 0)
-    assert [s.advantage for s in sequences] == [1.0, 1.0, -1.0]
-    assert [s.prompt.tolist() for s in sequences] == [[1, 2], [5, 6], [1, 2]]
-    assert groups_of(sequences, 2) == [range(3)]
-
-
 def test_files_are_taken_in_the_order_of_names(place):
     """Groups come in the order in which they become complete. Files with other names do not count."""
     write_file(place / "2.jsonl", [make_row("a", 3), make_row("c", 5), make_row("c", 6)])
@@ -115,12 +104,6 @@ def test_a_wrong_file_ends_the_run_before_it_is_used(place):
     with pytest.raises(ConfigError, match=r"2\.jsonl: row 2 lacks logprobs; it has group, prompt_ids"):
         take(batches)
     assert batches.state_dict()["trajectories"]["begun"] == [["1.jsonl", []]]
-
-
-def test_a_version_that_does_not_exist_ends_the_run(place):
-    write_file(place / "1.jsonl", [make_row("a", 1, 1), make_row("a", 2, 1)])
-    with pytest.raises(ConfigError, match="version is 1, but the newest policy of the run is 0"):
-        take(make_batches(make_config(place, batch_size=1)))
 
 
 def test_groups_with_old_rows_are_dropped_and_counted(place):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from records import train_sequence
 
+from rljax.algorithms.advantages import AdvantageConfig
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.types import InjectConfig, RolloutConfig
 from rljax.run.config import Config, RunConfig
@@ -13,9 +14,10 @@ from rljax.trainer.update import TrainerValues
 IDS, LOGPROBS = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
 
 
-def dumped(run_dir, sequences, values=None, **rollout):
+def dumped(run_dir, sequences, values=None, estimator="rloo", **rollout):
     """Returns the dump of step 4 of a run, which has the policy version 3."""
-    config = Config(run=RunConfig(dir=str(run_dir)), rollout=RolloutConfig(**rollout))
+    advantage = AdvantageConfig(estimator=estimator)
+    config = Config(run=RunConfig(dir=str(run_dir)), rollout=RolloutConfig(**rollout), advantage=advantage)
     write_tokens(config, 4, 3, sequences, values or TrainerValues([LOGPROBS] * len(sequences)))
     return read_dump(run_dir / "rollouts" / "step_000004.parquet")
 
@@ -76,6 +78,8 @@ def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
         "in_loss": [[0, 0, 0], [1, 1, 1]],
     }
     assert all(np.isnan(vector[:3]).all() for vectors in values.values() for vector in vectors)
+    # Only the update knows the advantages of single tokens.
+    assert "advantage" not in dumped(tmp_path, [stale], estimator="optimal_token").values
 
 
 def test_a_dump_tells_an_environments_tokens_apart(tmp_path):

@@ -21,7 +21,7 @@ from rljax.run.build import Inputs, build, load_problems
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.config_file import config_to_yaml
-from rljax.run.directory import FORK_MAY_DIFFER, check_same_run
+from rljax.run.directory import FORK_MAY_DIFFER, check_same_run, prepare_directory
 from rljax.run.step import Progress
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
@@ -226,3 +226,21 @@ def test_a_refusal_names_the_setting_that_gave_the_other_run(tmp_path):
     ):
         with pytest.raises(ConfigError, match=rf"rollout.temperature \(1.0 there, 0.5 now\); give another {key}$"):
             check_same_run(changed(config, run=run), tmp_path)
+
+
+def test_a_run_goes_on_in_another_directory_with_its_best_step(tmp_path):
+    """The run there began as a fork. Once it has checkpoints of its own, the first directory is not needed."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    before = recorded(first)
+    (first / "config.yaml").write_text(config_to_yaml(changed(before, run={"fork": "elsewhere/checkpoints/1"})))
+    (first / "metrics.jsonl").write_text('{"step": 1}\n')
+    for folder in ("checkpoints/1", "best/1"):
+        (first / folder).mkdir(parents=True)
+    config = changed(before, run={"resume": str(first)})
+    prepare_directory(config, second)
+    assert sorted(path.name for path in second.iterdir()) == ["best", "checkpoints", "metrics.jsonl"]
+    assert (second / "best/1").is_dir()
+    (second / "config.yaml").write_text(config_to_yaml(config))
+    shutil.rmtree(first)
+    prepare_directory(config, second)

@@ -108,12 +108,6 @@ def trajectory(i, j, turns, *, further=(), prompt=(9, 9)):
     return response((i, j), tokens, logprobs, 3, prompt=prompt, further=further, turn=turns)
 
 
-def test_a_trajectory_is_as_long_as_its_sampled_tokens():
-    again = trajectory(0, 0, [2, 2], prompt=[9, 7])
-    one = trajectory(0, 0, [1, 1, 0, 0, 0, 2], further=(again,))
-    assert [row.length for row in one.rows] == [5, 2]
-
-
 def test_all_rows_of_a_trajectory_have_its_advantage():
     again = trajectory(0, 1, [2], prompt=[9, 9, 4])
     group = [trajectory(0, 0, [1, 0, 2]), trajectory(0, 1, [1, 1], further=(again,)), trajectory(0, 2, [1])]

@@ -50,7 +50,3 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(word, tmp_path):
     assert status == 2
     assert "stop_token_ids" in output
     assert "Traceback" not in output
-
-
-def test_no_stop_token_is_added_by_default():
-    assert find_policy(TOY_BASE).stops(15) == (14,)

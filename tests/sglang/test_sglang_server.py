@@ -109,21 +109,18 @@ def test_responses_under_way_go_on_with_new_weights(served, update):
     check_versions([functools.partial(score, params) for params in policies], PROMPTS, responses, 2e-5)
 
 
-@pytest.mark.parametrize(("how", "of"), [("flip", NORM), ("flip", KEYS), ("skip", KEYS), ("skip", NORM)])
-def test_other_bits_are_found_and_named(served, opened, how, of):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        *(((how, of), f"{OTHER_BITS}: 1 tensor differs: {of} ") for how in ("flip", "skip") for of in (NORM, KEYS)),
+        (("unflushed",), OUT_OF_BAND),
+    ],
+)
+def test_other_bits_and_a_cache_that_is_not_flushed_are_found(served, opened, fault, said):
     """SGLang reports success for each of these faults."""
     engine = opened()
-    served.break_updates(how, of)
-    with pytest.raises(VerificationError, match=f"{OTHER_BITS}: 1 tensor differs: {of} "):
-        engine.publish(served.policy.moved(3), 1)
-    served.break_updates("off")
-    engine.publish(served.policy.moved(3), 2)
-
-
-def test_a_cache_that_is_not_flushed_is_out_of_band(served, opened):
-    engine = opened()
-    served.break_updates("unflushed")
-    with pytest.raises(VerificationError, match=OUT_OF_BAND):
+    served.break_updates(*fault)
+    with pytest.raises(VerificationError, match=said):
         engine.publish(served.policy.moved(4), 1)
     served.break_updates("off")
     engine.publish(served.policy.moved(4), 2)

@@ -1,7 +1,6 @@
 """Environments of several turns for tests; each counts what the policy did, and some misbehave."""
 
 import asyncio
-import time
 
 from rljax.rollout.episodes.environment import Reply
 
@@ -41,8 +40,6 @@ class Failing(Doubling):
             raise RuntimeError("the tool shed is locked")
         if len(self.seen) == 2 and self.kind == "hangs":
             await asyncio.sleep(60)
-        if len(self.seen) == 2 and self.kind == "blocks":
-            time.sleep(60)
         return reply
 
     async def reward(self):

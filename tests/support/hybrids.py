@@ -33,11 +33,18 @@ def tiny_hybrid(**changes):
 
 
 def hybrid_base(path, **changes):
-    """Writes a fresh hybrid with the toy's tokenizer to a folder, from which a run can start. Returns the path."""
+    """Writes a fresh hybrid with the toy's tokenizer to a folder, from which a run can start. Returns the path.
+
+    Its config.json has the ``mrope_`` keys, as the published ones have.
+    """
     toy = json.loads((TOY_BASE / "config.json").read_text())
     special = {name: toy[name] for name in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")}
     config = config_from_hf(config_to_hf(tiny_hybrid(**changes), "float32") | special)
     save_params(path, init_params(config, 0), config, side_files_from=TOY_BASE)
+    raw, pairs = json.loads((path / "config.json").read_text()), int(config.head_dim * config.rotary_share) // 2
+    section = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    raw["rope_parameters"] |= {"mrope_section": section, "mrope_interleaved": True}
+    (path / "config.json").write_text(json.dumps(raw))
     return path
 
 

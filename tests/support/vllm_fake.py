@@ -63,6 +63,7 @@ class FakeVllm:
         self.fail_next: list[int] = []  # the statuses of the next samples
         self.routes = {ROLLOUTS, "/inference/v1/generate", "/weight_info"}
         self.dtype, self.protocol = "float32", PROTOCOL
+        self.engines = 1  # the number of its engines, of one worker each
         self.model, self.root = "policy", "nowhere"
         self.raw, self.paused, self.asleep = False, False, False
         self.finish = "length"
@@ -105,6 +106,8 @@ class FakeVllm:
             return 200, {"version": "fake"}
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
+        if path == "/get_world_size":
+            return 200, {"world_size": self.engines if body["include_dp"] == "true" else 1}
         if path == "/collective_rpc":
             methods = {"rljax_describe": self._describe, "rljax_checksums": self.checksums}
             methods |= {"rljax_force": self._force, "rljax_end_force": self._end_force}

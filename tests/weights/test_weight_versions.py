@@ -13,6 +13,7 @@ from toy_runs import ROOT
 from weight_training import SHAPES, Training, assert_holds, held
 
 from rljax.weights.mirror import Mirror
+from rljax.weights.outlets import Outlet
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum, bits_of
@@ -217,6 +218,19 @@ def test_every_version_has_a_new_path_and_one_is_kept(files):
     assert len({v.path for v in versions}) == 3
     files.drop_old()
     assert [p for p in files.root.iterdir() if p.is_dir()] == [versions[2].path]
+
+
+def test_what_a_store_does_not_delete_is_named(files, monkeypatch, caplog):
+    def refuse(outlet, run, version=""):
+        raise PermissionError(f"no right to delete {run}/{version}")
+
+    monkeypatch.setattr(Outlet, "remove", refuse)
+    old, _ = (written(files, {"x": np.zeros(4, np.float32)}, number) for number in (0, 1))
+    files.drop_old()
+    files.close()
+    assert not files.root.exists()
+    assert caplog.text.count("could not be deleted: no right to delete") == 2
+    assert f"no right to delete {files.root.name}/{old.path.name};" in caplog.text
 
 
 def test_changed_fraction(files):

@@ -234,6 +234,9 @@ class _Noted(Coroutine[Any, Any, Any]):
     def close(self) -> None:
         self._coroutine.close()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)  # inspect and anyio ask for the attributes cr_*
+
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._coroutine.__await__()
 

@@ -29,10 +29,15 @@ def parse_tool_calls(text: str, tag: str = "tool_call") -> list[ToolCall]:
     each in its own tags. The last closing tag may be missing, because an engine may stop at it. Text up to the last
     ``</think>`` is ignored. If the word ``tag`` is "", the whole text is the JSON, without tags.
     """
-    text = text.rpartition("</think>")[2]
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    before, _, after = text.rpartition("</think>")
+    # The word may stand inside a call, whose tags are then on both sides of it.
+    while tag and before.rfind(opening) > before.rfind(closing) and closing in after.partition(opening)[0]:
+        before, _, _ = before.rpartition("</think>")
+        after = text[len(before) :].removeprefix("</think>")
+    text = after
     if not tag:
         return list(_calls(text)[0]) if text.strip().startswith(("{", "[")) else []
-    opening, closing = f"<{tag}>", f"</{tag}>"
     calls: list[ToolCall] = []
     start = text.find(opening)
     while start >= 0:

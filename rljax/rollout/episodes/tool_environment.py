@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rljax.rewards.resolve import CHEAP, resolve_reward
 from rljax.rollout.episodes.environment import Content, Reply
 from rljax.rollout.episodes.tool_calls import ToolCall, parse_tool_calls
-from rljax.rollout.episodes.tools import ToolResult, call_tool, refuse_call
+from rljax.rollout.episodes.tools import REWARD, ToolResult, call_tool, refuse_call
 
 
 class ToolEnvironment:
@@ -53,7 +53,7 @@ class ToolEnvironment:
         arguments = (dict(self.problem), self.answer, self.truncated)
         if self.scored_by in CHEAP:
             return resolve_reward(self.scored_by)(*arguments)
-        result = await call_tool("rljax.rewards.resolve:reward_of", (self.scored_by, *arguments), counted=False)
+        result = await call_tool(f"{REWARD}{self.scored_by}", arguments, counted=False)
         if result.failure is not None:
             raise RuntimeError(result.text)
         return float(result.text)

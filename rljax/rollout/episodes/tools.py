@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import json
@@ -19,10 +18,14 @@ from rljax.distributed.answering import answer_requests
 from rljax.distributed.child import LONGEST, Child, ChildPool, Decoder, LostError
 from rljax.distributed.frames import Frames
 from rljax.errors import describe, printable
+from rljax.rewards.resolve import resolve_reward
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.outcomes import UTF8_BYTES, ToolFailure, clip
 
 _IMPORT_S = 60.0
+REWARD = "reward "
+"""The word before the name of a reward that is called as a tool is, with its own time to be imported."""
+_reward = functools.cache(resolve_reward)
 _SHOWN = 320  # characters of the text of a failure
 ToolArguments = Mapping[str, Any] | Sequence[Any]
 """The arguments of a tool: a mapping of names, or a sequence of values in their order."""
@@ -102,7 +105,7 @@ def run_function(path: str, arguments: ToolArguments | bytes) -> ToolResult:
             arguments = pickle.loads(arguments)
         value = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
         if inspect.iscoroutine(value):
-            value = asyncio.run(value)
+            value = user_code.run_async(value)
         text, cut = clip(_written(value), MAX_REPLY_CHARS)
         return ToolResult(text, cut=cut)
     except KeyboardInterrupt:
@@ -114,6 +117,8 @@ def run_function(path: str, arguments: ToolArguments | bytes) -> ToolResult:
 
 
 def _function(path: str) -> Callable[..., Any]:
+    if path.startswith(REWARD):
+        return _reward(path.removeprefix(REWARD))
     if "" in path.partition(":"):
         raise ValueError(f"tool {path!r} is not of the form package.module:name or FILE.py:name")
     found = user_code.load(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,16 +125,17 @@ class TrajectoryQueue:
     def add(self, trajectories: Sequence[Trajectory], most: int, write: Callable[[], str]) -> bool:
         """Adds trajectories, unless new groups would then wait beyond ``most``. Returns whether they were added.
 
-        Incomplete groups count, too. ``write`` writes the trajectories to a file and returns its name. It is called
-        before they are added.
+        ``most`` holds for complete groups and for incomplete ones, each by itself: a group that never becomes complete
+        takes no place of a complete one. Rows that only complete groups are always added. ``write`` writes the
+        trajectories to a file and returns its name. It is called before they are added.
         """
         with self._changed:
-            sizes = {name: len(members) for name, members in self._open.items()}
-            before = len(self._complete) + len(sizes)
-            for trajectory in trajectories:
-                sizes[trajectory.group] = sizes.get(trajectory.group, 0) + 1
-            after = len(self._complete) + sum(-(-size // self.group_size) for size in sizes.values())
-            if after > max(most, before):
+            sizes = Counter({name: len(members) for name, members in self._open.items()})
+            sizes.update(trajectory.group for trajectory in trajectories)
+            begun = sum(-(-size // self.group_size) for size in sizes.values()) - len(self._open)
+            complete = len(self._complete) + sum(size // self.group_size for size in sizes.values())
+            incomplete = sum(size % self.group_size > 0 for size in sizes.values())
+            if begun and (complete > most or incomplete > max(most, len(self._open))):
                 return False
             self._add(write(), trajectories)
             self._changed.notify_all()

@@ -87,7 +87,7 @@ class Trajectory(NamedTuple):
 
 def row_type(limits: RowLimits) -> Any:
     """Returns the type of a row. It reads the likeliest tokens and the routes only where ``limits`` needs them."""
-    ids, logprobs = list[tuple[int, ...] | None] | None, list[tuple[float, ...] | None] | None
+    ids, logprobs = list[tuple[int, ...] | None] | None, list[tuple[float | None, ...] | None] | None
     columns: list[tuple[str, Any, None]] = []
     if limits.sampling.reported:
         columns += [("top_ids", ids, None), ("top_logprobs", logprobs, None)]
@@ -302,7 +302,7 @@ def _with_tops(row: Any, place: str, response: Response, limits: RowLimits) -> R
     flat = {name: list(itertools.chain.from_iterable(parts)) for name, parts in lists.items()}
     ids = _in_range(flat["top_ids"], f"{place}: top_ids", limits.vocab_size)
     own = np.asarray(flat["top_logprobs"], np.float64)
-    if np.isnan(own).any() or own.max(initial=0.0) > _ROUNDING:
+    if np.isnan(own).any() or own.max(initial=0.0) > _ROUNDING:  # None is NaN here
         raise ValueError(f"{place}: top_logprobs must be numbers of at most 0 (nats)")
     columns = counts["top_ids"], ids.tolist(), np.minimum(own, 0.0).tolist()
     whole = response.add(make_tops(*columns, limits.sampling.reported, response.prompt_length))

@@ -130,7 +130,6 @@ class ServedEngine(Admission, RolloutEngine):
         if version.dtype != self._config.dtype:
             raise ValueError(f"published tensors are {version.dtype}, the rollout dtype is {self._config.dtype}")
         self.fleet.follow_discovery()
-        self.fleet.judge()
         # A server that cannot read the version now may read it later: it is updated when it is brought back.
         self.fleet.side_by_side(lambda server: server.pull(version), self.fleet.answering(), STRAGGLER_S)
         self._prepared = Published(version, params, sums)
@@ -151,7 +150,8 @@ class ServedEngine(Admission, RolloutEngine):
         paused = time.monotonic()
         self._current, self._prepared = self._prepared, None
         answering = self.fleet.answering()
-        self._verified = False
+        # Unless publishes wait for the responses under way, more of them may be asked for meanwhile.
+        self._verified = self._verified and self._config.update != "wait"
         self.fleet.begin_version()
         self._renew_all(answering)
         self._verified = True
@@ -210,8 +210,9 @@ class ServedEngine(Admission, RolloutEngine):
         metrics["rollout/responses_without_version"] = 0.0
         if asleep := self.fleet.all_in("asleep"):
             self._renew_all(asleep)
-        version = self.version
-        self.fleet.side_by_side(lambda server: server.check_serves(version), self.fleet.all_in("open"))
+        if self._config.update == "wait":  # otherwise a publish may be under way, and replies name their weights
+            version = self.version
+            self.fleet.side_by_side(lambda server: server.check_serves(version), self.fleet.all_in("open"))
         try:
             with contextlib.closing(self.fleet.stream(take, turns, self._shortest().vocab_size, metrics)) as stream:
                 for place, reply in stream:

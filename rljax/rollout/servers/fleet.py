@@ -75,7 +75,7 @@ class Fleet(Dispatcher):
           ValueError: There is no URL, a URL stands twice, has another form or holds a password, or ``discovery`` or
             ``api_key_file`` cannot be used.
         """
-        urls = config.urls if config.discovery is None else ()
+        urls = [url.rstrip("/") for url in config.urls] if config.discovery is None else []
         if not urls and config.discovery is None:
             raise ValueError("at least one server is needed, in urls or by discovery")
         key_file = find_client_key_file(config.api_key_file)
@@ -83,7 +83,7 @@ class Fleet(Dispatcher):
         for url in urls:
             check_url(url)
         if len(set(urls)) != len(urls):
-            raise ValueError(f"urls must be distinct, got {list(urls)}")
+            raise ValueError(f"urls must be distinct, got {urls}")
         self.discovery = None if config.discovery is None else Discovery(config.discovery, check_url)
         super().__init__(kind, config.limits)
         self._admission, self._stop = admission, stop
@@ -95,7 +95,7 @@ class Fleet(Dispatcher):
         self._proofs: dict[str, tuple[Future[Any], int]] = {}
         self._publishes = 0
         self._http = Http(headers)
-        self._list([url.rstrip("/") for url in urls])
+        self._list(urls)
 
     # ---- The list ----
 
@@ -254,8 +254,12 @@ class Fleet(Dispatcher):
                 raise error
 
     def begin_version(self) -> None:
-        """Makes the proofs that servers are giving now outdated, and forgets which servers were rejected."""
+        """Makes all proofs of the version before outdated, and forgets which servers were rejected.
+
+        None of them can be judged any more, because the trainer may have reused the buffers of that version's policy.
+        """
         self._publishes += 1
+        self._proofs = {url: asked for url, asked in self._proofs.items() if not asked[0].done()}
         for server in list(self._known.values()):
             server.rejected = None
 

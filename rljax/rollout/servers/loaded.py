@@ -135,10 +135,13 @@ def described_shape(text: Any, head_dim: int, *, tied: bool) -> dict[str, Any]:
 def _described_rope(text: Any) -> dict[str, Any]:
     """Returns the rotary settings of a configuration, without settings that change nothing.
 
-    Before version 5 transformers has them in ``rope_scaling`` and ``rope_theta``.
+    Before version 5 transformers has them in ``rope_scaling`` and ``rope_theta``. The ``mrope_`` keys of Qwen3.5 divide
+    the features between three positions of a token, which are equal in text.
     """
     rope = getattr(text, "rope_parameters", None)
     rope = rope or {"rope_theta": getattr(text, "rope_theta", None), **(getattr(text, "rope_scaling", None) or {})}
     rope = {"rope_type": rope.get("type", "default"), **rope, _CHUNKS: getattr(text, _CHUNKS, None)}
     idle = {"type": rope["rope_type"], "partial_rotary_factor": 1.0}
+    if hasattr(text, "linear_num_key_heads"):
+        rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
     return {name: value for name, value in rope.items() if value not in (None, idle.get(name))}

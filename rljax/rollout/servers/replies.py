@@ -16,7 +16,7 @@ from rljax.tokens import TOPS, T, TokenRecord, as_stored, blank
 
 ROUNDING = 1e-3
 """The largest error of a log-probability (nats), or of a sum of probabilities, that counts as rounding."""
-_NEVER = -9999.0  # vLLM's value for the logarithm of 0. SGLang's value is lower.
+_NEVER = -9999.0  # vLLM's value for the logarithm of 0, and its own endpoint's for NaN. SGLang's value is lower.
 _TIES = 16  # The most tokens beyond ``top_k`` that a server may keep because they tie with the last one.
 
 
@@ -231,8 +231,10 @@ def check_completion(
         raise ReplyError(f"{url} ended a response at {len(tokens)} tokens, its limit was {longest}")
     of_prompt = [value for top in completion.prompt_logprobs for value in top.values()]
     reported = np.concatenate([logprobs, np.array(of_prompt, np.float64)])
-    if not np.isfinite(reported).all():
-        raise ReplyError(f"{url} gave a log-probability of {reported[~np.isfinite(reported)][0]}")
+    is_none = ~np.isfinite(reported)
+    is_none[:count] |= logprobs <= _NEVER
+    if is_none.any():
+        raise ReplyError(f"{url} gave a log-probability of {reported[is_none][0]}")
     if reported.max() > ROUNDING:
         raise ReplyError(
             f"{url} gives logits (a log-probability of {reported.max():.3g}): it must give log-probabilities of the "

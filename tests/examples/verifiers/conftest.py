@@ -11,7 +11,7 @@ from generate_server import GenerateServer
 from vllm_processes import FORKED
 
 from rljax.rollout.build import load_jax_engine
-from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 
 HERE = Path(__file__).parent
 TOY = HERE.parents[2] / "rljax/configs/toy-base"
@@ -36,17 +36,11 @@ def toy_server():
 
 
 @pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory):
+def vllm_server(vllm_interpreter, tmp_path_factory):
     """Yields a real vLLM server that serves the toy base in float32."""
-    if os.environ.get("RLJAX_SKIP_VLLM") == "1":
-        pytest.skip("RLJAX_SKIP_VLLM=1")
-    try:
-        python = str(vllm_python())
-    except RuntimeError:
-        pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     settings = {"max_model_len": 512, "max_num_seqs": 16, "max_logprobs": 16, "log_path": log, "extra_env": FORKED}
-    server = start(VllmConfig(str(TOY), python, dtype="float32", **settings), timeout_s=540)
+    server = start(VllmConfig(str(TOY), vllm_interpreter, dtype="float32", **settings), timeout_s=540)
     yield server
     server.stop()
 

@@ -33,6 +33,11 @@ NO_OBJECT = "the arguments of add must be a JSON object"
             [ToolCall("say", {"text": "</tool_call><tool_call>\n"})],
         ),
         ('<think><tool_call>{"name": "now"}</tool_call></think>So 3.', []),
+        ('<think>First <tool_call> and so on</think><tool_call>{"name": "now"}</tool_call>', [NOW]),
+        (
+            '<think>a</think><tool_call>{"name": "say", "arguments": {"text": "</think></think>"}}</tool_call>',
+            [ToolCall("say", {"text": "</think></think>"})],
+        ),
         ('<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>', [NOT_JSON.format("Expecting ',' delimiter")]),
         ("<tool_call>add(1, 2)</tool_call>", [NOT_JSON.format("Expecting value")]),
         ("<tool_call>", [NOT_JSON.format("Expecting value")]),

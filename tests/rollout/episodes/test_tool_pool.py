@@ -60,6 +60,9 @@ class Tools(ToolEnvironment):
     tools = {name: f"persons_tools:{name}" for name in ("add", "slow", "crash", "hoard", "flood", "table", "later")}
     tools["missing"] = "persons_tools:missing"
 
+class Late(Tools):
+    scored_by = "persons_late_tools:equals"
+
 class Direct:
     async def reset(self, problem):
         self.calls = problem["calls"]
@@ -93,6 +96,8 @@ PAIR = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 @pytest.fixture(autouse=True)
 def tools_module(tmp_path, monkeypatch):
     (tmp_path / "persons_tools.py").write_text(MODULE)
+    late = "import time; time.sleep(1.0); from persons_tools import equals"
+    (tmp_path / "persons_late_tools.py").write_text(late)
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("persons_tools", None)
@@ -200,6 +205,10 @@ def test_an_answer_without_a_call_is_scored_by_the_named_reward():
         outcome = hosts.reward("none").result(60)
         assert outcome.failure == "raised"
         assert tool_counts(hosts) == {"tool_calls": 3, "env_errors": 1}
+    with hosts_of("Late", tool_timeout_s=0.5) as hosts:  # the time of an import does not count
+        hosts.reset("late", {"answer": "3"}).result(60)
+        assert hosts.step("late", "3", False).result(60) == Outcome(Reply(None, True))
+        assert hosts.reward("late").result(60) == Outcome(1.0)
 
 
 class Text(ToolEnvironment):

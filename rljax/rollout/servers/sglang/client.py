@@ -22,7 +22,7 @@ from rljax.rollout.servers.process import Dtype
 from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
 from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
 from rljax.rollout.servers.sglang.server import ANSWER
-from rljax.rollout.types import InFlight
+from rljax.rollout.types import InFlight, SamplingParams
 from rljax.weights.store import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class SglangBackend(Backend):
             np.array(read.output_ids, np.int32),
             arrays,
             are_others=list(map(itemgetter(1), meta.output_token_logprobs)) != read.output_ids,
-            finish_reason="None" if meta.finish_reason is None else meta.finish_reason.type,
+            finish_reason=_finish_reason(read, request.sampling),
             spans=as_spans(meta.weight_versions),
             cached=meta.cached_tokens,
             prompt_logprobs=prompt,
@@ -210,6 +210,20 @@ class SglangBackend(Backend):
             # The server may hold half of the weights, which must not sample.
             await ask_if_there(server, "POST", "/pause_generation", json={"mode": "retract"})
             raise
+
+
+def _finish_reason(reply: _SglangReply, sampling: SamplingParams) -> str:
+    """Returns the reason why a response ended.
+
+    SGLang decodes one more token before it gives a response up. It says "abort" also if this token completes it.
+    """
+    tokens, finish = reply.output_ids, reply.meta_info.finish_reason
+    if finish is not None and finish.type == "abort":
+        if tokens and tokens[-1] in sampling.stop_token_ids:
+            return "stop"
+        if len(tokens) == sampling.max_response_tokens:
+            return "length"
+    return "None" if finish is None else finish.type
 
 
 async def _update(server: Remote, update: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from rljax.errors import ReplyError, ServerRefusedError
+from rljax.errors import HandshakeError, ReplyError, ServerRefusedError
 from rljax.policy.rotary import read_rope
 from rljax.rollout.kinds import can
 from rljax.rollout.servers.handshake import (
@@ -259,6 +259,8 @@ class VllmBackend(Backend):
                 f"the weight-transfer backend is {described['backend']!r}, expected {BACKEND!r} "
                 "(--weight-transfer-config)"
             )
+        if described.get("reads_images"):
+            lines.append("it reads images, and only text is published: serve a save of its text (docs/families.md)")
         if expected.needs_routes and not described.get("returns_routes", False):
             lines.append(
                 "it does not report the experts of its tokens (rollout.router_replay = r3): start it with "
@@ -286,7 +288,15 @@ class VllmBackend(Backend):
         return lines
 
     async def show(self, server: Remote, probe: Mapping[str, Any]) -> None:
-        """Sends the probe to the plugin as the start of a weight transfer."""
+        """Sends the probe to the plugin as the start of a weight transfer.
+
+        Raises HandshakeError if the server has several engines, because only one of them answers the plugin's calls.
+        """
+        asked = [{"include_dp": with_engines} for with_engines in ("true", "false")]
+        workers = [await ask_if_there(server, "GET", "/get_world_size", params=params) for params in asked]
+        if workers[0] != workers[1]:
+            remedy = "start a server for each of them, without --data-parallel-size"
+            raise HandshakeError(f"{server.url}: only one of its engines would prove its weights: {remedy}")
         await server.call("POST", "/init_weight_transfer_engine", json={"init_info": probe})
 
     async def push(self, server: Remote, version: WeightVersion, in_flight: InFlight = "wait") -> None:

@@ -41,6 +41,7 @@ def describe(config: Any, *, tied: bool) -> dict[str, Any]:
         "block_size": cache.block_size if cache.enable_prefix_caching else 1,
         "backend": transfer.backend if transfer is not None else None,
         "head_sizes": supported_head_sizes(),
+        "reads_images": bool(model.is_multimodal_model),
         "returns_routes": bool(getattr(outputs, "enable_return_routed_experts", False)),
         "shape": described_shape(model.hf_text_config, model.get_head_size(), tied=tied),
     }
