@@ -110,10 +110,13 @@ if [[ -n "$server_gpus" ]]; then
   done
 fi
 if [[ -n "$server_gpus" && -z "$memory" ]]; then
-  [[ -n "$trainer_gpus${CUDA_VISIBLE_DEVICES+set}" || "${JAX_PLATFORMS:-}" == cpu* ]] ||
-    die "--server-gpus: give --trainer-gpus, too, or the trainer takes these GPUs as well"
+  trains="$trainer_gpus"
+  if [[ -z "$trains" && "${JAX_PLATFORMS:-}" != cpu* ]]; then
+    trains="${CUDA_VISIBLE_DEVICES-all}"
+    [[ "$trains" != all ]] || die "--server-gpus: give --trainer-gpus, too, or the trainer takes these GPUs as well"
+  fi
   for gpu in "${gpus[@]}"; do
-    [[ ",$trainer_gpus," != *",$gpu,"* ]] || die "GPU $gpu is to train and to serve: give --gpu-memory-utilization"
+    [[ ",$trains," != *",$gpu,"* ]] || die "GPU $gpu is to train and to serve: give --gpu-memory-utilization"
   done
 fi
 
@@ -186,7 +189,7 @@ servers=() trainer="" asked=false
 SECONDS=0
 # Should this script be killed outright, the kernel ends the trainer; the servers notice by themselves.
 tied=()
-if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig KILL); fi
+if setpriv --pdeathsig KILL true 2>/dev/null; then tied=(setpriv --pdeathsig KILL); fi
 
 running() { kill -0 "$1" 2>/dev/null; }
 

@@ -17,6 +17,8 @@ import dataclasses
 import functools
 import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +28,9 @@ from typing import Any
 from rljax.data.tokenizer import load_tokenizer
 from rljax.distributed.acts import follow as follow_acts
 from rljax.distributed.files import write_whole
+from rljax.distributed.gpus import unused_gpus
 from rljax.distributed.ownership import Ownership
-from rljax.distributed.processes import Processes, start_processes, unused_gpus
+from rljax.distributed.processes import Processes, start_processes
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.plan.dry_run import check_shapes, dry_run, lacks_at_start
 from rljax.policy.attention import find_implementation
@@ -70,6 +73,8 @@ GUARD_STATUS = 3
 
 def main(argv: Sequence[str]) -> int:
     """Runs training; returns the exit status."""
+    if os.getpid() == 1:  # the first process of a container, which SIGTERM does not end without a handler
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     words, options = own_options(argv)
     config = load_config(
         Config, words, prog=PROG, description=__doc__ or "", example="quickstart", common=COMMON_OPTIONS

@@ -146,25 +146,28 @@ class Acceptance:
     def run(self) -> None:
         """Makes the missing checks, and puts the first weights back at the end, however it comes."""
         todo = [name for name in CHECKS if self._lacks(name)]
-        try:
-            with caller_errors(), self._server.watched():
-                self._put_back()  # for a command before that was killed
-                for name in (bar := tqdm(todo, unit="check", file=sys.stderr)):
-                    bar.set_postfix_str(name)
-                    self._make(name)
-        finally:
-            self._put_back()
-            self.document["passed"] = not any(map(self._lacks, CHECKS)) and not self.document["away"]
-            self._write()
+        with caller_errors():
+            try:
+                with self._server.watched():
+                    self._put_back()  # for a command before that was killed
+                    for name in (bar := tqdm(todo, unit="check", file=sys.stderr)):
+                        bar.set_postfix_str(name)
+                        self._make(name)
+            finally:
+                self._put_back()
+                self.document["passed"] = not any(map(self._lacks, CHECKS)) and not self.document["away"]
+                self._write()
 
     def _put_back(self) -> None:
         """Puts the first weights back, if the server may hold others. SIGINT and SIGTERM do nothing meanwhile."""
         if self.document["away"]:
             before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
-            self._make(PUT_BACK)
-            self.document["away"] = self._lacks(PUT_BACK)
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            try:
+                self._make(PUT_BACK)
+                self.document["away"] = self._lacks(PUT_BACK)
+            finally:
+                for each, handler in before.items():
+                    signal.signal(each, handler)
 
     def _make(self, name: str) -> None:
         """Makes a check, unless one that it needs has failed, and records what it found."""
@@ -172,8 +175,9 @@ class Acceptance:
         if failed := [need for need in part.needs if self._lacks(need)]:
             found = {"status": "SKIPPED", "skipped": f"not tried, because {' and '.join(failed)} did not pass"}
         else:
-            self.document["away"] |= bool(part.needs)
-            self._write()
+            if part.needs:
+                self.document["away"] = True
+                self._write()
             try:
                 found = getattr(self._checks, part.method)()
             except Exception as error:  # of any kind: the other checks go on

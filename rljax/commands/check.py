@@ -38,6 +38,7 @@ from rljax.distributed.answering import answer_requests
 from rljax.distributed.child import Child, Decoder, LostError
 from rljax.distributed.files import write_whole
 from rljax.distributed.frames import Frames
+from rljax.errors import caller_errors
 from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import MAX_CHUNK
 from rljax.policy.hub import KNOWN_SHAPES
@@ -184,6 +185,10 @@ def main(argv: Sequence[str]) -> int:
     """Runs the checks, prints a table, writes the JSON file after each part, and returns the exit status."""
     arguments = parse_arguments(CheckArguments, argv, prog="rljax check", description=__doc__ or "")
     began, path, found = time.monotonic(), arguments.json, dict[str, CheckFacts]()
+    if path is not None:
+        with caller_errors():  # a file that cannot be written is found before the parts run
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
     for name, one in run_parts(make_parts(arguments), arguments):
         found[name] = one
         if path is None and not arguments.tiny:
@@ -192,8 +197,8 @@ def main(argv: Sequence[str]) -> int:
         if path is not None:
             failed = [name for name, one in found.items() if one["status"] == "failed"]
             document = {"command": shlex.join(["rljax", "check", *argv]), "parts": found, "failed": failed}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, finite_json(document))
+            with caller_errors():
+                write_whole(path, finite_json(document))
     print(text_table([[name, line(one)] for name, one in found.items()]))
     counts = Counter(one["status"] for one in found.values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("ok", "failed", "skipped"))

@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax.data.prompts import DataConfig
-from rljax.distributed.processes import unused_gpus
+from rljax.distributed.gpus import unused_gpus
 from rljax.errors import ConfigError
 from rljax.plan.compile import memory_by_kind
 from rljax.plan.dry_run import beside_bytes, in_units, planned_bytes

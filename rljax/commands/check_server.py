@@ -153,7 +153,8 @@ class ServerChecks:
         self._dtypes = tuple(dict.fromkeys(("float32", self._dtype)))
         self._prompts = load_problems(inputs.config, inputs.tokenizer).prompts
         factor = MIXTURE_FACTOR if inputs.policy.num_experts else 1.0
-        self._highest, self.bar = GAP_RANGES[self._dtype][1] * factor, bar or BARS[self._dtype] * factor
+        self._highest = GAP_RANGES[self._dtype][1] * factor
+        self.bar = BARS[self._dtype] * factor if bar is None else bar
 
     def handshake(self) -> CheckFacts:
         """Shakes hands with the server as a run does."""

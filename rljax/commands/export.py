@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
-from safetensors import SafetensorError
 
 from rljax.data.tokenizer import load_tokenizer
 from rljax.distributed.files import filled_directory
 from rljax.errors import ConfigError, caller_errors, parse_json
 from rljax.evaluate import find_policy
 from rljax.policy.adapter_files import CONFIG_NAME, WEIGHTS_NAME
-from rljax.policy.hf import save_params
+from rljax.policy.hf import SafetensorError, save_params
 from rljax.policy.peft import save_adapters
 from rljax.run.options import Positional, parse_arguments
 from rljax.sharding import MeshConfig, make_mesh

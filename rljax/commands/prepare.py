@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shlex
 import sys
@@ -54,6 +55,7 @@ from rljax.data.prompts import (
 )
 from rljax.data.shards import FILE_SUFFIXES, SHARD, one_set, source_files
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
+from rljax.distributed.files import write_whole
 from rljax.errors import ConfigError, caller_errors, describe, name_changes, parse_json
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
@@ -179,14 +181,17 @@ class ScoreFile:
                 if changes:
                     said = f"{path} was scored with other settings: {changes}"
                     raise ConfigError(f"{said}; delete it or give another --scores")
-                path.write_text(whole, encoding="utf-8")
+                if whole != text:
+                    write_whole(path, whole)
                 return
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     def add(self, key: str, rewards: list[float]) -> None:
-        """Writes one problem's rewards."""
+        """Keeps one problem's rewards. They are written unless one is NaN, so a failed scoring is tried again."""
         self.rewards[key] = rewards
+        if any(map(math.isnan, rewards)):
+            return
         with self._path.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"key": key, "rewards": rewards}) + "\n")
 
@@ -260,7 +265,8 @@ def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tok
     """Samples and scores ``samples`` responses to each problem that is not scored yet."""
     with caller_errors():
         policy = find_policy(str(arguments.model))
-        pool = RewardPool(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s)
+        scoring = arguments.reward, arguments.reward_workers, arguments.reward_timeout_s
+        pool = RewardPool(*scoring, unscored=math.nan)
         prompt_tokens = max(len(prompt_ids(problem, tokenizer)) for problem in problems)
         limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
     names = ("model", "samples", "temperature", "reward", "seed")
@@ -300,7 +306,8 @@ def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tok
                     bar.update()
         counts = pool.pop_metrics()
     if counts["reward/errors"]:
-        print(f"warning: {counts['reward/errors']} responses could not be scored and count as wrong", file=sys.stderr)
+        failed = f"{counts['reward/errors']} responses could not be scored and count as wrong"
+        print(f"warning: {failed}; the same command tries their problems again", file=sys.stderr)
     return scores
 
 

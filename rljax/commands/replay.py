@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -30,7 +28,7 @@ from typing import Any
 from rljax.errors import ConfigError, caller_errors, import_for, print_end
 from rljax.mismatch.names import STEP_COLUMNS
 from rljax.record.lengths import LengthLog, read_lengths
-from rljax.record.rows import cell, text_table
+from rljax.record.rows import cell, finite_json, text_table
 from rljax.run.options import Positional, parse_arguments
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import RateLaw, RuleOutcome, largest_ratio, neighbours_of, replay_rule
@@ -206,11 +204,6 @@ def logs_table(results: Sequence[Replay]) -> list[list[str]]:
     return rows
 
 
-def known(values: Sequence[float]) -> list[float | None]:
-    """Returns the values, with None for numbers that are not finite, because JSON has no such numbers."""
-    return [value if math.isfinite(value) else None for value in values]
-
-
 def outcome_numbers(outcome: RuleOutcome) -> dict[str, Any]:
     """Returns the entry of a rule in the JSON."""
     config, level = outcome.rule.config, outcome.nearest
@@ -239,9 +232,9 @@ def log_numbers(result: Replay) -> dict[str, Any]:
         "truncated_column": log.truncated_column,
         "step_column": log.step_column,
         "steps": len(log.lengths),
-        "lengths": known(log.lengths),
-        "truncated_fractions": known(log.truncated),
-        "ratios": known(result.in_use.ratios),
+        "lengths": log.lengths,
+        "truncated_fractions": log.truncated,
+        "ratios": result.in_use.ratios,
         "learning_rates": list(result.in_use.rates),
         "largest_ratio": result.largest and {"ratio": result.largest[0], "step": result.largest[1]},
         "rules": [outcome_numbers(outcome) for outcome in result.outcomes],
@@ -298,11 +291,11 @@ def main(argv: Sequence[str]) -> int:
         if options.picture and results:
             draw(results, options.picture, figure)
         if options.json:
-            text = json.dumps(numbers(found, options), allow_nan=False)
+            text = finite_json(numbers(found, options), indent=None)
             if prints_json:
-                print(text)
+                print(text, end="")
             else:
-                options.json.write_text(text + "\n", encoding="utf-8")
+                options.json.write_text(text, encoding="utf-8")
     if results and not prints_json:
         print("\n".join(report(results[0])) if len(found) == 1 else text_table(logs_table(results)))
         if options.picture:

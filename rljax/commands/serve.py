@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from rljax.rollout.servers.process import Dtype, environment_python
 from rljax.weights.access import find_key_file, make_own_key_file, private_address
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5  # The time between two looks at the server or at the calling process (seconds).
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,17 +90,20 @@ def serve(server: Any, argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format=f"{kind.lower()}_server: %(message)s")
     options = parse(kind, argv)
     url_file, timeout_s, follow_parent = (options.pop(name) for name in ("url_file", "timeout", "follow_parent"))
-    parent = os.getppid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
     if follow_parent:
         # Ctrl-C reaches the whole terminal group; the caller may want the server until it has saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
     try:
         config = server.CONFIG(**_with_own_key(options))
         if not (options.get("python") or importlib.util.find_spec(kind.lower()) or shutil.which(kind.lower())):
             config = dataclasses.replace(config, python=str(environment_python(kind)))
-    except (RuntimeError, ValueError) as error:
+        if url_file is not None:
+            url_file.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError, ValueError) as error:
         log.error("%s", error)
         return 2
     try:
@@ -107,15 +113,20 @@ def serve(server: Any, argv: Sequence[str]) -> int:
                 url_file.write_text(process.url + "\n")
             print(process.url, flush=True)
             while process.alive():
-                if follow_parent and os.getppid() != parent:
-                    log.info("the calling process has ended; stopping")
-                    return 0
-                time.sleep(0.5)
+                time.sleep(_LOOK_S)
             log.error("the server ended; the end of %s:\n%s", process.log_path, process.log_tail())
             return 1
     except ServerFailedError as error:
         log.error("%s", error)
         return 1
+
+
+def _end_after(parent: int) -> None:
+    """Ends this program, as SIGTERM does, once the calling process ``parent`` has ended."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    log.info("the calling process has ended; stopping")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _with_own_key(options: dict[str, Any]) -> dict[str, Any]:

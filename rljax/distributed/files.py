@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from rljax.distributed.ownership import claim, provably_dead
 from rljax.errors import writing
@@ -16,6 +16,12 @@ from rljax.errors import writing
 VERSIONS = 2
 """The number of versions of the weights that exist at a time: one is written while servers load the version before."""
 _OWNER = "owner.json"
+
+# Of version 2 of control groups and of version 1: the line of /proc/self/cgroup, the folder, names of files and keys.
+_GROUPS = (
+    (r"^0::/(.*)$", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+    (r"^\d+:[^:]*memory.*?:/(.*)$", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
 
 
 @contextlib.contextmanager
@@ -79,23 +85,31 @@ def memory_directory() -> Path:
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def free_memory() -> int | None:
+def free_memory(root: Path = Path("/")) -> int | None:
     """Returns the bytes that processes of this machine can still take; None if the system does not say.
 
-    The limit of a container (cgroup v2) counts if it is smaller.
+    A limit of the container or of Slurm (cgroups) counts if it is smaller. ``root`` is the directory of proc and sys.
     """
     with contextlib.suppress(OSError):
-        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        if found is None:
-            return None
-        free, group = int(found.group(1)) * 1024, Path("/sys/fs/cgroup")
-        with contextlib.suppress(OSError, ValueError, KeyError):  # there is no such group, or it has no limit
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.current").read_text())
-            used -= int(stat["inactive_file"]) + int(stat["active_file"])  # the system gives these back when asked
-            free = min(free, int((group / "memory.max").read_text()) - used)
-        return free
+        found = re.search(r"^MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        if found is not None:
+            return min([int(found.group(1)) * 1024, *_free_in_groups(root)])
     return None
+
+
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """Yields the bytes that are left to the control group of this process and to each group above it with a limit."""
+    own = root / "proc/self/cgroup"
+    groups = own.read_text() if own.exists() else ""
+    for line, folder, limit, usage, prefix in _GROUPS:
+        found = re.search(line, groups, re.MULTILINE)
+        name = PurePosixPath(found.group(1) if found is not None else "")
+        for group in (root / folder / each for each in (name, *name.parents)):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # there is no such group, or it has no limit
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                files = int(stat[f"{prefix}inactive_file"]) + int(stat[f"{prefix}active_file"])
+                # The system gives the memory of files back when asked.
+                yield int((group / limit).read_text()) - int((group / usage).read_text()) + files
 
 
 def check_room(directory: Path, version_bytes: int, setting: str) -> None:

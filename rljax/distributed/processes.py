@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -19,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -338,9 +336,10 @@ def start_processes(
     where: dict[str, Any] = place if all(is_set) else {}
     # The preemption notifier of JAX would take SIGTERM until Python installs a handler.
     jax.config.update("jax_enable_preemption_service", False)
-    jax_heartbeat_s = int(_JAX_HEARTBEAT_FACTOR * heartbeat_s) + 10
+    timeouts: dict[str, Any] = {"heartbeat_timeout_seconds": int(_JAX_HEARTBEAT_FACTOR * heartbeat_s) + 10}
     try:
-        jax.distributed.initialize(**where, initialization_timeout=_INIT_S, heartbeat_timeout_seconds=jax_heartbeat_s)
+        with _without_proxies():
+            jax.distributed.initialize(**where, **timeouts, initialization_timeout=_INIT_S)
     except ValueError as error:
         if any(is_set) or "coordinator_address" not in str(error):
             raise ConfigError(f"the processes of this run cannot be started: {error}") from error
@@ -357,42 +356,20 @@ def start_processes(
     return Processes(jax.process_index(), jax.process_count(), **limits)
 
 
+@contextlib.contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Hides the proxies that the environment names. A gRPC client would reach process 0 through them."""
+    names = ("grpc_proxy", "https_proxy", "http_proxy")
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.lower() in names}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def _is_only_task() -> bool:
     """Returns whether this is the only task of a step of Slurm or Open MPI, to which JAX would give one GPU."""
     return any(os.environ.get(name) == "1" for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-
-
-CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-"""The packages of which JAX needs one to see NVIDIA GPUs."""
-
-
-def unused_gpus(used: int, devices: Path = Path("/dev")) -> str | None:
-    """Returns a line about this machine's NVIDIA GPUs that no process of the run uses, or None if all are used.
-
-    ``used`` is the number of GPUs that this process uses. The directory ``devices`` has a file ``nvidiaN`` for each
-    GPU. The line is None if the environment variable JAX_PLATFORMS asks for the CPU.
-
-    Raises:
-      ConfigError: JAX has its plugin for CUDA and finds none of the GPUs.
-    """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = devices.glob("nvidia[0-9]*") if chosen is None else filter(None, chosen.split(","))
-    here = len(list(names))
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
-    asks_for_cpu = os.environ.get("JAX_PLATFORMS", "").partition(",")[0] == "cpu"
-    if used * int(re.findall(r"\d+", tasks)[0]) >= here or asks_for_cpu:
-        return None
-    if not used and any(map(importlib.util.find_spec, CUDA_PLUGINS)):
-        raise ConfigError(
-            f"JAX finds none of the {here} GPUs of this machine, although its plugin for CUDA is installed. Usual "
-            "causes: LD_LIBRARY_PATH names another cuDNN or CUDA (unset it), or lacks the driver's libraries (on GKE "
-            "/usr/local/nvidia/lib64); the driver is too old. JAX_PLATFORMS=cuda shows JAX's own error, and "
-            "JAX_PLATFORMS=cpu trains on the CPU"
-        )
-    return (
-        f"this process trains on {used} of the {here} GPUs of this machine; look at mesh, JAX_LOCAL_DEVICE_IDS, "
-        "run.processes (1: all GPUs here) and whether jax is installed with CUDA"
-    )
 
 
 def _several_by_environment() -> str:

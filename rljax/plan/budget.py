@@ -81,14 +81,14 @@ class Devices(NamedTuple):
     """The devices of a run."""
 
     number: int  # the number of devices
-    is_here: bool  # whether this machine has the devices
+    is_here: bool  # whether the run has the devices, on this host and others
     name: str  # the name of a device
     memory: int | None  # the memory of a device in bytes, or None for a CPU, whose memory is the host's
 
     @property
     def on_host(self) -> int:
         """The number of devices on one host."""
-        return self.number if self.is_here else min(self.number, _DEVICES_A_HOST)
+        return min(self.number, jax.local_device_count() if self.is_here else _DEVICES_A_HOST)
 
 
 def find_devices(mesh: Any, card: Card | None = None) -> Devices:
@@ -206,7 +206,7 @@ def host_demand(
         "the last version for deltas": weights * (served and config.publish.store != "shared"),
         "likeliest tokens": batches * tops + packed,  # one more batch is packed into rows
         "routes": batches * route_bytes(config, policy),
-        "arrays of an update": devices.number * max(training, sampling) * on_cpu,
+        "arrays of an update": devices.on_host * max(training, sampling) * on_cpu,
         # The state is there twice for a moment.
         "arrays between updates": (devices.on_host * resident + state) * (config.rollout.colocated and not on_cpu),
         # On a CPU the state is copied only where there is room for it.

@@ -313,7 +313,11 @@ def _rope(raw: Mapping[str, Any], longest: Any) -> tuple[Any, RopeScaling | None
         raise ValueError(f"original_max_position_embeddings is {length!r:.60} in the file and {said}, delete one")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     thetas = rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0
-    return next(theta for theta in thetas if theta is not None), scaling
+    theta = next(theta for theta in thetas if theta is not None)
+    unread = (raw.get("rope_parameters") or {}).get("rope_theta")
+    if thetas[:2] == (None, None) and unread not in (None, theta):
+        raise ValueError(f"rope_theta = {unread!r:.60} in rope_parameters is not read: give it in rope_scaling, too")
+    return theta, scaling
 
 
 def _rotary_share(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError as SafetensorError
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from rljax.distributed.files import replacing
@@ -195,9 +196,7 @@ def _open_sources(directory: Path) -> dict[str, Any]:
     if index_path.is_file():
         files = _files_of_index(index_path)
         if single.is_file() and files != [SINGLE_NAME]:
-            raise ValueError(
-                f"{directory} has {SINGLE_NAME}, and {INDEX_NAME} names other files: delete one of the two"
-            )
+            raise ValueError(f"{directory} has {SINGLE_NAME}, and {INDEX_NAME} names other files: delete one of them")
     elif single.is_file():
         files = [SINGLE_NAME]
     else:

@@ -125,15 +125,16 @@ def plot_accuracy(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """Draws the accuracy on each evaluation dataset, not smoothed."""
     head(axis, "Evaluation accuracy", "accuracy")
     keys = sorted({key for run in runs for row in run.rows for key in row if is_accuracy(key)})
-    for key, marker in zip(keys, itertools.cycle("osD^v"), strict=False):
+    names = [key[len("eval/") : -len("/accuracy")] for key in keys]
+    for key, name, marker in zip(keys, names, itertools.cycle("osD^v"), strict=False):
         draw(axis, runs, key, linewidth=1.6, marker=marker, markersize=4.5)
-        axis.plot([], [], color=QUIET, marker=marker, markersize=4.5, label=key.split("/")[1])
+        axis.plot([], [], color=QUIET, marker=marker, markersize=4.5, label=name)
     if not keys:
         note(axis, "no eval/*/accuracy in the record")
         return
     axis.set_ylim(bottom=0)
     if len(keys) == 1:
-        axis.set_ylabel(f"accuracy, {keys[0].split('/')[1]}")
+        axis.set_ylabel(f"accuracy, {names[0]}")
     else:
         axis.legend(frameon=False, fontsize=8.5, labelcolor=QUIET, loc="best")
 

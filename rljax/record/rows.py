@@ -108,10 +108,10 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def finite_json(plain: Any) -> str:
-    """Formats plain values as JSON; numbers that are not finite become null."""
+def finite_json(plain: Any, indent: int | None = 1) -> str:
+    """Formats plain values as JSON, in one line if ``indent`` is None; numbers that are not finite become null."""
     finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
-    return json.dumps(finite, indent=1, allow_nan=False) + "\n"
+    return json.dumps(finite, indent=indent, allow_nan=False) + "\n"
 
 
 def run_dumps(run_dir: Path) -> list[Path]:

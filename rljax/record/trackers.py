@@ -82,7 +82,7 @@ class Tracker(Protocol):
 
     Any method may raise, and then no method is called any more. The class may have two static methods. ``check()`` is
     called before the run starts, and raises ValueError if the tracker cannot be used. ``abandon()`` is called on
-    another thread if the tracker did not end in time. It stops everything that would hold up the end of the process.
+    another thread if the tracker failed or did not end in time. It stops all that would hold up the process's end.
     """
 
     where: str  # the place at which a reader finds the run, for one line on the terminal
@@ -109,6 +109,7 @@ class Trackers:
         self._config = config
         self._makers = {kind: _find(kind) for kind in config.trackers}
         self._fed: list[str] = []  # the trackers that get rows; one that fails leaves
+        self._open: list[str] = []  # the trackers that have not ended
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._left_s: Callable[[], float] = lambda: math.inf
         self._failed = False
@@ -125,7 +126,7 @@ class Trackers:
         ``config`` is the resolved configuration, nested as in config.yaml, and ``settings`` has its values by dotted
         key. ``left_s`` returns the seconds until the process has to end.
         """
-        self._left_s, self._fed = left_s, [*self._makers]
+        self._left_s, self._fed, self._open = left_s, [*self._makers], [*self._makers]
         name = self._config.run_name or run_dir.resolve().name
         run = TrackedRun(self._config.project, name, "", run_dir / FOLDER, config, settings)
         self._thread = threading.Thread(target=self._feed, args=(run,), daemon=True)
@@ -150,7 +151,7 @@ class Trackers:
             self._failed = error is not None
             self._rows.put(None)
             self._thread.join(1.0 if isinstance(error, KeyboardInterrupt) else max(min(self._left_s(), END_S), 1.0))
-        for kind in [*self._fed]:
+        for kind in [*self._open]:
             self._leave("it did not end in time", kind)
             with contextlib.suppress(Exception):  # of a process that has just ended, or of a user's class
                 getattr(self._makers[kind], "abandon", lambda: None)()
@@ -161,7 +162,7 @@ class Trackers:
         for kind, make in self._makers.items():
             with self._told(kind):
                 run.directory.mkdir(exist_ok=True)
-                own_id = _id_of(run.directory / f"{kind}.json", run.project)
+                own_id = _id_of(run.directory / f"{kind.replace('/', '_')}.json", run.project)
                 trackers[kind] = make(dataclasses.replace(run, id=own_id))
                 tqdm.write(f"tracked by {kind}: {trackers[kind].where}", file=sys.stderr)
         while (row := self._rows.get()) is not None:
@@ -174,7 +175,7 @@ class Trackers:
                 results = parse_json(summary.read_bytes()) if summary.exists() and not self._failed else {}
                 figures = {"report": picture} if picture.exists() and not self._failed else {}
                 trackers[kind].finish(results, figures, self._failed)
-                self._fed.remove(kind)
+                self._open.remove(kind)
 
     @contextlib.contextmanager
     def _told(self, kind: str) -> Iterator[None]:

@@ -180,7 +180,8 @@ class _TensorBoard:
     def _write(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import histogram_raw, scalar
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import histogram_raw
 
         if self._file is None:
             self._directory.mkdir(exist_ok=True)
@@ -190,9 +191,11 @@ class _TensorBoard:
             for event in (Event(file_version="brain.Event:2"), Event(session_log=start)):
                 event.step = self._first_step
                 self._file.write_event(event)
-        numbers = {k: v for k, v in row.items() if isinstance(v, (bool, int, float)) and k != "step"}
+        numbers = {k: float(v) for k, v in row.items() if isinstance(v, (bool, int, float)) and k != "step"}
+        # tensorboardX.summary.scalar would replace characters of the keys.
+        scalars = [Summary.Value(tag=key, simple_value=number) for key, number in numbers.items()]
         shapes = [_histogram(name, counts) for name, counts in histograms.items() if counts.any()]
-        for summary in (*itertools.starmap(scalar, numbers.items()), *(histogram_raw(**shape) for shape in shapes)):
+        for summary in (Summary(value=scalars), *(histogram_raw(**shape) for shape in shapes)):
             self._file.write_event(Event(summary=summary, step=row["step"], wall_time=time.time()))
         self._file.flush()
 

@@ -24,10 +24,18 @@ class RewardPool:
     """A pool of worker processes that scores responses as they arrive; a context manager.
 
     A response cannot be scored if the reward raises, the worker dies, the reward is not finite, or no result comes
-    within ``timeout_s``. It gets 0.0 and is counted separately.
+    within ``timeout_s``. It gets ``unscored`` and is counted separately.
     """
 
-    def __init__(self, reward: str, workers: int | None = None, timeout_s: float = 10.0, *, memory_gib: float = 4.0):
+    def __init__(
+        self,
+        reward: str,
+        workers: int | None = None,
+        timeout_s: float = 10.0,
+        *,
+        memory_gib: float = 4.0,
+        unscored: float = 0.0,
+    ):
         """Checks the reward and starts the workers without waiting for them.
 
         Args:
@@ -36,6 +44,7 @@ class RewardPool:
             of the toy tasks, otherwise one less than the number of CPU cores, at most 8.
           timeout_s: The longest time for one response (seconds), without its waiting time. A slower worker is replaced.
           memory_gib: The memory limit of a worker, in GiB.
+          unscored: The reward of a response that could not be scored.
 
         Raises:
           ValueError: The reward cannot be found, or a worker cannot import it.
@@ -47,7 +56,7 @@ class RewardPool:
         if not 0.0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
         self._function = resolve_reward(reward)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._unscored = timeout_s, unscored
         self._lock = threading.Lock()
         self._errors = self._timeouts = 0
         self._closed = False
@@ -59,8 +68,8 @@ class RewardPool:
     def submit(self, problem: Mapping[str, Any], response: str, truncated: bool) -> Future[float]:
         """Starts to score one response.
 
-        The result of the future is a finite float, 0.0 if the response could not be scored. It raises RuntimeError only
-        if no worker can be started, and CancelledError after ``close``.
+        The result of the future is a finite float, or ``unscored`` if the response could not be scored. It raises
+        RuntimeError only if no worker can be started, and CancelledError after ``close``.
 
         Raises:
           RuntimeError: The pool is closed.
@@ -125,4 +134,4 @@ class RewardPool:
             self._timeouts += timed_out
         if first:
             log.warning("a response could not be scored and earns 0: %s", complaint)
-        return 0.0
+        return self._unscored

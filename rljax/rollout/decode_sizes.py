@@ -62,16 +62,17 @@ class DecodeSizes(NamedTuple):
 def batch_sizes(rows: int, n: int, budget: int, ways: int) -> DecodeSizes:
     """Returns the sizes of the batch that decodes ``rows`` responses, ``n`` to a prompt.
 
-    Memory has room for the cache of ``budget`` responses, and the mesh splits rows into ``ways`` parts. A batch with
-    fewer slots than ``rows`` has a multiple of ``ways`` slots, even if that exceeds a very small budget.
+    Memory has room for the cache of ``budget`` responses, and the mesh splits rows into ``ways`` parts. The slots are a
+    multiple of ``ways``, because otherwise every device has all of them. That may exceed a very small budget.
     """
-    if rows <= budget:
-        return DecodeSizes(rows, n, rows // n)
+    whole = -(-rows // ways) * ways
     most = max(1, budget // 8)
     unit = max(divisor for divisor in range(1, n + 1) if n % divisor == 0 and divisor <= most)
     step = math.lcm(unit, ways)
     slots = max(1, budget // step) * step
-    return DecodeSizes(rows, n, rows // n) if slots >= rows else DecodeSizes(slots, unit, max(1, slots // (8 * unit)))
+    if whole <= max(budget, slots):
+        return DecodeSizes(whole, n, whole // n)
+    return DecodeSizes(slots, unit, max(1, slots // (8 * unit)))
 
 
 def padded_count(count: int, step_prompts: int) -> int:

@@ -118,13 +118,16 @@ Another thread must not use it: the trainer may have reused the buffers of the p
 
 
 class Stopping(Protocol):
-    """The two questions about the end of a run that an engine asks while it waits. Any thread may call both methods."""
+    """The run, as an engine that waits for servers or responses sees it. Any thread may call the methods."""
 
     def is_requested(self) -> bool:
         """Returns whether the run was asked to stop, so that no new wait may begin."""
 
     def gives_up(self) -> bool:
         """Returns whether work under way must be given up now, such as responses that are being sampled."""
+
+    def progress(self) -> None:
+        """Reports progress, or a wait that has a limit of its own, so that the run does not count as stuck."""
 
 
 def check_wanted(stop: Stopping) -> None:

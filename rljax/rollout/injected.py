@@ -42,7 +42,8 @@ def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
     ``logical`` has the logical axes of the tensor. The model width is the input if it is the first axis of the matrix,
     and the output if it is the last.
     """
-    if logical[0] != "layers" or "router" in logical or not {"embed", "expert_embed"} & set(logical):
+    is_matrix = logical[0] == "layers" and len(logical) > 2  # a bias has one axis
+    if not is_matrix or "router" in logical or not {"embed", "expert_embed"} & set(logical):
         return ()
     first = 2 if logical[1] == "experts" else 1
     inputs = (first,) if logical[first] in ("embed", "expert_embed") else range(first, len(logical) - 1)

@@ -31,6 +31,7 @@ Ability = Literal[
     "cuts_by_share",  # it cuts tokens below a share of the likeliest token's probability
     "scores_alone",  # it scores a sampled token without any likeliest token
     "widens_head",  # its LM head may compute in float32 beside weights of 16 bits
+    "samples_cold",  # it samples at a temperature between 0 and 0.01 as given
 ]
 
 _SERVER: tuple[Ability, ...] = (
@@ -38,12 +39,14 @@ _SERVER: tuple[Ability, ...] = (
     *("takes_seeds", "scores_alone", "widens_head"),
 )
 ENGINES: dict[str, frozenset[Ability]] = {
-    "exact": frozenset({"is_exact", "cuts", "cuts_by_share", "injects"}),
-    "jax": frozenset({"decodes", "lags", "cuts", "cuts_by_share", "injects", "replays", "reports_routes"}),
+    "exact": frozenset({"is_exact", "cuts", "cuts_by_share", "injects", "samples_cold"}),
+    "jax": frozenset(
+        {"decodes", "lags", "cuts", "cuts_by_share", "injects", "replays", "reports_routes", "samples_cold"}
+    ),
     "vllm": frozenset(
         {*_SERVER, "sleeps", "cuts", "cuts_by_share", "replays", "reports_routes", "weight_form", "decodes_given"}
     ),
-    "sglang": frozenset({*_SERVER, "replays"}),
+    "sglang": frozenset({*_SERVER, "replays", "samples_cold"}),
 }
 """The abilities of each engine, by its name in ``rollout.engine``. ``build.py`` makes the engine."""
 LACKING: dict[str, frozenset[Ability]] = {
@@ -87,6 +90,7 @@ WISHES = (
     Wish("router_replay = r3", "reports_routes", lambda c: c.router_replay == "r3"),
     Wish("min_p", "cuts_by_share", lambda c: c.min_p > 0),
     Wish("top_k", "cuts", lambda c: c.is_cut, ", whose log-probabilities are of the distribution before the cut"),
+    Wish("temperature below 0.01", "samples_cold", lambda c: c.temperature < 0.01, ", which raises it to 0.01"),
     Wish("inject", "injects", lambda c: c.inject.changes_weights or c.inject.logit_noise > 0),
 )
 """The settings that need an ability, in the order in which they are checked."""

@@ -19,6 +19,7 @@ OCCASIONAL = (
     *("eval/", "optimizer/grad_noise", "mismatch_position/", "mismatch_entropy/", "mismatch_staleness/"),
     *("mismatch/sum_", "mismatch_self/", "mismatch_free_routing/", "mismatch_numerics/", "mismatch_drift/"),
     *("is_numerics/", "is_drift/", "turns/turn_", "turns/after_", "rollout/servers_", "publish/mirrors_"),
+    *("rollout/cached_", "time/eval_", "perf/save_"),
 )
 ERRORS = "reward/error_fraction"
 

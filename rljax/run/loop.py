@@ -112,25 +112,27 @@ def train(
         return state
     parts.batches.start(progress.step)
     try:
-        with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
-            _make_steps(parts, newest, record, profiler)
-        checkpointer.wait()
-    except StoppedWaitingError as error:
-        print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
-        _save_newest(parts, newest, record)
+        try:
+            with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
+                _make_steps(parts, newest, record, profiler)
+            checkpointer.wait()
+        except StoppedWaitingError as error:
+            print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
+            _save_newest(parts, newest, record)
+        except OwnedError:
+            raise
+        except BaseException as error:
+            try:
+                said = _save_newest(parts, newest, record)
+            except OwnedError as lost:  # the first error is a consequence
+                raise lost from error
+            except Exception as second:
+                why = " ".join(str(second).split())
+                said = f"step {progress.step} could not be saved: {why}; {_last_checkpoint(checkpointer)}"
+            print(f"\n{said}", file=sys.stderr)
+            raise
     except OwnedError:  # the run is another process's now, or gone: nothing more is written into it
         checkpointer.abandon()
-        raise
-    except BaseException as error:
-        try:
-            said = _save_newest(parts, newest, record)
-        except OwnedError as lost:  # the first error is a consequence
-            checkpointer.abandon()
-            raise lost from error
-        except Exception as second:
-            why = " ".join(str(second).split())
-            said = f"step {progress.step} could not be saved: {why}; {_last_checkpoint(checkpointer)}"
-        print(f"\n{said}", file=sys.stderr)
         raise
     finally:
         parts.batches.close()

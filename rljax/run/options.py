@@ -178,7 +178,8 @@ def help_text(root: type, values: Mapping[str, Any], shown: Collection[str] | No
         if shown is None or path in shown:
             text = field_texts(option.section).get(path.rpartition(".")[2], "")
             if option.marker != _POSITIONAL:
-                text += f" (default: {_written(values[path])})"
+                is_required = values[path] is dataclasses.MISSING
+                text += " (required)" if is_required else f" (default: {_written(values[path])})"
             lines = textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
             name = path.upper() if option.marker == _POSITIONAL else f"--{path.replace('_', '-')}"
             paragraphs.append("\n".join([f"  {name} {'|'.join(map(_form, option.members))}", *lines]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import sys
-import threading
 import time
 from typing import Any
 
@@ -20,10 +19,11 @@ _SAVE_S, _SAVE_BYTES_PER_S = 1.0, 3e8
 class StopRequest:
     """The request to stop a run: whether it came, when the run must end, and whether a wait is given up.
 
-    Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Code that waits
-    for servers, responses, rewards or a command takes this object, a ``Stopping``. The object also knows the current
-    phase of the run, so that a run without progress is found (``run.stuck_s``). A thread that
-    samples the batches of coming steps *works ahead*: it has set ``AHEAD`` to the step.
+    Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. A signal that
+    another process received is also the request, but is not counted. Code that waits for servers, responses, rewards or
+    a command takes this object, a ``Stopping``. The object also knows the current phase of the run, so that a run
+    without progress is found (``run.stuck_s``). A thread that samples the batches of coming steps *works ahead*: it has
+    set ``AHEAD`` to the step.
     """
 
     def __init__(self, grace_s: float = math.inf, processes: Processes = ALONE) -> None:
@@ -46,7 +46,7 @@ class StopRequest:
     def is_requested(self) -> bool:
         """Returns whether a signal has come."""
         if self.signal is None and (number := self._processes.signal()) is not None:
-            self.request(number)
+            self.request(number, own=False)
         return self.signal is not None
 
     def left_s(self) -> float:
@@ -86,28 +86,27 @@ class StopRequest:
         self._processes.at(place)
 
     def progress(self) -> None:
-        """Reports progress, such as a response that arrived, so that the run does not count as stuck.
+        """Reports progress, or a wait that has a limit of its own, so that the run does not count as stuck.
 
         Progress of a thread that works ahead counts only while the run waits for such a thread.
         """
         if self.waits_for_ahead or AHEAD.get() is None:
             self._processes.at(self._place)
 
-    def request(self, number: int) -> None:
-        """Asks the run to stop, because this or another process of the run was sent the signal ``number``."""
-        is_second = self.signal is not None
-        if not is_second:
+    def request(self, number: int, *, own: bool = True) -> None:
+        """Asks the run to stop, because this process (``own``) or another one was sent the signal ``number``.
+
+        Only the main thread, on which the signals of this process come, may set handlers.
+        """
+        if self.signal is None:
             self.signal, self._asked_at = number, time.monotonic()
-        if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+        if own:
             for each, handler in self._previous.items():
                 signal.signal(each, handler)
-        if is_second:
-            signal.raise_signal(number)
-            return
         what = "after this step"
         if self.gives_up():
             what = f"without what is still sampled, which is not expected within run.grace_s = {self._grace_s:g} s"
-        print(f"\nstopping {what} (once more to stop at once)", file=sys.stderr)
+        print(f"\nstopping {what}{' (once more to stop at once)' if own else ''}", file=sys.stderr)
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -31,7 +31,7 @@ from rljax.policy.score import Scores, align, over_support, segment_ends
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import MicroSums, Objective, TokenValues, micro_gradients, values_of
-from rljax.trainer.packing import PackedBatch, TrainSequence, fill
+from rljax.trainer.packing import PackedBatch, TrainSequence, fill, trajectories
 from rljax.trainer.state import PrecisionConfig, TrainState, abstract_state
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions, fetch_metrics, unpack_values
@@ -185,7 +185,7 @@ def micro_of(batch: PackedBatch, index: int) -> PackedBatch:
 
 
 def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> PackedBatch:
-    """Puts sequence i in row i % b of micro-batch i // b, the row in which the engine sampled it.
+    """Puts the only sequence of trajectory i in row i % b of micro-batch i // b, the row in which it was sampled.
 
     Raises:
       ValueError: A sequence does not fit a row, or only some of the sequences have reference log-probabilities.
@@ -193,8 +193,9 @@ def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> P
     longest = max(len(s.ids) for s in sequences)
     if longest > row_tokens:
         raise ValueError(f"a sequence of {longest} tokens does not fit a row of {row_tokens}")
-    count = -(-len(sequences) // rows)
-    return fill(sequences, {divmod(i, rows): [i] for i in range(len(sequences))}, (count, rows, row_tokens))
+    numbers = trajectories(sequences).tolist()
+    shape = (1 + max(numbers) // rows, rows, row_tokens)
+    return fill(sequences, {divmod(number, rows): [i] for i, number in enumerate(numbers)}, shape)
 
 
 @dataclass(eq=False)
@@ -258,7 +259,7 @@ class ExactUpdate:
         exact = self.exact
         if self.reference is not None:
             batch = self._with_reference(batch, self.reference)
-        noise = options.noise and int(batch.used) > 1
+        noise = options.noise and int(batch.loss_mask.any(axis=(1, 2)).sum()) > 1
         scale, provisional = exact.scalar(state.loss_scale.scale), exact.scalar(exact.objective.provisional(batch))
         has_loss = any(s.in_loss for s in sequences)
         controls = place_controls(options.learning_rate, has_loss, noise, self._everywhere)

@@ -183,7 +183,8 @@ class PackingConfig:
     on any mesh. 0: ``rows_per_micro_batch`` decides."""
     share_prefixes: bool = True
     """Whether a common beginning of sequences in a row is computed only once, such as the prompt of a group. A
-    micro-batch then has fewer and longer rows, unless ``row_tokens`` is given. A run that cannot do it says why."""
+    micro-batch then has fewer and longer rows, at least one a device, unless ``row_tokens`` is given. So it may have
+    more tokens unless ``tokens_per_device`` bounds them. A run that cannot do it says why."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "row_tokens", "tokens_per_device")

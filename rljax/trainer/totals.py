@@ -25,7 +25,7 @@ class Totals(NamedTuple):
 
     grads: Params  # the gradients of the scaled loss over the provisional denominator, float32
     square_norms: jax.Array  # the sum of the squared norms of the micro-batches' gradients, []; 0 if not measured
-    number: jax.Array  # int32 [], the number of micro-batches; each copy of the weights counts its own
+    number: jax.Array  # int32 [], the number of micro-batches with loss; each copy of the weights counts its own
     loss: Statistics  # the statistics of Objective.micro_loss
     measured: dict[str, Statistics]  # the statistics of measure, by group
 
@@ -63,7 +63,7 @@ def add_micro_batch(
     return Totals(
         jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
         totals.square_norms + norm,
-        totals.number + 1,
+        totals.number + (loss["token_count"] > 0),
         merge(totals.loss, loss),
         merge(totals.measured, measured),
     )

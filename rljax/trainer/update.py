@@ -32,7 +32,7 @@ Forward = Callable[..., tuple[dict[str, jax.Array], TokenValues]]  # The type of
 Baseline = Callable[[Sequence[TrainSequence], Sequence[np.ndarray]], list[TrainSequence]]
 Reference = Callable[[PackedBatch], np.ndarray]  # It returns the reference policy's log-probabilities [m, b, t].
 
-# The row of a step has the last mini-batch's value of these metrics, and the mean of the others.
+# The row of a step has the last mini-batch's value of these metrics.
 LAST_VALUES = ("optimizer/skipped_updates", "precision/", "schedule/")
 NOISE = "optimizer/grad_noise"
 
@@ -174,17 +174,18 @@ class MultipleUpdates:
         if self.reference is not None:
             of_reference = unpack(self.reference(batch), batch, sequences)
             known = [s.add({"reference_logprobs": own}) for s, own in zip(known, of_reference, strict=True)]
-        results: list[tuple[dict[str, jax.Array], bool]] = []
+        results: list[tuple[dict[str, jax.Array], bool, bool]] = []
         for mini in self._split(known, options.seed):
             mini_batch = self.pack_mini(mini)
             mini_batch = mini_batch._replace(used=mini_batch.with_loss)  # The forward has measured the others.
             noise = options.noise and not results and int(mini_batch.used) > 1
             has_loss = any(s.in_loss for s in mini)
             state, metrics, _ = self.step(state, mini_batch, options.learning_rate, has_loss, noise)
-            results.append((metrics, noise))
+            results.append((metrics, noise, has_loss))
         of_batch, histograms = fetch_metrics(measured, noise=False)
-        minis = [fetch_metrics(metrics, noise=noise)[0] for metrics, noise in results]
-        return Updated(state, _combine(minis) | of_batch | free, histograms, lambda: trainer)
+        minis = [fetch_metrics(metrics, noise=noise)[0] for metrics, noise, _ in results]
+        row = _combine(minis, [has_loss for *_, has_loss in results], self.epochs)
+        return Updated(state, row | of_batch | free, histograms, lambda: trainer)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
         """Returns the mini-batches of all epochs. They have complete groups, and each epoch has its own order."""
@@ -234,11 +235,18 @@ def fetch_metrics(metrics: dict[str, jax.Array], *, noise: bool) -> tuple[dict[s
     return scalars, {key: value for key, value in host.items() if value.ndim}
 
 
-def _combine(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+def _combine(rows: Sequence[dict[str, float]], with_loss: Sequence[bool], epochs: int) -> dict[str, float]:
+    """Combines the rows of the updates. Mini-batches without loss have only last values, if another one has loss."""
+    measured = [row for row, has_loss in zip(rows, with_loss, strict=True) if has_loss] or rows
     combined = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        values = [row[key] for row in rows if key in row]
-        combined[key] = values[-1] if key.startswith(LAST_VALUES) else float(np.mean(values))
+    for key in dict.fromkeys(key for row in measured for key in row):
+        values = [row[key] for row in measured if key in row]
+        if key.startswith(LAST_VALUES):
+            combined[key] = rows[-1][key]
+        elif key.endswith("_max"):
+            combined[key] = float(np.max(values))
+        else:
+            combined[key] = float(np.sum(values) / epochs if key.endswith("_count") else np.mean(values))
     return combined
 
 

@@ -211,7 +211,7 @@ class Page:
         """
         dump, pair = measured.pair.dump, measured.pair
         lengths = np.asarray([len(dump.token_ids[row]) for row in measured.order])
-        shown = max(int((np.cumsum(lengths) <= tokens).sum()), min(len(lengths), 1))
+        shown = max(int((np.cumsum(lengths[:LISTED]) <= tokens).sum()), min(len(lengths), 1))
         rows, listed = measured.order[:shown], measured.order[:LISTED]
         facts = [*measured.notes]
         if shown < len(lengths):

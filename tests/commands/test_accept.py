@@ -1,6 +1,9 @@
 """The verdicts of ``rljax accept`` on numbers worked by hand. integration/test_accept_vllm.py has real servers."""
 
+import errno
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +11,10 @@ import pytest
 from toy_runs import TOY_BASE, outcome
 
 from rljax.commands import accept
-from rljax.commands.accept import earlier_report
+from rljax.commands.accept import Acceptance, AcceptArguments, earlier_report
 from rljax.commands.check_server import (
     BARS,
+    ServerChecks,
     changed,
     growth_problems,
     pair_facts,
@@ -19,7 +23,11 @@ from rljax.commands.check_server import (
     token_facts,
     training_facts,
 )
+from rljax.errors import ConfigError
 from rljax.record.token_dumps import ColumnSource, make_dump
+from rljax.run.config import Config
+from rljax.run.config_file import resolve
+from rljax.train import read_inputs
 
 ENDS = "the server ends a response at"
 TOKENS = {"tokenizer": "a", "stop_token_ids": [14]}
@@ -126,11 +134,43 @@ def test_the_second_version_differs_in_nearly_every_weight():
     assert not np.array_equal(moved["a"], moved["b"])
 
 
+def test_a_bar_of_zero_is_a_bar(tmp_path):
+    words = [f"--model.path={TOY_BASE}", "--rollout.dtype=float32", "--precision.compute-dtype=float32"]
+    inputs = read_inputs(resolve(Config, "quickstart", words))
+    assert [ServerChecks(inputs, None, tmp_path, 8, bar).bar for bar in (None, 0.0)] == [BARS["float32"], 0.0]
+
+
 def test_a_server_that_does_not_answer_is_refused(tmp_path):
     words = [TOY_BASE, "--server", "http://127.0.0.1:9", "--out", tmp_path / "out"]
     status, out, err = outcome(accept.main, words)
     assert (status, out, list(tmp_path.iterdir())) == (2, "", [])
     assert "no answer from http://127.0.0.1:9" in err
+
+
+def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
+    made = []
+
+    class Checks:
+        bar = 1.0
+
+        def __init__(self, *given):
+            pass
+
+        def __getattr__(self, method):
+            made.append(method)
+            return lambda: {"says": "", "problems": []}
+
+    def write(path, text):
+        if "publish" in made:
+            raise OSError(errno.ENOSPC, "no space is left", str(path))
+
+    monkeypatch.setattr(accept, "ServerChecks", Checks)
+    monkeypatch.setattr(accept, "write_whole", write)
+    server = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, started=[], watched=nullcontext)
+    acceptance = Acceptance(AcceptArguments(str(TOY_BASE), "http://nowhere:1", out=tmp_path), server, "accept")
+    with pytest.raises(ConfigError, match=r"accept.json: no space is left"):
+        acceptance.run()
+    assert made[-2:] == ["publish", "put_back"]
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"reward": 1}', "not JSON"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from packed_rows import reference as float64_reference
 from packed_rows import row
-from toy_runs import outcome
+from toy_runs import outcome, refused
 
 from rljax.commands import check, check_device
 from rljax.commands.check import CheckArguments
@@ -55,6 +55,11 @@ def test_everything_is_as_it_should_be_on_a_cpu(checked):
     assert parts["device"]["platform"] == "cpu"
     assert parts["device"]["packages"]["jax"] == jax.__version__
     assert parts["attention auto 1152 bfloat16"]["skipped"] == "auto is xla here"
+
+
+def test_a_file_that_cannot_be_written_is_found_first(tmp_path):
+    (tmp_path / "file").touch()
+    assert "/file: " in refused(check.main, ["--tiny", "--json", tmp_path / "file/found.json"])
 
 
 def test_parts_by_name():

@@ -18,15 +18,18 @@ from rljax.policy.families import config_to_hf
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data"
 
-# This reward solves the first problem["extra_info"]["solved"] of each problem's responses, and interrupts on request.
+# This reward solves the first problem["extra_info"]["solved"] of each problem's responses. It interrupts on request,
+# and fails at the problems in FAILING.
 REWARD = """
 from collections import Counter
 
-CALLS, STOP_AFTER = Counter(), [None]
+CALLS, STOP_AFTER, FAILING = Counter(), [None], []
 
 def reward(problem, response, truncated):
     if STOP_AFTER[0] is not None and CALLS.total() >= STOP_AFTER[0]:
         raise KeyboardInterrupt
+    if problem["prompt"] in FAILING:
+        raise OSError("no service")
     CALLS[problem["prompt"]] += 1
     return float(CALLS[problem["prompt"]] <= problem["extra_info"]["solved"])
 """
@@ -170,6 +173,18 @@ def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, 
     path.write_text(path.read_text() + "[1]\n{}\n")
     assert run_cli(main, words) == 2
     assert f"{path} does not hold scores: TypeError" in capsys.readouterr().err
+
+
+def test_a_failed_scoring_counts_as_wrong_and_is_tried_again(scoring, tmp_path, capsys):
+    words, reward = scoring
+    reward.FAILING.append("2+1=")
+    assert run_cli(main, words) == 0
+    assert "warning: 4 responses could not be scored and count as wrong; the same" in capsys.readouterr().err
+    assert [row["pass_rate"] for _, row in read_rows(tmp_path / "out.parquet")] == [0.25, 0.75]
+    reward.FAILING.clear()
+    assert run_cli(main, words) == 0
+    assert dict(reward.CALLS) == {f"{i}+1=": 4 for i in range(5)}
+    assert [row["pass_rate"] for _, row in read_rows(tmp_path / "out.parquet")] == [0.25, 0.5, 0.75]
 
 
 def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):

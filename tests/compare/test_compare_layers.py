@@ -130,6 +130,16 @@ def test_hints_say_what_the_numbers_show(directory):
     assert said["no norms"].count("it gives its input") == 2
 
 
+def test_numbers_that_are_not_finite_name_their_side(directory):
+    broken, sound = (TorchTracer(directory, "float32", label, "eager") for label in ("broken", "sound"))
+    broken.model.model.layers[0].mlp.up_proj.weight.data.fill_(np.inf)
+    for pair, side in (((broken, sound), "the reference"), ((sound, broken), "the tested scorer")):
+        comparison, verdict = judged(*pair)
+        (up,) = (each for each in comparison.differences if each.operation.name == "0/up")
+        assert (up.ratio, up.hint) == (np.inf, f"{side} gave numbers that are not finite")
+        assert up.hint in verdict.sentence
+
+
 def test_the_effect_is_that_of_the_planted_operation(directory):
     """With one fault in float32, the effect of its operation is the whole difference of the log-probabilities."""
     tested = TorchTracer(directory, "float32", "hf", "eager")

@@ -5,7 +5,31 @@ import shutil
 
 import pytest
 
-from rljax.distributed.files import OwnedDirectory, memory_directory, replacing, write_whole
+from rljax.distributed.files import OwnedDirectory, free_memory, memory_directory, replacing, write_whole
+
+VERSIONS = {
+    2: ("0::", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+    1: ("4:cpu,memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_limit_of_a_job_bounds_the_free_memory(version, tmp_path):
+    """The process is in a group below that of its job. Only the job has a limit."""
+    line, folder, limit, usage, prefix = VERSIONS[version]
+    files = {
+        "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    4000 kB\n",
+        "proc/self/cgroup": f"3:pids:/other\n{line}/job_1/task_0\n",
+        f"{folder}/job_1/{limit}": "900000\n",
+        f"{folder}/job_1/{usage}": "300000\n",
+        f"{folder}/job_1/memory.stat": f"anon 150000\n{prefix}inactive_file 100000\n{prefix}active_file 50000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path) == 900_000 - 300_000 + 150_000
+    (tmp_path / folder / "job_1" / limit).unlink()
+    assert free_memory(tmp_path) == 4000 * 1024
 
 
 def test_a_file_is_replaced_when_the_block_ends(tmp_path):

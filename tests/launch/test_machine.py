@@ -4,6 +4,7 @@ Such machines have old drivers, no compiler, a login node, or a step of Slurm or
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -13,8 +14,10 @@ import pytest
 from programs import bash, of_script, program
 from toy_runs import ROOT
 
-from rljax.distributed.processes import PINNED_LIMIT, start_processes, unused_gpus
+from rljax.distributed.gpus import unused_gpus
+from rljax.distributed.processes import PINNED_LIMIT, start_processes
 from rljax.errors import ConfigError
+from rljax.train import main
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 GROUP = "vllm.general_plugins"
@@ -248,6 +251,9 @@ def test_the_only_task_of_a_step_trains_alone(step, monkeypatch):
         (4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),
         (1, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "this process trains on 1 of the 4 GPUs"),
         (0, {"CUDA_VISIBLE_DEVICES": ""}, None),
+        (0, {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+        (0, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, None),
+        (1, {"CUDA_VISIBLE_DEVICES": "0,-1,1"}, None),
         (1, {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, None),
         (1, {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "this process trains on 1 of the 8 GPUs"),
     ],
@@ -272,6 +278,32 @@ def test_the_limit_on_pinned_memory_follows_the_machines_memory(monkeypatch):
     monkeypatch.setenv(PINNED_LIMIT, "7")
     start_processes(1)
     assert os.environ[PINNED_LIMIT] == "7"
+
+
+def test_the_first_process_of_a_container_ends_at_sigterm(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    try:
+        with pytest.raises(ConfigError):
+            main(["--compile", "h100:1x8"])
+        with pytest.raises(SystemExit, match="143"):
+            signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_processes_do_not_meet_through_a_proxy(monkeypatch):
+    seen = []
+
+    def initialize(**settings):
+        seen.append(os.environ.get("http_proxy"))
+        raise ValueError("planted")
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    with pytest.raises(ConfigError, match="planted"):
+        start_processes(2, 0, "127.0.0.1:1")
+    assert (seen, os.environ["http_proxy"]) == ([None], "http://127.0.0.1:9")
 
 
 def test_a_plugin_for_cuda_that_finds_no_gpu_is_an_error(tmp_path, monkeypatch):

@@ -158,6 +158,12 @@ def test_a_host_of_a_larger_mesh_holds_eight_devices():
     assert demand.parts["a checkpoint on its way"] == 8 * saved_bytes(sizes_of(config))[1]
 
 
+def test_a_process_plans_for_the_devices_of_its_own_host(monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    found = host_demand(tiny(), TINY, sizes_of(tiny()), CPU._replace(number=16), 1000, None).parts
+    assert found["arrays of an update"] == 4 * 1000
+
+
 def test_disks_hold_checkpoints_and_versions(tmp_path):
     config = tiny(engine="vllm", transfer_dir=str(tmp_path / "new/weights"))
     config = changed(config, run={"dir": str(tmp_path / "run")}, checkpoint={"keep": 3, "keep_best": True})

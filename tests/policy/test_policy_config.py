@@ -21,6 +21,7 @@ SCALED = [
     ),
     ({"rope_parameters": {"full_attention": {"rope_theta": 7e5}}}, "rope_parameters", "full_attention"),
 ]
+UNREAD = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}}
 FULL = ["full_attention"] * 3
 SIZES_OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
 # Sliding windows that have a layer, or may have one.
@@ -43,6 +44,7 @@ WINDOWS = [{}, *({"max_window_layers": first} for first in (2, None, "9"))]
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta cannot be 0"),
+        (UNREAD | {"rope_theta": None}, "rope_theta = 1000000.0 in rope_parameters is not read: give it in rope_sca"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config = {'bits': 4} is not supported"),
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),
         ({"num_hidden_layers": 0}, "num_layers must be at least 1, got 0"),

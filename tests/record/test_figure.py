@@ -171,9 +171,9 @@ def test_a_key_missing_in_one_of_several_runs_makes_no_note():
 
 
 def test_several_datasets_are_told_apart():
-    rows = [row | {"eval/toy/accuracy": 0.1} for row in rows_of()]
+    rows = [row | {"eval/owner/toy/accuracy": 0.1} for row in rows_of()]
     axis = axis_named(report(run_of(rows)), "Evaluation accuracy")
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["aime24", "toy"]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["aime24", "owner/toy"]
 
 
 def test_the_mean_looks_both_ways_and_keeps_a_line_a_line():

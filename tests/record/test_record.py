@@ -184,7 +184,7 @@ def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
 
 
 def test_in_tensorboard_a_resume_replaces_the_dropped_steps(tmp_path):
-    values = {"reward/mean": 0.5, "a/none": None, "a/text": "x", "a/bad": math.nan}
+    values = {"reward/mean": 0.5, "a/none": None, "a/text": "x", "a/bad": math.nan, "eval/x y/pass@4": 1}
     record(tmp_path, steps(1, 3, **values), tensorboard=True)
     record(tmp_path, steps(3, 3, **{"reward/mean": 0.75}), 3, tensorboard=True)
     shown = [(step, value.tag, value.simple_value) for step, value in read_values(tmp_path / "tb")]
@@ -194,7 +194,7 @@ def test_in_tensorboard_a_resume_replaces_the_dropped_steps(tmp_path):
         (3, "reward/mean", 0.75),
     ]
     assert [step for step, tag, value in shown if tag == "a/bad" and math.isnan(value)] == [1, 2]
-    assert {tag for _, tag, _ in shown} == {"reward/mean", "a/bad"}
+    assert {tag for _, tag, _ in shown} == {"reward/mean", "a/bad", "eval/x y/pass@4"}
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys):

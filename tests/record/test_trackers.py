@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 
+import planted_trackers
 import pytest
 from planted_trackers import read
 from waiting import until
@@ -16,7 +17,8 @@ from rljax.record.writers import Recorder
 @contextlib.contextmanager
 def tracked(run_dir, *classes, first_step=1, seconds=math.inf, **options):
     """Yields a recorder of rows for trackers of these classes. ``seconds`` bounds the end of the block."""
-    config = RecordConfig(trackers=tuple(f"planted_trackers:{name}" for name in classes), **options)
+    names = tuple(name if ":" in name else f"planted_trackers:{name}" for name in classes)
+    config = RecordConfig(trackers=names, **options)
     with Trackers(config) as trackers:
         recorder = Recorder(run_dir, 100, first_step=first_step, tensorboard=False, progress=False, more=[trackers])
         with contextlib.closing(recorder):
@@ -82,29 +84,23 @@ def test_the_directory_names_the_run_and_infinity_is_nan(tmp_path):
         ("FailsToFinish", "gets no more rows: ValueError: ", [1, 2, 3, 4]),
     ],
 )
-def test_a_tracker_that_fails_is_told_once(tmp_path, capfd, planted, said, kept):
+def test_a_tracker_that_fails_is_told_once_and_abandoned(tmp_path, capfd, planted, said, kept):
     with tracked(tmp_path, planted) as recorder:
         write(recorder, 1, 2, 3, 4)
-    warning = f"warning: record.trackers: planted_trackers:{planted} {said}; metrics.jsonl has all\n"
-    *_, last = capfd.readouterr().err.splitlines(keepends=True)
-    assert last == warning
+    warning = f"warning: record.trackers: planted_trackers:{planted} {said}; metrics.jsonl has all"
+    assert sorted(capfd.readouterr().err.splitlines()[-2:]) == [f"{planted} is abandoned", warning]
     assert steps_of(tmp_path) == kept
 
 
 @pytest.mark.parametrize("planted", ["HangsAtStart", "HangsAtLog", "HangsAtFinish"])
-def test_a_tracker_that_hangs_is_left_behind(tmp_path, capfd, planted):
+def test_a_tracker_that_hangs_is_abandoned(tmp_path, capfd, planted):
     with tracked(tmp_path, planted, seconds=1.0) as recorder:
         write(recorder, 1, 2, 3, 4)
         ended = time.monotonic()
     assert 0.9 < time.monotonic() - ended < 5.0
     said = f"planted_trackers:{planted} gets no more rows: it did not end in time; metrics.jsonl has all"
-    assert capfd.readouterr().err.splitlines()[-1] == f"warning: record.trackers: {said}"
-
-
-def test_one_that_hangs_can_stop_what_it_began(tmp_path, capfd):
-    with tracked(tmp_path, "IsAbandoned", "Kept", seconds=1.0):
-        pass
-    assert capfd.readouterr().err.splitlines().count("abandoned") == 1
+    last = [f"warning: record.trackers: {said}", f"{planted} is abandoned"]
+    assert capfd.readouterr().err.splitlines()[-2:] == last
 
 
 def test_a_slow_tracker_delays_no_step(tmp_path, capfd):
@@ -121,15 +117,19 @@ def test_a_tracker_for_which_too_many_rows_wait_gets_no_more(tmp_path, capfd):
     with tracked(tmp_path, "HangsAtLog") as recorder:
         write(recorder, *range(1, WAITING + 6))
         assert "planted_trackers:HangsAtLog gets no more rows: it was too slow; " in capfd.readouterr().err
+    assert "HangsAtLog is abandoned" in capfd.readouterr().err
 
 
-def test_a_run_that_goes_on_in_its_project_is_the_same_run(tmp_path):
-    with tracked(tmp_path, "Kept") as recorder:
+@pytest.mark.parametrize("kind", ["Kept", f"{planted_trackers.__file__}:Kept"])
+def test_a_run_that_goes_on_in_its_project_is_the_same_run(tmp_path, capfd, kind):
+    with tracked(tmp_path, kind) as recorder:
         write(recorder, 1, 2, 3, 4)
-    with tracked(tmp_path, "Kept", first_step=3) as recorder:  # from the checkpoint of step 2
+    with tracked(tmp_path, kind, first_step=3) as recorder:  # from the checkpoint of step 2
         write(recorder, 3, 4, 5)
-    with tracked(tmp_path, "Kept", first_step=6, project="other"):
+    with tracked(tmp_path, kind, first_step=6, project="other"):
         pass
+    assert len([*tmp_path.glob("trackers/*.json")]) == 1
+    assert "abandoned" not in capfd.readouterr().err
     first, second, third = (entry["begun"]["id"] for entry in read(tmp_path) if "begun" in entry)
     assert first == second != third
     assert steps_of(tmp_path) == [1, 2, 3, 4, 3, 4, 5]

@@ -58,6 +58,7 @@ def make(config, **options):
             SGLANG | {"top_k": 5},
             r"rollout\.top_k works with rollout\.engine = exact, jax or vllm, not with sglang",
         ),
+        (VLLM | {"temperature": 0.005}, "rollout.temperature below 0.01 works .* not with vllm, which raises it"),
         ({"update": "keep", "max_staleness": 1}, "works with rollout.engine = vllm or sglang, not with jax"),
         (VLLM | {"update": "keep"}, "give rollout.max_staleness above 0"),
         (

@@ -58,7 +58,8 @@ def sample(decode_tokens, *, n=4, config=CONFIG, mesh=(1, 1), greedy=False, **as
         (64, 16, 3, 1, DecodeSizes(3, 1, 1)),
         (64, 6, 0, 4, DecodeSizes(4, 1, 1)),  # each part of the mesh has at least one response
         (6, 3, 5, 4, DecodeSizes(4, 1, 1)),
-        (3, 1, 2, 4, DecodeSizes(3, 1, 3)),  # there are fewer responses than parts
+        (3, 1, 2, 4, DecodeSizes(4, 1, 4)),  # there are fewer responses than parts
+        (12, 1, 46, 8, DecodeSizes(16, 1, 16)),  # 4 slots stay free
     ],
 )
 def test_the_sizes_of_a_batch(rows, n, budget, ways, expected):

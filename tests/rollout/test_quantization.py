@@ -40,8 +40,8 @@ def test_which_axes_a_matrix_sums_over():
         (1, 2),
     ]
     assert [summed_axes(layers["mlp"][name]) for name in ("gate", "up", "down")] == [(1,)] * 3
-    others = LOGICAL["embed"], LOGICAL["final_norm"]["scale"], layers["mlp_norm"]["scale"]
-    assert [summed_axes(axes) for axes in others] == [()] * 3
+    others = LOGICAL["embed"], LOGICAL["final_norm"]["scale"], layers["mlp_norm"]["scale"], ("layers", "embed")
+    assert [summed_axes(axes) for axes in others] == [()] * 4
 
 
 # The matrix has one layer, two inputs and two output channels. The channels' largest weights are 1.27 and 2.54 for

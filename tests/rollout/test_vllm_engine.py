@@ -96,14 +96,17 @@ def test_a_server_gone_at_publish_is_waited_for(fake, another, caplog):
     ids=["generate", "publish"],
 )
 def test_a_request_to_stop_ends_the_wait(fake, act):
+    """Until then the wait counts as progress, because ``server_wait_s`` bounds it."""
     asked = threading.Event()
-    with published(fake.url, server_wait_s=60.0, stop=StopWhen(is_requested=asked.is_set)) as engine:
+    stop = StopWhen(is_requested=asked.is_set)
+    with published(fake.url, server_wait_s=60.0, stop=stop) as engine:
         fake.stop()
         threading.Timer(1.0, asked.set).start()
         began = time.monotonic()
         with pytest.raises(StoppedWaitingError, match="asked to stop, and no vLLM server answers"):
             act(engine)
         assert 0.9 < time.monotonic() - began < 8
+        assert stop.moves > 0
 
 
 def test_responses_are_given_up_while_the_servers_sample(fake):

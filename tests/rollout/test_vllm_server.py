@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 from programs import program
-from waiting import is_gone
+from vllm_processes import CALLER
+from waiting import is_gone, until
 
 from rljax.commands.serve import parse
 from rljax.errors import ServerFailedError
 from rljax.rollout.servers.process import ServerProcess, has_gpu, is_cpu_build
 from rljax.rollout.servers.sglang.server import SglangConfig
 from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
+from rljax.weights.access import listen
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +57,20 @@ def script(tmp_path):
     return make
 
 
-def serving(python: str, log: Path) -> subprocess.Popen:
-    """Starts the serving program, and returns its process once the server is healthy."""
-    command = [sys.executable, "-m", "rljax.cli", "serve", "vllm", "m"]
+def started(python: str, log: Path, *before: str, more=()) -> subprocess.Popen:
+    """Starts the serving program, with the words ``before`` before its command line and ``more`` after it."""
+    command = [*before, sys.executable, "-m", "rljax.cli", "serve", "vllm", "m", *more]
     command += ["--python", python, "--log", str(log), "--timeout", "30"]
     home, pipe = {**os.environ, "HOME": str(log.parent)}, subprocess.PIPE
-    caller = subprocess.Popen(command, env=home, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, env=home, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def serving(python: str, log: Path, *before: str) -> subprocess.Popen:
+    """Starts the serving program, and returns its process once the server is healthy and the file has its URL."""
+    url_file = log.parent / "made" / "url"
+    caller = started(python, log, *before, more=["--url-file", str(url_file)])
     assert caller.stdout.readline().startswith("http://127.0.0.1:")
+    assert url_file.exists()
     return caller
 
 
@@ -108,12 +117,36 @@ def test_a_server_whose_engine_died_is_ended(script, tmp_path):
     assert is_gone(helper_of(log))
 
 
+LOADING = "import os, time; print('helper', os.getpid(), flush=True); time.sleep(600)"
+
+
 def test_the_wait_is_bounded(script, tmp_path):
     log = tmp_path / "log"
-    text = "import os, time; print('helper', os.getpid(), flush=True); time.sleep(600)"
     with pytest.raises(ServerFailedError, match="did not become healthy within 2 s"):
-        start(VllmConfig("m", python=script(text), log_path=log), timeout_s=2)
+        start(VllmConfig("m", python=script(LOADING), log_path=log), timeout_s=2)
     assert is_gone(helper_of(log))
+
+
+def test_a_server_that_loads_ends_with_the_calling_process(script, tmp_path):
+    log = tmp_path / "log"
+    with started(script(LOADING), log, sys.executable, "-c", CALLER, more=["--follow-parent"]) as caller:
+        until(lambda: log.exists() and log.read_text().endswith("\n"), 30)
+        caller.kill()
+    assert is_gone(helper_of(log), 25)
+
+
+def test_a_taken_port_is_refused(tmp_path):
+    with listen("127.0.0.1", 0)[0] as taken, pytest.raises(ServerFailedError, match=r"in use .* give another"):
+        start(VllmConfig("m", port=taken.getsockname()[1], log_path=tmp_path / "log"))
+
+
+def test_nohup_keeps_a_server(script, tmp_path):
+    with serving(script(HEALTHY), tmp_path / "log", "nohup") as caller:
+        caller.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            caller.wait(1)
+        caller.terminate()
+    assert caller.returncode == 128 + signal.SIGTERM
 
 
 def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
@@ -158,8 +191,9 @@ def test_a_gpu_shows_in_its_device_file_or_its_tool(monkeypatch, tmp_path):
     assert has_gpu(tmp_path / "dev")
     plant_gpu(monkeypatch, tmp_path)
     assert has_gpu(tmp_path / "none")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not has_gpu(tmp_path / "dev")
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not has_gpu(tmp_path / "dev")
 
 
 def test_a_build_for_cpus_is_known_without_an_import(monkeypatch, tmp_path):

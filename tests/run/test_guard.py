@@ -44,7 +44,10 @@ def test_a_rule_may_warn_and_stop_and_counts_a_row_once():
 
 @pytest.mark.parametrize(
     "metric",
-    ["eval/toy/accuracy", "mismatch_self/k3_kl", "mismatch/sum_k3_max", "turns/turn_2/k3_kl", "is_drift/x"],
+    [
+        *("eval/toy/accuracy", "mismatch_self/k3_kl", "mismatch/sum_k3_max", "turns/turn_2/k3_kl", "is_drift/x"),
+        *("time/eval_s", "perf/save_slowest_s", "rollout/cached_prompt_fraction"),
+    ],
 )
 def test_a_metric_of_some_rows_keeps_its_streak_between_them(metric):
     guard = Guard(GuardConfig(stop=(f"{metric} > 1 for 2",)))

@@ -21,7 +21,7 @@ from toy_runs import TOY_BASE, without_clock
 from waiting import until
 
 import rljax.trainer.update
-from rljax.errors import ConfigError
+from rljax.errors import ConfigError, OwnedError
 from rljax.policy.hf import load_params, save_params
 from rljax.record.token_dumps import read_dump
 from rljax.run.checkpoint import Checkpointer
@@ -352,6 +352,21 @@ def test_a_step_longer_than_the_last_is_given_up_in_time(go, capsys):
 def test_a_stop_in_the_first_step_gives_it_up(go):
     run = go(engine=asked_to_stop(step=1), grace_s=600.0)
     assert (run.rows, run.saved) == ([], [])
+
+
+def test_a_step_given_up_saves_nothing_in_a_lost_directory(update, tmp_path):
+    """The directory is lost while step 2 is sampled."""
+    engine, stop = asked_to_stop(step=2), StopRequest(0.0)
+
+    def check_owner():
+        if len(engine.asked) == 2:
+            raise OwnedError("taken over")
+
+    with opened_parts(settings(tmp_path / "run"), engine, update=update, stop=stop) as (parts, saves):
+        parts.check_owner = check_owner
+        with pytest.raises(OwnedError):
+            trained(parts, RowList(), stop=stop)
+        assert saves.is_abandoned
 
 
 def test_an_evaluation_is_given_up_and_its_step_kept(go, capsys):

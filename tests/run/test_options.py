@@ -82,3 +82,17 @@ def test_help_has_the_text_of_each_field(capsys):
     assert "  SOURCE PATH\n      The file to read.\n" in shown
     assert "  --check {true,false}\n      Whether to check. (default: true)" in shown
     assert option_words(Arguments) == ["--scorer", "--lengths", "--kind", "--check"]
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The arguments of a program with a server."""
+
+    server: str
+    """The server."""
+
+
+def test_help_says_which_option_is_required(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(Connected, ["--help"], prog="prog", description="Says.")
+    assert capsys.readouterr().out.endswith("  --server STR\n      The server. (required)\n")

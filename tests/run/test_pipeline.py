@@ -314,6 +314,8 @@ def test_no_batch_begins_during_a_publish():
 
 
 def test_a_signal_to_another_process_is_noticed_on_any_thread():
+    """The first own signal after it does not end the run at once."""
+
     class Signalled(Processes):
         def signal(self):
             return signal.SIGTERM
@@ -321,3 +323,7 @@ def test_a_signal_to_another_process_is_noticed_on_any_thread():
     with StopRequest(30.0, Signalled()) as stop, ThreadPoolExecutor(1) as pool:
         assert pool.submit(stop.is_requested).result(10)
         assert stop.signal == signal.SIGTERM
+    with StopRequest(30.0, Signalled()) as stop:
+        assert stop.is_requested()
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

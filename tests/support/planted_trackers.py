@@ -25,6 +25,10 @@ class Kept:
     def finish(self, summary, figures, failed):
         self.keep(summary=summary, figures=[*figures], failed=failed)
 
+    @classmethod
+    def abandon(cls):
+        print(f"{cls.__name__} is abandoned", file=sys.stderr)
+
 
 class FailsToStart(Kept):
     def __init__(self, run):
@@ -46,12 +50,6 @@ class FailsToFinish(Kept):
 class HangsAtStart(Kept):
     def __init__(self, run):
         threading.Event().wait()
-
-
-class IsAbandoned(HangsAtStart):
-    @staticmethod
-    def abandon():
-        print("abandoned", file=sys.stderr)
 
 
 class HangsAtLog(Kept):

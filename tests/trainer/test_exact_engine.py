@@ -225,20 +225,19 @@ def test_the_gradient_is_that_of_the_packed_step(asked):
 
 
 def test_sequences_lie_where_they_were_drawn():
-    lengths = [3, 1, 2, 4, 2]
-    sequences = [
-        train_sequence(np.full(2, 9, np.int32), np.full(n, i, np.int32), np.full(n, -1.0, np.float32), 0.5, True)
-        for i, n in enumerate(lengths)
-    ]
+    """Trajectory 1 failed before its first token, so it has no sequence."""
+    lengths, numbers = [3, 1, 2, 4, 2], [0, 2, 3, 4, 5]
+    arrays = [(np.full(2, 9, np.int32), np.full(n, i, np.int32), np.full(n, -1.0)) for i, n in enumerate(lengths)]
+    sequences = [train_sequence(*each, 0.5, trajectory=k) for each, k in zip(arrays, numbers, strict=True)]
     batch = lay_out(sequences, 2, 8)
     assert batch.tokens.shape == (3, 2, 8)
     assert int(batch.used) == 3
     for i, n in enumerate(lengths):
-        row = i // 2, i % 2
+        row = numbers[i] // 2, numbers[i] % 2
         assert batch.tokens[row].tolist() == [9, 9] + [i] * n + [0] * (6 - n)
         assert batch.sequence_ids[row].tolist() == [i] * (2 + n) + [0] * (6 - n)
         assert batch.response_mask[row].tolist() == [False] * 2 + [True] * n + [False] * (6 - n)
-    assert not batch.segment_ids[2, 1].any()
+    assert not batch.segment_ids[0, 1].any()
 
 
 def test_what_does_not_fit_is_refused():

@@ -91,14 +91,9 @@ def test_a_forward_without_loss_changes_nothing():
     check_close(*(s.opt_state.inner_state.trace for s in (state, all_state)), 1e-6)
     np.testing.assert_allclose(values.logprobs, all_values.logprobs, atol=2e-6, rtol=0)
     assert row.keys() == all_row.keys() == silent.keys()
-    for key in row.keys() - {"optimizer/grad_noise"}:
+    assert row["optimizer/grad_noise"] > 0
+    for key in row:
         np.testing.assert_allclose(row[key], all_row[key], atol=1e-6, rtol=1e-6, err_msg=key)
-    # The spread counts only the micro-batches with loss: K / (K - 1) (S - norm(G)^2 / K). The sum S follows from the
-    # estimate that counts all of them.
-    square, few, many = row["optimizer/grad_norm"] ** 2, int(batch.with_loss), int(batch.used)
-    sum_of_squares = all_row["optimizer/grad_noise"] * (many - 1) / many + square / many
-    expected = few / (few - 1) * (sum_of_squares - square / few)
-    assert row["optimizer/grad_noise"] == pytest.approx(expected, rel=1e-5)
     assert silent["mismatch/token_count"] == sum(len(s.response) for s in sequences())
     assert (silent["policy/loss"], silent["policy/clip_fraction"], silent["optimizer/grad_norm"]) == (0, 0, 0)
     assert silent["optimizer/skipped_updates"] == 1

@@ -18,6 +18,7 @@ from rljax.mismatch import mismatch_metrics
 from rljax.record.dump_facts import choose_pair
 from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
 from rljax.tokens import TOPS
+from rljax.view import page
 from rljax.view.page import measure
 
 K3 = [math.exp(-0.25) - 1 + 0.25, math.exp(0.5) - 1.5 + math.exp(-1)]  # for the two sequences of ``small_dump``
@@ -167,7 +168,7 @@ def test_the_weights_are_those_of_the_correction(correction, expected):
     assert ("weight" in unknown.values, "of the part drift" in unknown.notes[-1]) == (False, True)
 
 
-def test_a_large_dump_is_cut_to_what_contributes_most(tmp_path):
+def test_a_large_dump_is_cut_to_what_contributes_most(tmp_path, monkeypatch):
     path = dump_of(tmp_path, small_dump())
     (dump,) = viewed(tmp_path, path, "--max-tokens", "5")["dumps"]
     assert (dump["names"], dump["lengths"]) == (["b", "a"], [4])
@@ -178,6 +179,9 @@ def test_a_large_dump_is_cut_to_what_contributes_most(tmp_path):
     assert sum(dump["counts"]["value"]) == 3
     (dump,) = viewed(tmp_path, path, "--max-tokens", "1")["dumps"]
     assert dump["lengths"] == [4]  # one sequence is always shown
+    monkeypatch.setattr(page, "LISTED", 1)
+    (dump,) = viewed(tmp_path, path)["dumps"]
+    assert (dump["names"], dump["lengths"], numbers(dump["tokens"]["ids"])) == (["b"], [4], [5, 6, 7, 8])
 
 
 def test_roles_choose_the_columns():

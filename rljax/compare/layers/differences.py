@@ -64,7 +64,7 @@ class OperationDifference:
     """The difference of two scorers at one operation. Errors are relative Euclidean norms."""
 
     operation: Operation
-    own: float  # the own error; NaN if a value of the tested scorer is not finite
+    own: float  # the own error; NaN if a value of either scorer is not finite
     worst_channel: float  # the own error of the worst channel over all tokens
     worst_token: float  # the own error of the worst token over all channels
     factor: float  # the mean factor between the value and the reference's; rounding leaves it at 1
@@ -155,10 +155,11 @@ def _difference(
     """Compares the values of the last operation of ``joint``, which both scorers computed from ``inputs``."""
     *hidden, operation = joint
     value, expected = own[operation.name], theirs[operation.name]
-    if not np.isfinite(value).all():
+    sides = {"the reference": expected, "the tested scorer": value}
+    if broken := [side for side, each in sides.items() if not np.isfinite(each).all()]:
         nothing = float("nan")
         errors = nothing, nothing, nothing, nothing, nothing
-        hint = "it has numbers that are not finite"
+        hint = f"{' and '.join(broken)} gave numbers that are not finite"
         return OperationDifference(operation, *errors, float("inf"), ("", ""), hint)
     precisions = precision(expected), precision(value)
     limit = sum(_limit(each, dtypes, precisions, config) for each in joint)
@@ -247,10 +248,10 @@ def precision(value: np.ndarray) -> str:
 
 
 def _relative(value: np.ndarray | None, expected: np.ndarray | None) -> float:
-    """Returns the relative difference of two arrays; NaN if there is no value, infinity if it is not finite."""
+    """Returns the relative difference of two arrays; NaN if one is missing, infinity if one is not finite."""
     if value is None or expected is None:
         return float("nan")
-    if not np.isfinite(value).all():
+    if not (np.isfinite(value).all() and np.isfinite(expected).all()):
         return float("inf")
     arrays = np.subtract(value, expected, dtype=np.float64), expected.astype(np.float64)
     gap, size = (float(np.linalg.norm(x.ravel())) for x in arrays)

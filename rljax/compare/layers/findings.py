@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class LayerVerdict:
 
     status: str
     sentence: str
-    findings: list[Parting]  # the places, the largest ratio first
+    findings: list[Parting]  # the places, the largest ratio first, and of equal ones the first operation
     fusions: list[str]  # sentences about roundings that a scorer's compiler leaves out
 
     @property
@@ -48,7 +49,8 @@ class LayerVerdict:
 def judge_layers(comparison: LayerComparison) -> LayerVerdict:
     """Judges each operation by its own error and groups the operations that are above their limits."""
     above = [each for each in comparison.differences if each.ratio > 1 or _other_dtype(each, comparison)]
-    findings = sorted(_grouped(above, comparison), key=lambda finding: finding.ratio, reverse=True)
+    names = [each.operation.name for each in comparison.differences]
+    findings = sorted(_grouped(above, comparison), key=lambda found: (-found.ratio, names.index(found.operations[0])))
     fusions = list(_fusions(comparison))
     if findings:
         named = [f"{finding.place} ({finding.reason})" for finding in findings[:_NAMED]]
@@ -63,7 +65,8 @@ def judge_layers(comparison: LayerComparison) -> LayerVerdict:
 def _grouped(above: Sequence[OperationDifference], comparison: LayerComparison) -> Iterator[Parting]:
     """Groups differences: a block with other weights, one operation in every block, and single ones."""
     layers = {each.operation.layer for each in comparison.differences} - {None}
-    products = [each.operation.layer for each in above if each.operation.kind in PRODUCTS]
+    finite = [each for each in above if math.isfinite(each.ratio)]
+    products = [each.operation.layer for each in finite if each.operation.kind in PRODUCTS]
     other = {layer for layer in layers if products.count(layer) >= _MANY and len(layers) > 1}
     if other == layers:
         other = set()

@@ -310,8 +310,10 @@ class Fleet(Dispatcher):
         reason = next(iter(self.down().values()), "")
         if not self.urls and self.discovery is not None:
             reason = f"{self.discovery.where} lists none"
-        if self._stop is not None and self._stop.is_requested():
-            raise StoppedWaitingError(f"asked to stop, and no {name} server answers: {reason}")
+        if self._stop is not None:
+            self._stop.progress()
+            if self._stop.is_requested():
+                raise StoppedWaitingError(f"asked to stop, and no {name} server answers: {reason}")
         if waited > self._wait_s:
             raise RuntimeError(f"no {name} server came back within {self._wait_s:g} s: {reason}")
         now = time.monotonic()

@@ -15,7 +15,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,8 +29,9 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from rljax.distributed.child_program import followers
+from rljax.distributed.gpus import visible_gpus
 from rljax.errors import ServerFailedError, check_choices
-from rljax.weights.access import KEY_FILE, http_url, serving_key
+from rljax.weights.access import KEY_FILE, listen, serving_key
 
 log = logging.getLogger(__name__)
 
@@ -130,9 +130,9 @@ def environment_python(kind: str, venv: str | os.PathLike[str] | None = None) ->
 def has_gpu(devices: Path = Path("/dev")) -> bool:
     """Returns whether this machine has an NVIDIA GPU, by its device files or nvidia-smi.
 
-    ``devices`` is the directory of the device files. An empty ``CUDA_VISIBLE_DEVICES`` hides every GPU.
+    ``devices`` is the directory of the device files. CUDA_VISIBLE_DEVICES may hide every GPU.
     """
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if visible_gpus() == []:
         return False
     if any(devices.glob("nvidia[0-9]*")):
         return True
@@ -146,18 +146,14 @@ def is_cpu_build(python: str) -> bool:
     return ran.stdout.strip() == "True"
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Returns the number of a TCP port that is free on ``host`` now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 class ServerProcess:
     """One running server, which :func:`start` makes. It listens at ``url``, and its output is in ``log_path``."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Starts the server. Raises ServerFailedError where a build for CPUs would leave this machine's GPU idle."""
+        """Starts the server.
+
+        Raises ServerFailedError where a build for CPUs would leave this machine's GPU idle, or the port is taken.
+        """
         gpu = has_gpu()
         if gpu and is_cpu_build(config.python):
             raise ServerFailedError(
@@ -166,8 +162,12 @@ class ServerProcess:
                 "or set CUDA_VISIBLE_DEVICES to nothing to serve on the CPU"
             )
         self.config = config
-        self.port = config.port or free_port(config.host)
-        self.url = http_url(config.host, self.port)
+        try:
+            probe, self.url = listen(config.host, config.port)
+        except OSError as error:
+            raise ServerFailedError(f"{error.strerror}: end what listens there, or give another address") from error
+        with probe:
+            self.port = int(probe.getsockname()[1])
         self.log_path = config.log_path or Path(tempfile.mkdtemp(prefix=f"rljax-{config.kind.lower()}-"), "server.log")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as sink:

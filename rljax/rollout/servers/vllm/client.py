@@ -260,7 +260,7 @@ class VllmBackend(Backend):
                 "(--weight-transfer-config)"
             )
         if described.get("reads_images"):
-            lines.append("it reads images, and only text is published: serve a save of its text (docs/families.md)")
+            lines.append("it reads images, and only text is published: serve a save of its text")
         if expected.needs_routes and not described.get("returns_routes", False):
             lines.append(
                 "it does not report the experts of its tokens (rollout.router_replay = r3): start it with "
