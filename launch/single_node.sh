@@ -116,7 +116,7 @@ if [[ -n "$server_gpus" && -z "$memory" ]]; then
     [[ "$trains" != all ]] || die "--server-gpus: give --trainer-gpus, too, or the trainer takes these GPUs as well"
   fi
   for gpu in "${gpus[@]}"; do
-    [[ ",$trains," != *",$gpu,"* ]] || die "GPU $gpu is to train and to serve: give --gpu-memory-utilization"
+    [[ ",$trains," != *",$gpu,"* ]] || die "GPU $gpu is to train and to serve: give other --trainer-gpus, or --gpu-memory-utilization"
   done
 fi
 

@@ -47,7 +47,8 @@ def describe(error: BaseException) -> str:
 def caller_errors(*more: type[Exception]) -> Iterator[None]:
     """Turns a ``ValueError``, ``OSError``, ``ServerError`` or one of ``more`` into a ``ConfigError``.
 
-    Use it where a program checks its arguments and opens its inputs, never around the work itself.
+    Use it where a program checks its arguments and opens its inputs, never around the work itself. A BrokenPipeError
+    passes, because ``run_cli`` ends silently if nobody reads the output any more.
     """
     caught: tuple[type[Exception], ...] = (ValueError, ServerError, *more)
     try:

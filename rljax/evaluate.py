@@ -50,6 +50,7 @@ from rljax.run.config_file import load_config
 from rljax.run.data_check import refuse_placeholders
 from rljax.run.directory import recorded_config
 from rljax.run.evaluation import all_failed_line, summarize_scores
+from rljax.run.fingerprint import array_checksums, json_checksum
 from rljax.run.sampling import Sampler, Scored
 from rljax.run.training import load_merged, wanted_state
 from rljax.sharding import MeshConfig, make_mesh
@@ -136,8 +137,12 @@ class Policy:
         if self.run is None:
             return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
         merged = load_merged(self.settings(), self.config, mesh)
-        params = self.load_state(mesh).params
-        return params if merged is None else merged(params)
+        state, base = self._restored(mesh)
+        if merged is None:
+            return state.params
+        if base not in (None, json_checksum(array_checksums(merged.base))):
+            raise ValueError(f"{self.hf_path} is not the model under the adapters of {self.run}: it has other weights")
+        return merged(state.params)
 
     def stops(self, end: int) -> tuple[int, ...]:
         """Returns the ids that end a response: the model's, or ``end`` if it has none, and the run's stop tokens."""
@@ -151,12 +156,16 @@ class Policy:
 
     def load_state(self, mesh: Mesh) -> TrainState:
         """Returns the training state of the policy's run on the mesh. Raises ValueError if it cannot be read."""
+        return self._restored(mesh)[0]
+
+    def _restored(self, mesh: Mesh) -> tuple[TrainState, str | None]:
+        """Returns the training state, and the checksum of the model under its adapters if it has any."""
         assert self.run is not None
         assert self.step is not None
         folder = Checkpointer(self.run / self.folder, read_only=True)
         with contextlib.closing(folder) as checkpointer, caller_errors(RuntimeError):
-            state: TrainState = checkpointer.restore(self.step, wanted_state(self.settings(), self.config, mesh))[0]
-            return state
+            state, host = checkpointer.restore(self.step, wanted_state(self.settings(), self.config, mesh))
+            return state, host.get("fingerprints", {}).get("base")
 
 
 def find_policy(path: str | Path, *, step: int | None = None, best: bool = False, model: str | None = None) -> Policy:
@@ -187,7 +196,7 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
     taken = steps[-1] if step is None and steps else step
     if taken not in steps:
         raise ValueError(f"no checkpoint of step {taken} in {path}; there are {steps}")
-    with naming(f"the model of {path} (--model names another directory)"):
+    with naming(f"the model of {path} (rljax evaluate and rljax export take another by --model)"):
         directory = model_directory(model or settings.model.path)
         return Policy(read_config(directory), directory, path, taken, folder)
 

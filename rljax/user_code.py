@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import importlib.util
 import os
@@ -54,13 +55,24 @@ def find(path: str, kind: str) -> Any:
 
 
 def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of a coroutine of a user's code.
+    """Returns the result of a coroutine of a user's code. The tasks that it leaves are cancelled.
 
-    All coroutines of a thread run in one event loop, because a client of theirs keeps its connections in a loop.
+    All coroutines of a thread run in one event loop, because a client of theirs keeps its connections in a loop. Each
+    has its own copy of the context variables.
     """
     if not hasattr(_LOOPS, "runner"):
         _LOOPS.runner = asyncio.Runner()
-    return _LOOPS.runner.run(coroutine)
+    return _LOOPS.runner.run(_alone(coroutine), context=contextvars.copy_context())
+
+
+async def _alone(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await coroutine
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 def load(path: str) -> Any:

@@ -4,7 +4,8 @@
 #   bash tools/first_gpu.sh [options of tools/first_gpu.py]
 #
 # The machine has Python 3.12 with torch and JAX for CUDA, and no network. RLJAX_WHEELS: the directory with the wheels
-# that `python tools/first_gpu.py --fetch .whl` fetched (default .whl).
+# that `python tools/first_gpu.py --fetch .whl` fetched (default .whl). RLJAX_COMMIT: the commit to record where git
+# does not know it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 wheels="${RLJAX_WHEELS:-.whl}"

@@ -11,10 +11,12 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +52,8 @@ def yield_to(found: Found, name: str, run: Callable[..., Any], *words: Any) -> N
     """Stores the result of ``run``, or its error, under ``name``, and prints all findings so far for the parent."""
     try:
         found[name] = run(*words)
-    except Exception as error:  # of any kind: the other measurements go on
-        found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+    except Exception:  # of any kind: the other measurements go on
+        found[name] = {"error": traceback.format_exc()[-3000:]}
     print(json.dumps(found), flush=True)
 
 
@@ -59,7 +61,7 @@ def section_options(doc: str | None, sections: Mapping[str, Section], json_file:
     """Returns the options that all such programs have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path(json_file), help="file for the result")
-    parser.add_argument("--limit-s", type=float, default=480.0, help="longest time of all sections (seconds)")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="longest time of all sections (seconds)")
     parser.add_argument("--only", nargs="+", default=[], choices=list(sections), help="sections to run", metavar="NAME")
     parser.add_argument("--model", type=Path, help="Hugging Face directory with real weights instead of random ones")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the program on a CPU")
@@ -79,9 +81,9 @@ def run_sections(
     if options.section:
         print(json.dumps(sections[options.section].run(size, options.model)), flush=True)
         return 0
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the program ends its section before it ends
     command = ["python", f"tools/{Path(program).name}", *argv]
-    document: Found = {"command": shlex.join(command), "commit": commit.strip()}
+    document: Found = {"command": shlex.join(command), "commit": commit_of_checkout()}
     document["sections"], end = {}, time.monotonic() + options.limit_s
     wanted = options.only or list(sections)
     with tempfile.TemporaryDirectory() as cache, tqdm(wanted, unit="section", file=sys.stderr) as bar:
@@ -92,33 +94,70 @@ def run_sections(
             late = {"status": "skipped", "seconds": 0.0, "numbers": {"skipped": "no time is left"}}
             found = run_section(words, limit_s, sections[name].environment, cache) if limit_s > 5 else late
             document["sections"][name] = found
+            if not options.tiny and found["numbers"].get("device", {}).get("platform") == "cpu":
+                document["stopped"] = "JAX finds no accelerator here: install JAX for it, or give --tiny"
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_whole(options.json, json.dumps(document, indent=1) + "\n")
+            if "stopped" in document:
+                break
     width = max(map(len, wanted))
     for name, found in document["sections"].items():
         print(f"{name:<{width}}  {found['status']}, {found['seconds']:.0f} s {found['numbers'].get('skipped', '')}")
+    if "stopped" in document:
+        print(document["stopped"])
     print(f"written to {options.json}")
-    return int(any(found["status"] == "failed" for found in document["sections"].values()))
+    failed = any(found["status"].endswith("failed") for found in document["sections"].values())
+    return int(failed or "stopped" in document)
+
+
+def commit_of_checkout() -> str:
+    """Returns the commit in RLJAX_COMMIT, or else git's; it is empty where there is neither."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    with contextlib.suppress(OSError):  # git is not installed
+        return os.environ.get("RLJAX_COMMIT") or subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def run_section(words: Sequence[str], limit_s: float, more: Sequence[tuple[str, str]], cache: str) -> Found:
-    """Runs a section in a process of its own, and returns what it found or why it found nothing."""
+    """Runs a section in a process of its own, and returns what it found or why it found nothing.
+
+    Processes that the section leaves behind are killed, because they may hold the memory of the device.
+    """
     began = time.perf_counter()
     defaults = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_CLIENT_MEM_FRACTION": "0.9", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    if os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):  # JAX refuses to have both
+        del defaults["XLA_CLIENT_MEM_FRACTION"]
     path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", ""))))
     environment = defaults | dict(os.environ) | dict(more) | {"PYTHONPATH": path}
-    try:
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=limit_s)
-        out, err, status = done.stdout, done.stderr, "ok" if done.returncode == 0 else "failed"
-    except subprocess.TimeoutExpired as error:
-        out, err = ((text or b"").decode(errors="replace") for text in (error.stdout, error.stderr))
-        status = f"not done within {limit_s:.0f} s"
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        section = subprocess.Popen(words, env=environment, stdout=out, stderr=err, process_group=0)
+        try:
+            status = "failed" if section.wait(limit_s) else "ok"
+        except subprocess.TimeoutExpired:
+            status = f"not done within {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(section.pid, signal.SIGKILL)
+            section.wait()
+        for file in (out, err):
+            file.seek(0)
+        printed, said = out.read(), err.read()
     numbers: Found = {}
-    for line in reversed(out.splitlines()):
+    for line in reversed(printed.splitlines()):
         with contextlib.suppress(ValueError):
-            numbers = json.loads(line)
-            break
+            if isinstance(read := json.loads(line), dict):
+                numbers = read
+                break
     if "skipped" in numbers:
         status = "skipped"
-    found = {"status": status, "seconds": round(time.perf_counter() - began, 1), "numbers": numbers}
-    return found if status in ("ok", "skipped") else found | {"error": err[-1500:]}
+    elif status == "ok" and has_failed(numbers):
+        status = "partly failed"
+    seconds = round(time.perf_counter() - began, 1)
+    return {"status": status, "seconds": seconds, "numbers": numbers, "stderr": said[-1500:]}
+
+
+def has_failed(numbers: Any) -> bool:
+    """Says whether the numbers of a section, or a part of them, have an error or problems."""
+    if not isinstance(numbers, dict):
+        return False
+    return bool(numbers.get("error") or numbers.get("problems")) or any(map(has_failed, numbers.values()))

@@ -25,9 +25,8 @@ def unused_gpus(used: int, devices: Path = Path("/dev")) -> str | None:
     """
     chosen = visible_gpus()
     here = len(list(devices.glob("nvidia[0-9]*"))) if chosen is None else len(chosen)
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
     asks_for_cpu = os.environ.get("JAX_PLATFORMS", "").partition(",")[0] == "cpu"
-    if used * int(re.findall(r"\d+", tasks)[0]) >= here or asks_for_cpu:
+    if used * tasks_here() >= here or asks_for_cpu:
         return None
     if not used and any(map(importlib.util.find_spec, CUDA_PLUGINS)):
         raise ConfigError(
@@ -40,6 +39,12 @@ def unused_gpus(used: int, devices: Path = Path("/dev")) -> str | None:
         f"this process trains on {used} of the {here} GPUs of this machine; look at mesh, JAX_LOCAL_DEVICE_IDS, "
         "run.processes (1: all GPUs here) and whether jax is installed with CUDA"
     )
+
+
+def tasks_here() -> int:
+    """Returns the number of processes that Slurm or Open MPI has started on this machine; 1 without them."""
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
+    return int(re.findall(r"\d+", tasks)[0])
 
 
 def visible_gpus() -> list[str] | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from rljax.distributed.files import VERSIONS, free_memory, memory_directory
+from rljax.distributed.gpus import tasks_here
 from rljax.plan.memory import TOP_BYTES
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
@@ -88,7 +89,7 @@ class Devices(NamedTuple):
     @property
     def on_host(self) -> int:
         """The number of devices on one host."""
-        return min(self.number, jax.local_device_count() if self.is_here else _DEVICES_A_HOST)
+        return min(self.number, jax.local_device_count() * tasks_here() if self.is_here else _DEVICES_A_HOST)
 
 
 def find_devices(mesh: Any, card: Card | None = None) -> Devices:

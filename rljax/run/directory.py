@@ -150,14 +150,15 @@ def _copy_run(source: Path, run_dir: Path, step: int | None) -> None:
     An interrupted copy is not a run.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    if step is None and (source / "best").is_dir():
-        shutil.rmtree(run_dir / "best", ignore_errors=True)
-        shutil.copytree(source / "best", run_dir / "best")
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     inside = "" if step is None else str(step)
     with replacing(run_dir / "checkpoints") as partial:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source / "checkpoints" / inside, partial / inside)
+        shutil.rmtree(run_dir / "best", ignore_errors=True)
+        if step is None and (source / "best").is_dir():
+            with replacing(run_dir / "best") as best:
+                shutil.copytree(source / "best", best, dirs_exist_ok=True)
         with replacing(run_dir / "metrics.jsonl") as rows:
             shutil.copyfile(source / "metrics.jsonl", rows)
 

@@ -112,7 +112,9 @@ def test_a_checkpoint_is_evaluated_as_the_merged_policy(whole, toy_base, tmp_pat
         told.append({k: v for k, v in json.loads(out).items() if k not in ("path", "step")})
     assert told[0] == told[1]
     said = refused(evaluate.main, ["--path", run_dir])
-    assert said.startswith(f"error: the model of {run_dir} (--model names another directory): no model at nowhere")
+    assert said.startswith(f"error: the model of {run_dir} (rljax evaluate and rljax export take another by --model):")
+    said = refused(evaluate.main, ["--path", run_dir, "--model", tmp_path / "hf"])
+    assert said.startswith(f"error: {tmp_path}/hf is not the model under the adapters of {run_dir}: it has other")
 
 
 def test_a_run_starts_from_adapters_of_peft_s_layout(whole, toy_base, tmp_path):

@@ -227,7 +227,8 @@ def test_the_environment_has_cuda_where_nvidia_smi_finds_a_gpu(tmp_path, status,
 def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(shared, unplanned):
     for words, more in ((SHARED, {}), (SHARED[2:], {"CUDA_VISIBLE_DEVICES": "1,0", "JAX_PLATFORMS": "cuda"})):
         code, _, err = outcome(CONFIG, *words, "--dry-run", **more)
-        assert (code, err) == (2, "single_node: GPU 0 is to train and to serve: give --gpu-memory-utilization\n")
+        remedy = "give other --trainer-gpus, or --gpu-memory-utilization"
+        assert (code, err) == (2, f"single_node: GPU 0 is to train and to serve: {remedy}\n")
     assert "-- --gpu-memory-utilization 0.4" in shared
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in shared
     assert "sleep" not in shared

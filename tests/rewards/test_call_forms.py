@@ -1,6 +1,7 @@
 """Reward functions of other frameworks are told by their parameters' names, and get what their framework gives."""
 
 import asyncio
+import contextvars
 import functools
 
 import pytest
@@ -18,6 +19,7 @@ CHAT = {
 }
 PLAIN = {"prompt": "2+5=", "answer": "7", "data_source": "", "extra_info": {}}
 GOT = {}
+CONTEXT = contextvars.ContextVar("context", default=0)
 
 
 def noted(**values):
@@ -59,7 +61,9 @@ def trl_column(completions, level, **kwargs):
 
 
 async def slow(solution_str, ground_truth):
-    noted(loop=asyncio.get_running_loop())
+    noted(loop=asyncio.get_running_loop(), tasks=len(asyncio.all_tasks()), before=CONTEXT.get())
+    CONTEXT.set(1)
+    noted(left=asyncio.ensure_future(asyncio.sleep(60)), **GOT)
     return 0.5
 
 
@@ -167,8 +171,10 @@ def test_a_class_and_an_async_function_are_called():
     assert NamedReward(Exact())(CHAT, "7", False) == 1.0
     assert NamedReward(slow)(CHAT, "7", False) == 0.5
     loop = GOT["loop"]
+    assert GOT["left"].cancelled()
     assert NamedReward(slow)(CHAT, "7", False) == 0.5
-    assert GOT["loop"] is loop  # a client that the function keeps is bound to it
+    # A client that the function keeps is bound to the loop. What else a call leaves does not reach the next one.
+    assert (GOT["loop"], GOT["tasks"], GOT["before"]) == (loop, 1, 0)
 
 
 @pytest.mark.parametrize("names", ["problem, response, truncated", "example, text, cut", "a, b, c", "p, r, t=False"])

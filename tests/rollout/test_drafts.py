@@ -90,6 +90,7 @@ def test_later_turns_are_guessed_with_their_own_room():
     plain, runs = sampled(exact().answer_round(requests, settings(), seed=1))
     guided, fewer = sampled(exact(embedded(max_tokens=ROW_TOKENS)).answer_round(requests, settings(), seed=1))
     assert guided == plain
+    assert sampled(exact().answer_round(requests, settings(), seed=2))[0] != plain
     assert fewer == 2 < runs  # trajectories 5 and 1 share row 1 of the executable, so there are two batches
 
 

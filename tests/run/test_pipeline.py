@@ -313,6 +313,12 @@ def test_no_batch_begins_during_a_publish():
     assert [call[0] for call in engine.calls] == list(range(1, 9))
 
 
+def test_an_evaluation_waits_for_the_batch_under_way():
+    engine = Sharing(lambda step: 0.1)
+    trained, _ = go_on(make(engine, 1, always_drains=False), engine, 1, 4)
+    assert [sampled.rollouts[2:] for sampled in trained] == [(0, 0), (0, 0), (1, 1), (2, 2)]
+
+
 def test_a_signal_to_another_process_is_noticed_on_any_thread():
     """The first own signal after it does not end the run at once."""
 

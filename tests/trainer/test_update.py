@@ -269,7 +269,8 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
     class Watched(TrainStep):
         def __call__(self, state, batch, *rest):
             taken.append(batch)
-            return super().__call__(state, batch, *rest)
+            state, metrics, values = super().__call__(state, batch, *rest)
+            return state, metrics | dict.fromkeys(("x", "x_max", "x_count"), jnp.float32(len(taken))), values
 
     precision, objective = PrecisionConfig("float32"), Objective(LossConfig(), UNCORRECTED, 6, LIMIT)
     how = {"precision": precision, "objective": objective, "batch_shape": batch_shape(20, 1, 6), "diagnosis": None}
@@ -295,6 +296,8 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
     # Only the very first mini-batch sees a ratio of 1.
     assert updated.row["policy/clip_fraction"] > 0
     assert updated.row["optimizer/skipped_updates"] == 0
+    # The four updates gave 1 to 4: their mean, the largest, and the sum of an epoch.
+    assert [updated.row[key] for key in ("x", "x_max", "x_count")] == [2.5, 4.0, 5.0]
     assert step.compilations == 1
     expected = mismatch_metrics(*as_rows(given))
     assert updated.row["mismatch/k3_kl"] == pytest.approx(expected["k3_kl"], rel=1e-3)
