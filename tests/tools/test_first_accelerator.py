@@ -149,7 +149,7 @@ def test_every_section_runs_with_tiny_shapes(program, lacking, tmp_path):
     published = sections["publish"]["numbers"]["publish, directory"]
     # A number between 1 and 2 grows by 2**-12 to 2**-11, and is rounded to multiples of 2**-7.
     assert 0.02 < published["share_changed"] < 2**-4
-    assert published["bytes_for_servers"] < published["bytes"] / 4
+    assert published["bytes_for_servers"] < published["bytes"] / 2
     assert list(sections["step bfloat16, remat blocks"]["numbers"]) == ["compilation", "step"]
     if program == "first_gpu":
         assert sections["exact"]["numbers"]["bfloat16"]["logprob_abs_diff_max"] == [0.0, 0.0]
