@@ -54,3 +54,10 @@ def test_the_page_has_the_table_of_the_numbers(capsys):
         assert f"{middle:.1f} times smaller{words} (95%: {low:.1f} to {high:.1f})" in page
     gap = {dtype: f"{qwen['256']['pairs'][f'{dtype} | vllm:{dtype}']['mean']:.2g}" for dtype in ("bfloat16", "float16")}
     assert f"{gap['bfloat16']} in bfloat16 and {gap['float16']} in float16" in page
+    words = " ".join(page.split())
+    for engine in ("hf", "jax-decode"):
+        middle, low, high = qwen["256"]["bfloat16_over_float16"][f"mean, {engine}"]
+        assert f"{middle:.1f} times ({low:.1f} to {high:.1f})" in words
+    for form in ("fp8_e4m3", "fp8_e5m2"):
+        row = qwen["256"]["pairs"][f"bfloat16 | vllm-forced:bfloat16 ({form} cache)"]
+        assert f"{row['mean']:.2g} (k3 {row['k3']:.2g})" in words
