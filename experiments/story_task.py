@@ -1,16 +1,16 @@
-"""A task that lengthens a real model's answers by itself: a text about a subject in at least some number of words.
+"""A task that a real model of 135M parameters can learn: a text about a subject in at least some number of words.
 
-    python experiments/story_task.py runs/story.jsonl
+    python experiments/story_task.py runs/stories.jsonl
 
 The reward is the share of these words that a text has, and 0 for a text that the length limit cuts off.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,5 +36,13 @@ def reward(problem: dict[str, Any], response: str, truncated: bool) -> float:
     return 0.0 if truncated else min(1.0, words / int(problem["answer"]))
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="file for the problems")
+    out = parser.parse_args().out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(json.dumps(problem) + "\n" for problem in problems()), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text("".join(json.dumps(problem) + "\n" for problem in problems()), encoding="utf-8")
+    main()

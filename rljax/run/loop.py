@@ -102,7 +102,7 @@ def train(
     ``progress.step``, for a schedule that watches a metric of the step before. Returns the device state after the last
     finished step, whose files are complete.
     """
-    config, checkpointer = parts.config, parts.checkpointer
+    checkpointer = parts.checkpointer
     newest = NewestStep(state, progress, parts.state_dict(progress), last_row or {})
     _begin_step(parts, newest)
     parts.skipped.start(int(state.skipped_updates), int(state.loss_scale.overflows))
@@ -112,31 +112,37 @@ def train(
         return state
     parts.batches.start(progress.step)
     try:
-        try:
-            with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
-                _make_steps(parts, newest, record, profiler)
-            checkpointer.wait()
-        except StoppedWaitingError as error:
-            print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
-            _save_newest(parts, newest, record)
-        except OwnedError:
-            raise
-        except BaseException as error:
-            try:
-                said = _save_newest(parts, newest, record)
-            except OwnedError as lost:  # the first error is a consequence
-                raise lost from error
-            except Exception as second:
-                why = " ".join(str(second).split())
-                said = f"step {progress.step} could not be saved: {why}; {_last_checkpoint(checkpointer)}"
-            print(f"\n{said}", file=sys.stderr)
-            raise
+        _make_and_save_steps(parts, newest, record)
     except OwnedError:  # the run is another process's now, or gone: nothing more is written into it
         checkpointer.abandon()
         raise
     finally:
         parts.batches.close()
     return newest.state
+
+
+def _make_and_save_steps(parts: RunParts, newest: NewestStep, record: Recorder) -> None:
+    """Makes the steps that are left. The newest finished step is also saved after a step that is given up or fails."""
+    config, progress, checkpointer = parts.config, newest.progress, parts.checkpointer
+    try:
+        with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
+            _make_steps(parts, newest, record, profiler)
+        checkpointer.wait()
+    except StoppedWaitingError as error:
+        print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
+        _save_newest(parts, newest, record)
+    except OwnedError:
+        raise
+    except BaseException as error:
+        try:
+            said = _save_newest(parts, newest, record)
+        except OwnedError as lost:  # the first error is a consequence
+            raise lost from error
+        except Exception as second:
+            why = " ".join(str(second).split())
+            said = f"step {progress.step} could not be saved: {why}; {_last_checkpoint(checkpointer)}"
+        print(f"\n{said}", file=sys.stderr)
+        raise
 
 
 def _make_steps(parts: RunParts, newest: NewestStep, record: Recorder, profiler: StepProfiler) -> None:

@@ -144,8 +144,8 @@ def observed_value(metric: str, row: Row, last_row: Row) -> float:
     """Returns the value of ``metric`` for the surge tracker: from this step's row so far, or else from ``last_row``.
 
     It is NaN if both rows lack the metric. That is so at step 1, when ``last_row`` is {}, for a metric that only the
-    update gives, and of some rows for a metric of ``OCCASIONAL``. Raises ConfigError after step 1 if no row can have
-    the metric.
+    update gives, and at any step for a metric of ``OCCASIONAL``. Raises ConfigError after step 1 for any other metric
+    that both rows lack.
     """
     if metric not in row and last_row and metric not in last_row and not metric.startswith(OCCASIONAL):
         raise ConfigError(f"schedule.metric: {unknown_metric(metric, last_row)}")

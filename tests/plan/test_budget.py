@@ -162,6 +162,9 @@ def test_a_process_plans_for_the_devices_of_its_own_host(monkeypatch):
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
     found = host_demand(tiny(), TINY, sizes_of(tiny()), CPU._replace(number=16), 1000, None).parts
     assert found["arrays of an update"] == 4 * 1000
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")  # two processes a host, with four devices each
+    found = host_demand(tiny(), TINY, sizes_of(tiny()), CPU._replace(number=16), 1000, None).parts
+    assert found["arrays of an update"] == 8 * 1000
 
 
 def test_disks_hold_checkpoints_and_versions(tmp_path):

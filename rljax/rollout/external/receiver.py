@@ -196,7 +196,7 @@ class Receiver:
             raise RefusedError(
                 413, f"POST: {whole} groups, and at most {self._max_groups} may wait; send fewer at once"
             )
-        full = f"POST: {self._max_groups} groups wait already, complete or not; complete these, or send it again later"
+        full = f"POST: {self._max_groups} groups wait already, complete or not; complete them, or send the rows later"
         try:
             with self._writing:
                 if digest not in self._keys and not self._queue.add(trajectories, self._max_groups, write):
