@@ -28,7 +28,7 @@ read_served() {
   ((tensor_parallel == 1)) || server_args+=(--tensor-parallel-size "$tensor_parallel")
 }
 
-# check_room WORDS...: whether there is room for two versions of the weights of the run that these words of rljax.train
+# check_room WORDS...: whether there is room for the versions of the weights of the run that these words of rljax.train
 # configure. It needs RLJAX_BIN.
 check_room() {
   JAX_PLATFORMS=cpu "$RLJAX_BIN/python" - "$@" <<'PYTHON'
@@ -46,7 +46,7 @@ def main(words):
     config = load_config(Config, words, prog="single_node", description="")
     with caller_errors(RuntimeError):
         size = version_bytes(policy_shape(config.model.path), config.rollout.dtype)
-        check_weight_room(config.rollout.transfer_dir, size)
+        check_weight_room(config.rollout.transfer_dir, config.publish.versions * size)
     return 0
 
 

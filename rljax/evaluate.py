@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
         policy = find_policy(arguments.path, step=arguments.step, best=arguments.best, model=arguments.model)
         tokenizer = load_tokenizer(policy.hf_path)
         task = arguments.dataset if task_names(arguments.dataset) else "toy"
-        reward = arguments.reward or task_reward(arguments.dataset)
+        reward = arguments.environment or arguments.reward or task_reward(arguments.dataset)
         data = DataConfig(task, reward=reward, **{name: getattr(arguments, name) for name in OF_DATA})
         rollout = RolloutConfig(**{name: getattr(arguments, name) for name in OF_ROLLOUT})
         ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
@@ -257,6 +257,10 @@ def main(argv: Sequence[str]) -> int:
         toy = TOYS.get(arguments.dataset)
         toy_limit = toy.max_response_tokens if toy else None
         wanted = toy_limit if arguments.max_response_tokens is None else arguments.max_response_tokens
+        if arguments.environment is not None:  # its prompts may be longer than those of the problems
+            allowed = (policy.settings().data if policy.run else data).max_prompt_tokens
+            room = policy.config.max_position_embeddings - (wanted or policy.config.max_position_embeddings // 2)
+            prompt_tokens = max(prompt_tokens, min(allowed, room))
         limit = response_limit(wanted, policy.config, prompt_tokens)
         if arguments.environment is None:
             refuse_placeholders(problems, reward, arguments.dataset)

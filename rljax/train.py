@@ -219,6 +219,7 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
             rows = recorded_rows(run_dir)
             parts.watch.read(rows)
             parts.word.read(rows)
+            del rows[:-1]  # a long run has many
             try:
                 train(parts, state, progress, recorder, rows[-1] if rows else None)
                 parts.check_owner()

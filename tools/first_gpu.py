@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from sections import ROOT, Found, Section, run_sections, seconds_of, section_options, yield_to
 
-from rljax.distributed.files import VERSIONS, memory_directory
+from rljax.distributed.files import memory_directory
 from rljax.errors import run_cli
 
 TOY = ROOT / "configs/toy-base"
@@ -175,7 +175,7 @@ def step(size: Size, model: Path | None, *, dtype: str, remat: str) -> Found:
 def roomy_directory(version_bytes: int) -> Path:
     """Returns this machine's memory, or the temporary directory if the memory has too little room for publishing."""
     memory = memory_directory()
-    return memory if shutil.disk_usage(memory).free > (VERSIONS + 1) * version_bytes else Path(tempfile.gettempdir())
+    return memory if shutil.disk_usage(memory).free > 3 * version_bytes else Path(tempfile.gettempdir())
 
 
 def publish(size: Size, model: Path | None) -> Found:

@@ -80,21 +80,24 @@ def rows_of(answered: Sequence[Answered], branches: Sequence[Branch]) -> list[di
         own = [turns[start] for start in sorted(turns) if turns[start] not in used]
         used.update(own)
         if own:
-            rows.append(row_of(answered, own, branch.token_ids))
+            rows.append(row_of(answered, own, branch.token_ids, len(used) - len(own)))
     return rows
 
 
-def row_of(answered: Sequence[Answered], turns: Sequence[int], token_ids: np.ndarray) -> dict[str, Any]:
-    """Returns the columns of a row of ``token_ids`` in which the answers with the indices ``turns`` were sampled."""
+def row_of(answered: Sequence[Answered], turns: Sequence[int], token_ids: np.ndarray, before: int) -> dict[str, Any]:
+    """Returns the columns of a row of ``token_ids`` in which the answers with the indices ``turns`` were sampled.
+
+    ``before`` is the number of turns in the rows before this one.
+    """
     first, last = answered[turns[0]], answered[turns[-1]]
     count = last.end - first.start
     row = {"prompt_ids": token_ids[: first.start].tolist(), "token_ids": token_ids[first.start : last.end].tolist()}
     row |= {"turns": [0] * count, **{name: [None] * count for name in first.columns}}
     routes: list[Any] = []
-    for i in turns:
+    for number, i in enumerate(turns, before + 1):
         one = answered[i]
         here = slice(one.start - first.start, one.end - first.start)
-        row["turns"][here] = [i + 1] * len(one.token_ids)
+        row["turns"][here] = [number] * len(one.token_ids)
         for name, values in one.columns.items():
             row[name][here] = values
         routes += one.routes[len(routes) :]

@@ -95,7 +95,7 @@ class Player:
         if not failure and abs(told["reward"]) > LARGEST:
             failure = f"unscored: the reward is {told['reward']}"
         if answered and not rows:
-            rows = [row_of(answered, [0], np.concatenate([answered[0].tokens, answered[0].token_ids]))]
+            rows = [row_of(answered, [0], np.concatenate([answered[0].tokens, answered[0].token_ids]), 0)]
         truncated = asking.is_full or bool(answered and answered[-1].truncated)
         of_all = {"reward": None if failure else told["reward"], "truncated": truncated}
         return Played([row | of_all for row in rows], failure, told["tools"])

@@ -109,14 +109,12 @@ def read_source(source: Path, tokens: Path | None, run: str | None = None) -> Re
     except ConfigError as reason:
         if dump is not None or run is not None:
             raise
-        if source.suffix == ".parquet":
-            return ReadSource(None, read_tokens(source), None)
         try:
             dump = read_tokens(source)
         except MissingPackageError as missing:
             raise ConfigError(f"{reason}; or is it a token file? {missing}") from missing
-        except ValueError:
-            raise reason from None
+        except ValueError as error:
+            raise (error if source.suffix == ".parquet" else reason) from None
         if not dump.logprobs:
             hint = "rljax docs compare lists the names of columns that are known"
             raise ConfigError(f"{source} has token ids, but no log-probabilities: {hint}") from None

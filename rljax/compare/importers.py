@@ -1,8 +1,8 @@
 """Reads token files of other frameworks into a ``TokenDump``.
 
-``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export or traces, replies of an
-OpenAI-compatible server or of SGLang's ``/generate``, or JSONL of sequences or batches, in our names or those of TRL,
-verl, NeMo-RL, slime, Miles, tunix, Levanter and open-instruct. Pickles are refused.
+``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export or traces, or replies of an
+OpenAI-compatible server or of SGLang's ``/generate``. It also reads sequences or batches as JSONL or Parquet, in our
+names or those of TRL, verl, NeMo-RL, slime, Miles, tunix, Levanter and open-instruct. Pickles are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.compare.sequences import Line, renamed, sequences_of
+from rljax.compare.sequences import COLUMNS, IDS, Line, renamed, sequences_of
 from rljax.data.files import FileRow, json_lines
 from rljax.errors import naming, parse_json
 from rljax.record.foreign_files import TRL_TEXTS, foreign_kind
@@ -282,20 +282,21 @@ def _reply_sequence(choice: FileRow, number: int) -> TokenDump:
 
 
 def _read_parquet(place: Path) -> TokenDump:
-    """Reads a token dump, or the rollouts that Miles writes with ``--save-rollout-format parquet``."""
+    """Reads a token dump, or a table of sequences, as Miles writes with ``--save-rollout-format parquet``."""
     with parquet_file(place) as file:
         names = set(file.schema_arrow.names)
         if {"prompt", "completion"} <= names:
             raise ValueError(f"{place} is {TRL_TEXTS}")
-        if not {"tokens", "response_length"} <= names:
+        if any(b"rljax" in key for key in file.schema_arrow.metadata or {}):
             return read_dump(place)
-        chosen = names & {"tokens", "response_length", "loss_mask", "rollout_log_probs"}
-        rows: list[FileRow] = file.read([*chosen]).to_pylist()
+        if names.isdisjoint(IDS):
+            raise ValueError(f"{place} has no token ids of a known name; export a history of metrics as CSV or JSONL")
+        rows: list[FileRow] = file.read(sorted(names & COLUMNS)).to_pylist()
     if pickled := [name for row in rows for name, value in row.items() if isinstance(value, bytes)]:
         raise ValueError(f"{place}: Miles has pickled its column {pickled[0]!r}: {_RUNS_CODE}")
     lines = ((place, number, row) for number, row in enumerate(rows, 1))
-    has_numbers = any(row.get("rollout_log_probs") is not None for row in rows)
-    sources = {"rollout": ColumnSource(engine="sglang", role="rollout")} if has_numbers else {}
+    is_miles = "tokens" in names and any(row.get("rollout_log_probs") is not None for row in rows)
+    sources = {"rollout": ColumnSource(engine="sglang", role="rollout")} if is_miles else {}
     return _assemble(place, sequences_of(lines), _jsonl_sequence, sources)
 
 

@@ -33,6 +33,11 @@ _OF_TOKENS = {
 
 In each table a name is used once: ``policy_logprobs`` are the trainer's beside ``behavior_logprobs``.
 """
+_OTHERS = "sequence_id target_ids input_lengths sample_loss_mask response_length response_lengths"
+COLUMNS = {*_FIELDS, *_OF_TOKENS, *" ".join([*_FIELDS.values(), *_OF_TOKENS.values(), _OTHERS]).split()}
+"""The names of all that is read of a sequence, but for columns of other names under ``logprobs`` and ``values``."""
+IDS = {"token_ids", "response_ids", *" ".join([_FIELDS["token_ids"], _FIELDS["response_ids"]]).split()}
+"""The names of a sequence's token ids."""
 
 
 def renamed(record: FileRow) -> FileRow:

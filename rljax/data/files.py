@@ -121,7 +121,7 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
     kept: dict[str, Any] = {TRUTH: given} if whole and isinstance(given, list | dict | int | float) else {}
     if several:
         answer = several[0]
-    elif not kept and isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
+    elif isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
         (answer,) = answer
     elif isinstance(answer, list) or (kept and isinstance(answer, dict)):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
@@ -203,7 +203,8 @@ def write_rows(
       path: The file to write; its directory is made.
       rows: The rows, from ``read_rows`` of the file ``like``; each may have an additional ``pass_rate``.
       like: The file that the rows came from. The columns of a Parquet file with ``prompt`` keep their types. Other rows
-        become ``data_source``, ``prompt`` and ``reward_model.ground_truth``. Chats with tools are the text of JSON.
+        become ``data_source``, ``prompt``, ``reward_model.ground_truth`` and ``extra_info``. With ``whole`` they keep
+        what is neither prompt nor answer. Chats with tools are the text of JSON.
       provenance: The JSON values for the metadata.
       form: The form by which the rows were read, as in ``parse_row``.
       whole: Whether the rows were read for a reward of the user's own, as in ``parse_row``.
@@ -214,14 +215,17 @@ def write_rows(
         with parquet_file(like) as file:
             schema = file.schema_arrow
     if schema is None or form is not None or "prompt" not in schema.names:
-        problems = [parse_row(row, "a row to write", form, whole=whole) for row in rows]
+        source, problems = schema, [parse_row(row, "a row to write", form, whole=whole) for row in rows]
         chats = [problem["prompt"] for problem in problems if not isinstance(problem["prompt"], str)]
         as_json = any(len(message) > 2 for chat in chats for message in chat)
         schema = _CANONICAL.set(1, pa.field("prompt", _CHAT)) if chats and not as_json else _CANONICAL
         if any(CHAT_TOOLS in problem for problem in problems):
             schema = schema.append(pa.field("tools", pa.string()))
-        how = {"chat": bool(chats), "as_json": as_json}
-        rows = [row | _canonical(problem, **how) for row, problem in zip(rows, problems, strict=True)]
+        rows = [row | _canonical(each, bool(chats), as_json) for row, each in zip(rows, problems, strict=True)]
+        kept = [key for row in rows if whole for key in row if key in (*unread_keys(row, None), "verification_info")]
+        kept += ["extra_info"] if any(problem["extra_info"] for problem in problems) else []
+        for name in dict.fromkeys(kept):
+            schema = schema.append(_field(name, rows, source))
     if rows and PASS_RATE in rows[0] and PASS_RATE not in schema.names:
         schema = schema.append(pa.field(PASS_RATE, pa.float32()))
     document = json.dumps({"version": FORMAT_VERSION, **provenance}).encode()
@@ -293,14 +297,10 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, FileRow]]:
 
 
 def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, Any]]:
-    parsed: str | list[dict[str, Any]]
     with naming(where):
-        if isinstance(prompt, str):
-            parsed = prompt
-        elif isinstance(prompt, list):
-            parsed = [_message(each) for each in prompt]
-        else:
+        if not isinstance(prompt, str | list):
             raise ValueError(_NO_PROMPT)
+        parsed: str | list[dict[str, Any]] = prompt if isinstance(prompt, str) else [_message(each) for each in prompt]
         if not prompt_text(parsed).strip():
             raise ValueError("the prompt is empty")
     return parsed
@@ -325,7 +325,7 @@ def _message(value: Any) -> dict[str, Any]:
     raise ValueError(_NO_PROMPT)
 
 
-def _canonical(problem: Problem, *, chat: bool, as_json: bool) -> FileRow:
+def _canonical(problem: Problem, chat: bool, as_json: bool) -> FileRow:
     prompt, tools = problem["prompt"], problem.get(CHAT_TOOLS)
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -335,6 +335,18 @@ def _canonical(problem: Problem, *, chat: bool, as_json: bool) -> FileRow:
         "reward_model": {"ground_truth": _written_truth(problem) or None, "style": "rule"},
         "tools": json.dumps(tools, ensure_ascii=False, default=str) if tools else None,
     }
+
+
+def _field(name: str, rows: Sequence[FileRow], source: pa.Schema | None) -> pa.Field:
+    """Returns a key's column, as ``source`` has it or the values need it. Raises ValueError if Parquet has none."""
+    if source is not None and name in source.names:
+        return source.field(name)
+    try:
+        column = pa.table({name: [row.get(name) for row in rows]})
+        pq.write_table(column, pa.BufferOutputStream())
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        raise ValueError(f"no column of Parquet holds the values of {name}: write them as text ({error})") from error
+    return column.schema.field(0)
 
 
 def _written_truth(problem: Problem) -> str:

@@ -16,7 +16,7 @@ import jinja2
 import numpy as np
 import tokenizers
 
-from rljax.errors import naming, parse_json
+from rljax.errors import describe, naming, parse_json
 
 # Rendered templates are searched for the answer, so its words must occur nowhere else in them.
 _SHORT_CHAT = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "the-answer"})
@@ -122,12 +122,14 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
         """Renders a chat with the tokenizer's template, up to the beginning of the model's answer.
 
-        ``arguments`` go to the template, such as ``enable_thinking``.
+        A last message of the assistant begins this answer. The template gets ``arguments`` such as ``enable_thinking``.
 
         Raises:
           ValueError: The template refuses the messages, or does not name an argument.
         """
-        return self._checked(messages, "a prompt", add_generation_prompt=True, **arguments)
+        begun = any(message.get("role") == "assistant" and message.get("content") for message in messages[-1:])
+        ending = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        return self._checked(messages, "a prompt", **ending, **arguments)
 
     def render_reply(self, messages: Sequence[Mapping[str, str]], *, ended: bool, **arguments: Any) -> str:
         """Renders the text of the template from the end of an answer to the beginning of the model's next answer.
@@ -168,7 +170,7 @@ class Tokenizer:
 
     def _checked(self, messages: Sequence[Mapping[str, str]], what: str, **arguments: Any) -> str:
         """Renders messages. Raises ValueError if that fails; the error calls the messages ``what``."""
-        given = [name for name in arguments if name != "add_generation_prompt"]
+        given = [name for name in arguments if name not in ("add_generation_prompt", "continue_final_message")]
         unknown = [name for name in given if not re.search(rf"\b{re.escape(name)}\b", self._chat_template or "")]
         if unknown:
             whose = " (tools are a key of the row)" if "tools" in unknown else ""
@@ -180,7 +182,7 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses {what}: {error}") from error
         except Exception as error:  # a template is a program that may raise anything
-            raise ValueError(f"the chat template fails on {what} ({type(error).__name__}): {error}") from error
+            raise ValueError(f"the chat template fails on {what}: {describe(error)}") from error
 
     @functools.cached_property
     def template_stop(self) -> int | None:

@@ -23,6 +23,7 @@ _MOST_STEPS = 0.9  # the share of the steps that have to show a sign that does n
 _SPIKE = 4.0  # the least ratio of a spike's mismatch to the median
 _LEAST_SPIKED = 1e-7  # the least usual mismatch whose steps are not rounding alone
 _CHANCE = 1e-3  # the largest chance that the steps of a reward with few values are equal by themselves
+_MOST_ENTROPY = 20.0  # a larger one is a sum over responses, as verl may log: a token has log(vocabulary) at most
 _DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
 
 
@@ -312,7 +313,7 @@ def _no_signal(course: Course) -> Iterator[Finding]:
 def _policy_drift(course: Course) -> Iterator[Finding]:
     name = "reference_kl" if course.log.has("reference_kl") else "policy_kl"
     drift = _known(course, name)
-    if course.gap_name or len(drift) < 8:
+    if course.gap_name or len(drift) < 8 or course.largest.get("entropy", 0.0) > _MOST_ENTROPY:
         return
     first, last = _ends(np.abs(drift))
     if last > max(1.0, 10 * first):

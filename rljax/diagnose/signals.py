@@ -40,7 +40,6 @@ The others are ``token_mult_prob_error``, ``logprob_abs_diff_std`` (the standard
 the largest and the smallest exp(lr).
 """
 
-_SIZES = ("logprob_abs_diff_mean", "prob_abs_diff_mean")
 FEWEST_LOST = 3
 """A signal is lost if at least so many of its numbers, up to the last one, are not finite."""
 PROJECTS = tuple(SIGNAL_NAMES)
@@ -134,19 +133,14 @@ def read_signals(rows: Rows, projects: Sequence[str] = PROJECTS) -> Log:
             group = f"turns/{kind}"
         if metric:
             buckets.setdefault(group, {}).setdefault(label, {})[metric[0]] = values
-    ordered = {
-        group: dict(sorted(labels.items(), key=lambda item: _edge(item[0]))) for group, labels in buckets.items()
-    }
+    ordered = {group: dict(sorted(each.items(), key=lambda item: _edge(item[0]))) for group, each in buckets.items()}
     for signal, endings in names_of(project).items():
         if any(ending.startswith("-") and found.get(signal, "").endswith(ending[1:]) for ending in endings):
             table[signal] = -table[signal]
     # A step with numbers of an evaluation alone is none of the training.
     evaluated = {name: name for name in columns if re.split(r"[/_.-]", name)[0] in NOT_TRAINING}
-    only = {
-        at
-        for at, cells in cells_by_step(rows, evaluated, step_column).items()
-        if _any_finite(cells, evaluated) and not _any_finite(by_step.get(at, {}), found)
-    }
+    others = cells_by_step(rows, evaluated, step_column)
+    only = {at for at in others if _any_finite(others[at], evaluated) and not _any_finite(by_step.get(at, {}), found)}
     held = {at: cells for at, cells in by_step.items() if at not in only}
     lost = {name: _last_finite([(at, cells[name]) for at, cells in held.items() if name in cells]) for name in found}
     lost_at = {name: at for name, at in lost.items() if at is not None}
@@ -158,8 +152,16 @@ def _any_finite(cells: Mapping[str, float], names: Iterable[str]) -> bool:
 
 
 def _derived(plain: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the signals that follow from those of a log. A mean of differences with their signs is no size: NaN."""
-    new = {name: np.full(len(plain[name]), np.nan) for name in _SIZES if np.any(plain.get(name, np.zeros(1)) < 0)}
+    """Returns the signals that follow from those of a log, and the ratios without those after a cap or a mask."""
+    new: dict[str, np.ndarray] = {}
+    if "filtered" in plain:
+        kl, ratio = (plain.get(name, np.array(math.nan)) for name in ("kl", "ratio_mean"))
+        # AReaL's ratio may be exp of the mean lr of a response. Then ratio - 1 + kl is not k3, but about 0.
+        is_other = (plain["filtered"] > 0) | (np.abs(1.0 - ratio - kl) < 0.1 * np.abs(kl))
+        new = {name: np.where(is_other, math.nan, plain[name]) for name in plain if name.startswith("ratio_")}
+        plain = {**plain, **new}
+    if "stale_count" in plain and "staleness" not in plain:  # the count of all steps so far
+        new["staleness"] = np.where(np.diff(plain["stale_count"], prepend=0.0) > 0, 1.0, 0.0)
     if "token_mult_prob_error" in plain and "logprob_abs_diff_mean" not in plain:
         # The mean of exp(abs(lr)) is at least exp of the mean.
         new["logprob_abs_diff_mean"] = np.log(np.maximum(plain["token_mult_prob_error"], 1.0))

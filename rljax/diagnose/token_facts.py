@@ -171,10 +171,8 @@ def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
     An error of the logits changes the log-probability of a token by about the error times the token's uncertainty. So
     the log-ratio is divided by the uncertainty before tokens are compared.
     """
-    if not len(lr):
-        return np.zeros(0, bool)
     error = np.abs(lr) / np.maximum(uncertainty, LEAST_UNCERTAINTY)
-    usual = float(np.quantile(error, 0.9))
+    usual = float(np.quantile(error, 0.9)) if len(lr) else 0.0
     return (np.abs(lr) > _SMALLEST_OUTLIER) & (error > _OUTLIER * max(usual, 1e-6))
 
 
@@ -197,19 +195,15 @@ def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
     Two tokens with the same tokens before them share a normalisation, so their log-probabilities differ by as much as
     their logits. Such pairs are in the responses to one prompt, and among the likeliest tokens of one position.
     """
-    pairs = np.fromiter(_same_context(dump, column), float) * temperature
+    pairs = np.fromiter(_same_context(dump, column), float)
     if column == dump.sampling.get("column", "rollout") and dump.columns.get("top_logprobs"):
         with np.errstate(invalid="ignore"):
             tops = [np.diff(np.asarray(values, float)).ravel() for values in dump.columns["top_logprobs"][:64]]
         pairs = np.concatenate([pairs, *tops])
-    pairs = pairs[np.isfinite(pairs) & (np.abs(pairs) > 1e-4)][:20_000]
-    if len(pairs) < _FEWEST_PAIRS:
-        return ""
-    for name, step in GRIDS.items():
-        off = np.abs(pairs / step - np.round(pairs / step)) * step
-        if np.mean(off < _ON_GRID) >= _GRID_SHARE:
-            return name
-    return ""
+    pairs = pairs[np.isfinite(pairs) & (np.abs(pairs) > 1e-4)][:20_000] * temperature
+    off = {name: np.abs(pairs - np.round(pairs / step) * step) for name, step in GRIDS.items()}
+    found = [name for name in off if len(pairs) >= _FEWEST_PAIRS and np.mean(off[name] < _ON_GRID) >= _GRID_SHARE]
+    return found[0] if found else ""
 
 
 def _same_context(dump: TokenDump, column: str) -> Iterator[float]:

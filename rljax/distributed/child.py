@@ -170,14 +170,17 @@ class Child:
                 on_end(end)
 
     def replace(self) -> str:
-        """Ends the process, if it still runs, and starts another; returns the exit status of the first."""
+        """Ends the process and starts another, or raises RuntimeError. Returns the exit status of the first."""
         self.frames.close()
         deadline = time.monotonic() + _END_S
         while not _has_ended(self._process) and time.monotonic() < deadline:
             time.sleep(_END_S / 20)
         self.kill()
         status = self._process.returncode
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            raise RuntimeError(f"a {self._title} cannot be started: {error}") from error
         return f"exit status {status}"
 
     def refuse(self, sent: object) -> str:

@@ -13,8 +13,6 @@ from pathlib import Path, PurePosixPath
 from rljax.distributed.ownership import claim, provably_dead
 from rljax.errors import writing
 
-VERSIONS = 2
-"""The number of versions of the weights that exist at a time: one is written while servers load the version before."""
 _OWNER = "owner.json"
 
 # Of version 2 of control groups and of version 1: the line of /proc/self/cgroup, the folder, names of files and keys.
@@ -112,16 +110,16 @@ def _free_in_groups(root: Path) -> Iterator[int]:
                 yield int((group / limit).read_text()) - int((group / usage).read_text()) + files
 
 
-def check_room(directory: Path, version_bytes: int, setting: str) -> None:
-    """Raises RuntimeError if the file system of ``directory`` has no room for ``VERSIONS`` versions of the weights.
+def check_room(directory: Path, needed: int, setting: str) -> None:
+    """Raises RuntimeError if the file system of ``directory`` lacks room for versions that take ``needed`` bytes.
 
-    A version takes ``version_bytes``. ``setting`` is the name of the setting that chooses another directory.
+    ``setting`` is the name of the setting that chooses another directory.
     """
-    free, needed = shutil.disk_usage(directory).free, VERSIONS * version_bytes
+    free = shutil.disk_usage(directory).free
     if free < needed:
         has, takes = (f"{count / 2**20:,.1f} MiB" for count in (free, needed))
         raise RuntimeError(
-            f"{directory} has {has} free, two versions of the weights take {takes}: "
+            f"{directory} has {has} free, versions of the weights take {takes}: "
             f"set {setting} to a larger one; a container gets more /dev/shm by --ipc=host or --shm-size"
         )
 
@@ -137,7 +135,7 @@ class OwnedDirectory:
 
         None for ``parent`` means ``memory_directory()``. Raises RuntimeError if ``parent`` cannot be written.
         """
-        self.parent = Path(parent) if parent is not None else memory_directory()
+        self.parent = Path(parent).absolute() if parent is not None else memory_directory()
         try:
             self.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned(self.parent, prefix, _OWNER)

@@ -171,7 +171,7 @@ class Processes:
             return [value]
         own = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = np.asarray(multihost_utils.process_allgather(np.int32(own.size))).reshape(-1).tolist()
-        padded = np.zeros(max(sizes), np.uint8)
+        padded = np.zeros(1 << (max(sizes) - 1).bit_length(), np.uint8)  # The gathering compiles once per length.
         padded[: own.size] = own
         rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.count, -1)
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

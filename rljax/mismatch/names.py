@@ -103,10 +103,10 @@ _ROWS: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]]
         ("policy/rollout_train_logprobs_abs_diff_max", "max abs(lr)", "logprob_abs_diff_max"),
     ),
     "areal": (
-        ("behave_approx_kl/avg", "<lr>, no cap on the weights", _mean("log_ratio")),
-        ("behave_approx_kl/max", "max lr, no cap on the weights", lambda s: s.extreme("log_ratio_max")),
-        ("behave_approx_kl/min", "min lr, no cap on the weights", lambda s: s.extreme("log_ratio_min")),
-        ("behave_imp_weight/avg", "<exp(lr)>, no cap on the weights (here lr is clipped at +-20)", _mean_ratio),
+        ("behave_approx_kl/avg", "<lr>, no cap or mask", _mean("log_ratio")),
+        ("behave_approx_kl/max", "max lr, no cap or mask", lambda s: s.extreme("log_ratio_max")),
+        ("behave_approx_kl/min", "min lr, no cap or mask", lambda s: s.extreme("log_ratio_min")),
+        ("behave_imp_weight/avg", "<exp(lr)> of tokens, no cap or mask (here lr is clipped at +-20)", _mean_ratio),
     ),
     "tunix": (
         ("sampler_trainer/logp_diff_mean", "<abs(lr)>", "logprob_abs_diff_mean"),
@@ -147,7 +147,8 @@ rljax: reward reward/mean; entropy policy/entropy; grad_norm optimizer/grad_norm
     signal reward/groups_with_signal; error_fraction reward/error_fraction
 verl: reward critic/score/mean critic/rewards/mean; entropy actor/entropy actor/entropy_loss;
     grad_norm actor/grad_norm; learning_rate actor/lr; staleness training/off_policy/trajectory_staleness/mean;
-    reference_kl actor/kl_loss; policy_kl actor/ppo_kl; loss actor/pg_loss; largest_advantage critic/advantages/max;
+    stale_count fully_async/count/stale_trajectory_processed; policy_kl actor/ppo_kl; loss actor/pg_loss;
+    reference_kl actor/kl_loss actor/reward_kl_penalty critic/kl; largest_advantage critic/advantages/max;
     kl mismatch/mismatch_kl; k3_kl mismatch/mismatch_k3_kl; log_ppl_abs_diff mismatch/mismatch_log_ppl_abs_diff;
     prob_abs_diff_mean rollout_probs_diff_mean
 trl: reward reward; entropy entropy; grad_norm grad_norm; learning_rate learning_rate; reference_kl kl; loss loss;
@@ -160,21 +161,21 @@ prime_rl: reward reward/all/mean reward/mean; entropy entropy/all/mean entropy/m
     learning_rate optim/lr; staleness off_policy/mean off_policy_level/all/mean off_policy_level/mean;
     k3_kl mismatch_kl/mean mismatch_kl/all/mean; loss loss/mean
 nemo_rl: reward reward; entropy approx_entropy; grad_norm grad_norm; learning_rate lr; staleness avg_trajectory_age;
-    reference_kl kl_penalty; token_mult_prob_error token_mult_prob_error; ratio_mean sampling_importance_ratio
+    reference_kl kl_penalty; token_mult_prob_error token_mult_prob_error; ratio_mean sampling_importance_ratio;
+    filtered is_oob_ratio
 slime: reward rollout/raw_reward raw_reward rollout/rewards; entropy train/entropy_loss; grad_norm train/grad_norm;
     learning_rate train/lr-pg_0; reference_kl train/kl_loss; policy_kl train/ppo_kl; loss train/pg_loss;
     logprob_abs_diff_mean train_rollout_logprob_abs_diff; k3_kl train_rollout_kl; ratio_mean train/tis
-skyrl: reward reward/avg_raw_reward; entropy policy_entropy; grad_norm raw_grad_norm grad_norm;
-    learning_rate policy_lr; staleness async/staleness_mean; reference_kl policy_kl loss/avg_kl;
+skyrl: reward reward/avg_raw_reward; entropy policy_entropy; learning_rate policy_lr; staleness async/staleness_mean;
+    grad_norm policy/raw_grad_norm policy/grad_norm raw_grad_norm grad_norm; reference_kl policy_kl loss/avg_kl;
     logprob_abs_diff_mean minibatch_rollout_logprobs_abs_diff_mean rollout_train_logprobs_abs_diff_mean;
-    logprob_abs_diff_max minibatch_rollout_logprobs_abs_diff_max;
+    logprob_abs_diff_max minibatch_rollout_logprobs_abs_diff_max; ratio_mean is_ratio_mean; ratio_max is_ratio_max;
     logprob_abs_diff_std minibatch_rollout_logprobs_abs_diff_std rollout_train_logprobs_abs_diff_std
-tunix: reward rewards/score/mean rewards/reward/mean; entropy entropy loss/entropy; grad_norm grad_norm;
-    learning_rate learning_rate; reference_kl kl; policy_kl ppo_kl
+tunix: reward rewards/score/mean rewards/reward/mean rewards/sum trajectory_rewards/mean; entropy entropy loss/entropy;
+    grad_norm grad_norm; learning_rate learning_rate; reference_kl kl rewards/reward_kl_penalty; policy_kl ppo_kl
 areal: reward task_reward/avg rollout/reward; entropy update/entropy/avg entropy/avg; grad_norm update/grad_norm;
-    learning_rate update/lr; policy_kl approx_kl/avg; kl -behave_approx_kl/avg;
-    staleness sample_staleness_theta_avg;
-    logprob_abs_diff_mean behave_approx_kl_abs/avg; ratio_mean behave_imp_weight/avg;
+    learning_rate update/lr; policy_kl approx_kl/avg; kl -behave_approx_kl/avg; staleness sample_staleness_theta_avg;
+    logprob_abs_diff_mean behave_approx_kl_abs/avg; ratio_mean behave_imp_weight/avg; filtered rs_filtered_fraction;
     ratio_max behave_imp_weight/max; ratio_min behave_imp_weight/min
 openrlhf: reward reward; entropy entropy_loss; grad_norm actor_grad_norm; learning_rate actor_lr; reference_kl kl;
     policy_kl ppo_kl; loss policy_loss; kl vllm_kl
@@ -186,17 +187,16 @@ open_instruct: reward objective/verifiable_correct_rate objective/scores scores;
 rllm: reward reward/mean; entropy actor/entropy; grad_norm actor/grad_norm; learning_rate actor/lr; kl offpolicy/kl;
     k3_kl offpolicy/k3_kl; logprob_abs_diff_mean offpolicy/logprob_abs_diff/mean;
     logprob_abs_diff_max offpolicy/logprob_abs_diff/max; prob_abs_diff_mean offpolicy/prob_abs_diff/mean;
-    ratio_mean offpolicy/ratio/mean
+    ratio_mean offpolicy/ratio/mean; staleness async/staleness_mean
 torchtitan: reward rollout_reward/_mean reward/mean; entropy trainer/entropy/mean entropy;
     grad_norm trainer/grad_norm/mean grad_norm; learning_rate trainer/lr lr; loss loss/mean;
     staleness train_batch/policy_age/mean; zero_std rollout_reward/group_zero_std_frac/mean;
     kl -bit_wise/logprob_diff/mean; logprob_abs_diff_mean bit_wise/logprob_diff/abs_mean; ratio_mean loss/ratio_mean
-tinker: reward env/all/reward/total; entropy optim/entropy; learning_rate optim/lr;
-    signal by_group/frac_mixed; kl kl_sample_train_v1; k3_kl kl_sample_train_v2
+tinker: reward env/all/reward/total; entropy optim/entropy; learning_rate optim/lr; reference_kl kl_policy_base;
+    signal env/all/by_group/frac_mixed; staleness async/staleness_mean; kl kl_sample_train_v1; k3_kl kl_sample_train_v2
 roll: reward critic/score/mean; entropy critic/entropy/mean; grad_norm actor/grad_norm; learning_rate actor/lr;
-    reference_kl actor/kl_loss; loss actor/pg_loss; largest_advantage critic/advantages/max;
-    ratio_mean actor/train_infer_ratio_mean actor/train_infer_ratio_token_mean;
-    prob_abs_diff_mean actor/train_infer_diff_mean actor/train_infer_diff_token_mean
+    reference_kl actor/kl_loss critic/kl; loss actor/pg_loss; largest_advantage critic/advantages/max;
+    ratio_mean actor/train_infer_ratio_mean actor/train_infer_ratio_token_mean; staleness scheduler/off_policy_ratio
 ms_swift: reward reward; entropy entropy/mean; grad_norm grad_norm; learning_rate learning_rate; loss loss;
     zero_std frac_reward_zero_std; reward_std reward_std; kl rollout_correction/kl; k3_kl rollout_correction/k3_kl;
     chi2_token rollout_correction/chi2_token
@@ -214,6 +214,7 @@ SIGNAL_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 The length is not among them. A mismatch signal here has the value of ours but for the order of its means, its sign (a
 name that begins with ``-``) or a known function of it. tinker's ``v2``, half of the mean square of lr, is k3 to second
 order. Miles has slime's names. ``trl_async`` is AsyncGRPO of TRL, whose ``kl`` compares the trainer with the sampler.
+``filtered`` is the share of ratios that a cap or a mask changed, ``stale_count`` all stale responses so far.
 """
 
 LENGTH_COLUMNS = (
@@ -221,7 +222,7 @@ LENGTH_COLUMNS = (
         "response_length/mean",
         ("response_length/truncated_fraction", "response_length/clip_ratio", "truncation_rate/mean"),
     ),
-    ("completions/mean_length", ("completions/clipped_ratio",)),  # TRL, tunix
+    ("completions/mean_length", ("completions/clipped_ratio", "completions/clip_ratio")),  # TRL, tunix
     ("decode_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl
     ("completion_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl, older
     ("completion_len/mean", ("is_truncated/mean",)),  # prime-rl, older
@@ -237,14 +238,14 @@ LENGTH_COLUMNS = (
     ("response_len/avg", ("no_eos_ratios/avg",)),  # AReaL, as rljax.record.training_logs computes it
     ("seq_len/avg", ("no_eos_ratios/avg",)),  # AReaL, with the prompt
     ("step_response_length/mean", ()),  # rLLM
-    ("ac_tokens_per_turn", ()),  # tinker
+    ("env/all/ac_tokens_per_turn", ()),  # tinker
     ("response_tokens_length", ()),  # Marin
 )
 """The names of the mean response length, and of the share of truncated responses in the same log."""
 
 CALL_COUNT = "_step"
 """The column that counts the calls of ``wandb.log``."""
-_OWN_STEPS = ("training/global_step", "trainer/global_step", "train/global_step", "rollout/step")
+_OWN_STEPS = (*(f"{part}/global_step" for part in ("training", "trainer", "train", "system")), "rollout/step")
 _STEPS = ("step", "training_step", "global_step", "Step", "train/step", "trainer/step", "iteration", "progress/batch")
 STEP_COLUMNS = (*_OWN_STEPS, *_STEPS, CALL_COUNT)
 """The names of the step's column, the best first."""

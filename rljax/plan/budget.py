@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rljax.distributed.files import VERSIONS, free_memory, memory_directory
+from rljax.distributed.files import free_memory, memory_directory
 from rljax.distributed.gpus import tasks_here
 from rljax.plan.memory import TOP_BYTES
 from rljax.policy.config import PolicyConfig
@@ -203,7 +203,7 @@ def host_demand(
     sampling = 0 if decoding is None else resident + decoding.bytes + tops
     parts = {
         "the process": PROCESS_BYTES,
-        f"{VERSIONS} versions in /dev/shm": VERSIONS * weights * in_memory,
+        f"{config.publish.versions} versions in /dev/shm": config.publish.versions * weights * in_memory,
         "the last version for deltas": weights * (served and config.publish.store != "shared"),
         "likeliest tokens": batches * tops + packed,  # one more batch is packed into rows
         "routes": batches * route_bytes(config, policy),
@@ -228,11 +228,12 @@ def disk_demands(config: Config, policy: PolicyConfig, sizes: Sizes) -> list[Dem
     remedy = ", ".join([*remedies, "run.dir on a larger disk"])
     demands = [Demand("on disk", parts, f"at {run_dir}", free_space(run_dir), remedy)]
     if can(config.rollout.engine, "serves"):
-        place, size = transfer_directory(config), VERSIONS * version_bytes(policy, config.rollout.dtype)
+        place, count = transfer_directory(config), config.publish.versions
+        size = count * version_bytes(policy, config.rollout.dtype)
         remedy = "rollout.transfer_dir on a larger disk"
         if place == Path("/dev/shm"):
             remedy += ", a larger /dev/shm (--ipc=host or --shm-size for a container)"
-        demands.append(Demand("to servers", {f"{VERSIONS} versions": size}, f"at {place}", free_space(place), remedy))
+        demands.append(Demand("to servers", {f"{count} versions": size}, f"at {place}", free_space(place), remedy))
     return demands
 
 

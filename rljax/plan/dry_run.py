@@ -122,6 +122,8 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
     ways, replay = num_parts(mesh.shape, "batch_rows"), config.rollout.router_replay
     if replay != "none" and not policy.num_experts:
         raise ValueError(f"rollout.router_replay = {replay} is for a mixture of experts; this policy is dense")
+    if config.loss.router_balance and not policy.num_experts:
+        raise ValueError("loss.router_balance is for a mixture of experts; this policy is dense: give 0")
     if replay == "r2" and not has_separate_forward(config):
         raise ValueError("rollout.router_replay = r2 is for several updates a batch (loss.mini_batches, loss.epochs)")
     if config.rollout.reported > policy.vocab_size:

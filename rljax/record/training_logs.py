@@ -9,6 +9,7 @@ import contextlib
 import csv
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from rljax.errors import ConfigError, MissingPackageError, import_for, parse_jso
 from rljax.mismatch.names import CALL_COUNT, LENGTH_COLUMNS, METRIC_COLUMNS, NOT_TRAINING, STEP_COLUMNS, WRAPPERS
 from rljax.record.console_logs import console_rows
 from rljax.record.foreign_files import foreign_kind
+from rljax.record.rows import NONFINITE_KEYS
 
 Rows = list[dict[str, Any]]
 Columns = TypeVar("Columns", bound=tuple[Any, ...])
@@ -213,15 +215,20 @@ def table_rows(document: Any) -> Rows | None:
 
 
 def flatten(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row without nesting: nested names are joined by ``/``. Outer values have precedence."""
+    """Returns the row without nesting: nested names are joined by ``/``. Outer values have precedence.
+
+    A null becomes NaN where it stands for a number that is not finite: in verl's file, and where rljax's row lists it.
+    """
     cells: dict[str, Any] = {}
     groups = [("", row)]
+    lost = row["data"] if row.keys() == {"step", "data"} else row.get(NONFINITE_KEYS)
     for prefix, group in groups:  # the list grows here
         for name, value in group.items():
             if isinstance(value, dict):
                 groups.append((prefix if name in WRAPPERS else f"{prefix}{name}/", value))
             else:
-                cells.setdefault(prefix + name, value)
+                is_lost = value is None and isinstance(lost, (dict, list)) and name in lost
+                cells.setdefault(prefix + name, math.nan if is_lost else value)
     return cells
 
 
@@ -234,7 +241,8 @@ def matching(columns: list[str], name: str) -> list[str]:
     """Returns the training columns that end in ``name``: first aggregates over environments, then short names."""
 
     def fits(column: str) -> bool:
-        if not f"/{column.replace('.', '/')}".endswith((f"/{name}", f" - {name}")):
+        own = re.sub("@(sum|mean)$", "", column).replace(".", "/")  # ROLL's names end in the way to add them up
+        if not f"/{own}".endswith((f"/{name}", f" - {name}")):
             return False
         parts = column.lower().replace("-", "/").replace(".", "/").replace(" ", "").split("/")
         return NOT_TRAINING.isdisjoint({*parts} - {*name.split("/")})

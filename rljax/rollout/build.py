@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from rljax.distributed.gpus import tasks_here
 from rljax.errors import ConfigError
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf, read_config
@@ -173,10 +174,10 @@ def _connected(
     **options: Any,
 ) -> ServedEngine:
     """Returns the engine of HTTP servers. ``options`` are passed on to :class:`ServedEngine`."""
-    size = version_bytes(policy, config.dtype)
-    shares_writing = functions is not None and functions.writer is not None
+    publish, size = publish or PublishConfig(), version_bytes(policy, config.dtype)
+    count = 1 if publish.store in ("shared", "directory") else jax.process_count()  # the parts of a version
     try:
-        check_weight_room(config.transfer_dir, size // jax.process_count() if shares_writing else size)
+        check_weight_room(config.transfer_dir, publish.versions * size * min(tasks_here(), count) // count)
         return ServedEngine(
             config,
             _backend(config.engine),

@@ -130,10 +130,10 @@ class Stopping(Protocol):
         """Reports progress, or a wait that has a limit of its own, so that the run does not count as stuck."""
 
 
-def check_wanted(stop: Stopping) -> None:
-    """Raises StoppedWaitingError if the responses under way must be given up."""
-    if stop.gives_up():
-        raise StoppedWaitingError("asked to stop while responses were sampled")
+def check_wanted(stop: Stopping | None, meanwhile: str = "responses were sampled") -> None:
+    """Raises StoppedWaitingError if the work under way must be given up. ``meanwhile`` says what was awaited."""
+    if stop is not None and stop.gives_up():
+        raise StoppedWaitingError(f"asked to stop while {meanwhile}")
 
 
 class TurnRequest(NamedTuple):
@@ -232,8 +232,7 @@ class TurnQueue:
     def _take(self, is_ready: Callable[[], bool]) -> list[TurnRequest]:
         with self._changed:
             while True:
-                if self._stop is not None:
-                    check_wanted(self._stop)
+                check_wanted(self._stop)
                 if self._error is not None:
                     raise self._error
                 if is_ready():

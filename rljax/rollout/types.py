@@ -78,7 +78,7 @@ class InjectConfig:
 class ClientLimits:
     """The limits of the HTTP client."""
 
-    request_timeout_s: float = 3600.0
+    request_timeout_s: float = 3000.0
     """The longest that one response may take, its wait at the server included (seconds)."""
     max_outstanding: int = 512
     """The most requests at one server at a time. The others wait in the client, so a faster server gets more."""

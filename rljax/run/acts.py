@@ -276,9 +276,9 @@ class SharedCheckpointer(Shared, Checkpointer):
             super().save(step, state, host)
 
     @together
-    def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
+    def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any], of: str = "") -> bool:
         """Saves the best step so far, in every process; returns whether it did."""
-        return super().save_best(step, accuracy, state, host)
+        return super().save_best(step, accuracy, state, host, of)
 
     def close(self) -> None:
         """Waits for the files to be complete. Does nothing after an act has failed, or if the run was abandoned."""
@@ -299,7 +299,7 @@ def make_shared_engine(
     side = make_side(inputs, processes, stop)
     if isinstance(side, SharedPublish):
         return make_run_engine(inputs, stop, side.functions(), prompts)
-    if inputs.config.rollout.max_staleness:
+    if inputs.config.rollout.max_staleness and inputs.config.rollout.trajectories is None:
         raise ValueError("rollout.max_staleness: the embedded engine of several processes samples in turn; give 0")
     return side
 

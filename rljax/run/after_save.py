@@ -54,22 +54,30 @@ class AfterSave:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._ending.set()
         ends_at = time.monotonic() + (0.0 if kind is KeyboardInterrupt else self._grace_s)
-        while self._thread.is_alive() and min(ends_at - time.monotonic(), self._stop.left_s() - _FINISH_S) > 0:
-            self._stop.at("after_save")
-            self._thread.join(0.2)
-        if self._thread.is_alive():
-            self._is_over = True
-            print("warning: checkpoint.after_save had not ended within run.grace_s, and was killed", file=sys.stderr)
-            if self._process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+        try:
+            while self._thread.is_alive() and min(ends_at - time.monotonic(), self._stop.left_s() - _FINISH_S) > 0:
+                self._stop.at("after_save")
+                time.sleep(0.05)  # a join that Ctrl-C interrupts takes the thread for ended
+        finally:  # also after a second Ctrl-C
+            if self._thread.is_alive():
+                self._is_over = True
+                said = "had not ended within run.grace_s, and was killed"
+                print(f"warning: checkpoint.after_save {said}", file=sys.stderr)
+                if self._process is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self._process.pid, signal.SIGKILL)
 
     def _work(self) -> None:
         newest, is_last = None, False
         with contextlib.suppress(OwnedError):  # the loop of the run says so
             while not is_last and not self._is_over:
                 is_last = self._ending.wait(_LOOK_S)
-                step = max(saved_steps(self._run_dir), default=None)
+                try:
+                    step = max(saved_steps(self._run_dir), default=None)
+                except OSError as error:  # such as ESTALE of a network disk: the next look tries again
+                    if is_last:
+                        print(f"warning: checkpoint.after_save: {error}; call it for the last save", file=sys.stderr)
+                    continue
                 if step != newest and step is not None:
                     self._check_owner()
                     self._call(step)

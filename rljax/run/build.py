@@ -6,14 +6,14 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.data.files import ALTERNATIVES, CHAT_TOOLS, TRUTH, Tally, right_answers
+from rljax.data.files import ALTERNATIVES, CHAT_TOOLS, COLUMNS, TRUTH, Tally, right_answers
 from rljax.data.prompts import (
     DATA_SEED,
     RAW_PROMPT,
@@ -36,6 +36,7 @@ from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import PolicyFunctions, make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.episodes.hosts import EnvironmentHosts
+from rljax.rollout.kinds import can
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
@@ -88,7 +89,8 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     Training problems without a right answer, or with a prompt that is too long, are left out and counted. Raises
     ValueError if problems cannot be read, a prompt of an evaluation is too long, or too few are left for a batch.
     """
-    data, limit = config.data, config.data.max_prompt_tokens
+    limit, environment = config.data.max_prompt_tokens, config.rollout.environment
+    data = replace(config.data, reward=environment or config.data.reward)  # An environment gets whole rows.
     command = f"rljax prepare {data.path} OUT.parquet --model {config.model.path} --max-prompt-tokens {limit}"
     remedy = f" in {data.path}; raise it, or: {command}" if data.path else ""
     tally = Tally(Path(data.path or data.task).name)
@@ -103,7 +105,8 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     stream = PromptStream(training, data.batch_size, config.run.seed)
     texts = [[problem["prompt"], right_answers(problem)] for problem in training]
     # Other entries compare the answers and the prompts, from which these and a number under TRUTH follow.
-    own = ("prompt", "answer", ALTERNATIVES, TEMPLATED, RAW_PROMPT, CHAT_TOOLS)
+    own = ["prompt", "answer", ALTERNATIVES, TEMPLATED, RAW_PROMPT, CHAT_TOOLS]
+    own += [COLUMNS, TRUTH] if environment else []  # Checkpoints of earlier versions were made without these.
     rest = [
         {key: it for key, it in problem.items() if key not in own and (key != TRUTH or isinstance(it, list | dict))}
         for problem in training
@@ -113,13 +116,11 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     prompts = [prompt_ids(problem, tokenizer) for problem in itertools.islice(training, PROBED_PROMPTS)]
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer) if config.eval.is_wanted else {}
     say_marks([*training, *itertools.chain(*datasets.values())], tokenizer)
-    if not config.eval.is_wanted:
-        return Problems(stream, prints, {}, tallies, prompts)
     for name, problems in datasets.items():
         drop_long(problems, tokenizer, limit, f" in eval.datasets {name}", may_drop=False)
         if name not in TOYS:
             tallies.append(Tally(f"eval {name}", problems, len(problems), too_long=0))
-    if not datasets:
+    if config.eval.is_wanted and not datasets:
         print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
     return Problems(stream, prints, datasets, tallies, prompts)
 
@@ -168,8 +169,12 @@ def make_run_engine(
     not fit the engine, or a server does not fit the policy.
     """
     config, policy, _, mesh = inputs
+    rollout = config.rollout
+    if (rollout.urls or rollout.discovery) and not can(rollout.engine, "serves"):
+        line = f"servers are not used: rollout.engine = {rollout.engine} samples in this process"
+        print(f"warning: rollout.urls and rollout.discovery: {line}", file=sys.stderr)
     return make_engine(
-        config.rollout,
+        rollout,
         policy,
         mesh,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -237,14 +242,12 @@ def make_batches(
     if rollout.trajectories is not None:
         return make_external_batches(config, inputs.policy, problems.stream, sampled, stop)
     plain = Sampler(source, sampled, rollout.group_size, seed=config.run.seed, counts_mixed=rollout.update != "wait")
-    sample_step: SampleStep = plain.sample
-    if rollout.refill:
-        sample_step = RefillingSampler(plain, problems.stream, config).sample
+    sample: SampleStep = RefillingSampler(plain, problems.stream, config).sample if rollout.refill else plain.sample
     if not rollout.max_staleness:
-        return Batches(problems.stream, sample_step)
+        return Batches(problems.stream, sample)
     return BatchesAhead(
         problems.stream,
-        sample_step,
+        sample,
         engine,
         stop,
         steps=config.run.steps,

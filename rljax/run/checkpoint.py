@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import gc
 import json
@@ -35,11 +36,13 @@ from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
 BEST = "best"  # the folder of the run directory for the best step
 DAMAGED = "damaged"  # the folder of the run directory for damaged checkpoints
 ACCURACY = "best_accuracy"  # the key of the accuracy in the host state of the best step
+EVALUATION = "best_evaluation"  # the key of what was evaluated, and how
 # The keys of a host state on disk for the checksums of the arrays, and for the checksum of everything else in it.
 ARRAYS, SELF = "array_checksums", "sha256"
 
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
 # These words stand in an error when a whole checkpoint cannot be read just now.
-NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
+NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", *map(os.strerror, _PASSING))
 _LOGGERS = ("asyncio", "concurrent.futures")  # the event loops of orbax log to these
 ROOM = 0.5  # the share of the free memory that a copy of the state may take while it is written
 _GIVEN_UP_S = 0.2  # the time that is waited for abandoned reads to end in their own threads
@@ -78,13 +81,7 @@ class CheckpointConfig:
 class Checkpointer:
     """The checkpoints in one directory. A checkpoint holds the device state and the host state, a small JSON."""
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        keep: int = 2,
-        read_only: bool = False,
-    ):
+    def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
         """Opens the directory, makes it if it is missing, and deletes incomplete checkpoints in it.
 
         Args:
@@ -147,8 +144,10 @@ class Checkpointer:
         if not goes_on:
             self.wait()
 
-    def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
+    def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any], of: str = "") -> bool:
         """Saves into ``best/`` beside this directory if ``accuracy`` is above that of the checkpoint there.
+
+        ``of`` says what was evaluated, and how. An accuracy of another evaluation is not compared.
 
         Returns whether it saved. A run that continues from a step before the best one keeps that checkpoint until a
         better one is found.
@@ -159,14 +158,15 @@ class Checkpointer:
         best.wait()
         for other in best.all_steps():
             try:
-                if best.read_host(other)[0][ACCURACY] >= accuracy:
+                stored = best.read_host(other)[0]
+                if stored[ACCURACY] >= accuracy and stored.get(EVALUATION, of) == of:
                     return False
             except DamagedCheckpointError as error:
                 best._set_aside(other, error)
         for later in [other for other in best.all_steps() if other >= step]:
             best._manager.delete(later)
         self.wait()  # as in save: one copy of the state at a time
-        best.save(step, state, host | {ACCURACY: accuracy})
+        best.save(step, state, host | {ACCURACY: accuracy, EVALUATION: of})
         return True
 
     def restore(

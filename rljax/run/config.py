@@ -177,7 +177,13 @@ class Config:
             carry = "with advantage.estimator = reinforce they carry loss, too"
             remedy = "choose another estimator, or set rollout.refill = false"
             yield f"rollout.refill replaces groups whose rewards are all equal, but {carry}: {remedy}"
-        if self.loss.old_logprobs == "rollout" and correction.level != "none":
+        if (buffer := self.advantage.overlong_buffer_tokens) > (most := self.rollout.max_response_tokens):
+            yield f"advantage.overlong_buffer_tokens = {buffer} must be at most rollout.max_response_tokens = {most}"
+        if self.checkpoint.keep_best and not self.eval.is_wanted:
+            yield "checkpoint.keep_best needs evaluations: set eval.every above 0"
+        if self.loss.old_logprobs == "rollout" and self.loss.kind == "policy_gradient":
+            yield "loss.old_logprobs = rollout does nothing for loss.kind = policy_gradient: use correction.level"
+        elif self.loss.old_logprobs == "rollout" and correction.level != "none":
             yield "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
         if part != "whole" and self.max_version_lag == 0:
             yield f"correction.part = {part} is for rollouts that may be stale: give rollout.max_staleness"
@@ -234,9 +240,9 @@ class Config:
             yield f"{key} needs a forward before the update, which {exact} does not make: choose another"
         if part != "whole":
             yield f"{exact} has no older policies to tell apart: correction.part = {part} must be whole"
-        if self.loss.kl != "none" and correction.normalize:
-            remedy = "correction.normalize must be false, or loss.kl none"
-            yield f"{exact} knows the mean weight only after the KL penalty's gradient: {remedy}"
+        if (self.loss.kl != "none" or self.loss.router_balance) and correction.normalize:
+            remedy = "correction.normalize must be false, or loss.kl none and loss.router_balance 0"
+            yield f"{exact} knows the mean weight only after the gradient of a KL penalty or router loss: {remedy}"
 
     @property
     def max_sequence_tokens(self) -> int:

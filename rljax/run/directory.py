@@ -174,7 +174,10 @@ def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = 
     old, new = (dict(dotted(dataclasses.asdict(each))) for each in settings)
     leaves = [key for key, value in new.items() if not isinstance(value, dict) and new[key] != old[key]]
     free = MAY_DIFFER + may_differ
-    if differing := [key for key in leaves if not key.startswith(free) or _is_bound(key, *settings)]:
+    bound = {key for key in leaves if _is_bound(key, *settings)}
+    if "schedule.kind" in may_differ:  # a fork has a schedule of its own
+        bound.discard("run.steps")
+    if differing := [key for key in leaves if not key.startswith(free) or key in bound]:
         changes = name_changes(old, {key: new[key] for key in differing})
         key = "run.dir"
         if run_dir != Path(config.run.dir):
@@ -185,7 +188,7 @@ def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = 
 def _is_bound(key: str, recorded: Config, config: Config) -> bool:
     """Returns whether a key of ``MAY_DIFFER`` must keep its value, because it changes the numbers of this run."""
     if key == "run.steps":
-        return config.schedule.kind in ("linear", "cosine")
+        return config.schedule.kind in ("linear", "cosine") and config.schedule.horizon is None
     if not key.startswith("eval."):
         return False
     # The embedded engines have room for the longest response, and sums of another shape may be rounded otherwise.

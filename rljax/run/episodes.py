@@ -8,6 +8,7 @@ answers one trajectory while the environment of another one works, and no trajec
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.data.files import Problem
+from rljax.data.files import COLUMNS, Problem
 from rljax.data.prompts import prompt_ids
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
@@ -171,7 +172,8 @@ class _Trajectories:
         stop, left = self._all.stop, len(self._episodes)
         try:
             for episode in self._episodes:
-                self._ask(episode, self._all.hosts.reset(episode.name, episode.problem), self._on_reset)
+                row = episode.problem.get(COLUMNS, {}) | episode.problem
+                self._ask(episode, self._all.hosts.reset(episode.name, row), self._on_reset)
             samples = self._all.engine.answer(self._queue, self._params, seed=self._seed)
             with ended(samples.responses):
                 for response in samples:
@@ -287,10 +289,7 @@ class _Trajectories:
     def _end(self, episode: _Episode, *, truncated: bool) -> None:
         """Asks for the reward of a trajectory that has ended."""
         self._queue.end(episode.key)
-
-        def finish(episode: _Episode, reward: float) -> None:
-            self._finish(episode, reward, truncated=truncated)
-
+        finish = functools.partial(self._finish, truncated=truncated)
         self._ask(episode, self._all.hosts.reward(episode.name), finish)
 
     def _fail(self, episode: _Episode, kind: str, message: str) -> None:

@@ -56,7 +56,7 @@ class ExternalBatches(Batches):
     receiver: Receiver | None  # the HTTP server that fills the queue; None: the queue reads a directory
 
     def __post_init__(self) -> None:
-        self.sample_step, self._has_started = self.sample, False
+        self.sample_step, self._has_started, self._may_read = self.sample, False, True
         self._said: set[str] = set()  # the metrics of the doubts that were said
 
     def start(self, step: int) -> None:
@@ -77,7 +77,7 @@ class ExternalBatches(Batches):
         """Returns the batch of the next step; received files that no checkpoint needs any more are deleted."""
         sampled = super().take(timers)
         if self.receiver is not None and (kept := saved_steps(self.run_dir)):
-            self.queue.delete_finished(kept[0])
+            self.receiver.delete_finished(kept[0])
         return sampled
 
     def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
@@ -91,9 +91,10 @@ class ExternalBatches(Batches):
             if self.stop.is_requested():
                 raise StoppedWaitingError("asked to stop while the run waited for trajectories of another program")
             with caller_errors():
-                if self.queue.read_file():
+                if self._may_read and self.queue.read_file():
                     self.stop.progress()
                     continue
+            self._may_read = self.receiver is None  # The receiver adds its own files; those of before are read now.
             if time.perf_counter() >= next_line:
                 print(f"step {step}: {self._waiting_line(count)}", file=sys.stderr)
                 interval = min(2 * interval, _LINES_S)

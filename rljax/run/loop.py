@@ -8,6 +8,7 @@ as an uninterrupted one. The loop knows neither its engine nor where its metrics
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -161,6 +162,7 @@ def _make_steps(parts: RunParts, newest: NewestStep, record: Recorder, profiler:
         if skipped.are_too_many:
             progress.stopped_by.append(_skipped_line(parts))
         if config.checkpoint.keep_best and (accuracy := mean_accuracy(newest.row)) is not None:
-            parts.checkpointer.save_best(progress.step, accuracy, newest.state, newest.host)
+            of = repr(dataclasses.replace(config.eval, every=0, at_start=False))
+            parts.checkpointer.save_best(progress.step, accuracy, newest.state, newest.host, of)
         if stopping:
             break

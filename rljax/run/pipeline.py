@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from rljax.data.prompts import Problem, PromptStream
 from rljax.errors import ServersLostError
 from rljax.policy.model import Params
-from rljax.rollout.engine import AHEAD, RolloutEngine
-from rljax.run.sampling import SampledStep, SampleStep
+from rljax.rollout.engine import AHEAD, RolloutEngine, check_wanted
+from rljax.run.sampling import TICK_S, SampledStep, SampleStep
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
@@ -160,19 +160,20 @@ class BatchesAhead(Batches):
         return self.stream.state_dict() if self._data is None else self._data
 
     def close(self) -> None:
-        """Ends the thread; the batch under way is given up."""
+        """Gives up the batch under way, and waits for the thread, at most half of the grace that is left."""
         self.stop.ahead_is_over = True
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join(_END_S)
+            self._thread.join(min(_END_S, max(0.0, self.stop.left_s() / 2)))
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
-        """Waits until ``is_so`` returns True. The caller holds the condition ``_changed``."""
+        """Waits until ``is_so`` returns True, or raises StoppedWaitingError. The caller holds ``_changed``."""
         self.stop.waits_for_ahead = True
         try:
-            self._changed.wait_for(is_so)
+            while not self._changed.wait_for(is_so, TICK_S):
+                check_wanted(self.stop)
         finally:
             self.stop.waits_for_ahead = False
 

@@ -127,15 +127,12 @@ class ResponseSource(Protocol):
           RuntimeError: The engine is broken or gone for good, or every trajectory failed before its first token.
           StoppedWaitingError: The run was asked to stop while responses were awaited.
         """
-        ...
 
     def pop_metrics(self) -> Row:
         """Returns the counts since the last call; ``reward/errors`` counts responses that could not be scored."""
-        ...
 
     def close(self) -> None:
         """Ends the processes that score the responses."""
-        ...
 
 
 @dataclass(eq=False)
@@ -173,15 +170,19 @@ class SingleTurn:
             self.stop.progress()
             return Scored(response, text, reward.result())
 
-        with ended(responses):
-            for response in responses:
-                check_wanted(self.stop)
-                text, problem = self.tokenizer.decode(response.response), problems[response.prompt_index]
-                waiting.append((response, text, self.rewards.submit(problem, text, response.truncated)))
-                while waiting and waiting[0][2].done():
+        try:
+            with ended(responses):
+                for response in responses:
+                    check_wanted(self.stop)
+                    text, problem = self.tokenizer.decode(response.response), problems[response.prompt_index]
+                    waiting.append((response, text, self.rewards.submit(problem, text, response.truncated)))
+                    while waiting and waiting[0][2].done():
+                        yield first_scored()
+                while waiting:
                     yield first_scored()
-            while waiting:
-                yield first_scored()
+        finally:
+            for _, _, reward in waiting:
+                reward.cancel()
 
 
 @contextlib.contextmanager
@@ -223,6 +224,7 @@ class Sampler:
 
         Raises the errors of ``ResponseSource.begin``, and RuntimeError if the engine returned too few responses.
         """
+        self.source.pop_metrics()  # the counts of a batch that was given up
         begun = self.source.begin(problems, self.n, self.params, step_seed(self.seed, step, round_number))
         by_place = {one.place: one for one in begun.scored}
         if len(by_place) != len(problems) * self.n:
@@ -272,7 +274,11 @@ def mixed_fraction(rollouts: Rollouts) -> float:
 
 def advantages_of(rollouts: Rollouts, config: Config) -> np.ndarray:
     """Returns the advantages of the responses that the step trains on, [b, g], with the penalty of long ones."""
-    lengths, longest = rollouts.outcomes().lengths, config.rollout.max_response_tokens
+    # The limit counts an environment's tokens, too, and it is the limit of a single row.
+    lengths = np.asarray(
+        [[max(len(row.response) for row in one.rows) for one in group] for group in rollouts.responses]
+    )
+    longest = config.rollout.max_response_tokens
     return compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
 
 

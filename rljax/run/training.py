@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
+from rljax.policy.kernels import choose_kernels
 from rljax.policy.lora import MergedPolicy, TrainedParams, init_adapters
 from rljax.policy.model import Params, copy_params, param_shardings
 from rljax.policy.peft import load_adapters
@@ -31,7 +32,7 @@ from rljax.run.packing import (
     shares_prefixes,
     with_separate_rows,
 )
-from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
+from rljax.sharding import HOST_MEMORY, has_host_memory, num_parts, on_host
 from rljax.trainer.behaviour import SplitUpdate
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import Cause
@@ -286,7 +287,7 @@ def _self_checks(config: Config, policy: PolicyConfig, mesh: Mesh, merged: Merge
     count, checks = min(SELF_RESPONSES, config.num_sequences), dict[Cause, Check]()
     _, forward = make_forwards(config, make_step(config, policy, mesh, merged), merged)
     checks["shape"] = at_other_shape(forward, make_pack(config, policy, count, other_rows(config)), sample=count)
-    if (other := other_mesh(mesh)) is not None:
+    if (other := other_mesh(mesh)) is not None and _fits(config, policy, other):
         _, forward_there = make_forwards(config, make_step(config, policy, other, merged), merged)
         checks["mesh"] = in_other_program(lambda state, batch: forward_there(state.params, batch)[1], sample=count)
     remat = OTHER_REMAT[config.precision.remat_policy]
@@ -294,6 +295,15 @@ def _self_checks(config: Config, policy: PolicyConfig, mesh: Mesh, merged: Merge
     step = make_step(changed, policy, mesh, merged)
     checks["remat"] = in_other_program(step.loss_forward, sample=count, stand_ins=optional_logprobs(config))
     return checks
+
+
+def _fits(config: Config, policy: PolicyConfig, mesh: Mesh) -> bool:
+    """Returns whether the trainer's program can run on another mesh, with micro-batches of the same shape."""
+    try:
+        choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)
+    except ValueError:
+        return False
+    return mesh.shape["context"] == 1 or batch_shape(config)[1] % num_parts(mesh.shape, "batch_rows") == 0
 
 
 def optional_logprobs(config: Config) -> list[OptionalLogprobs]:

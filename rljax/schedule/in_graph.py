@@ -274,7 +274,10 @@ class SampleSizeSchedule(optax.schedules.StatefulSchedule):
                 "a rate scaled by the sample size needs effective_sample_share=, the effective sample size of this "
                 f"batch in [0, 1], in every update; got the extra arguments {sorted(extra_args)}."
             )
-        share = jnp.asarray(extra_args["effective_sample_share"], jnp.float32)
+        share = extra_args["effective_sample_share"]
+        if not isinstance(share, jax.Array):
+            as_share("effective_sample_share", share)
+        share = _as_float32("effective_sample_share", share)
         factor = jnp.where(jnp.isnan(share), 0.0, jnp.sqrt(jnp.clip(share / self._base, 0.0, 1.0)))
         return SampleSizeState(self._schedule.update(state.schedule, **extra_args), factor)
 

@@ -156,7 +156,7 @@ def get_learning_rate(opt_state: Any) -> jax.Array:
     concrete = [np.asarray(rate, np.float32) for rate in rates if not isinstance(rate, jax.core.Tracer)]
     if any(not np.array_equal(rate, concrete[0], equal_nan=True) for rate in concrete):
         raise ValueError(f"several learning rates are injected and they differ: {[rate.tolist() for rate in concrete]}")
-    return jnp.asarray(rates[0], jnp.float32)
+    return jnp.array(rates[0], jnp.float32)  # a copy, because the next step may donate the state
 
 
 def _checked(value: Any) -> np.ndarray:

@@ -71,7 +71,7 @@ class LengthTriggeredLR:
         """
         self._rates = decay_rates(init_value, decay_factor, floor_ratio)
         scaled_multiplier(multiplier)
-        self._multiplier, self._decay_factor, self._floor_ratio = multiplier, decay_factor, floor_ratio
+        self._multiplier, self._decay_factor, self._floor_ratio = map(float, (multiplier, decay_factor, floor_ratio))
         self.tracker = SurgeTracker() if tracker is None else tracker
         check_kind("tracker", self.tracker, SurgeTracker, ": give SurgeTracker(config)")
         self.decay_period = self._period_of_call()
@@ -102,7 +102,7 @@ class LengthTriggeredLR:
         """
         if init_value == 0.0:
             return 0.0
-        rates = _cached_rates(init_value, self._decay_factor, self._floor_ratio)
+        rates = _cached_rates(as_float("init_value", init_value), self._decay_factor, self._floor_ratio)
         return self._rate_at(rates, self.tracker.step if step is None else step)
 
     def step(self, length: Any, truncated_fraction: Any = None) -> float:
@@ -196,11 +196,13 @@ def decay_rates(init_value: float, decay_factor: float, floor_ratio: float) -> t
 
     Raises ValueError if an argument is out of range.
     """
-    if not 0.0 < as_float("init_value", init_value) < math.inf:
+    given = (("init_value", init_value), ("decay_factor", decay_factor), ("floor_ratio", floor_ratio))
+    init_value, decay_factor, floor_ratio = (as_float(name, value) for name, value in given)
+    if not 0.0 < init_value < math.inf:
         raise ValueError(f"init_value must be finite and positive, got init_value = {init_value}.")
-    if not 0.0 < as_float("decay_factor", decay_factor) < 1.0:
+    if not 0.0 < decay_factor < 1.0:
         raise ValueError(f"decay_factor must be in (0, 1), got decay_factor = {decay_factor}.")
-    if not 0.0 <= as_float("floor_ratio", floor_ratio) <= 1.0:
+    if not 0.0 <= floor_ratio <= 1.0:
         raise ValueError(f"floor_ratio must be in [0, 1], got floor_ratio = {floor_ratio}.")
     floor = init_value * floor_ratio
     rates = [init_value]

@@ -59,13 +59,14 @@ class SurgeConfig:
     """Step at which the tracker calls although no surge was found. None: it waits forever."""
 
     def __post_init__(self) -> None:
-        for name in ("ratio", "baseline_quantile", "held_ratio", "max_truncated"):
-            as_float(name, getattr(self, name))
-        if self.capped_ratio is not None:
-            as_float("capped_ratio", self.capped_ratio)
+        numbers: dict[str, Any] = {"max_wait": as_step("max_wait", self.max_wait)}
         for name in ("window", "smooth", "persistence", "warmup"):
-            as_int(name, getattr(self, name), 1)
-        as_step("max_wait", self.max_wait)
+            numbers[name] = as_int(name, getattr(self, name), 1)
+        for name in ("ratio", "baseline_quantile", "held_ratio", "max_truncated", "capped_ratio"):
+            if name != "capped_ratio" or self.capped_ratio is not None:
+                numbers[name] = as_float(name, getattr(self, name))
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
         if not 1.0 < self.ratio < math.inf:
             raise ValueError(f"ratio must be finite and above 1, got ratio = {self.ratio}.")
         if not 0.0 <= self.baseline_quantile <= 1.0:

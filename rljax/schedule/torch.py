@@ -183,9 +183,14 @@ class LengthTriggeredCallback(OfController):
         """Starts with no lengths, or reads the lengths of a resumed run from its log."""
         self._controller.load_state_dict(self._start)
         self._first_update = 0
+        updates, last = self._updates_of(args), 0
         for logs in state.log_history:
-            if logs.get("step", 0) <= state.global_step:
-                self._observe(logs, logs.get("step", 0))
+            step = logs.get("step", 0)
+            if step <= state.global_step:
+                # Batches between two entries of the log were steps, too.
+                self.tracker.step += max(0, (step - 1) // updates - (last - 1) // updates - 1)
+                last = step
+                self._observe(logs, step)
 
     def on_step_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **kwargs: Any

@@ -123,15 +123,14 @@ def router_statistics(routed: RoutingRecord, *, replayed: bool) -> Statistics:
 
     ``routed`` has leading axes [layers, b]. ``replayed`` says whether the choices of the routers were replayed.
     """
-    choices = routed.choices.shape[-1]
     sums: dict[str, Array] = {
         "load": jnp.sum(routed.load, axis=1),
         "entropy": jnp.sum(routed.entropy),
-        "tokens": jnp.sum(routed.tokens),
-        "wanted": jnp.sum(routed.tokens) * choices,
+        "tokens": jnp.sum(routed.tokens, dtype=jnp.float32),
+        "dropped": jnp.sum(routed.tokens) * routed.choices.shape[-1] - jnp.sum(routed.load),  # right modulo 2^32
     }
     if replayed:
-        sums |= {"given": jnp.sum(routed.given), "differing": jnp.sum(routed.differing)}
+        sums |= {name: jnp.sum(getattr(routed, name), dtype=jnp.float32) for name in ("given", "differing")}
     return Statistics(sums)
 
 
@@ -139,12 +138,12 @@ def finalize_router(statistics: Statistics) -> dict[str, jax.Array]:
     """Returns the metrics ``router/`` of the row, by their names without the prefix."""
     load = statistics["load"].astype(jnp.float32)
     fair = jnp.maximum(jnp.mean(load, axis=1), 1e-30)
-    arrived = jnp.sum(load) / jnp.maximum(statistics["wanted"], 1)
+    arrived, dropped = jnp.sum(load), statistics["dropped"].astype(jnp.float32)
     row = {
         "load_max": jnp.max(jnp.max(load, axis=1) / fair),
         "load_min": jnp.min(jnp.min(load, axis=1) / fair),
         "entropy": statistics.mean("entropy", "tokens"),
-        "dropped_fraction": jnp.where(statistics["wanted"] > 0, 1.0 - arrived, 0.0),
+        "dropped_fraction": dropped / jnp.maximum(arrived + dropped, 1.0),
     }
     if "given" in statistics.sums:
         row["disagreement"] = statistics.mean("differing", "given")

@@ -25,11 +25,11 @@ def common_prefixes(sequences: Sequence[TrainSequence], *, two_levels: bool = Fa
     """
 
     def common(a: TrainSequence, b: TrainSequence) -> int:
-        n = min(len(a.ids), len(b.ids)) - 1
-        differs = a.ids[:n] != b.ids[:n]
-        if "routes" in a.columns:
-            differs |= (a.columns["routes"][:n] != b.columns["routes"][:n]).reshape(n, -1).any(axis=1)
-        found = int(np.argmax(differs)) if differs.any() else n
+        found = min(len(a.ids), len(b.ids)) - 1
+        for name in ("ids", "routes"):  # Only the routes of equal tokens are compared, because each token has many.
+            x, y = (s.columns.get(name, s.ids)[:found] for s in (a, b))
+            differs = (x != y).any(axis=tuple(range(1, x.ndim)))
+            found = int(np.argmax(differs)) if differs.any() else found
         if not two_levels:
             return found
         return a.prompt_length if a.prompt_length == b.prompt_length <= found else 0

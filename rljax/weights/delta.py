@@ -28,18 +28,19 @@ class Delta(NamedTuple):
     changed: int  # the number of changed elements
     gap_type: str  # "uint8" to "uint64"; "": ``values`` has the bits of all elements of the part, not compressed
     gaps: bytes  # for each changed element the number of unchanged elements since the changed one before it
-    values: bytes  # the new bits of the changed elements
+    values: bytes | memoryview  # the new bits of the changed elements
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> Delta:
-    """Returns the delta between the bits of a part, from ``old`` to ``new`` (uint16 or uint32 [n])."""
-    places = np.flatnonzero(old != new)
-    if len(places) > _MOST * new.size:
-        return Delta(len(places), "", b"", new.tobytes())
+    """Returns the delta from ``old`` to ``new``, bits of a part (uint16 or uint32 [n]). It may be a view of ``new``."""
+    differs = old != new
+    if (changed := int(np.count_nonzero(differs))) > _MOST * new.size:
+        return Delta(changed, "", b"", np.ascontiguousarray(new).view(np.uint8).data)
+    places = np.flatnonzero(differs)
     gaps = np.diff(places, prepend=-1) - 1
     widest = int(gaps.max(initial=0))
     gap_type = next(name for name, kind in _GAP_TYPES.items() if widest <= np.iinfo(kind).max)
-    return Delta(len(places), gap_type, _compressed(gaps.astype(gap_type)), _compressed(new[places]))
+    return Delta(changed, gap_type, _compressed(gaps.astype(gap_type)), _compressed(new[places]))
 
 
 def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -72,6 +73,8 @@ def decode_piece(piece: Piece, file: Mapping[str, np.ndarray], dtype: np.dtype) 
     """
     gaps, values = (file[f"{piece.key}.{kind}"].tobytes() for kind in ("gaps", "values"))
     places, new = decode(Delta(piece.changed, piece.gap_type, gaps, values), piece.region.size, dtype)
+    if piece.region.width == piece.region.stride:
+        return np.add(places, piece.region.first, out=places), new
     rows, columns = np.divmod(places, piece.region.width)
     return piece.region.first + rows * piece.region.stride + columns, new
 
@@ -81,7 +84,7 @@ def _compressed(array: np.ndarray) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL).compress(planes.tobytes())
 
 
-def _decompressed(content: bytes, count: int, dtype: np.dtype) -> np.ndarray:
+def _decompressed(content: bytes | memoryview, count: int, dtype: np.dtype) -> np.ndarray:
     wanted = count * dtype.itemsize
     try:
         # The size that a frame states is checked first, so that no frame takes more memory than it should.

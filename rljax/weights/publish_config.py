@@ -25,6 +25,11 @@ class PublishConfig:
     group. all: every user of the machines that see the directory. Servers that run as another user need one of these,
     unless they pull with ``store: http`` or from an object store."""
 
+    @property
+    def versions(self) -> int:
+        """The most sizes of the weights that a version, the ones before it and their deltas take on a disk together."""
+        return 3 if self.store in ("directory", "http") else 2
+
     def __post_init__(self) -> None:
         kind, _, group = self.readable_by.partition(":")
         if kind not in ("owner", "group", "all") or (kind == "group") != bool(group):

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PROBE = "probe.txt"
 ANCHOR_EVERY = 16
-"""The number of versions from one that is written whole to the next one. The versions between them are deltas."""
+"""The most versions from one that is written whole to the next one. The versions between them are deltas."""
 _MODES = {"owner": 0o700, "group": 0o750, "all": 0o755}  # the modes of a directory, by ``PublishConfig.readable_by``
 
 
@@ -42,8 +42,8 @@ class WeightVersion:
 class WeightDirectory(OwnedDirectory):
     """The directory with one run's versions: the newest dense one (the anchor), and all versions after it.
 
-    If the writer writes deltas, every version has a delta unless it is the first, or a delta would be no smaller than
-    the whole. ``source`` is the argument of ``open_source`` on a server's machine. It is empty where servers read the
+    If the writer writes deltas, every version has a delta unless it is the first, or a delta would take half of the
+    whole. ``source`` is the argument of ``open_source`` on a server's machine. It is empty where servers read the
     directory themselves. ``run_tag`` is the beginning of every version's tag.
     """
 
@@ -60,7 +60,7 @@ class WeightDirectory(OwnedDirectory):
 
         ``api_key_file`` has the key that every HTTP request must bring. ``writer`` gets the tensors of :meth:`write`.
         None means a writer of whole tensors of this process only. If the writer writes deltas, each ``anchor_every``-th
-        version is dense. With the store "shared" all versions are dense, and ``writer`` is not used.
+        version is dense, or an earlier one once deltas take half. With "shared" all are dense, without ``writer``.
 
         Raises:
           RuntimeError: The directory cannot be written or given to its readers, the HTTP server does not start, or the
@@ -72,7 +72,7 @@ class WeightDirectory(OwnedDirectory):
         self._writer = StreamWriter() if publish.store == "shared" else writer or PartWriter(whole_parts)
         self._anchor_every, readable_by = anchor_every, publish.readable_by
         self._chain: list[Version] = []  # from an anchor on, which is dense
-        self._count, self._readable_by = 0, readable_by
+        self._count, self._taken, self._readable_by = 0, 0, readable_by  # ``_taken``: bytes of deltas since the anchor
         self._outlet, self.source = Outlet(), str(self.root) if publish.store == "directory" else ""
         try:
             if publish.store == "http":
@@ -130,10 +130,11 @@ class WeightDirectory(OwnedDirectory):
             if unlike := sums.keys() ^ summary.shapes.keys():
                 raise ValueError(f"tensors without a checksum, or checksums without a tensor: {sorted(unlike)[:4]}")
             dense, delta = WrittenFiles(), WrittenFiles()
-            has_delta = summary.delta_bytes is not None and summary.delta_bytes < summary.dense_bytes
+            own, half = summary.delta_bytes or 0, summary.dense_bytes / 2
+            has_delta = summary.delta_bytes is not None and own < half
             if has_delta:
                 delta = self._writer.write("delta", directory)
-            if not has_delta or len(self._chain) - self._anchor() >= self._anchor_every:
+            if not has_delta or len(self._chain) - self._anchor() >= self._anchor_every or self._taken + own > half:
                 dense = self._writer.write("dense", directory)
             files = delta.files | dense.files
             version = Version(
@@ -157,6 +158,7 @@ class WeightDirectory(OwnedDirectory):
                 raise NotWrittenError(f"cannot write weights to {directory}: {error}") from error
             raise
         self._chain.append(version)
+        self._taken = own * has_delta + self._taken * (not dense.pieces)
         fraction = math.nan if summary.changed is None else summary.changed / summary.elements
         pulled_bytes = version.num_bytes(version.delta or version.dense)
         num_bytes = pulled_bytes if self.source else summary.dense_bytes
@@ -168,7 +170,7 @@ class WeightDirectory(OwnedDirectory):
         kept = {each.name for each in self._chain}
         old = [path for path in self.root.glob("v*") if path.name not in kept]
         for path in old:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # NFS keeps a file that a process still maps; the next call goes on
             self._withdraw(path.name)
         if old:
             self._writer.keep_only(kept)
@@ -208,12 +210,11 @@ def let_read(path: Path, readable_by: str) -> None:
         each.chmod(_MODES[kind] & (0o777 if each.is_dir() else 0o666))
 
 
-def check_weight_room(parent: str | os.PathLike[str] | None, version_bytes: int) -> None:
-    """Raises RuntimeError if ``parent`` cannot be written, or has no room for two versions of the weights.
+def check_weight_room(parent: str | os.PathLike[str] | None, needed: int) -> None:
+    """Raises RuntimeError if ``parent`` cannot be written, or has no room for ``needed`` bytes.
 
-    A version takes ``version_bytes``. None for ``parent`` means this machine's memory. Directories that dead runs left
-    in ``parent`` are removed first.
+    None for ``parent`` means this machine's memory. Directories that dead runs left in ``parent`` are removed first.
     """
     directory = OwnedDirectory(PREFIX, parent)
     directory.close()
-    check_room(directory.parent, version_bytes, "rollout.transfer_dir")
+    check_room(directory.parent, needed, "rollout.transfer_dir")

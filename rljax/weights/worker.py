@@ -80,7 +80,7 @@ class WorkerWeights:
                     self._pulls.close()
                 self._pulls = Pulls(source, probe_text)
             if self._pulls.mirror.version is None:
-                check_room(self._pulls.mirror.root, version_bytes, MIRROR_DIR)
+                check_room(self._pulls.mirror.root, 2 * version_bytes, MIRROR_DIR)
             return
         if not probe.is_file() or probe.read_text() != probe_text:
             raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")

@@ -143,10 +143,8 @@ class PartWriter(Writer):
             path = directory / name
             while not (path.is_file() and path.stat().st_size == written.files[name].bytes):
                 if time.monotonic() > deadline:
-                    raise OSError(
-                        f"process 0 does not see {name}, which another process wrote: rollout.transfer_dir must be a "
-                        "directory that all of them see"
-                    )
+                    remedy = "rollout.transfer_dir must be a directory that all of them see"
+                    raise OSError(f"process 0 does not see {name}, which another process wrote: {remedy}")
                 time.sleep(0.05)
 
     def keep_only(self, names: Collection[str]) -> None:
@@ -164,8 +162,7 @@ class PartWriter(Writer):
             self.directory.close()
 
     def _write_dense(self, directory: Path) -> WrittenFiles:
-        groups: list[list[Part]] = []
-        room = 0
+        groups, room = list[list[Part]](), 0
         for part in self._parts:
             if part.array.nbytes > room:
                 groups.append([])
@@ -250,12 +247,14 @@ class StreamWriter(Writer):
     def collect(self, tensors: Iterable[tuple[str, np.ndarray]], directory: Path) -> PartsSummary:
         """Writes each tensor, given as (Hugging Face name, array), into a file of its own. Raises OSError."""
         self._version, is_first = directory.name, not self._samples
-        written: list[WrittenFiles] = []
-        summaries: list[PartsSummary] = []
-        for part in whole_parts(tensors):
-            written.append(_write_parts(directory, f"{len(written):05d}.safetensors", [part]))
-            changed = self._changed_share(part) * part.array.size
-            summaries.append(_summary(part, None if is_first else changed, None))
+        written, summaries = list[WrittenFiles](), list[PartsSummary]()
+        try:
+            for part in whole_parts(tensors):
+                written.append(_write_parts(directory, f"{len(written):05d}.safetensors", [part]))
+                changed = self._changed_share(part) * part.array.size
+                summaries.append(_summary(part, None if is_first else changed, None))
+        finally:  # The other processes of a run gather all tensors now, and this one must, too (acts.to_the_end).
+            getattr(tensors, "close", lambda: None)()
         self._written = merge_written(written)
         return merge_summaries(summaries)
 

@@ -74,15 +74,25 @@ def test_a_list_of_texts_holds_alternatives(key):
     "more", [{}, {"verification_info": {"language": "python", "test_cases": []}}, {"reward_model": {"style": "rule"}}]
 )
 def test_a_reward_of_ones_own_needs_no_right_answer(more, tmp_path):
-    row, out = {"prompt": "q"} | more, tmp_path / "out.parquet"
+    row, out = {"prompt": "q", "extra_info": {"index": 7}, "tests": ["f(1)"]} | more, tmp_path / "out.parquet"
     assert parse_row(row, "x", whole=True)["answer"] == ""
     write_rows(out, [row], like="x.jsonl", provenance={}, whole=True)
     ((_, problem),) = answered_rows(out, None, whole=True)
-    assert (problem["prompt"], problem["answer"]) == ("q", "")
+    assert (problem["prompt"], problem["answer"], problem["extra_info"]) == ("q", "", {"index": 7})
+    kept = {"tests", "verification_info"} & row.keys()
+    assert {key: problem["columns"][key] for key in kept} == {key: row[key] for key in kept}
     with pytest.raises(ValueError, match="x: no right answer"):
         parse_row(row, "x")
     with pytest.raises(NoAnswerError):
         parse_row(row | {"answer": " "}, "x", whole=True)
+
+
+@pytest.mark.parametrize("tests", [[1, "a"], ["a", 1], [2**70, 1], [{}, {}]])
+def test_what_parquet_cannot_hold_is_refused(tests, tmp_path):
+    rows = [{"prompt": "q", "answer": ["4"], "tests": each} for each in tests]
+    assert parse_row(rows[0], "x", whole=True)["answer"] == "4"
+    with pytest.raises(ValueError, match="no column of Parquet holds the values of tests: write them as text"):
+        write_rows(tmp_path / "out.parquet", rows, like="x.jsonl", provenance={}, whole=True)
 
 
 @pytest.mark.parametrize(

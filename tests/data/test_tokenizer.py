@@ -203,6 +203,18 @@ def test_a_template_that_writes_the_date_writes_one_day(tmp_path):
     assert tokenizer.facts()["chat_template"][0] == today  # as the checkpoints of runs before have it
 
 
+def test_a_prompt_may_begin_the_answer(tmp_path):
+    qwen(tmp_path)
+    chat = [*CHATS["a question"], {"role": "assistant", "content": "So 1+1 "}]
+    assert load_tokenizer(tmp_path).render_chat(chat) == (
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nSo 1+1 "
+    )
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match=r"fails on a prompt: ValueError: .* message does not appear") as said:
+        load_tokenizer(tmp_path).render_chat(chat)
+    assert "\n" not in str(said.value)
+
+
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
 def test_tools_and_calls_of_a_row_reach_the_template(tools, tmp_path):
     ours, theirs = load_tokenizer(qwen(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)

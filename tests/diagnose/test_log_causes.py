@@ -126,6 +126,7 @@ LOGS = {
         {"logprob_abs_diff_mean": 0.1 * WAVE},  # 8 bits, a temperature, a cut or other weights
         {"reward": np.where(LATE, 0.05 * WAVE, REWARD)},  # the reward falls, and nothing else changes
         {"logprob_abs_diff_mean": None},
+        {"logprob_abs_diff_mean": None, "entropy": 300.0, "reference_kl": np.where(LATE, 12.0, 0.01)},  # sums
         {"logprob_abs_diff_mean": None, "ratio_mean": 1.0},  # a signed mean of 1 hides any gap
         {"steps": STEPS[:4], "logprob_abs_diff_mean": [0.01, 0.08, 0.012, 0.011]},
     ],

@@ -36,7 +36,7 @@ from rljax.record.training_logs import read_rows
         ("torchtitan", ["step", "rollout_reward/_mean", "trainer/entropy/mean", "bit_wise/logprob_diff/mean"]),
         ("tinker", ["progress/batch", "env/all/reward/total", "optim/entropy", "optim/kl_sample_train_v1"]),
         ("roll", ["step", "critic/score/mean", "critic/entropy/mean", "actor/train_infer_ratio_mean"]),
-        ("roll", ["step", "critic/score/mean", "actor/lr", "actor/kl_loss", "actor/train_infer_diff_token_mean"]),
+        ("roll", ["critic/score/mean", "actor/lr", "actor/kl_loss@sum", "actor/train_infer_ratio_token_mean@sum"]),
         ("trl_async", ["step", "reward", "entropy", "grad_norm", "learning_rate", "kl", "ratio", "reward_std"]),
         ("ms_swift", ["step", "reward", "entropy/mean", "rollout_correction/kl", "rollout_correction/k3_kl"]),
         ("slime", ["step", "rollout/raw_reward", "train/train_rollout_kl", "train/train_rollout_logprob_abs_diff"]),
@@ -47,6 +47,27 @@ def test_each_project_is_known_by_its_names(project, columns):
     assert found == project
     assert {"reward"} <= set(chosen)
     assert set(chosen) & set(MISMATCH)
+
+
+@pytest.mark.parametrize(
+    ("signal", "column", "others"),
+    [
+        ("grad_norm", "policy/grad_norm", "critic/grad_norm policy/policy_lr reward/avg_raw_reward"),
+        ("ratio_mean", "policy/is_ratio_mean", "policy/policy_lr reward/avg_raw_reward"),
+        ("signal", "env/all/by_group/frac_mixed", "env/gym/by_group/frac_mixed env/all/reward/total"),
+        ("length", "env/all/ac_tokens_per_turn", "env/gym/ac_tokens_per_turn env/all/reward/total"),
+        ("staleness", "async/staleness_mean", "env/all/reward/total optim/kl_sample_train_v1"),
+        ("reference_kl", "kl_policy_base", "env/all/reward/total optim/kl_sample_train_v1"),
+        ("staleness", "scheduler/off_policy_ratio", "critic/score/mean actor/train_infer_ratio_mean"),
+        ("reference_kl", "actor/reward_kl_penalty", "critic/score/mean actor/entropy"),
+        ("reference_kl", "critic/kl", "critic/score/mean actor/entropy actor/grad_norm"),
+        ("reference_kl", "rewards/reward_kl_penalty", "rewards/score/mean sampler_trainer/logp_diff_mean"),
+        ("reward", "rewards/sum", "trajectory_rewards/mean sampler_trainer/logp_diff_mean"),
+        ("truncated", "generation/completions/clip_ratio", "rewards/sum generation/completions/mean_length"),
+    ],
+)
+def test_the_column_of_a_signal(signal, column, others):
+    assert choose_signals([*others.split(), column])[1][signal] == column
 
 
 def test_every_project_has_mismatch_and_entropy():
@@ -93,6 +114,8 @@ def test_rows_of_updates_belong_to_the_rollout_above_them():
 def test_open_instruct_counts_episodes_beside_steps():
     rows = [{"val/sequence_lengths": 5.0, "global_step": 512 * i, "training_step": i, "scores": 0.5} for i in (1, 2)]
     assert read_signals(rows).steps.tolist() == [1, 2]
+    rows = [{"critic/score/mean": 0.5, "system/global_step": i, "_step": 3 * i} for i in (1, 2)]  # ROLL
+    assert read_signals(rows).steps.tolist() == [1, 2]
 
 
 def test_the_length_of_areal_is_without_its_prompt(tmp_path):
@@ -135,9 +158,24 @@ def test_signs_and_ratios_follow():
         [{"step": 1, "rollout_reward/_mean": 0.5, "bit_wise/logprob_diff/mean": -0.3, "loss/ratio_mean": 0.8}]
     )
     np.testing.assert_allclose([log.get("kl")[0], log.get("k3_kl")[0]], [0.3, 0.1])
-    signed = [{"step": i, "critic/score/mean": 0.5, "actor/train_infer_diff_mean": (-1) ** i * 1e-4} for i in range(4)]
-    del signed[2]["actor/train_infer_diff_mean"]
-    assert not read_signals(signed).has("prob_abs_diff_mean")  # ROLL's mean has a sign, so it is no size
+
+
+def test_a_ratio_after_a_cap_or_of_a_whole_response_is_none():
+    """AReaL's weight of a response is exp of its mean lr, here exp(-0.03)."""
+    kl, ratio = "behave_approx_kl/avg", "behave_imp_weight/avg"
+    for share, mean, known in ((0.0, 0.98, True), (0.01, 0.98, False), (0.0, 0.9704, False)):
+        row = {"step": 1, "task_reward/avg": 0.5, kl: -0.03, ratio: mean, "rs_filtered_fraction": share}
+        assert [read_signals([row]).has(name) for name in ("ratio_mean", "k3_kl")] == [known, known]
+    rows = [{"step": i, "token_mult_prob_error": 1.1, "sampling_importance_ratio": 0.9} for i in (1, 2)]
+    capped = read_signals([rows[0] | {"is_oob_ratio": 0.0}, rows[1] | {"is_oob_ratio": 0.02}])
+    np.testing.assert_array_equal(capped.get("ratio_mean"), [0.9, np.nan])
+
+
+def test_the_count_of_stale_responses_of_verl_grows():
+    """It counts those of all steps so far."""
+    name = "fully_async/count/stale_trajectory_processed"
+    rows = [{"step": i, "critic/score/mean": 0.5, name: count} for i, count in enumerate((0, 0, 5, 5))]
+    assert read_signals(rows).get("staleness").tolist() == [0, 0, 1, 0]
 
 
 def test_numbers_that_are_never_finite_again_are_lost():
@@ -150,6 +188,17 @@ def test_numbers_that_are_never_finite_again_are_lost():
     trained += [{"step": 8 + i, "reward": float("nan"), "entropy": float("nan"), "eval/a": 1.0} for i in range(1, 4)]
     assert read_signals(trained).lost == {}
     assert read_signals([{name: row[name] for name in row if name != "eval/a"} for row in trained]).lost != {}
+
+
+def test_null_may_stand_for_what_is_not_finite(tmp_path):
+    """It does in verl's file, and where rljax's row lists the name."""
+    numbers = [(i, 1.0 if i < 3 else None) for i in range(1, 6)]
+    ours = [{"step": i, "optimizer/grad_norm": a, "policy/entropy": a, "reward/mean": 0.5} for i, a in numbers]
+    ours = ours[:2] + [row | {"nonfinite_keys": ["optimizer/grad_norm"]} for row in ours[2:]]
+    verl = [{"step": i, "data": {"actor/grad_norm": a, "critic/score/mean": 0.5}} for i, a in numbers]
+    for rows in (ours, verl):
+        (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        assert read_signals(read_rows(tmp_path / "log.jsonl")).lost == {"grad_norm": 3}
 
 
 def test_names_of_runs_in_an_export_may_hold_its_separator():

@@ -1,5 +1,6 @@
 """Tests of the facts of a dump by hand: outliers, growth, and the grid of the logits."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,11 @@ def test_a_temperature_divides_the_grid():
     found = dump(lambda logits, at: to_bfloat16(logits) / 0.7)
     assert logit_grid(found, "rollout", 0.7) == "bfloat16"
     assert logit_grid(found, "rollout", 1.0) == ""
+    logits = np.random.default_rng(0).normal(2.5, 2.0, (17, VOCABULARY))
+    likeliest = np.float32(logprobs_of(to_bfloat16(logits) / 0.7))
+    tops = {"top_ids": np.zeros(likeliest.shape, np.int32), "top_logprobs": likeliest}
+    columns = {**found.columns, **{name: (array,) * len(found.token_ids) for name, array in tops.items()}}
+    assert logit_grid(dataclasses.replace(found, columns=columns), "rollout", 0.7) == "bfloat16"
 
 
 def test_rounding_is_alike_at_each_uncertainty():

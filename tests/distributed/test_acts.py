@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from records import train_sequence
 
 from rljax.distributed.acts import Shared, gather_results, to_the_end, together, values_of
@@ -124,6 +125,21 @@ def test_an_error_names_what_one_process_cannot_write():
     assert values_of(gather_results(Processes(), lambda: (1, 2)), tuple[int, ...]) == [(1, 2)]
     with pytest.raises(OSError, match="process 0: no room"):
         values_of(gather_results(Processes(), refuse), int)
+
+
+def test_values_are_gathered_in_few_lengths(monkeypatch):
+    """Each length is compiled once. Another process of two has the same value."""
+    lengths, processes = [], Processes()
+    processes.count = 2
+
+    def doubled(array):
+        lengths.append(np.size(array))
+        return np.stack([array, array])
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", doubled)
+    values = [1, 12, "a" * 17, "a" * 20]
+    assert [processes.gather(value) for value in values] == [[value, value] for value in values]
+    assert lengths[1::2] == [1, 2, 32, 32]
 
 
 def test_one_process_does_everything_alone():

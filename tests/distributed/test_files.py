@@ -70,8 +70,10 @@ def test_an_error_without_a_name_names_the_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_owned_directory_is_removed_when_it_is_closed(tmp_path):
-    owned = OwnedDirectory("mine-", tmp_path / "parent")
+def test_an_owned_directory_is_removed_when_it_is_closed(tmp_path, monkeypatch):
+    """Other machines get its path, so that a relative parent must become a whole one."""
+    monkeypatch.chdir(tmp_path)
+    owned = OwnedDirectory("mine-", "parent")
     assert owned.root.parent == owned.parent == tmp_path / "parent"
     assert owned.root.name.startswith("mine-")
     owned.close()

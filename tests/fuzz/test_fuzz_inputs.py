@@ -155,7 +155,7 @@ FAULTS = [
         model("tokenizer_config.json", b'{"eos_token": "$", "added_tokens_decoder": []}'),
         "tokenizer_config.json is not of the form",
     ),
-    (model("chat_template.jinja", b"{{ 1 / 0 }}"), "the chat template fails on a prompt (ZeroDivisionError)"),
+    (model("chat_template.jinja", b"{{ 1 / 0 }}"), "the chat template fails on a prompt: ZeroDivisionError"),
     (model("chat_template.jinja", b"\xff"), "a file of it is not UTF-8 text"),
     (Case("train", OF_MODEL, NESTED_MODEL), "or is nested too deeply"),
     (indexed([1]), "index.json has no weight_map"),

@@ -142,6 +142,7 @@ def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
             ["--loss.old-logprobs", "rollout", "--correction.preset", "token_tis"],
             "loss.old_logprobs = rollout puts the mismatch into the ratio already",
         ),
+        (["--loss.router-balance", "0.01"], "loss.router_balance is for a mixture of experts"),
         (
             ["--correction.preset", "token_tis", "--correction.part", "numerics"],
             "correction.part = numerics is for rollouts that may be stale",

@@ -71,6 +71,11 @@ def test_a_run_is_evaluated_with_its_environment(whole, tmp_path):
     assert [line["reward"] for line in lines] == [len(line["response"]) for line in lines]
     assert result["accuracy"] == pytest.approx(sum(line["reward"] for line in lines) / len(lines))
     assert result["reward_errors"] == 0
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "opening": "1+1+1+1="}\n')
+    opened = ["--path", whole, "--environment", "counting_environments:Opening", "--dataset", rows]
+    opened += ["--max-response-tokens", "20"]
+    assert json.loads(printed(evaluate.main, opened))["reward_errors"] == 0
     status, out, err = outcome(evaluate.main, [*words, "--reward", "addition"])
     assert status == 2
     assert "environment and reward both score the responses: give one" in err

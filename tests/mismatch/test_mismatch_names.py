@@ -35,7 +35,7 @@ def by_formula(trainer, rollout, mask):
     seq_p, seq_q = (torch.stack([row[k].mean() for row in rows]) for k in (0, 1))
     sums = torch.stack([(a - b).sum() for a, b in rows])
     d = seq_q - seq_p
-    cap = "no cap on the weights"
+    cap = "no cap or mask"
 
     def k3(x):
         return x.exp() - x - 1
@@ -70,7 +70,7 @@ def by_formula(trainer, rollout, mask):
         f"<lr>, {cap}": lr.mean(),
         f"max lr, {cap}": lr.max(),
         f"min lr, {cap}": lr.min(),
-        f"<exp(lr)>, {cap} (here lr is clipped at +-20)": lr.exp().mean(),
+        f"<exp(lr)> of tokens, {cap} (here lr is clipped at +-20)": lr.exp().mean(),
         "share of tokens with abs(lr) > 1e-6": (lr.abs() > 1e-6).double().mean(),
     }
 

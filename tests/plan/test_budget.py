@@ -140,7 +140,7 @@ def test_a_host_of_servers_holds_versions_and_offloaded_state(tmp_path):
     state = saved_bytes(sizes)[0]
     assert host_demand(config, TINY, sizes, gpu, 0, None).parts == {
         "the process": PROCESS_BYTES,
-        "2 versions in /dev/shm": 2 * 2 * COUNT,
+        "3 versions in /dev/shm": 3 * 2 * COUNT,
         "the last version for deltas": 2 * COUNT,
         "arrays between updates": 2 * state,
         "a checkpoint on its way": state,

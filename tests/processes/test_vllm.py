@@ -43,8 +43,7 @@ def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tm
         return "--rollout.transfer-dir", tmp_path / ("weights" if kind == "directory" else f"weights_{index}")
 
     def words(run_dir):
-        store = ("--publish.store", kind, "--publish.anchor-every", "2")
-        engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, *store)
+        engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--publish.store", kind)
         return tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
 
     replay(tmp_path, {str(count): (count, words) for count in (1, 2, 4)}, own=own)

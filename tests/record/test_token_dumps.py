@@ -102,7 +102,7 @@ def with_wide_ids(table):
             r"x\.parquet: columns and sources must match, got \['rollout', 'trainer'\], \[\]",
         ),
         (with_wide_ids, r"'token_ids' must be list<.*int32>, got list<.*int64>"),
-        (lambda _: pa.table({"x": [1]}), "not a token dump"),
+        (lambda _: pa.table({"x": [1]}), "no token ids of a known name"),
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path, change, message):
@@ -327,6 +327,24 @@ def test_the_rollouts_of_miles_are_read(tmp_path):
         read_tokens(tmp_path / "x.parquet")
     pq.write_table(pa.table(rows | {"rollout_log_probs": [b"x"]}), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match="pickled its column 'rollout_log_probs'"):
+        read_tokens(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "prompt_ids completion_ids completion_mask sampling_per_token_logps old_per_token_logps",
+        "prompts responses response_mask rollout_log_probs old_log_probs",
+    ],
+)
+def test_a_table_with_known_names_is_read(tmp_path, names):
+    cells = ([1, 2], [7, 8], [1, 1], [-0.5, -1.5], [-0.5, -1.25])
+    table = pa.table({name: [cell] for name, cell in zip(names.split(), cells, strict=True)} | {"reward": [1.0]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    check_reply(dump := read_tokens(tmp_path / "x.parquet"))
+    assert dump.logprobs["trainer"][0][3] == -1.25
+    pq.write_table(pa.table({"step": [1], "entropy": [0.5]}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="no token ids of a known name; export a history of metrics as CSV or JSONL"):
         read_tokens(tmp_path / "x.parquet")
 
 

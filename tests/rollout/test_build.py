@@ -20,6 +20,7 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.train import main
+from rljax.weights.publish_config import PublishConfig
 
 CONFIG = PolicyConfig(64, 8, 8, 1, 1, 1, 8, tie_word_embeddings=True)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
@@ -96,6 +97,7 @@ def test_settings_that_make_no_sense_are_refused(config, settings, said):
     with pytest.raises(ValueError, match=said):
         config(**settings)
     assert RolloutConfig(server_wait_s=np.inf, limits=ClientLimits(request_timeout_s=np.inf))
+    assert ClientLimits().request_timeout_s + 600 <= Config().run.stuck_s  # a silent server is left before the run ends
 
 
 def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
@@ -107,7 +109,11 @@ def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
     assert not run_dir.exists()
 
 
-def test_weights_without_room_are_refused_before_any_server(tmp_path):
+@pytest.mark.parametrize(("store", "takes"), [("shared", 4), ("directory", 6), ("http", 3)])
+def test_weights_without_room_are_refused_before_any_server(tmp_path, store, takes, monkeypatch):
+    """Two of four processes are on this machine. Over HTTP each of them has its own parts alone."""
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
     config = RolloutConfig(**VLLM, dtype="float32", transfer_dir=str(tmp_path))
     wide = dataclasses.replace(CONFIG, vocab_size=65_536)  # its embeddings take 2 MiB
     size = version_bytes(wide, "float32")
@@ -115,9 +121,9 @@ def test_weights_without_room_are_refused_before_any_server(tmp_path):
     assert version_bytes(wide, "bfloat16") * 2 == size
     with (
         small_disk(tmp_path, 3),
-        pytest.raises(ConfigError, match=r"3\.0 MiB free, .* take 4\.0 MiB: .*--ipc") as error,
+        pytest.raises(ConfigError, match=rf"3\.0 MiB free, .* take {takes}\.0 MiB: .*--ipc") as error,
     ):
-        make_engine(config, wide, MESH, max_prompt_tokens=6, max_tokens=20)
+        make_engine(config, wide, MESH, max_prompt_tokens=6, max_tokens=20, publish=PublishConfig(store))
     assert "\n" not in str(error.value)
 
 

@@ -10,6 +10,7 @@ from external_rows import make_row
 from served_receivers import FACTS, Served
 
 from rljax.rollout.external import receiver as module
+from rljax.rollout.types import Response
 
 
 @pytest.fixture
@@ -18,13 +19,15 @@ def served(tmp_path):
         yield running
 
 
-def test_an_answer_comes_once_the_rows_are_kept(served):
+def test_an_answer_comes_once_the_rows_are_kept(served, monkeypatch):
+    """The versions of all tokens are looked at once, when a row is read."""
     reply = served.post(make_row("a", 1), make_row("a", 2))
     assert reply.status_code == 200
     assert reply.json() == {"rows": 2, "policy_version": 0, "waiting_groups": 1, "max_waiting_groups": 2} | FACTS
     (name,) = served.files()
     lines = [json.loads(line) for line in (served.spool / name).read_text().splitlines()]
     assert [line["reward"] for line in lines] == [1, 2]
+    monkeypatch.delattr(Response, "versions")
     assert served.rewards() == [[1, 2]]
 
 
@@ -101,14 +104,17 @@ def test_the_policy_version_is_told(served):
     assert served.client.get("/policy").json()["policy_version"] == 1
 
 
-def test_used_files_are_deleted(served):
+def test_used_files_are_deleted_and_their_keys_forgotten(served):
+    rows = make_row("a", 1), make_row("a", 2)
     for step in (1, 2):
-        served.post(make_row("a", 1), make_row("a", 2))
+        served.post(*rows, idempotency_key=str(step))
         served.rewards(step)
     _first, second = served.files()
-    served.queue.delete_finished(1)
+    served.receiver.delete_finished(1)
     assert served.files() == [second]
     assert list(served.queue.state_dict()["finished"]) == [second]
+    kept = [served.post(*rows, idempotency_key=key) and len(served.files()) for key in "21"]
+    assert kept == [1, 2]
 
 
 def test_a_request_that_is_too_large_is_refused(served, monkeypatch):

@@ -106,6 +106,21 @@ def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, upda
         assert not (of_unproven & (response["version"] == 1)).any()
 
 
+@pytest.mark.parametrize("fault", [{"after_load_s": 5.0}, {"refuse": {"/update_weights": 500}}])
+def test_responses_of_a_server_without_weights_are_given_up(fake, elsewhere, another, monkeypatch, fault):
+    """Its proof comes after the publish, which alone may judge it, or never. The other server samples its responses."""
+    monkeypatch.setattr("rljax.rollout.servers.engine.STRAGGLER_S", 0.5)
+    other = another()
+    with published(fake.url, other.url, update="keep", max_staleness=1) as engine:
+        fake.token_s = other.token_s = 0.02
+        sampling = elsewhere.submit(sampled, engine)
+        until(lambda: fake.running == other.running == 2)
+        vars(other).update(fault)
+        metrics = engine.publish(PARAMS, 1)
+        assert len(sampling.result(timeout=15)) == 4
+        assert (metrics["rollout/server_losses"], engine.fleet.opened()) == (1, [fake.url])
+
+
 def test_where_no_server_passes_nothing_is_handed_on(fake, elsewhere):
     with published(fake.url, update="keep", max_staleness=1) as engine:
         fake.token_s, fake.not_loaded = 0.01, {"b"}
@@ -150,6 +165,19 @@ def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere, an
         assert sorted(engine.fleet.opened()) == sorted([fake.url, other.url])
         for response in elsewhere.submit(sampled, engine).result(timeout=30):
             assert response["version"].tolist() == [1] * TOKENS
+
+
+def test_a_late_server_does_not_hide_that_all_are_lost(fake, elsewhere, another, monkeypatch):
+    monkeypatch.setattr("rljax.rollout.servers.engine.STRAGGLER_S", 0.5)
+    late = another()
+    with published(fake.url, late.url) as engine:
+        late.after_load_s = 2.0
+        engine.publish(PARAMS, 1)
+        fake.stop()
+        with pytest.raises(ServersLostError, match="no vLLM server is left to sample"):
+            elsewhere.submit(sampled, engine).result(timeout=15)
+        # The thread that published judges the proof that came too late.
+        assert {version for response in sampled(engine) for version in response["version"]} == {1}
 
 
 def test_without_any_server_sampling_ends_at_once(fake, elsewhere, another):

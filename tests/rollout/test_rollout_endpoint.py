@@ -1,5 +1,6 @@
 """Tests of the plugin's endpoint from the client's side: requests are gathered, and each is answered in a line."""
 
+import asyncio
 import base64
 import contextlib
 import copy
@@ -9,6 +10,7 @@ import math
 import socket
 import struct
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from vllm_fake import as_base64, flat_scores, hash_of
 
 from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
+from rljax.rollout.servers.http import Http
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import VllmBackend
@@ -244,6 +247,29 @@ def test_a_response_comes_before_the_next_is_complete(scripted):
         scripted.line(0)
         scripted.line(1)
         assert sorted(place for place, _ in found) == [(0, 0), (1, 0)]
+
+
+def test_a_reply_is_not_kept_until_the_slowest_comes(scripted):
+    """Eight of nine requests are answered with 1 MB each; none of them waits for its reply any more."""
+
+    async def held():
+        http = Http({})
+        waiting = [asyncio.create_task(http.ask(scripted.url, ROLLOUTS, 20.0, {})) for _ in range(9)]
+        await asyncio.to_thread(scripted.accept)
+        for number in range(8):
+            await asyncio.to_thread(scripted.send, b"%d 200 %b\n" % (number, b"x" * 2**20))
+            assert len(await waiting.pop(0)) == 2**20
+        found, _ = tracemalloc.get_traced_memory()
+        await asyncio.to_thread(scripted.send, b"8 200 x\n")
+        assert await waiting.pop() == b"x"
+        await http.aclose()
+        return found
+
+    tracemalloc.start()
+    try:
+        assert asyncio.run(held()) < 6 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_stream_that_is_closed_closes_its_connection(scripted):

@@ -109,15 +109,23 @@ def test_a_request_to_stop_ends_the_wait(fake, act):
         assert stop.moves > 0
 
 
-def test_responses_are_given_up_while_the_servers_sample(fake):
+@pytest.mark.parametrize(
+    ("act", "meanwhile"),
+    [
+        (lambda engine: list(engine.generate(PROMPTS, 2, SamplingParams(4), seed=0)), "responses were sampled"),
+        (lambda engine: engine.publish(PARAMS, 1), "servers were awaited"),
+    ],
+    ids=["generate", "publish"],
+)
+def test_work_is_given_up_while_the_servers_hang(fake, act, meanwhile):
     asked, limits = threading.Event(), ClientLimits(max_outstanding=1)
     with published(fake.url, stop=StopWhen(gives_up=asked.is_set), limits=limits) as engine:
         probes = fake.seen.total()
         fake.delay_s = 20.0
         threading.Timer(1.0, asked.set).start()
         began = time.monotonic()
-        with pytest.raises(StoppedWaitingError, match="asked to stop while responses were sampled"):
-            list(engine.generate(PROMPTS, 2, SamplingParams(4), seed=0))
+        with pytest.raises(StoppedWaitingError, match=f"asked to stop while {meanwhile}"):
+            act(engine)
         assert 0.9 < time.monotonic() - began < 8
         engine.close()  # the requests that waited for a place were also cancelled
         assert fake.seen[GENERATE] <= probes + 2
@@ -133,14 +141,27 @@ def test_a_server_that_stays_away_ends_the_run(fake):
         assert time.monotonic() - began < 8
 
 
-def test_a_server_that_came_back_as_another_is_refused(fake, another):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": "bfloat16"}, "the dtype is bfloat16, expected float32"),
+        ({"described": {"block_size": 64}}, "its cache blocks have 64 tokens, and the probes fill blocks of 16: start"),
+    ],
+)
+def test_a_server_that_came_back_as_another_is_refused(fake, another, change, said):
     with published(fake.url) as engine:
         port = fake.port
         fake.stop()
-        again = another(port)
-        again.dtype = "bfloat16"
-        with pytest.raises(RuntimeError, match=r"does not fit any more: .* the dtype is bfloat16, expected float32"):
+        vars(another(port)).update(change)
+        with pytest.raises(RuntimeError, match=f"does not fit any more: .* {said}"):
             list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
+
+
+def test_probes_fill_the_largest_cache_blocks_of_all_servers(fake, another):
+    other = another()
+    other.described = {"block_size": 64}
+    with published(fake.url, other.url):
+        assert max(len(prompt) for prompt, _, _ in fake.asked) == 64 + 16
 
 
 def test_a_broken_connection_alone_needs_no_update(fake):
@@ -149,6 +170,42 @@ def test_a_broken_connection_alone_needs_no_update(fake):
         engine.fleet.on_loop(engine.fleet.server(fake.url).close, "a reset connection")
         assert len(list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))) == 2
         assert fake.seen["/update_weights"] == 1
+
+
+@pytest.mark.parametrize("path", ["/resume", "/reset_prefix_cache"])
+def test_an_update_whose_connection_breaks_late_is_repeated(fake, path):
+    """The server says the new version already, but is paused, and would answer no probe."""
+    answer, lost = fake.answer, [path]
+
+    def lose_one(method, where, body):
+        if where in lost:
+            lost.remove(where)
+            raise ConnectionResetError
+        return answer(method, where, body)
+
+    with published(fake.url) as engine:
+        fake.answer = lose_one
+        engine.publish(PARAMS, 1)
+        assert fake.seen["/update_weights"] == 3
+        assert engine.fleet.opened() == [fake.url]
+
+
+def test_a_server_restarted_between_two_publishes_is_updated(fake, another):
+    """It knows nothing of the run's weight directory before its handshake."""
+    with published(fake.url) as engine:
+        port = fake.port
+        fake.stop()
+        again = another(port)
+        answer = again.answer
+
+        def forgetful(method, path, body):
+            if path == "/update_weights" and not again.seen["/init_weight_transfer_engine"]:
+                return 500, {"error": {"message": "the path lies in no directory that a trainer has shown"}}
+            return answer(method, path, body)
+
+        again.answer = forgetful
+        engine.publish(PARAMS, 1)
+        assert engine.fleet.opened() == [again.url]
 
 
 def test_a_publish_goes_on_without_a_server_that_is_gone(fake, another):
@@ -476,7 +533,7 @@ def test_an_update_that_the_server_refuses_ends_the_run(fake):
         fake.refuse = {"/update_weights": 500}
         with pytest.raises(RuntimeError, match="/update_weights answered 500: no such thing"):
             engine.publish(PARAMS, 0)
-        assert "/resume" not in fake.events
+        assert fake.paused
 
 
 def test_a_server_is_recovered_and_all_metrics_are_explained(fake, another, caplog):

@@ -1,10 +1,13 @@
 """The command after each save: what it is given, what its failures cost, and how long a run waits for it."""
 
+import contextlib
 import itertools
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -107,16 +110,34 @@ def test_a_failure_is_a_warning_and_the_next_save_calls_again(tmp_path, program,
     assert (tmp_path / "other/logs/after_save.log").read_text().split() == ["first", "line", "no", "room", "left"]
 
 
-def test_the_end_waits_no_longer_than_it_may(tmp_path, program, capsys):
+@pytest.mark.parametrize("grace_s", [1.5, 60.0], ids=["grace", "second Ctrl-C"])
+def test_the_end_waits_no_longer_than_it_may(tmp_path, program, capsys, grace_s):
     sleeps = "import os, subprocess, sys\nfile = open(sys.argv[1], 'w')\nchild = subprocess.Popen(['sleep', '600'])\n"
     sleeps += "print(os.getpid(), child.pid, flush=True, file=file)\nchild.wait()\n"
     began, pids = time.monotonic(), tmp_path / "pids"
-    with calling(program(sleeps, pids), make_run(tmp_path / "run", 2), grace_s=1.5):
+    interrupt = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    raised = pytest.raises(KeyboardInterrupt) if grace_s == 60.0 else contextlib.nullcontext()
+    with raised, calling(program(sleeps, pids), make_run(tmp_path / "run", 2), grace_s):
         until(lambda: pids.exists() and pids.read_text().endswith("\n"))
         assert os.getsid(int(pids.read_text().split()[0])) != os.getsid(0)
+        if grace_s == 60.0:
+            interrupt.start()
     assert 1.5 <= time.monotonic() - began < 15
     assert capsys.readouterr().err.count("had not ended within run.grace_s, and was killed") == 1
     assert all(is_gone(pid, 20) for pid in pids.read_text().split())
+
+
+def test_a_look_that_fails_is_tried_again(tmp_path, program, monkeypatch):
+    looks = itertools.count()
+
+    def look(run_dir):
+        if not next(looks):
+            raise OSError(116, "Stale file handle")
+        return [2]
+
+    monkeypatch.setattr("rljax.run.after_save.saved_steps", look)
+    with calling(program(CALLED, tmp_path / "calls"), make_run(tmp_path / "run", 2)):
+        until((tmp_path / "calls").exists, 20)
 
 
 def test_a_run_that_another_process_took_over_calls_nothing(tmp_path, program):

@@ -1,6 +1,8 @@
 """Damage of every kind to a checkpoint's files is found, named and kept aside, and the checkpoint before is used."""
 
 import contextlib
+import errno
+import re
 import shutil
 import warnings
 
@@ -181,15 +183,23 @@ def test_what_the_caller_refuses_is_not_damaged(run):
         checkpointer.restore_newest(WANTED, refuse)
 
 
-def test_a_process_lost_while_it_is_read_damages_no_checkpoint(run, monkeypatch):
-    lost = "UNKNOWN: Gloo AllReduce failed: Connection closed by peer"
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer"),
+        OSError(errno.ESTALE, "Stale file handle", "host/metadata"),
+        ValueError("Error reading noise/0: [OS error 24: EMFILE Too many open files]"),
+    ],
+)
+def test_what_passes_while_it_is_read_damages_no_checkpoint(run, monkeypatch, error):
+    """A process is lost, or the file system of the checkpoint is not there for a moment."""
     with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
 
         def restore(*args, **options):
-            raise ValueError(lost)
+            raise error
 
         monkeypatch.setattr(orbax.checkpoint.CheckpointManager, "restore", restore)
-        with pytest.raises(ValueError, match=lost):
+        with pytest.raises(type(error), match=re.escape(str(error))):
             checkpointer.restore_newest(WANTED)
     assert not (run / "damaged").exists()
 

@@ -50,6 +50,15 @@ def test_a_run_taken_up_from_before_its_best_step(tmp_path, again, expected):
     assert best_of(tmp_path) == expected
 
 
+def test_another_evaluation_has_a_best_step_of_its_own(tmp_path):
+    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=1)
+    checkpointer.save_best(1, 0.9, state(1), {}, "easy")
+    assert checkpointer.save_best(2, 0.1, state(2), {}, "hard")
+    assert not checkpointer.save_best(3, 0.05, state(3), {}, "hard")
+    checkpointer.close()
+    assert best_of(tmp_path) == (2, 0.1)
+
+
 def test_an_incomplete_save_is_cleared_before_the_next(tmp_path):
     directory = tmp_path / "checkpoints"
     checkpointer = Checkpointer(directory)

@@ -219,6 +219,17 @@ def test_a_number_as_the_right_answer_continues_a_run_of_before(own, tmp_path):
     assert prints[0] == prints[1]
 
 
+def test_an_environment_gets_the_whole_row(tmp_path):
+    """The fingerprints do not depend on it, so that a run of before goes on."""
+    data, loaded = sums(tmp_path / "x.jsonl", [row | {"board": [7]} for row in GOOD]), []
+    for more in ((), ("--rollout.environment", "counting_environments:Doubling")):
+        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "math", *more)
+        config = load_config(Config, words, prog="", description="")
+        loaded.append(load_problems(config, load_tokenizer(TOY_BASE)))
+    assert loaded[0].fingerprints == loaded[1].fingerprints
+    assert loaded[1].tallies[0].problems[0]["columns"] == {"board": [7]}
+
+
 def test_a_reward_of_ones_own_is_never_refused(own, tmp_path):
     data = sums(tmp_path / "x.jsonl", GOOD)
     words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:needs_tests", "--data.reward-workers", "1")

@@ -59,7 +59,7 @@ def problem(prompt, answer, **more):
 
 def test_tokens_and_masks_recounted():
     engine = Scripted()
-    problems = [problem("1+1=", "1"), problem("2+2=", "3", opening="9=")]
+    problems = [problem("1+1=", "1"), problem("2+2=", "3", columns={"opening": "9=", "answer": "no"})]
     rollouts, row = sample(problems, environments.Doubling, engine, n=2)
     seven, three = TOKENIZER.encode("7")[0], TOKENIZER.encode("2")[0]
     turn, text = [seven, seven, STOP], [three, three]  # the decoded turn has two characters

@@ -1,7 +1,10 @@
 """Batches of another program's trajectories: their sequences, waiting rows, rows that are too old, and resumes."""
 
+import contextlib
 import json
+import os
 import signal
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,7 +36,7 @@ def make_config(place, batch_size=2, **rollout):
     return Config(
         run=RunConfig(dir=str(place.parent)),
         data=DataConfig(batch_size=batch_size, max_prompt_tokens=8),
-        rollout=RolloutConfig(trajectories=str(place), group_size=2, max_response_tokens=8, **rollout),
+        rollout=RolloutConfig(**{"trajectories": str(place), "group_size": 2, "max_response_tokens": 8} | rollout),
     )
 
 
@@ -93,6 +96,32 @@ def test_files_are_taken_in_the_order_of_names(place):
     sampled = take(make_batches(config))
     assert rewards_of(sampled) == [[2, 4], [1, 3], [5, 6]]
     assert sampled.row["rollout/waiting_groups"] == 0
+
+
+def test_a_directory_is_listed_once_for_all_its_files(place, monkeypatch):
+    """A file that someone removes before it is read is left out."""
+    for number in range(3):
+        write_file(place / f"{number}.jsonl", [make_row("a", number)])
+    listed, names = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or names(path))
+    queue = make_batches(make_config(place)).queue
+    assert queue.read_file()
+    (place / "1.jsonl").unlink()
+    assert (queue.read_file(), len(listed)) == (True, 1)
+    assert not queue.read_file()
+    assert queue.state_dict()["begun"] == [["0.jsonl", []], ["2.jsonl", []]]
+
+
+@pytest.mark.parametrize(("source", "looks"), [("directory", 3), ("http://127.0.0.1:0", 1)])
+def test_a_directory_of_the_receiver_is_looked_into_once(place, monkeypatch, source, looks):
+    answers, looked = iter([False] * 3 + [True]), []
+    stop = SimpleNamespace(is_requested=lambda: next(answers), progress=None)
+    options = {} if source == "directory" else {"trajectories": source}
+    batches = make_batches(make_config(place, **options), stop=stop)
+    monkeypatch.setattr(batches.queue, "read_file", lambda: looked.append(1))
+    with contextlib.closing(batches), pytest.raises(StoppedWaitingError):
+        take(batches)
+    assert len(looked) == looks
 
 
 def test_a_wrong_file_ends_the_run_before_it_is_used(place):

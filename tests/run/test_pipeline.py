@@ -237,6 +237,7 @@ def test_progress_counts_while_the_run_waits_for_it():
 @pytest.mark.parametrize("how", ["asked", "closed"])
 def test_a_batch_that_no_step_will_use_is_given_up(how):
     engine = Engine(lambda step: 30.0 if step > 1 else 0.0)
+    engine.stop.begin_step(0.0, Saved())
     began = time.monotonic()
     batches = make(engine, 2)
     batches.start(0)
@@ -280,6 +281,23 @@ class Sharing(Engine):
     def publish(self, version):
         time.sleep(0.06)
         self.version = version
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["take", "publish"])
+def test_a_stop_does_not_wait_for_an_engine_that_goes_on(step):
+    """The embedded engine samples a whole batch before it returns. One second of the grace is left."""
+    engine = Sharing(lambda number: 3.0 * (number == step))
+    batches = make(engine, 1)
+    batches.start(0)
+    if step == 2:
+        take(batches, engine)
+    engine.stop.is_asked, engine.stop.left_s, began = True, lambda: 1.0, time.monotonic()
+    with pytest.raises(StoppedWaitingError), paused(batches, engine, 1) if step == 2 else contextlib.nullcontext():
+        take(batches, engine)
+    batches.close()
+    assert time.monotonic() - began < 2.5
+    del engine.stop.left_s
+    batches.close()
 
 
 @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.harness), 4])

@@ -217,6 +217,17 @@ def test_an_evaluation_that_changes_the_training_is_refused(tmp_path, changes, e
     check_same_run(changed(config, eval=shorter), tmp_path)
 
 
+def test_the_number_of_steps_may_change_where_it_sets_no_rate(tmp_path):
+    config = recorded(tmp_path, run={"steps": 20})
+    longer = changed(config, run={"steps": 30}, schedule={"kind": "cosine"})
+    check_same_run(longer, tmp_path, may_differ=FORK_MAY_DIFFER)
+    config = recorded(tmp_path, run={"steps": 20}, schedule={"kind": "linear"})
+    with pytest.raises(ConfigError, match=r"other settings: run\.steps"):
+        check_same_run(changed(config, run={"steps": 30}), tmp_path)
+    config = recorded(tmp_path, run={"steps": 20}, schedule={"kind": "linear", "horizon": 40})
+    check_same_run(changed(config, run={"steps": 30}), tmp_path)
+
+
 def test_a_refusal_names_the_setting_that_gave_the_other_run(tmp_path):
     config = changed(recorded(tmp_path), rollout={"temperature": 0.5})
     for run, key in (

@@ -3,13 +3,16 @@
 import dataclasses
 import math
 import sys
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from records import response
 
+from rljax.algorithms.advantages import AdvantageConfig
 from rljax.data.prompts import PromptStream
 from rljax.data.toy import build_tokenizer
+from rljax.errors import ServersLostError
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import Samples
 from rljax.rollout.types import RolloutConfig, SamplingParams
@@ -123,6 +126,17 @@ def test_all_rows_of_a_trajectory_have_its_advantage():
     assert [s["turn"].tolist() for s in sequences] == [[1, 0, 2], [1, 1], [2], [1]]
 
 
+def test_the_limit_counts_the_tokens_of_a_row():
+    group = [trajectory(0, 0, [1, 0, 2]), trajectory(0, 1, [1, 1], further=(trajectory(0, 1, [2, 2]),))]
+    config = dataclasses.replace(
+        Config(),
+        rollout=RolloutConfig(max_response_tokens=4),
+        advantage=AdvantageConfig(overlong_buffer_tokens=2, overlong_factor=2.0),
+    )
+    sequences = training_sequences(Rollouts([group], np.ones((1, 2), np.float32)), config, policy_version=3)
+    assert [s.advantage for s in sequences] == [-1.0, 1.0, 1.0]
+
+
 # ---- rewards stand at the places of their responses, in whatever order these arrive ----
 
 # A longer response is scored sooner.
@@ -165,18 +179,47 @@ def pool(tmp_path, monkeypatch):
 def sample(engine, pool):
     problems = PromptStream(PROBLEMS, 4, seed=0).take()
     sampling = SamplingParams(8, 1.0, (14,))
-    return Sampler(SingleTurn(engine, build_tokenizer(), pool), sampling, 3).sample(problems, 1).rollouts
+    return Sampler(SingleTurn(engine, build_tokenizer(), pool), sampling, 3).sample(problems, 1)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_rewards_stand_where_their_responses_do(seed, pool):
     engine = Landing(seed)
-    rollouts = sample(engine, pool)
+    rollouts = sample(engine, pool).rollouts
     answers = [int(build_tokenizer().decode(prompt)[0]) for prompt in engine.prompts]
     assert sorted(answers) == [1, 2, 3, 4]
     np.testing.assert_array_equal(rollouts.rewards, np.outer(answers, [1, 2, 3]).astype(np.float32))
     assert rollouts.rewards.dtype == np.float32
     assert [[r.length for r in group] for group in rollouts.responses] == [[1, 2, 3]] * 4
+
+
+def test_a_lost_batch_leaves_neither_counts_nor_rewards():
+    """The first of two responses fails, and the second waits for its reward, when the servers are lost."""
+    futures, counts = [], {"reward/errors": 0}
+
+    class Rewards:
+        def submit(self, *response):
+            futures.append(Future())
+            if len(futures) != 2:
+                counts["reward/errors"] += 1
+                futures[-1].set_result(0.0)
+            return futures[-1]
+
+        def pop_metrics(self):
+            taken = dict(counts)
+            counts["reward/errors"] = 0
+            return taken
+
+    class Losing(Landing):
+        def respond(self, prompts, n):
+            yield from super().respond(prompts, n)
+            if self.missing:
+                raise ServersLostError("none is left")
+
+    with pytest.raises(ServersLostError):
+        sample(Losing(0, missing=10), Rewards())
+    assert futures[1].cancelled()
+    assert sample(Losing(0), Rewards()).row["reward/error_fraction"] == 1.0
 
 
 def test_a_response_that_never_lands_is_an_error(pool):

@@ -2,11 +2,13 @@
 
 import pytest
 
+from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.types import RolloutConfig
-from rljax.run.config import Config
+from rljax.run.checkpoint import CheckpointConfig
+from rljax.run.config import Config, EvalConfig
 from rljax.run.training import make_objective
 
 CENTERED = CorrectionConfig(score_centering=True)
@@ -45,6 +47,26 @@ POLICY = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, 
         (
             {"correction": CorrectionConfig(), "loss": LossConfig(kind="vespo")},
             "loss.kind = vespo is policy_gradient where the ratio is 1: set loss.old_logprobs = rollout",
+        ),
+        (
+            {"correction": CorrectionConfig(), "loss": LossConfig(kind="policy_gradient", old_logprobs="rollout")},
+            "loss.old_logprobs = rollout does nothing for loss.kind = policy_gradient: use correction.level",
+        ),
+        (
+            {"advantage": AdvantageConfig(overlong_buffer_tokens=9), "rollout": RolloutConfig(max_response_tokens=8)},
+            "overlong_buffer_tokens = 9 must be at most rollout.max_response_tokens = 8",
+        ),
+        (
+            {"checkpoint": CheckpointConfig(keep_best=True), "eval": EvalConfig(every=0)},
+            "checkpoint.keep_best needs evaluations: set eval.every above 0",
+        ),
+        (
+            {
+                "correction": CorrectionConfig(level="token", normalize=True),
+                "loss": LossConfig(router_balance=0.01),
+                "rollout": RolloutConfig(engine="exact", dtype="bfloat16"),
+            },
+            "exact knows the mean weight only after the gradient of a KL penalty or router loss",
         ),
     ],
 )

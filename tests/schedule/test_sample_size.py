@@ -1,6 +1,7 @@
 """The factor of the rate from the effective sample size: worked numbers, and the same in every form."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -51,10 +52,18 @@ def test_bad_arguments_are_named(call, message):
         call()
 
 
-def test_a_missing_sample_size_is_named():
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "needs effective_sample_share="),
+        ({"effective_sample_share": 1.7}, r"effective_sample_share must be in \[0, 1\]"),
+        ({"effective_sample_share": jnp.ones(1)}, "effective_sample_share: scalars are expected"),
+    ],
+)
+def test_a_missing_or_wrong_sample_size_is_named(given, message):
     tx = inject_learning_rate(optax.sgd, scaled_by_sample_size(1e-3))
-    with pytest.raises(ValueError, match="needs effective_sample_share="):
-        tx.update({"w": 1.0}, tx.init({"w": 1.0}))
+    with pytest.raises(ValueError, match=message):
+        tx.update({"w": 1.0}, tx.init({"w": 1.0}), **given)
 
 
 @pytest.mark.parametrize("base", [1.0, 0.55])

@@ -1,5 +1,6 @@
 """Wrong arguments of the schedule's API are refused with the value that came and what was expected."""
 
+import json
 import math
 import warnings
 
@@ -93,6 +94,17 @@ def test_a_share_outside_of_0_to_1_is_refused(share):
         LengthTriggeredLR(1e-6).step(100.0, share)
     with pytest.raises(ValueError, match=r"truncated_fraction must be .* got truncated_fraction = "):
         in_graph(response_length=100.0, truncated_fraction=share)
+
+
+def test_numbers_of_numpy_become_numbers_of_python():
+    config = SurgeConfig(window=np.int64(40), ratio=np.float32(2.5), max_wait=np.int32(300))
+    assert (type(config.window), type(config.ratio), config.max_wait) == (int, float, 300)
+    assert SurgeTracker(config).update(100.0) is False
+    rate = np.array(1e-6)
+    controller = LengthTriggeredLR(rate, multiplier=np.float32(1.5), decay_factor=np.array(0.5))
+    rate[...] = 5.0
+    assert json.dumps(controller.step(100.0)) == "1e-06"
+    assert controller.rate_from(np.array(2e-6)) == 2e-6
 
 
 @pytest.mark.parametrize("share", [None, math.nan, 0, 1, np.float32(1.0), 1.0 + 1e-7, torch.tensor(0.5)])

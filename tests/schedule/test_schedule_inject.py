@@ -156,6 +156,13 @@ def test_a_state_inside_other_containers():
     assert get_learning_rate(state) == np.float32(2e-5)
 
 
+def test_a_rate_outlives_a_donated_state():
+    state = injected().init(params_of(jnp.float32))
+    rate = get_learning_rate(state)
+    jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)(state)
+    assert float(rate) == np.float32(1e-3)
+
+
 def test_every_rate_is_written_and_differing_ones_are_refused():
     tx = optax.multi_transform({"matrix": injected(1e-3), "vector": injected(1e-4)}, names)
     state = tx.init(params_of(jnp.float32))

@@ -145,10 +145,17 @@ def slime_code():
 
 
 def test_slime(optimizer, tmp_path):
-    args = SimpleNamespace(save=str(tmp_path))
+    args = SimpleNamespace(save=str(tmp_path / "new"))
     rates = slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(len(LENGTHS)))
     np.testing.assert_allclose(np.reshape(rates, (-1, UPDATES)), np.stack([RATES] * UPDATES, 1), rtol=2e-7)
-    assert json.loads((tmp_path / "response_lengths.json").read_text()) == LENGTHS
+    assert json.loads((tmp_path / "new" / "response_lengths.json").read_text()) == LENGTHS
+
+
+def test_slime_counts_rollouts_before_the_first_seen(optimizer, tmp_path):
+    args = SimpleNamespace(save=str(tmp_path))
+    slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(3, 5))
+    means = json.loads((tmp_path / "response_lengths.json").read_text())
+    np.testing.assert_array_equal(means, [np.nan] * 3 + LENGTHS[3:5])
 
 
 def test_slime_goes_on_after_a_restart(optimizer, tmp_path):

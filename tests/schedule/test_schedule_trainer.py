@@ -5,6 +5,7 @@ The trainer logs as TRL's trainers do.
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from pages import run_block
@@ -165,6 +166,17 @@ def test_the_updates_of_a_batch_come_from_trls_arguments(tmp_path):
             assert callback.on_step_end(Arguments, state, Control()).should_log
             callback.on_log(Arguments, state, Control, logs={KEY: LENGTHS[batch]} if update == 0 else {"loss": 0.0})
     assert used == [1.0] * 44 + [0.5] * 8
+
+
+@pytest.mark.parametrize(("every", "updates"), [(1, 1), (10, 1), (10, 4), (3, 2)])
+def test_a_log_with_gaps_has_the_steps_of_all_updates(every, updates):
+    """A run of 60 updates was logged every few of them, without this callback, and is resumed with it."""
+    callback = callback_of(updates_per_batch=updates)
+    entries = [
+        {"step": step, KEY: 100.0} for step in range(every, 61, every) if every > 1 or step % updates == 1 % updates
+    ]
+    callback.on_train_begin(None, SimpleNamespace(log_history=entries, global_step=60), None)
+    assert callback.tracker.step == (entries[-1]["step"] - 1) // updates + 1
 
 
 def test_a_callback_may_train_twice(tmp_path):

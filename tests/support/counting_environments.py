@@ -26,6 +26,14 @@ class Doubling:
         return float(sum(map(len, self.seen)))
 
 
+class Opening(Doubling):
+    """An environment of two turns whose prompt is the ``opening`` of a row."""
+
+    async def reset(self, problem):
+        self.turns, self.seen = 2, []
+        return problem["opening"]
+
+
 class Failing(Doubling):
     """An environment of two turns that fails in the way that the problem's ``kind`` names."""
 

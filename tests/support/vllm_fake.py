@@ -81,6 +81,9 @@ class FakeVllm:
         threading.Thread(target=self._httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def stop(self) -> None:
+        with self._lock:
+            self._holds = False
+            self._lock.notify_all()
         self._httpd.shutdown()
         self._httpd.server_close()
 

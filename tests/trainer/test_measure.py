@@ -10,9 +10,18 @@ from records import train_sequence
 
 from rljax.mismatch import merge, zeros
 from rljax.mismatch.metrics import bin_edges
+from rljax.policy.layers import RoutingRecord
 from rljax.policy.model import ForwardStats
 from rljax.policy.score import Scores
-from rljax.trainer.measure import HISTOGRAM, DiagnosisConfig, finalize_measured, measure, without_empty_buckets
+from rljax.trainer.measure import (
+    HISTOGRAM,
+    DiagnosisConfig,
+    finalize_measured,
+    finalize_router,
+    measure,
+    router_statistics,
+    without_empty_buckets,
+)
 from rljax.trainer.packing import pack
 from rljax.trainer.totals import gradient_noise
 
@@ -96,6 +105,26 @@ def test_gradient_noise_is_the_variance_of_the_sum():
     found = gradient_noise(jnp.float32((g**2).sum()), jnp.float32((g.sum(0) ** 2).sum()), jnp.int32(3))
     assert float(found) == pytest.approx(expected, rel=1e-6)
     assert np.isnan(float(gradient_noise(jnp.float32(5.0), jnp.float32(5.0), jnp.int32(1))))
+
+
+@pytest.mark.parametrize(("load", "dropped"), [(6250, 0.0), (5000, 0.2)])
+def test_routers_of_more_choices_than_int32_holds(load, dropped):
+    """A row has 100,000 tokens with 8 choices each for 128 experts, 6,250 for each of them; a tenth differs."""
+    filled = functools.partial(jnp.full, (48, 64))
+    records = RoutingRecord(
+        choices=jnp.zeros((48, 64, 1, 8), jnp.int32),
+        tokens=filled(100_000),
+        load=jnp.full((48, 64, 128), load),
+        probability=jnp.zeros((48, 64, 128)),
+        entropy=filled(50_000.0),
+        given=filled(800_000),
+        differing=filled(80_000),
+    )
+    found = router_statistics(records, replayed=True)
+    row = finalize_router(merge(found, found))
+    assert row == pytest.approx(
+        {"load_max": 1, "load_min": 1, "entropy": 0.5, "dropped_fraction": dropped, "disagreement": 0.1}, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rljax.policy.model import init_params
 from rljax.policy.score import states_at
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.packing import unpack, useful_fraction
-from rljax.trainer.trees import flat_row_tokens, pack_trees, tree_row_tokens
+from rljax.trainer.trees import common_prefixes, flat_row_tokens, pack_trees, tree_row_tokens
 
 MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
 LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
@@ -165,6 +165,23 @@ def test_branches_by_hand_at_all_levels_and_at_two():
     trees = jax.tree.map(lambda x: x[0, 0].tolist(), pack_trees(sequences, **shape, two_levels=True).trees)
     assert trees.tokens == [1, 2, 3, 2, 4, 5, 6, 0]
     assert trees.ends == [7, 3, 3, 5, 5, 7, 7, 0]
+
+
+def test_only_the_routes_of_equal_tokens_are_compared():
+    """Two tokens are equal, and the routes of the first. Each token of a response has hundreds of routes."""
+    compared = []
+
+    class Routes(np.ndarray):
+        def __ne__(self, other):
+            compared.append(len(self))
+            return np.ndarray.__ne__(self, other)
+
+    rows = [([3, 4, 5], [7, 7, 7, 7]), ([3, 6, 5], [7, 8, 7, 7]), ([4, 4, 4], [7, 8, 7, 7])]
+    sequences = [train_sequence([1], tokens) for tokens, _ in rows]
+    for s, (_, routes) in zip(sequences, rows, strict=True):
+        s.columns["routes"] = np.tile(np.uint8(routes)[:, None, None], (1, 2, 3)).view(Routes)
+    assert common_prefixes(sequences) == [0, 1, 1]
+    assert compared == [2, 1]
 
 
 def test_gradients_of_a_shared_state_are_summed_in_float32():

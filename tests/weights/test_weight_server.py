@@ -154,6 +154,17 @@ def test_a_killed_server_is_replaced_or_the_publish_fails(tmp_path, caplog, key_
     assert f"the server of weights at {files.url} died (exit status -9)" in caplog.text
 
 
+def test_a_server_that_cannot_be_started_fails_the_publish(tmp_path, monkeypatch):
+    def refuse(*words, **settings):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with contextlib.closing(HttpOutlet(tmp_path, host="127.0.0.1", port=0, api_key_file=None)) as files:
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+        kill_server(files.url)
+        with pytest.raises(OSError, match=r"a server of weights cannot be started: .*temporarily unavailable"):
+            repeat(lambda: files.add(tmp_path, "run"))
+
+
 def test_the_server_ends_with_the_run(tmp_path):
     """However the run ends, its end of the connection is closed."""
     words = "import sys; from pathlib import Path; from rljax.weights.outlets import HttpOutlet\n"

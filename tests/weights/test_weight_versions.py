@@ -1,6 +1,7 @@
 """Versions of the weights are written, and the tests check which deltas and anchors a machine pulls."""
 
 import contextlib
+import os
 import runpy
 import threading
 import tracemalloc
@@ -12,6 +13,10 @@ import pytest
 from toy_runs import ROOT
 from weight_training import SHAPES, Training, assert_holds, held
 
+from rljax.distributed.acts import to_the_end
+from rljax.distributed.messages import Announcement
+from rljax.distributed.processes import Processes
+from rljax.errors import NotWrittenError
 from rljax.weights.mirror import Mirror
 from rljax.weights.outlets import Outlet
 from rljax.weights.publish_config import PublishConfig
@@ -88,6 +93,17 @@ def test_versions_before_the_newest_anchor_are_removed(training, mirror):
     assert [path.name for path in sorted(training.files.root.glob("v*"))] == ["v00000008-9", "v00000009-10"]
 
 
+@pytest.mark.parametrize("share", [0.01, 0.06, 0.15, 0.24])
+def test_a_disk_holds_less_than_the_room_that_is_checked(tmp_path, share):
+    training, most = Training(tmp_path), 0
+    with contextlib.closing(training.files):
+        for _ in range(20):
+            training.step(share)
+            most = max(most, sum(path.stat().st_size for path in training.files.root.glob("v*/*.safetensors")))
+            training.files.drop_old()
+    assert most < PublishConfig("directory").versions * training.versions[0].num_bytes
+
+
 @pytest.mark.parametrize(
     ("seen", "last", "dense", "deltas"),
     [
@@ -158,26 +174,27 @@ def test_nobody_loads_while_the_mirror_changes(training, mirror):
 COUNT, SIZE = 128, 2**15
 
 
-def versions_tensors(step):
-    """Yields tensors of which one element in 64 changes with each step; nothing else keeps them."""
+def versions_tensors(step, apart):
+    """Yields tensors of which one element in ``apart`` changes with each step; nothing else keeps them."""
     for number in range(COUNT):
         tensor = np.full(SIZE, number, np.float32)
-        tensor[::64] += step
+        tensor[::apart] += step
         yield f"{number}", tensor
 
 
-def test_a_writer_of_deltas_holds_one_version_and_few_tensors(tmp_path):
+@pytest.mark.parametrize("apart", [64, 2])
+def test_a_writer_of_deltas_holds_one_version_and_few_tensors(tmp_path, apart):
     writer = PartWriter(whole_parts)
     tracemalloc.start()
     try:
-        writer.collect(versions_tensors(0), tmp_path)
+        writer.collect(versions_tensors(0, apart), tmp_path)
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        summary = writer.collect(versions_tensors(1), tmp_path)
+        summary = writer.collect(versions_tensors(1, apart), tmp_path)
         after, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert summary.changed == COUNT * SIZE // 64
+    assert summary.changed == COUNT * SIZE // apart
     assert held < 1.1 * COUNT * SIZE * 4
     assert after < 1.2 * held
     assert peak < 1.5 * held
@@ -212,10 +229,18 @@ def test_tensors_come_back_bit_for_bit(files, dtype):
     assert version.num_bytes == 43 * np.dtype(dtype).itemsize
 
 
-def test_every_version_has_a_new_path_and_one_is_kept(files):
+def test_every_version_has_a_new_path_and_one_is_kept(files, monkeypatch):
+    """A network's file system may refuse to remove a version the first time; it is removed later."""
+
+    def refuse(*args, **options):
+        raise OSError("Directory not empty")
+
     tensors = {"x": np.zeros(4, np.float32)}
     versions = [written(files, tensors, number) for number in (0, 1, 1)]
     assert len({v.path for v in versions}) == 3
+    with monkeypatch.context() as busy:
+        busy.setattr(os, "rmdir", refuse)
+        files.drop_old()
     files.drop_old()
     assert [p for p in files.root.iterdir() if p.is_dir()] == [versions[2].path]
 
@@ -231,6 +256,22 @@ def test_what_a_store_does_not_delete_is_named(files, monkeypatch, caplog):
     assert not files.root.exists()
     assert caplog.text.count("could not be deleted: no right to delete") == 2
     assert f"no right to delete {files.root.name}/{old.path.name};" in caplog.text
+
+
+def test_a_version_that_cannot_be_written_is_still_gathered(files):
+    """The other processes gather all tensors, even while the error, and with it the stream, is at hand."""
+    taken = []
+
+    def gathered():
+        for number in range(3):
+            taken.append(number)
+            (files.root / f"v00000007-1/{number + 1:05d}.safetensors").mkdir()
+            yield str(number), np.zeros(4, np.float32)
+
+    stream = to_the_end(Processes(), Announcement("tensors"), gathered())
+    with pytest.raises(NotWrittenError, match="Is a directory"):
+        files.write(stream, 7, {})
+    assert taken == [0, 1, 2]
 
 
 def test_changed_fraction(files):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -60,6 +61,7 @@ class TrajectoryQueue:
         self._changed = threading.Condition()
         self._open: dict[str, WaitingGroup] = {}  # the groups with too few trajectories, by name
         self._complete: list[WaitingGroup] = []
+        self._unread: Iterator[str] = iter(())  # the names that the last listing of the directory has left
         self._used: dict[str, set[int]] = {}  # the used rows of each begun file, by name, in the order of reading
         self._left: dict[str, set[int]] = {}  # the unused rows of each begun file that this process has read, by name
         self._finished: dict[str, int] = {}  # the last step that used rows of each file without unused rows, by name
@@ -112,9 +114,11 @@ class TrajectoryQueue:
         Raises ValueError if a row of it cannot be used, and OSError if the directory cannot be listed.
         """
         with self._changed:
-            known = self._finished.keys() | self._left.keys()
-            names = {path.name for path in self.directory.iterdir() if path.suffix in SUFFIXES} - known
-            name = min((name for name in names if name[0] != "."), default=None)
+            if (name := next(self._unread, None)) is None:
+                found = {name for name in os.listdir(self.directory) if name.endswith(SUFFIXES) and name[0] != "."}
+                names = sorted(found - self._finished.keys() - self._left.keys())
+                self._unread = (name for name in names if (self.directory / name).exists())
+                name = next(self._unread, None)
             if name is None:
                 return False
             trajectories = self.read(name)
@@ -175,12 +179,14 @@ class TrajectoryQueue:
         with self._changed:
             return self._changed.wait(timeout_s)
 
-    def delete_finished(self, step: int) -> None:
-        """Deletes the files whose last row was used at ``step`` or before, and forgets them."""
+    def delete_finished(self, step: int) -> list[str]:
+        """Deletes the files whose last row was used at ``step`` or before, forgets them, and returns their names."""
         with self._changed:
-            for name in [name for name, last in self._finished.items() if last <= step]:
+            names = [name for name, last in self._finished.items() if last <= step]
+            for name in names:
                 (self.directory / name).unlink(missing_ok=True)
                 del self._finished[name]
+            return names
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the record of the used rows in JSON types.

@@ -90,7 +90,7 @@ class Receiver:
         self._queue = queue
         self._max_groups, self._facts = max_groups, facts
         self._last = 0
-        self._keys: dict[str, str] = {}  # the file of each request with an idempotency key, by the digest of the key
+        self._keys: set[str] = set()  # the digest of the idempotency key of each request whose file is there
         self._read = make_reader(queue.limits)
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._decoding = asyncio.Semaphore(1)
@@ -104,8 +104,7 @@ class Receiver:
         for path in self._queue.directory.glob("*.jsonl"):
             number, _, digest = path.stem.partition("-")
             self._last = max(self._last, int(number) if number.isdecimal() else 0)
-            if digest:
-                self._keys[digest] = path.name
+            self._keys |= {digest} - {""}
         self._socket, self.url = listen(self._host, self._port)
         routes = [Route("/trajectories", self._post, methods=["POST"]), Route("/policy", self._policy)]
         self._server = limited_server(routes, self._host, self._key_file)
@@ -124,6 +123,10 @@ class Receiver:
         self._thread.join(5.0)
         self._server.force_exit = True
         self._socket.close()
+
+    def delete_finished(self, step: int) -> None:
+        """Deletes the files whose last row was used at ``step`` or before, and forgets the keys of their requests."""
+        self._keys -= {name.removesuffix(".jsonl").partition("-")[2] for name in self._queue.delete_finished(step)}
 
     async def _policy(self, _: Request) -> Response:
         return JSONResponse(await run_in_threadpool(self._told))
@@ -187,8 +190,7 @@ class Receiver:
             self._last = max(time.time_ns(), self._last + 1)
             name = f"{self._last:020d}-{digest}.jsonl" if digest else f"{self._last:020d}.jsonl"
             write_durably(self._queue.directory / name, b"\n".join([*lines, b""]))
-            if digest:
-                self._keys[digest] = name
+            self._keys |= {digest} - {""}
             return name
 
         whole = sum(-(-size // self._queue.group_size) for size in Counter(one.group for one in trajectories).values())

@@ -73,16 +73,8 @@ class Trajectory(NamedTuple):
     reward: float  # the reward, or NaN if the trajectory has failed
     rows: tuple[int, ...]  # the numbers of its rows in their file
     doubts: dict[str, str]  # what is odd about it: a sentence that names the row, by the metric that counts it
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest policy version that sampled any of its tokens."""
-        return int(self.response.versions[0])
-
-    @property
-    def newest_version(self) -> int:
-        """The newest policy version that sampled any of its tokens."""
-        return int(self.response.versions[-1])
+    oldest_version: int  # the oldest policy version that sampled any of its tokens
+    newest_version: int  # the newest policy version that sampled any of its tokens
 
 
 def row_type(limits: RowLimits) -> Any:
@@ -171,7 +163,8 @@ def _read_trajectory(group: str, rows: Sequence[tuple[int, PostedRow]], where: s
         doubts = find_doubts(response, f"{where}: row {number}", limits.sampling.stop_token_ids) | doubts
         responses.append(response)
     whole = replace(responses[0], truncated=responses[-1].truncated, further=tuple(responses[1:]))
-    return Trajectory(group, whole, rewards[0], tuple(number for number, _ in rows), doubts)
+    numbers, versions = tuple(number for number, _ in rows), whole.versions.tolist()
+    return Trajectory(group, whole, rewards[0], numbers, doubts, versions[0], versions[-1])
 
 
 def _read_row(row: PostedRow, place: str, limits: RowLimits, turns_before: int, *, is_first: bool) -> Response:

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,8 @@ class ServedEngine(Admission, RolloutEngine):
             while not self.fleet.answering() or (self.fleet.discovery is None and self.fleet.down()):
                 self.fleet.recover()
             opened.pop_all()
-        info, mixture = self._shortest(), "num_experts" in hf_config
+        infos, mixture = self.fleet.infos(), "num_experts" in hf_config
+        info = replace(shortest(infos), block_size=max(each.block_size or 0 for each in infos))
         self.verifier = Verifier(
             config.verify, functions.score, info, dtype=config.dtype, mixture=mixture, prompts=probe_prompts
         )
@@ -149,11 +150,10 @@ class ServedEngine(Admission, RolloutEngine):
             self.prepare(params, policy_version)
         paused = time.monotonic()
         self._current, self._prepared = self._prepared, None
-        answering = self.fleet.answering()
         # Unless publishes wait for the responses under way, more of them may be asked for meanwhile.
         self._verified = self._verified and self._config.update != "wait"
         self.fleet.begin_version()
-        self._renew_all(answering)
+        self._renew_all(self.fleet.answering())
         self._verified = True
         ended = time.monotonic()
         self.files.drop_old()
@@ -211,8 +211,7 @@ class ServedEngine(Admission, RolloutEngine):
         if asleep := self.fleet.all_in("asleep"):
             self._renew_all(asleep)
         if self._config.update == "wait":  # otherwise a publish may be under way, and replies name their weights
-            version = self.version
-            self.fleet.side_by_side(lambda server: server.check_serves(version), self.fleet.all_in("open"))
+            self.fleet.side_by_side(lambda server: server.check_serves(self.version), self.fleet.all_in("open"))
         try:
             with contextlib.closing(self.fleet.stream(take, turns, self._shortest().vocab_size, metrics)) as stream:
                 for place, reply in stream:
@@ -283,7 +282,10 @@ class ServedEngine(Admission, RolloutEngine):
         if not await server.wake() and await server.serves(published.version):
             return await server.prove(published, self.verifier)
         try:
-            info = await server.greet(self._expected, self.files)
+            info, most = await server.greet(self._expected, self.files), self.verifier.block_size
+            if (info.block_size or 0) > most:  # the probes would not show whether its cache is reset
+                said = f"its cache blocks have {info.block_size} tokens, and the probes fill blocks of {most}"
+                raise HandshakeError(f"{server.url}: {said}: start it with smaller ones, or start the run again")
             await server.pull(published.version)
             if self._current is not published:
                 raise ServerGoneError(f"{server.url} was recovered for weights that are not the current ones any more")
@@ -296,9 +298,7 @@ class ServedEngine(Admission, RolloutEngine):
 
     def admit(self, server: Server, proof: Proof) -> Callable[[], None]:
         """Opens the server to rollouts if its probes agree with the current weights, or raises VerificationError."""
-        if proof.info is not None:
-            server.info = proof.info
-        current = self._current
+        server.info, current = proof.info or server.info, self._current
         if current is None:
             return server.pause
         began, verifier = time.monotonic(), self.verifier

@@ -36,6 +36,7 @@ _TRY_EVERY_S = 0.5  # The time between two attempts to recover a server (seconds
 _RECOVERY_S = 10.0  # The time that a server may recover before a log line says that the run waits for it (seconds).
 _SAY_EVERY_S = 30.0  # The time between two such lines (seconds).
 _LONGEST_S = 3600.0  # A time longer than any request to a server takes (seconds).
+_LATE = "{} was not ready {:g} s after another server"
 
 
 class Admission:
@@ -166,12 +167,8 @@ class Fleet(Dispatcher):
         count = max(1, len(urls))
         most = max(1, room_for(count * wanted) // count)
         if most < min(self.most, wanted):
-            log.warning(
-                "at most %d requests at a time go to each server, not %d: the hard limit of file descriptors "
-                "(ulimit -Hn) allows no more",
-                most,
-                wanted,
-            )
+            limit = "the hard limit of file descriptors (ulimit -Hn) allows no more"
+            log.warning("at most %d requests at a time go to each server, not %d: %s", most, wanted, limit)
         self.most = most
         return joined, left
 
@@ -189,8 +186,7 @@ class Fleet(Dispatcher):
         It raises StoppedWaitingError if the run gives the responses up, and ServersLostError if all servers are down
         and the thread samples ahead. It also raises the errors of :meth:`recover`.
         """
-        if self._stop is not None:
-            check_wanted(self._stop)
+        check_wanted(self._stop)
         if self._admission is None:
             return
         if AHEAD.get() is None:
@@ -225,15 +221,19 @@ class Fleet(Dispatcher):
         """Pauses ``servers``, calls ``work`` for each, and recovers servers that are down. Returns once one is open.
 
         ``work`` returns the proof for ``Admission.admit``. Once one server is ready, the others have the same time
-        again, and at least ``patience_s`` seconds. It raises the errors of :meth:`recover`.
+        again, and at least ``patience_s`` seconds. A later one is closed until its proof is judged. It raises the
+        errors of :meth:`recover`, and StoppedWaitingError if the run gives the wait up.
         """
         for server in servers:
             self.on_loop(server.pause)
         begun = [self._ask(server, work) for server in servers]
         begun += [self._ask(server, self._recover) for server in self.servers if server.reason]
-        wait_for_most((each for each in begun if each is not None), patience_s)
-        self.last_open = time.monotonic()
+        wait_for_most((each for each in begun if each is not None), patience_s, self._stop)
+        self.last_open, late = time.monotonic(), self.busy()
         self.judge()
+        for server in servers:  # The run may wait for their responses before this thread judges again.
+            if server.url in late and server.state != "open":
+                self.on_loop(server.close, _LATE.format(server.url, patience_s))
         while not self.opened():
             self.recover()
 
@@ -244,10 +244,9 @@ class Fleet(Dispatcher):
         seconds. ``work`` raises ServerError if the server fails.
         """
         futures = [self.start(work(server)) for server in servers]
-        wait_for_most(futures, patience_s)
+        wait_for_most(futures, patience_s, self._stop)
         for server, future in zip(servers, futures, strict=True):
-            late = ServerError(f"{server.url} was not ready {patience_s:g} s after another server")
-            error = future.exception() if future.done() else late
+            error = future.exception() if future.done() else ServerError(_LATE.format(server.url, patience_s))
             if isinstance(error, ServerError):
                 self.on_loop(server.close, str(error))
             elif error is not None:
@@ -326,14 +325,16 @@ class Fleet(Dispatcher):
         time.sleep(_TRY_EVERY_S)
 
 
-def wait_for_most(futures: Iterable[Future[Any]], patience_s: float) -> None:
+def wait_for_most(futures: Iterable[Future[Any]], patience_s: float, stop: Stopping | None) -> None:
     """Waits until all futures are done, but only for some time after the first success.
 
-    This time is as long as the wait until that success, and at least ``patience_s`` seconds.
+    This time is as long as the wait until that success, and at least ``patience_s`` seconds. It raises
+    StoppedWaitingError if ``stop`` gives the wait up.
     """
-    began, pending = time.monotonic(), set(futures)
-    succeeded = False
-    while pending and not succeeded:
-        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        succeeded = any(each.exception() is None for each in done)
-    wait(pending, timeout=max(patience_s, time.monotonic() - began))
+    began, pending, ends_at = time.monotonic(), set(futures), math.inf
+    while pending and (left_s := ends_at - time.monotonic()) > 0:
+        done, pending = wait(pending, timeout=min(_POLL_S, left_s), return_when=FIRST_COMPLETED)
+        if ends_at == math.inf and any(each.exception() is None for each in done):
+            ends_at = time.monotonic() + max(patience_s, time.monotonic() - began)
+        if pending:
+            check_wanted(stop, "servers were awaited")

@@ -32,8 +32,8 @@ _LONG_REPLY = 2**22  # A longer reply is read on a thread, so that the event loo
 R = TypeVar("R")
 _Reply = tuple[int, bytes]
 """The status and the content of a reply."""
-_Batch = list[tuple[dict[str, Any], asyncio.Future[_Reply]]]
-"""Requests that share a connection, each with the reply that comes."""
+_Batch = list[tuple[dict[str, Any], asyncio.Future[list[_Reply]]]]
+"""Requests that share a connection, each with the reply that comes. The one that waits takes it out of its list."""
 
 
 class Http:
@@ -85,7 +85,7 @@ class Http:
         Once nobody waits for any of them, the server gives them up. It raises the errors of :meth:`exchange`.
         """
         address, loop = url + path, asyncio.get_running_loop()
-        answer: asyncio.Future[_Reply] = loop.create_future()
+        answer: asyncio.Future[list[_Reply]] = loop.create_future()
         batch = self._gathered[address]
         batch.append((body, answer))
         if len(batch) == 1:
@@ -93,7 +93,7 @@ class Http:
         elif len(batch) == _MOST:
             self._send(address, batch)
         async with _answering(address, timeout_s):
-            status, content = await answer
+            status, content = (await answer).pop()
         if status != 200:
             await self._refuse(url, path, httpx.Response(status, content=content))
         return content
@@ -118,7 +118,7 @@ class Http:
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._exchanges.discard)
 
-        def finished(_: asyncio.Future[_Reply]) -> None:
+        def finished(_: asyncio.Future[list[_Reply]]) -> None:
             if all(answer.done() for _, answer in batch) and any(answer.cancelled() for _, answer in batch):
                 exchange.cancel()  # this closes the connection, so that the server gives up all that is left
 
@@ -150,9 +150,9 @@ class Http:
                     answer.set_exception(error)
 
 
-def _give(answer: asyncio.Future[_Reply], reply: _Reply) -> None:
+def _give(answer: asyncio.Future[list[_Reply]], reply: _Reply) -> None:
     if not answer.done():
-        answer.set_result(reply)
+        answer.set_result([reply])
 
 
 async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 State = Literal["down", "greeted", "loading", "proving", "open", "paused", "asleep"]
 SENT: Counter[str] = Counter()
 """The number of requests for a response that this process has sent, by the URL of the server."""
+_RENEWED: tuple[State, ...] = ("paused", "loading", "proving")  # The states in which new weights come.
 _PROBE_S = 600.0  # The longest time of a probe: a few tokens, and the server's compilations for them (seconds).
 _POLL_S = 0.05  # The time between two questions whether the workers have pulled a version (seconds).
 
@@ -127,15 +128,17 @@ class Server(Remote):
         self.outstanding = 0  # the number of requests that it has not answered yet
         self.next_try = 0.0  # the time of the next attempt to recover it (``time.monotonic``)
         self._slept = False  # whether it has no weights because it was put to sleep
+        self._loaded = ""  # the tag of the version that its last update brought; "" if it did not end
         self._kind, self._http, self._timeout_s, self._metrics = kind, http, timeout_s, metrics
         self._on_change, self._changed = on_change, asyncio.Event()
+        self._waits: set[asyncio.Timeout] = set()  # the waits for the replies of the rollouts under way
 
     # ---- The state ----
 
     @property
     def is_renewed(self) -> bool:
         """Whether the server gets new weights, so that rollouts may soon go on there."""
-        return self.state in ("paused", "loading", "proving") and not self.reason
+        return self.state in _RENEWED and not self.reason
 
     def pause(self) -> None:
         """Sends no further rollout to the server until it is open again. The rollouts under way go on.
@@ -155,10 +158,12 @@ class Server(Remote):
         self._enter("open")
 
     def close(self, reason: str) -> None:
-        """Marks the server down, and keeps the ``reason``."""
+        """Marks the server down for a ``reason``. If new weights were under way, it may hold responses: they fail."""
         if not self.reason:
             log.warning("a %s server is down: %s", self._kind.name, reason)
             self._metrics.add("rollout/server_losses", 1.0)
+        while self.state in _RENEWED and self._waits:
+            self._waits.pop().reschedule(0.0)
         self._enter("down", reason)
 
     def leave(self) -> None:
@@ -197,7 +202,15 @@ class Server(Remote):
         A completion that names weights without a proof is returned only after the proof.
         """
         first = max(0, len(self.versions) - 1)
-        completion = await self._read(await self._send(request, self._timeout_s), request)
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.add(wait)
+                reply = await self._send(request, self._timeout_s)
+        except TimeoutError as error:
+            raise ServerGoneError(self.reason or f"{self.url} was down") from error
+        finally:
+            self._waits.discard(wait)
+        completion = await self._read(reply, request)
         is_updated = self.is_renewed or len(self.versions) - 1 > first
         check_completion(self.url, completion, request, vocab_size, may_be_part=is_updated)
         tags = {tag for tag, _, _ in completion.spans or ()} if self.versions else set()
@@ -313,17 +326,18 @@ class Server(Remote):
 
     async def load(self, version: WeightVersion, in_flight: InFlight) -> None:
         """Loads weights that the server's machine has. ``in_flight`` is the fate of the responses under way."""
-        self.state = "loading"
+        self.state, self._loaded = "loading", ""
         with self._metrics.slowest("publish/load_s"):
             await self._kind.push(self, version, in_flight)
+        self._loaded = version.tag
 
     async def serves(self, version: WeightVersion) -> bool:
-        """Returns whether the server says that it holds ``version``. Raises ServerGoneError also after a refusal."""
+        """Returns whether the server holds all of ``version``. Raises ServerGoneError also after a refusal."""
         try:
             answer = await self.call("GET", self._kind.version_route, timeout_s=10.0)
         except ServerRefusedError as error:
             raise ServerGoneError(str(error)) from error
-        return answer.get("weight_version") == version.tag
+        return self._loaded == answer.get("weight_version") == version.tag
 
     async def check_serves(self, version: WeightVersion) -> None:
         """Raises ServerGoneError unless the server says that it holds ``version``."""
@@ -356,7 +370,10 @@ class Server(Remote):
             # Keys and values of equal weights are not stale.
             if not slept and published.version.changed_fraction != 0:
                 await verifier.warm(self)
-        await self.load(published.version, in_flight)
+        try:
+            await self.load(published.version, in_flight)
+        except ServerRefusedError as error:  # it may have been restarted, and knows nothing of this run then
+            raise ServerGoneError(str(error)) from error
         return await self.prove(published, verifier)
 
     async def sleep(self, verifier: Verifier) -> None:

@@ -169,7 +169,7 @@ class Verifier:
         """
         assert info.vocab_size is not None
         assert info.block_size is not None
-        self._config, self._score, self._info = config, score, info
+        self._config, self._score, self._info, self.block_size = config, score, info, info.block_size
         self._dtype, self._is_rounded = dtype, info.form.is_rounded
         self._tokens = probe_tokens(config, rounded=self._is_rounded)
         self._floor, self._ceiling = limits(dtype, mixture=mixture, rounded=self._is_rounded)

@@ -42,10 +42,10 @@ def test_one_row_of_two_turns():
 
 
 def test_a_shared_turn_is_sampled_once():
-    """The second branch has the shared turn in its prompt, and only its own turn counts as sampled."""
+    """The second branch, which was answered first, has the shared turn in its prompt. Only its own turn is sampled."""
     other = answered([1, 2, 3, 4, 8], [7], [-0.9], 5)
     kept = [branch([1, 2, 3, 4, 9, 6], "--ss-s"), branch([1, 2, 3, 4, 8, 7], "--ss-s")]
-    first, second = rows_of([FIRST, SECOND, other], kept)
+    first, second = rows_of([FIRST, other, SECOND], kept)
     assert first["turns"] == [1, 1, 0, 2]
     assert second["prompt_ids"] == [1, 2, 3, 4, 8]
     assert (second["token_ids"], second["turns"]) == ([7], [3])
@@ -57,7 +57,7 @@ def test_a_turn_asked_for_twice():
     lost = answered([1, 2, 3, 4, 9], [5, 5], [-1.0, -1.0], 6)
     (row,) = rows_of([FIRST, lost, SECOND], [branch([1, 2, 3, 4, 9, 6], "--ss-s")])
     assert row["token_ids"] == [3, 4, 9, 6]
-    assert row["turns"] == [1, 1, 0, 3]
+    assert row["turns"] == [1, 1, 0, 2]
 
 
 def test_the_last_of_equal_answers_counts():
