@@ -291,12 +291,14 @@ def _read_parquet(place: Path) -> TokenDump:
             return read_dump(place)
         if names.isdisjoint(IDS):
             raise ValueError(f"{place} has no token ids of a known name; export a history of metrics as CSV or JSONL")
-        rows: list[FileRow] = file.read(sorted(names & COLUMNS)).to_pylist()
+        others = [name for name in names if name in _SAMPLING or name.startswith(("logprobs/", "values/"))]
+        rows: list[FileRow] = file.read(sorted({*(names & COLUMNS), *others})).to_pylist()
     if pickled := [name for row in rows for name, value in row.items() if isinstance(value, bytes)]:
         raise ValueError(f"{place}: Miles has pickled its column {pickled[0]!r}: {_RUNS_CODE}")
-    lines = ((place, number, row) for number, row in enumerate(rows, 1))
-    is_miles = "tokens" in names and any(row.get("rollout_log_probs") is not None for row in rows)
-    sources = {"rollout": ColumnSource(engine="sglang", role="rollout")} if is_miles else {}
+    lines = [(place, number, row) for number, row in enumerate(rows, 1)]
+    if "tokens" not in names or all(row.get("rollout_log_probs") is None for row in rows):
+        return _read_generic(place, lines)
+    sources = {"rollout": ColumnSource(engine="sglang", role="rollout")}  # Miles
     return _assemble(place, sequences_of(lines), _jsonl_sequence, sources)
 
 

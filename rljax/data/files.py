@@ -14,6 +14,7 @@ import csv
 import itertools
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
     kept: dict[str, Any] = {TRUTH: given} if whole and isinstance(given, list | dict | int | float) else {}
     if several:
         answer = several[0]
-    elif isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
+    elif not kept and isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
         (answer,) = answer
     elif isinstance(answer, list) or (kept and isinstance(answer, dict)):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
@@ -222,10 +223,16 @@ def write_rows(
         if any(CHAT_TOOLS in problem for problem in problems):
             schema = schema.append(pa.field("tools", pa.string()))
         rows = [row | _canonical(each, bool(chats), as_json) for row, each in zip(rows, problems, strict=True)]
-        kept = [key for row in rows if whole for key in row if key in (*unread_keys(row, None), "verification_info")]
+        kept = [key for row in rows if whole for key in unread_keys(row, None)]
+        kept += [key for row in rows if whole for key in row if key == "verification_info" and not _has_truth(row)]
         kept += ["extra_info"] if any(problem["extra_info"] for problem in problems) else []
         for name in dict.fromkeys(kept):
-            schema = schema.append(_field(name, rows, source))
+            try:
+                schema = schema.append(_field(name, rows, source))
+            except ValueError as error:
+                if whole:
+                    raise
+                print(f"warning: {error}; it is left out", file=sys.stderr)
     if rows and PASS_RATE in rows[0] and PASS_RATE not in schema.names:
         schema = schema.append(pa.field(PASS_RATE, pa.float32()))
     document = json.dumps({"version": FORMAT_VERSION, **provenance}).encode()
@@ -335,6 +342,10 @@ def _canonical(problem: Problem, chat: bool, as_json: bool) -> FileRow:
         "reward_model": {"ground_truth": _written_truth(problem) or None, "style": "rule"},
         "tools": json.dumps(tools, ensure_ascii=False, default=str) if tools else None,
     }
+
+
+def _has_truth(row: FileRow) -> bool:
+    return bool(row["reward_model"]["ground_truth"])
 
 
 def _field(name: str, rows: Sequence[FileRow], source: pa.Schema | None) -> pa.Field:

@@ -115,7 +115,8 @@ def _stale(facts: Facts) -> Iterator[Finding]:
         buckets = course.gaps.get("mismatch_staleness", {})
         if math.isnan(stale) and len(buckets) > 1 and "0" in buckets:
             fresh, stale = buckets["0"], max(gap for label, gap in buckets.items() if label != "0")
-        said = f"rollouts are {max(course.first['staleness'], course.last['staleness'], 0.0):.3g} versions old"
+        age = max(course.first["staleness"], course.last["staleness"], 0.0)
+        said = f"rollouts are {age:.3g} versions old" if age else "some rollouts are old"
         split = f"of the gap {stale:.2g} nats are drift and {fresh:.2g} numerics"
         unsplit = ", but the log does not split the gap into drift and numerics"
         is_doubtful = any(one.is_crossed for one in facts.crossings)

@@ -161,7 +161,10 @@ def _derived(plain: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         new = {name: np.where(is_other, math.nan, plain[name]) for name in plain if name.startswith("ratio_")}
         plain = {**plain, **new}
     if "stale_count" in plain and "staleness" not in plain:  # the count of all steps so far
-        new["staleness"] = np.where(np.diff(plain["stale_count"], prepend=0.0) > 0, 1.0, 0.0)
+        known = np.isfinite(plain["stale_count"])
+        grown = np.diff(plain["stale_count"][known], prepend=math.nan)
+        new["staleness"] = np.full(len(known), math.nan)
+        new["staleness"][known] = np.where(np.isnan(grown), math.nan, grown > 0)
     if "token_mult_prob_error" in plain and "logprob_abs_diff_mean" not in plain:
         # The mean of exp(abs(lr)) is at least exp of the mean.
         new["logprob_abs_diff_mean"] = np.log(np.maximum(plain["token_mult_prob_error"], 1.0))

@@ -24,6 +24,7 @@ from rljax.data.prompts import (
     PromptStream,
     drop_long,
     evaluation_datasets,
+    is_own,
     prompt_ids,
     say_marks,
     template_arguments,
@@ -106,7 +107,8 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     texts = [[problem["prompt"], right_answers(problem)] for problem in training]
     # Other entries compare the answers and the prompts, from which these and a number under TRUTH follow.
     own = ["prompt", "answer", ALTERNATIVES, TEMPLATED, RAW_PROMPT, CHAT_TOOLS]
-    own += [COLUMNS, TRUTH] if environment else []  # Checkpoints of earlier versions were made without these.
+    if environment and not is_own(config.data.reward_name):  # checkpoints of earlier versions were made without these
+        own += [COLUMNS, TRUTH]
     rest = [
         {key: it for key, it in problem.items() if key not in own and (key != TRUTH or isinstance(it, list | dict))}
         for problem in training

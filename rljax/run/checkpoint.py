@@ -149,8 +149,8 @@ class Checkpointer:
 
         ``of`` says what was evaluated, and how. An accuracy of another evaluation is not compared.
 
-        Returns whether it saved. A run that continues from a step before the best one keeps that checkpoint until a
-        better one is found.
+        Returns whether it saved. A checkpoint there that cannot be read now stays, with a warning. A run that continues
+        from a step before the best one keeps that checkpoint until a better one is found.
         """
         if self._best is None:
             self._best = Checkpointer(self._directory.with_name(BEST), keep=1)
@@ -163,6 +163,11 @@ class Checkpointer:
                     return False
             except DamagedCheckpointError as error:
                 best._set_aside(other, error)
+            except Exception as error:
+                if jax.process_count() > 1:  # other processes may have read it
+                    raise
+                print(f"warning: {best._place(other)} cannot be read now and stays: {describe(error)}", file=sys.stderr)
+                return False
         for later in [other for other in best.all_steps() if other >= step]:
             best._manager.delete(later)
         self.wait()  # as in save: one copy of the state at a time

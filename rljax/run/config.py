@@ -177,13 +177,7 @@ class Config:
             carry = "with advantage.estimator = reinforce they carry loss, too"
             remedy = "choose another estimator, or set rollout.refill = false"
             yield f"rollout.refill replaces groups whose rewards are all equal, but {carry}: {remedy}"
-        if (buffer := self.advantage.overlong_buffer_tokens) > (most := self.rollout.max_response_tokens):
-            yield f"advantage.overlong_buffer_tokens = {buffer} must be at most rollout.max_response_tokens = {most}"
-        if self.checkpoint.keep_best and not self.eval.is_wanted:
-            yield "checkpoint.keep_best needs evaluations: set eval.every above 0"
-        if self.loss.old_logprobs == "rollout" and self.loss.kind == "policy_gradient":
-            yield "loss.old_logprobs = rollout does nothing for loss.kind = policy_gradient: use correction.level"
-        elif self.loss.old_logprobs == "rollout" and correction.level != "none":
+        if self.loss.old_logprobs == "rollout" and correction.level != "none":
             yield "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
         if part != "whole" and self.max_version_lag == 0:
             yield f"correction.part = {part} is for rollouts that may be stale: give rollout.max_staleness"
@@ -243,6 +237,18 @@ class Config:
         if (self.loss.kl != "none" or self.loss.router_balance) and correction.normalize:
             remedy = "correction.normalize must be false, or loss.kl none and loss.router_balance 0"
             yield f"{exact} knows the mean weight only after the gradient of a KL penalty or router loss: {remedy}"
+
+    def check_start(self) -> None:
+        """Raises ValueError for settings that would do nothing or fail late. An older run's file may have some."""
+        if (buffer := self.advantage.overlong_buffer_tokens) > (most := self.rollout.max_response_tokens):
+            said = f"advantage.overlong_buffer_tokens = {buffer}"
+            raise ValueError(f"{said} must be at most rollout.max_response_tokens = {most}")
+        if self.checkpoint.keep_best and not self.eval.every:
+            raise ValueError("checkpoint.keep_best needs evaluations: set eval.every above 0")
+        if self.loss.old_logprobs == "rollout" and self.loss.kind == "policy_gradient":
+            raise ValueError("loss.old_logprobs = rollout does nothing for loss.kind = policy_gradient: give trainer")
+        if self.optimizer.eps == 0.0:
+            raise ValueError("optimizer.eps must be above 0, because a gradient may be exactly 0")
 
     @property
     def max_sequence_tokens(self) -> int:

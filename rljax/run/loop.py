@@ -26,7 +26,9 @@ from rljax.trainer.state import TrainState
 
 def _begin_step(parts: RunParts, newest: NewestStep) -> None:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(newest.state)) // jax.process_count()
-    parts.stop.begin_step(newest.row.get("time/step_s"), parts.checkpointer, size)
+    evaluated_s = sum(seconds for key, seconds in newest.row.items() if key.startswith("time/eval_"))
+    step_s = newest.row["time/step_s"] - evaluated_s if "time/step_s" in newest.row else None
+    parts.stop.begin_step(step_s, parts.checkpointer, size)
 
 
 def _record_step(parts: RunParts, newest: NewestStep, record: Recorder) -> list[str]:

@@ -72,7 +72,7 @@ class StopRequest:
         return max(step_s, 0.0) + save_s > self.left_s()
 
     def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer, state_bytes: int = 0) -> None:
-        """Records that a step begins. The step before took ``last_step_s`` seconds (None: not known).
+        """Records that a step begins. The one before took ``last_step_s`` seconds without evaluation (None: not known).
 
         This step is expected to take as long. ``state_bytes`` is the size of the state that this process saves. It
         gives the expected time of the first save.

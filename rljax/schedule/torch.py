@@ -186,7 +186,7 @@ class LengthTriggeredCallback(OfController):
         updates, last = self._updates_of(args), 0
         for logs in state.log_history:
             step = logs.get("step", 0)
-            if step <= state.global_step:
+            if step <= state.global_step and ("loss" in logs or self._length_key in logs):
                 # Batches between two entries of the log were steps, too.
                 self.tracker.step += max(0, (step - 1) // updates - (last - 1) // updates - 1)
                 last = step

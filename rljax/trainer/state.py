@@ -75,15 +75,14 @@ class OptimizerConfig:
     b2: float = 0.999
     """Decay rate of the second moment."""
     eps: float = 1e-8
-    """Added to the square root of the second moment. Above 0, because a gradient may be exactly 0."""
+    """Added to the square root of the second moment."""
     clip_norm: float = 1.0
     """The global norm of the gradient is clipped to this value. 0: no clipping."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        check_finite(self, "weight_decay", "clip_norm")
+        if not 0.0 < self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
+        check_finite(self, "weight_decay", "eps", "clip_norm")
         for name in ("b1", "b2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

@@ -60,7 +60,7 @@ class WeightDirectory(OwnedDirectory):
 
         ``api_key_file`` has the key that every HTTP request must bring. ``writer`` gets the tensors of :meth:`write`.
         None means a writer of whole tensors of this process only. If the writer writes deltas, each ``anchor_every``-th
-        version is dense, or an earlier one once deltas take half. With "shared" all are dense, without ``writer``.
+        version is dense, or an earlier one if deltas crowd a disk. With "shared" all are dense, without ``writer``.
 
         Raises:
           RuntimeError: The directory cannot be written or given to its readers, the HTTP server does not start, or the
@@ -134,7 +134,8 @@ class WeightDirectory(OwnedDirectory):
             has_delta = summary.delta_bytes is not None and own < half
             if has_delta:
                 delta = self._writer.write("delta", directory)
-            if not has_delta or len(self._chain) - self._anchor() >= self._anchor_every or self._taken + own > half:
+            crowds = self._taken + own > half and not self._outlet.takes_files
+            if not has_delta or crowds or len(self._chain) - self._anchor() >= self._anchor_every:
                 dense = self._writer.write("dense", directory)
             files = delta.files | dense.files
             version = Version(

@@ -90,9 +90,20 @@ def test_a_reward_of_ones_own_needs_no_right_answer(more, tmp_path):
 @pytest.mark.parametrize("tests", [[1, "a"], ["a", 1], [2**70, 1], [{}, {}]])
 def test_what_parquet_cannot_hold_is_refused(tests, tmp_path):
     rows = [{"prompt": "q", "answer": ["4"], "tests": each} for each in tests]
-    assert parse_row(rows[0], "x", whole=True)["answer"] == "4"
+    assert parse_row(rows[0], "x", whole=True)["answer"] == '["4"]'
     with pytest.raises(ValueError, match="no column of Parquet holds the values of tests: write them as text"):
         write_rows(tmp_path / "out.parquet", rows, like="x.jsonl", provenance={}, whole=True)
+
+
+def test_a_right_answer_is_written_once_and_odd_facts_left_out(tmp_path, capsys):
+    held = {"verification_info": {"ground_truth": {"k": 1}}, "extra_info": {"index": 7}}
+    rows, out = [{"prompt": "q"} | held, {"prompt": "p", "answer": "4"}], tmp_path / "out.parquet"
+    write_rows(out, rows, like="x.jsonl", provenance={}, whole=True)
+    assert [problem["answer"] for _, problem in answered_rows(out, None, whole=True)] == ['{"k": 1}', "4"]
+    rows = [{"prompt": "q", "answer": "4", "extra_info": {"index": index}} for index in (7, "x")]
+    write_rows(out, rows, like="x.jsonl", provenance={})
+    assert len(list(answered_rows(out, None))) == 2
+    assert "warning: no column of Parquet holds the values of extra_info" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_the_page_has_the_table_of_the_numbers(capsys):
     table = [line for line in capsys.readouterr().out.split("\n\n")[1].splitlines() if line]
     assert "\n".join(table) in page
     qwen = json.loads((ROOT / "benchmarks/real_gaps_qwen.json").read_text())["lengths"]
-    said = ((numbers["256"], " than with bfloat16"), (numbers["1024"], ""), (qwen["256"], ""))
+    said = ((numbers["256"], " than with bfloat16"), (numbers["1024"], ""), (qwen["256"], " in the median piece"))
     for of_length, words in said:
         middle, low, high = of_length["bfloat16_over_float16"]["mean, vllm"]
         assert f"{middle:.1f} times smaller{words} (95%: {low:.1f} to {high:.1f})" in page

@@ -121,6 +121,27 @@ def test_responses_of_a_server_without_weights_are_given_up(fake, elsewhere, ano
         assert (metrics["rollout/server_losses"], engine.fleet.opened()) == (1, [fake.url])
 
 
+def test_responses_of_a_server_refused_late_are_given_up(fake, elsewhere, another, monkeypatch):
+    """Its pull was late, so the publish only recovers it, and does not wait until its update fails."""
+    monkeypatch.setattr("rljax.rollout.servers.engine.STRAGGLER_S", 0.5)
+    other = another()
+    answer = other.answer
+
+    def refuse_late(method, path, body):
+        time.sleep(5.0 if path == "/update_weights" else 0.0)
+        return (500, {}) if path == "/update_weights" else answer(method, path, body)
+
+    with published(fake.url, other.url, update="keep", max_staleness=1) as engine:
+        fake.token_s = other.token_s = 0.02
+        sampling = elsewhere.submit(sampled, engine)
+        until(lambda: fake.running == other.running == 2)
+        engine.fleet.on_loop(engine.fleet.server(other.url).close, "its pull was late")
+        other.answer = refuse_late
+        engine.publish(PARAMS, 1)
+        assert other.paused
+        assert len(sampling.result(timeout=15)) == 4
+
+
 def test_where_no_server_passes_nothing_is_handed_on(fake, elsewhere):
     with published(fake.url, update="keep", max_staleness=1) as engine:
         fake.token_s, fake.not_loaded = 0.01, {"b"}
@@ -178,6 +199,7 @@ def test_a_late_server_does_not_hide_that_all_are_lost(fake, elsewhere, another,
             elsewhere.submit(sampled, engine).result(timeout=15)
         # The thread that published judges the proof that came too late.
         assert {version for response in sampled(engine) for version in response["version"]} == {1}
+        assert engine.fleet.report()["rollout/servers_brought_back"] == 1
 
 
 def test_without_any_server_sampling_ends_at_once(fake, elsewhere, another):

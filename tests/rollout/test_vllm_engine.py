@@ -14,6 +14,7 @@ from served_engines import PARAMS, PROMPTS, make, published
 from small_disk import fill, small_disk
 from stopping import StopWhen
 from vllm_fake import SHAPE
+from waiting import until
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.policy.rotary import described_rope, read_rope
@@ -162,14 +163,28 @@ def test_probes_fill_the_largest_cache_blocks_of_all_servers(fake, another):
     other.described = {"block_size": 64}
     with published(fake.url, other.url):
         assert max(len(prompt) for prompt, _, _ in fake.asked) == 64 + 16
+    other.described = {"block_size": 128, "max_model_len": 600}
+    with pytest.raises(HandshakeError, match="128, and another server's cache blocks of 128 tokens need probes of 156"):
+        make(fake.url, other.url)
 
 
-def test_a_broken_connection_alone_needs_no_update(fake):
-    """A server that kept its weights is verified and opened again, but not updated."""
+def test_a_broken_connection_alone_needs_no_update(fake, elsewhere):
+    """A server that kept its weights is verified and opened again, but not updated. Its other responses go on."""
     with published(fake.url) as engine:
-        engine.fleet.on_loop(engine.fleet.server(fake.url).close, "a reset connection")
-        assert len(list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))) == 2
-        assert fake.seen["/update_weights"] == 1
+        server, samples = engine.fleet.server(fake.url), engine.generate(PROMPTS, 1, SamplingParams(40), seed=0)
+        fake.token_s = 0.05
+
+        def break_two():
+            until(lambda: fake.running == 2)
+            engine.fleet.on_loop(server.close, "a reset connection")
+            until(lambda: server.state == "proving")
+            engine.fleet.on_loop(server.close, "another reset connection")
+
+        breaking = elsewhere.submit(break_two)
+        assert len(list(samples)) == 2
+        breaking.result()
+        assert (samples.metrics["rollout/retries"], fake.seen["/update_weights"]) == (0, 1)
+        assert engine.fleet.report()["rollout/server_losses"] == 1
 
 
 @pytest.mark.parametrize("path", ["/resume", "/reset_prefix_cache"])
@@ -534,6 +549,7 @@ def test_an_update_that_the_server_refuses_ends_the_run(fake):
         with pytest.raises(RuntimeError, match="/update_weights answered 500: no such thing"):
             engine.publish(PARAMS, 0)
         assert fake.paused
+        assert "/resume" not in fake.events
 
 
 def test_a_server_is_recovered_and_all_metrics_are_explained(fake, another, caplog):

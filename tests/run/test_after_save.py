@@ -110,6 +110,15 @@ def test_a_failure_is_a_warning_and_the_next_save_calls_again(tmp_path, program,
     assert (tmp_path / "other/logs/after_save.log").read_text().split() == ["first", "line", "no", "room", "left"]
 
 
+@pytest.fixture
+def ctrl_c():
+    """Makes SIGINT raise KeyboardInterrupt, which a job in the background of a shell ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("grace_s", [1.5, 60.0], ids=["grace", "second Ctrl-C"])
 def test_the_end_waits_no_longer_than_it_may(tmp_path, program, capsys, grace_s):
     sleeps = "import os, subprocess, sys\nfile = open(sys.argv[1], 'w')\nchild = subprocess.Popen(['sleep', '600'])\n"

@@ -191,9 +191,10 @@ def test_what_the_caller_refuses_is_not_damaged(run):
         ValueError("Error reading noise/0: [OS error 24: EMFILE Too many open files]"),
     ],
 )
-def test_what_passes_while_it_is_read_damages_no_checkpoint(run, monkeypatch, error):
+def test_what_passes_while_it_is_read_damages_no_checkpoint(run, monkeypatch, capsys, error):
     """A process is lost, or the file system of the checkpoint is not there for a moment."""
     with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
+        checkpointer.save_best(2, 0.1, state(2), {})
 
         def restore(*args, **options):
             raise error
@@ -201,6 +202,9 @@ def test_what_passes_while_it_is_read_damages_no_checkpoint(run, monkeypatch, er
         monkeypatch.setattr(orbax.checkpoint.CheckpointManager, "restore", restore)
         with pytest.raises(type(error), match=re.escape(str(error))):
             checkpointer.restore_newest(WANTED)
+        assert not checkpointer.save_best(4, 0.9, state(4), {})
+    assert f"warning: checkpoint 2 in {run / BEST} cannot be read now and stays: " in capsys.readouterr().err
+    assert (run / BEST / "2").exists()
     assert not (run / "damaged").exists()
 
 

@@ -325,6 +325,14 @@ def test_what_a_step_and_the_first_save_are_expected_to_take(tmp_path, last_step
         assert stop.gives_up() == gives_up
 
 
+def test_a_step_is_expected_to_take_no_evaluation(go, monkeypatch):
+    expected = []
+    monkeypatch.setattr(StopRequest, "begin_step", lambda stop, seconds, *more: expected.append(seconds))
+    rows = go(eval={"every": 2, "at_start": True}).rows
+    evaluated = [rows[0]["time/eval_at_start_s"], rows[1]["time/eval_s"], 0.0, rows[3]["time/eval_s"]]
+    assert expected == [None, *(row["time/step_s"] - seconds for row, seconds in zip(rows, evaluated, strict=True))]
+
+
 @pytest.mark.parametrize("every", [1, 0])
 def test_a_stop_without_time_gives_the_step_up(go, whole, capsys, every):
     """No time is left, before the first save and after it."""

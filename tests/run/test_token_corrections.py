@@ -10,6 +10,7 @@ from rljax.rollout.types import RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.config import Config, EvalConfig
 from rljax.run.training import make_objective
+from rljax.trainer.state import OptimizerConfig
 
 CENTERED = CorrectionConfig(score_centering=True)
 TOPS = RolloutConfig(top_logprobs=20)
@@ -49,18 +50,6 @@ POLICY = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, 
             "loss.kind = vespo is policy_gradient where the ratio is 1: set loss.old_logprobs = rollout",
         ),
         (
-            {"correction": CorrectionConfig(), "loss": LossConfig(kind="policy_gradient", old_logprobs="rollout")},
-            "loss.old_logprobs = rollout does nothing for loss.kind = policy_gradient: use correction.level",
-        ),
-        (
-            {"advantage": AdvantageConfig(overlong_buffer_tokens=9), "rollout": RolloutConfig(max_response_tokens=8)},
-            "overlong_buffer_tokens = 9 must be at most rollout.max_response_tokens = 8",
-        ),
-        (
-            {"checkpoint": CheckpointConfig(keep_best=True), "eval": EvalConfig(every=0)},
-            "checkpoint.keep_best needs evaluations: set eval.every above 0",
-        ),
-        (
             {
                 "correction": CorrectionConfig(level="token", normalize=True),
                 "loss": LossConfig(router_balance=0.01),
@@ -73,6 +62,30 @@ POLICY = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, 
 def test_settings_that_rule_a_correction_out(settings, message):
     with pytest.raises(ValueError, match=message):
         Config(**{"rollout": TOPS, "correction": CENTERED, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"loss": LossConfig(kind="policy_gradient", old_logprobs="rollout")},
+            "does nothing for loss.kind",
+        ),
+        (
+            {"advantage": AdvantageConfig(overlong_buffer_tokens=9000)},
+            "= 9000 must be at most",
+        ),
+        (
+            {"checkpoint": CheckpointConfig(keep_best=True), "eval": EvalConfig(every=0, at_start=True)},
+            "keep_best needs evaluations",
+        ),
+        ({"optimizer": OptimizerConfig(eps=0.0)}, "optimizer.eps must be above 0"),
+    ],
+)
+def test_an_older_runs_settings_may_not_begin_a_run(settings, message):
+    config = Config(**settings)
+    with pytest.raises(ValueError, match=message):
+        config.check_start()
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,14 @@ def test_a_disk_holds_less_than_the_room_that_is_checked(tmp_path, share):
     assert most < PublishConfig("directory").versions * training.versions[0].num_bytes
 
 
+def test_a_store_that_takes_the_files_gets_no_more_anchors(tmp_path):
+    training = Training(tmp_path / "own", publish=PublishConfig(f"file://{tmp_path}/store"))
+    with contextlib.closing(training.files):
+        for _ in range(16):
+            training.step(0.15)
+        assert len(list((tmp_path / "store").rglob("*dense*.safetensors"))) == 1
+
+
 @pytest.mark.parametrize(
     ("seen", "last", "dense", "deltas"),
     [

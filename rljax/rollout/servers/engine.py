@@ -24,7 +24,7 @@ import numpy as np
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError
 from rljax.rollout.engine import RolloutEngine, Samples, Stopping, TurnQueue
 from rljax.rollout.servers.fleet import Admission, Fleet
-from rljax.rollout.servers.handshake import Expectation, check_logprobs
+from rljax.rollout.servers.handshake import Expectation, check_logprobs, longest_asked
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.requests import (
     Completion,
@@ -112,9 +112,13 @@ class ServedEngine(Admission, RolloutEngine):
             # Until all servers of ``urls`` have shaken hands, or the first one that discovery lists.
             while not self.fleet.answering() or (self.fleet.discovery is None and self.fleet.down()):
                 self.fleet.recover()
+            infos, mixture = self.fleet.infos(), "num_experts" in hf_config
+            info = replace(shortest(infos), block_size=max(each.block_size or 0 for each in infos))
+            needed = longest_asked({"block_size": info.block_size}, self._expected)
+            if (info.max_model_len or needed) < needed:
+                said = f"max_model_len is {info.max_model_len}, and another server's cache blocks of {info.block_size}"
+                raise HandshakeError(f"{info.url}: {said} tokens need probes of {needed}: start it with a larger one")
             opened.pop_all()
-        infos, mixture = self.fleet.infos(), "num_experts" in hf_config
-        info = replace(shortest(infos), block_size=max(each.block_size or 0 for each in infos))
         self.verifier = Verifier(
             config.verify, functions.score, info, dtype=config.dtype, mixture=mixture, prompts=probe_prompts
         )
@@ -312,7 +316,7 @@ class ServedEngine(Admission, RolloutEngine):
         if verifier.own_band is not None:
             self._metrics.highest("publish/verify_own_abs_diff_mean", difference.own)
             self._metrics.put("publish/verify_own_band", verifier.own_band)
-        if proof.info is not None:
+        if server.reason:
             self._metrics.add("rollout/servers_brought_back", 1.0)
             version = self.files.policy_version(current.version.tag)
             log.warning("%s is back with policy version %d, verified", server.url, version)

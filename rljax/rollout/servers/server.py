@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 State = Literal["down", "greeted", "loading", "proving", "open", "paused", "asleep"]
 SENT: Counter[str] = Counter()
 """The number of requests for a response that this process has sent, by the URL of the server."""
-_RENEWED: tuple[State, ...] = ("paused", "loading", "proving")  # The states in which new weights come.
 _PROBE_S = 600.0  # The longest time of a probe: a few tokens, and the server's compilations for them (seconds).
 _POLL_S = 0.05  # The time between two questions whether the workers have pulled a version (seconds).
 
@@ -128,7 +127,7 @@ class Server(Remote):
         self.outstanding = 0  # the number of requests that it has not answered yet
         self.next_try = 0.0  # the time of the next attempt to recover it (``time.monotonic``)
         self._slept = False  # whether it has no weights because it was put to sleep
-        self._loaded = ""  # the tag of the version that its last update brought; "" if it did not end
+        self._loaded: str | None = None  # the tag of its last update; "" if that did not end, None if there was none
         self._kind, self._http, self._timeout_s, self._metrics = kind, http, timeout_s, metrics
         self._on_change, self._changed = on_change, asyncio.Event()
         self._waits: set[asyncio.Timeout] = set()  # the waits for the replies of the rollouts under way
@@ -138,7 +137,7 @@ class Server(Remote):
     @property
     def is_renewed(self) -> bool:
         """Whether the server gets new weights, so that rollouts may soon go on there."""
-        return self.state in _RENEWED and not self.reason
+        return self.state in ("paused", "loading", "proving") and not self.reason
 
     def pause(self) -> None:
         """Sends no further rollout to the server until it is open again. The rollouts under way go on.
@@ -162,7 +161,7 @@ class Server(Remote):
         if not self.reason:
             log.warning("a %s server is down: %s", self._kind.name, reason)
             self._metrics.add("rollout/server_losses", 1.0)
-        while self.state in _RENEWED and self._waits:
+        while (self.is_renewed or self.state == "loading") and self._waits:
             self._waits.pop().reschedule(0.0)
         self._enter("down", reason)
 
@@ -264,7 +263,8 @@ class Server(Remote):
         It raises HandshakeError if they differ, with one line for each difference.
         """
         kind = self._kind
-        await kind.resume(self)
+        if self._loaded != "":  # otherwise it may hold a part of a version, and the next update resumes it
+            await kind.resume(self)
         with refusals(self.url, kind.without_plugin):
             answers = await kind.ask_plugin(self, "rljax_describe")
         try:
@@ -327,8 +327,12 @@ class Server(Remote):
     async def load(self, version: WeightVersion, in_flight: InFlight) -> None:
         """Loads weights that the server's machine has. ``in_flight`` is the fate of the responses under way."""
         self.state, self._loaded = "loading", ""
-        with self._metrics.slowest("publish/load_s"):
-            await self._kind.push(self, version, in_flight)
+        try:
+            with self._metrics.slowest("publish/load_s"):
+                await self._kind.push(self, version, in_flight)
+        except Exception as error:  # its proof may be judged much later
+            self.close(str(error))
+            raise
         self._loaded = version.tag
 
     async def serves(self, version: WeightVersion) -> bool:
