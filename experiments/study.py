@@ -10,8 +10,8 @@ directories, --rows names the rows.parquet of the earlier runs. Runs are ordered
 has all arms of its first seeds.
 
 ``comparisons`` are pairs of arms, and ``trend`` is a list of arms by size of a cause, for experiments/study_area.py.
-``outcome`` is the metric of a step that they compare. ``claims`` are figures for
-experiments/study_figures.py, each a name with ``title``, ``arms`` and ``metrics``.
+``outcome`` is the metric of a step that they compare, from the surge on or after step ``after``. ``claims`` are figures
+for experiments/study_figures.py, each a name with ``title``, ``arms`` and ``metrics``.
 
 ``forks`` maps an arm to another one that differs from it only in settings of the schedule, and not in what calls a
 surge. With the same seed both are one run until their rates differ, so the first starts from the other's last
@@ -53,25 +53,22 @@ from rljax.run.rate import ScheduleConfig
 
 @dataclass(frozen=True)
 class Arguments:
-    """The options of the program.
-
-    Attributes:
-      study: The YAML file of the study.
-      out: The directory of the runs and the report; by default runs/study-<name of the file>.
-      arms: The arms to run; by default all.
-      seeds: The seeds to run; by default all. A seed that the study does not have repeats the study.
-      jobs: The number of runs at a time, each with a share of the cores. Several runs give more runs per hour.
-      rows: A rows.parquet of this study with complete runs, which the report includes.
-      report_only: Whether to write only the report.
-    """
+    """The options of the program."""
 
     study: Positional[Path]
+    """The YAML file of the study."""
     out: Path | None = None
+    """The directory of the runs and the report; by default runs/study-<name of the file>."""
     arms: tuple[str, ...] = ()
+    """The arms to run; by default all."""
     seeds: tuple[int, ...] = ()
+    """The seeds to run; by default all. A seed that the study does not have repeats the study."""
     jobs: int = 1
+    """The number of runs at a time, each with a share of the cores. Several runs give more runs per hour."""
     rows: Path | None = None
+    """A rows.parquet of this study with complete runs, which the report includes."""
     report_only: bool = False
+    """Whether to write only the report."""
 
     def __post_init__(self) -> None:
         if self.jobs < 1:
@@ -93,6 +90,7 @@ class Study:
     claims: dict[str, dict[str, Any]]
     seeds_of: dict[str, tuple[int, ...]]
     outcome: str
+    after: int | None
     trend: list[str]
 
     def runs(self, arms: Collection[str] = (), seeds: Collection[int] = ()) -> list[tuple[str, int]]:
@@ -167,6 +165,7 @@ def read_study(path: Path, readers: Sequence[Path] = ()) -> Study:
         claims,
         seeds_of,
         document.get("outcome", "reward/mean"),
+        document.get("after"),
         trend,
     )
 

@@ -5,7 +5,8 @@
 
 The area of a run is the mean reward of its steps from the surge on, or the mean of the study's ``outcome`` in the steps
 that have it. Every arm of a seed counts from the same step: the one after the surge was called in the seed's run of the
-arm ``constant``, or step 1 where none was called. A step that a stopped run lacks does not count.
+arm ``constant``, or step 1 where none was called. A study's ``after`` names another step. A step that a stopped run
+lacks does not count.
 
 A pair of arms is compared by the differences of the areas of the same seeds. The p value is exact (exact_tests.py).
 With m planned pairs the corrected p value is m times the first, and an interval covers 1 - 0.05 / m. Falls, collapses
@@ -52,23 +53,20 @@ RL_KERNEL = {0.0126: "no harm", 0.049: "-0.29"}  # by gap: Qwen3-8B's reward, le
 
 @dataclass(frozen=True)
 class Arguments:
-    """The options of the program.
-
-    Attributes:
-      study: The YAML file of the study.
-      rows: The Parquet file of the rows.
-      json: The JSON file for the numbers.
-      figure: The PNG file for the differences of the planned pairs.
-      power: The arms whose runs stand in for both sides of a simulated pair. Only the power is printed then.
-      seeds: The numbers of seeds of the simulated studies.
-    """
+    """The options of the program."""
 
     study: Positional[Path]
+    """The YAML file of the study."""
     rows: Positional[Path]
+    """The Parquet file of the rows."""
     json: Path | None = None
+    """The JSON file for the numbers."""
     figure: Path | None = None
+    """The PNG file for the differences of the planned pairs."""
     power: tuple[str, ...] = ()
+    """The arms whose runs stand in for both sides of a simulated pair. Only the power is printed then."""
     seeds: tuple[int, ...] = (6, 9)
+    """The numbers of seeds of the simulated studies."""
 
 
 def area(rows: Sequence[Row], after: int, outcome: str = "reward/mean") -> float:
@@ -84,9 +82,10 @@ def start_of(rows: Sequence[Row]) -> int:
     return last_value(rows, "schedule/surge_step") or 0
 
 
-def areas_of(runs: Runs, outcome: str = "reward/mean") -> dict[str, dict[int, float]]:
+def areas_of(runs: Runs, outcome: str = "reward/mean", after: int | None = None) -> dict[str, dict[int, float]]:
     """Computes the area of each run, by arm and seed; a seed without the reference arm is left out."""
-    starts = {seed: start_of(rows) for (arm, seed), rows in runs.items() if arm == REFERENCE}
+    of_reference = {seed: rows for (arm, seed), rows in runs.items() if arm == REFERENCE}
+    starts = {seed: start_of(rows) if after is None else after for seed, rows in of_reference.items()}
     found: dict[str, dict[int, float]] = {}
     for (arm, seed), rows in runs.items():
         if seed in starts:
@@ -150,7 +149,7 @@ def arm_row(areas: Mapping[int, float], outcomes: Mapping[int, Outcome]) -> dict
 
 def tables(study: Study, runs: Runs) -> dict[str, Any]:
     """Computes a line for each arm and each planned comparison, and the outcome of each run."""
-    areas = areas_of(runs, study.outcome)
+    areas = areas_of(runs, study.outcome, study.after)
     outcomes: dict[str, dict[int, Outcome]] = {arm: {} for arm in study.arms if arm in areas}
     for (arm, seed), rows in runs.items():
         if seed in areas.get(arm, {}):

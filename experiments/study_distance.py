@@ -34,19 +34,16 @@ from rljax.run.options import Positional, parse_arguments
 
 @dataclass(frozen=True)
 class Arguments:
-    """The options of the program.
-
-    Attributes:
-      study: The YAML file of the study.
-      rows: The Parquet file of the rows.
-      json: The JSON file for the numbers.
-      figure: The PNG file for the accuracy against the distance.
-    """
+    """The options of the program."""
 
     study: Positional[Path]
+    """The YAML file of the study."""
     rows: Positional[Path]
+    """The Parquet file of the rows."""
     json: Path | None = None
+    """The JSON file for the numbers."""
     figure: Path | None = None
+    """The PNG file for the accuracy against the distance."""
 
 
 @dataclass(frozen=True)

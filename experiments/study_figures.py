@@ -33,19 +33,16 @@ from rljax.run.options import Positional, parse_arguments
 
 @dataclass(frozen=True)
 class Arguments:
-    """The options of the program.
-
-    Attributes:
-      study: The YAML file of the study.
-      rows: The rows.parquet of the study.
-      out: The directory of the figures study_NAME_CLAIM.png, where NAME is the study's file without its suffix.
-      signals: The arms whose signals are compared with the fall.
-    """
+    """The options of the program."""
 
     study: Positional[Path]
+    """The YAML file of the study."""
     rows: Positional[Path]
+    """The rows.parquet of the study."""
     out: Path
+    """The directory of the figures study_NAME_CLAIM.png, where NAME is the study's file without its suffix."""
     signals: tuple[str, ...] = ()
+    """The arms whose signals are compared with the fall."""
 
 
 def plot_metric(axis: Axes, runs: Runs, arms: Sequence[str], metric: str) -> None:

@@ -45,37 +45,34 @@ POLICY = PolicyConfig(
 
 @dataclass(frozen=True)
 class Arguments:
-    """The options of the program.
-
-    Attributes:
-      problems: The JSONL file of problems to solve.
-      out: The directory to write; one that holds a model is kept.
-      seed: The seed of the weights and of the solutions.
-      steps: The total number of AdamW steps.
-      settle_steps: The number of last steps with the share ``worked``.
-      rows: The number of packed rows of a step.
-      row_tokens: The length of a row, in tokens.
-      learning_rate: The peak learning rate, with warm-up and cosine decay.
-      worked: The share of worked solutions in the last steps.
-      practice: The share of worked solutions before that.
-      wrong_direct: The share of direct answers that are wrong.
-      wrong_step: The share of worked solutions with a wrong step.
-      wrong_letters: The share of a word's letters in a wrong direct answer.
-    """
+    """The options of the program."""
 
     problems: Positional[Path]
+    """The JSONL file of problems to solve."""
     out: Positional[Path]
+    """The directory to write; one that holds a model is kept."""
     seed: int = 0
+    """The seed of the weights and of the solutions."""
     steps: int = 800
+    """The total number of AdamW steps."""
     settle_steps: int = 150
+    """The number of last steps with the share ``worked``."""
     rows: int = 16
+    """The number of packed rows of a step."""
     row_tokens: int = 128
+    """The length of a row, in tokens."""
     learning_rate: float = 2e-3
+    """The peak learning rate, with warm-up and cosine decay."""
     worked: float = 0.015
+    """The share of worked solutions in the last steps."""
     practice: float = 0.6
+    """The share of worked solutions before that."""
     wrong_direct: float = 0.85
+    """The share of direct answers that are wrong."""
     wrong_step: float = 0.1
+    """The share of worked solutions with a wrong step."""
     wrong_letters: float = 0.75
+    """The share of a word's letters in a wrong direct answer."""
 
 
 def packed_rows(

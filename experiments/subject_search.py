@@ -45,19 +45,16 @@ SERIES = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """The options of the program.
-
-    Attributes:
-      study: The YAML file of the runs.
-      rows: The Parquet file of their rows.
-      json: The JSON file for the numbers.
-      arms: The arms to judge; by default all.
-    """
+    """The options of the program."""
 
     study: Positional[Path]
+    """The YAML file of the runs."""
     rows: Positional[Path]
+    """The Parquet file of their rows."""
     json: Path | None = None
+    """The JSON file for the numbers."""
     arms: tuple[str, ...] = ()
+    """The arms to judge; by default all."""
 
 
 def verdict(peak: float, collapse: int | None) -> str:

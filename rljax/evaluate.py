@@ -137,7 +137,7 @@ class Policy:
         if self.run is None:
             return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
         merged = load_merged(self.settings(), self.config, mesh)
-        state, base = self._restored(mesh)
+        state, base = self.load_state(mesh)
         if merged is None:
             return state.params
         if base not in (None, json_checksum(array_checksums(merged.base))):
@@ -154,12 +154,11 @@ class Policy:
         settings = recorded_config(self.run)
         return dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=self.hf_path))
 
-    def load_state(self, mesh: Mesh) -> TrainState:
-        """Returns the training state of the policy's run on the mesh. Raises ValueError if it cannot be read."""
-        return self._restored(mesh)[0]
+    def load_state(self, mesh: Mesh) -> tuple[TrainState, str | None]:
+        """Returns the training state on the mesh, and the checksum of the model under its adapters if it has any.
 
-    def _restored(self, mesh: Mesh) -> tuple[TrainState, str | None]:
-        """Returns the training state, and the checksum of the model under its adapters if it has any."""
+        Raises ValueError if the policy's run cannot be read.
+        """
         assert self.run is not None
         assert self.step is not None
         folder = Checkpointer(self.run / self.folder, read_only=True)

@@ -213,9 +213,8 @@ HOST_MEMORY = "pinned_host"
 
 def has_host_memory(mesh: Mesh) -> bool:
     """Whether all devices of this process support ``HOST_MEMORY``."""
-    return all(
-        HOST_MEMORY in (memory.kind for memory in device.addressable_memories()) for device in mesh.local_devices
-    )
+    kinds = [{memory.kind for memory in device.addressable_memories()} for device in mesh.local_devices]
+    return all(HOST_MEMORY in each for each in kinds)
 
 
 def on_host(tree: Any) -> Any:

@@ -137,9 +137,8 @@ def join(pieces: Sequence[TokenRecord], prompt_length: int) -> TokenRecord:
     for name in dict.fromkeys(name for piece in pieces for name in piece.columns):
         like = next(piece.columns[name] for piece in pieces if name in piece.columns)
         own = (piece.columns.get(name) for piece in pieces)
-        columns[name] = np.concatenate(
-            [blank(name, len(p.ids), like) if x is None else x for p, x in zip(pieces, own, strict=True)]
-        )
+        filled = [blank(name, len(p.ids), like) if x is None else x for p, x in zip(pieces, own, strict=True)]
+        columns[name] = np.concatenate(filled)
     return TokenRecord(np.concatenate([piece.ids for piece in pieces]), prompt_length, columns)
 
 

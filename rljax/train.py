@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.data.tokenizer import load_tokenizer
-from rljax.distributed.acts import follow as follow_acts
+from rljax.distributed.acts import follow
 from rljax.distributed.files import write_whole
 from rljax.distributed.gpus import unused_gpus
 from rljax.distributed.ownership import Ownership
@@ -38,7 +38,7 @@ from rljax.policy.attention_errors import why_no_trees
 from rljax.policy.families import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
-from rljax.record.rows import format_summary, summarize, write_summary
+from rljax.record.rows import format_summary, summarize
 from rljax.record.trackers import Trackers
 from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
@@ -87,10 +87,11 @@ def main(argv: Sequence[str]) -> int:
             return 0
     given = config.run
     with start_processes(given.processes, given.process_id, given.coordinator, stuck_s=given.stuck_s) as processes:
-        if not processes.is_leader:
-            status = follow(config, processes)
-        else:
-            with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            if not processes.is_leader:  # it runs every act (joint operation) that process 0 announces
+                stack.enter_context(processes.reported_signals())
+                status = follow(processes, *join(processes, run_dir, lambda: read_inputs(config), stack))
+            else:
                 with caller_errors():
                     owner = stack.enter_context(own_directory(run_dir))
                     trackers = stack.enter_context(Trackers(config.record))
@@ -101,19 +102,16 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """The command-line options that are not part of the configuration.
-
-    Attributes:
-      dry_run: Whether to print only what the run would take.
-      compile: The machine to compile the step for, such as h100:1x8; None: the step is not compiled.
-      json: The file for the results of ``compile``; None: no file.
-      hlo: The file for the compiled program; None: no file.
-    """
+    """The command-line options that are not part of the configuration."""
 
     dry_run: bool = False
+    """Whether to print only what the run would take."""
     compile: str | None = None
+    """The machine to compile the step for, such as h100:1x8; None: the step is not compiled."""
     json: str | None = None
+    """The file for the results of ``compile``; None: no file."""
     hlo: str | None = None
+    """The file for the compiled program; None: no file."""
 
 
 def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
@@ -180,16 +178,6 @@ def read_inputs(config: Config) -> Inputs:
     return Inputs(config, policy, tokenizer, mesh)
 
 
-def follow(config: Config, processes: Processes) -> int:
-    """Runs every act (joint operation) that process 0 announces; returns the exit status of the run.
-
-    Every process but 0 calls it.
-    """
-    with processes.reported_signals(), contextlib.ExitStack() as at_end:
-        shared, own = join(processes, Path(config.run.dir), lambda: read_inputs(config), at_end)
-        return follow_acts(processes, shared, own)
-
-
 def run(config: Config, owner: Ownership, processes: Processes, trackers: Trackers) -> int:
     """Trains in the run directory, which this process owns, and starts the trackers; returns the exit status."""
     run_dir = Path(config.run.dir)
@@ -207,7 +195,8 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1, compiles=True, more=[trackers])
         stack.callback(recorder.close)
-        write_config(config, run_dir)
+        # When the run is continued, its settings are compared with this file.
+        write_whole(run_dir / "config.yaml", config_to_yaml(config))
         trackers.start(run_dir, *settings_of(config), stop.left_s)
         if looked:
             write_whole(run_dir / "data.txt", looked + "\n")
@@ -239,11 +228,6 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
     return 0
 
 
-def write_config(config: Config, run_dir: Path) -> None:
-    """Writes config.yaml atomically. When the run is continued, its settings are compared with this file."""
-    write_whole(run_dir / "config.yaml", config_to_yaml(config))
-
-
 def settings_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the settings twice: as nested dictionaries, and as one flat dictionary by dotted key."""
     values = dataclasses.asdict(config)
@@ -258,7 +242,7 @@ def finish(run_dir: Path) -> None:
     if not rows:
         return
     summary = summarize(rows)
-    write_summary(run_dir, summary)
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     plot_report([run_dir], run_dir / "report.png")
     print(format_summary(summary))
     print(json.dumps({"run_dir": str(run_dir), "report": str(run_dir / "report.png")}))

@@ -35,15 +35,12 @@ DECAY_FACTOR, FLOOR_RATIO = 0.5, 0.1
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of the command.
-
-    Attributes:
-      runs: The run directories of the quickstart.
-      json: The file for the figures.
-    """
+    """The arguments of the command."""
 
     runs: Positional[tuple[Path, ...]]
+    """The run directories of the quickstart."""
     json: Path | None = None
+    """The file for the figures."""
 
 
 def first_step(condition: np.ndarray) -> int | None:

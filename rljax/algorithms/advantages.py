@@ -75,27 +75,19 @@ def compute_advantages(
     if config.overlong_buffer_tokens:
         buffer = config.overlong_buffer_tokens
         rewards = rewards + overlong_penalty(lengths, max_response_tokens, buffer, config.overlong_factor)
+    known = ~np.isnan(rewards)
     if config.estimator == "reinforce":
-        known = ~np.isnan(rewards)
         mean = rewards.mean() if known.all() else rewards[known].sum() / max(known.sum(), 1)
         differs = groups_with_signal(np.insert(rewards, 0, mean, axis=1))[:, None]
         return np.where(known & differs, rewards - mean, 0.0).astype(np.float32)
     if rewards.shape[1] < 2:
         raise ValueError(f"rewards must be [b, g] with g at least 2, got shape {rewards.shape}")
-    return _by_group(rewards, config.estimator)
-
-
-def _by_group(rewards: Float[np.ndarray, "b g"], estimator: Estimator) -> Float[np.ndarray, "b g"]:
-    """Compares the responses of each group, without its failed responses (NaN).
-
-    A failed response gets 0. So does the only reward of a group, because there is nothing to compare it with.
-    """
-    known = ~np.isnan(rewards)
     if known.all():
-        return compare_in_groups(rewards, estimator)
+        return compare_in_groups(rewards, config.estimator)
+    # A failed response gets 0. So does the only reward of a group, because there is nothing to compare it with.
     advantages = np.zeros(rewards.shape, np.float32)
     for i in np.flatnonzero(known.sum(axis=1) > 1):
-        advantages[i, known[i]] = compare_in_groups(rewards[i : i + 1, known[i]], estimator)[0]
+        advantages[i, known[i]] = compare_in_groups(rewards[i : i + 1, known[i]], config.estimator)[0]
     return advantages
 
 

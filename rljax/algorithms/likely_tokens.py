@@ -77,7 +77,11 @@ def region_weights(
     """
     over_tops = None
     if region.over_tops and likely is not None:
-        over_tops = _distance_over_tops(region.kind, sides, likely)
+        # The distance is over the likeliest tokens, the sampled token and all others together.
+        lists = (likely.trainer, likely.rollout, likely.listed)
+        sampled = (sides.trainer, sides.rollout, sides.valid & ~likely.has_sampled)
+        both = (jnp.concatenate([many, one[..., None]], axis=-1) for many, one in zip(lists, sampled, strict=True))
+        over_tops = tops_distance(jnp, region.kind, *jax.lax.stop_gradient(tuple(both)), has_tail=likely.has_tail)
     factor, distance = region_factor(jnp, region, sides.trainer, sides.rollout, sides.advantages, over_tops)
     outside = sides.valid & (factor <= 0)
     sums = {
@@ -86,14 +90,6 @@ def region_weights(
         "region_distance": jnp.sum(jnp.where(sides.valid, distance, 0.0)),
     }
     return jnp.where(sides.valid, factor, 0.0), over_tops, sums
-
-
-def _distance_over_tops(kind: Any, sides: Sides, likely: LikelyTokens) -> Float[Array, "b t"]:
-    """Computes the distance over the likeliest tokens, the sampled token and all others together."""
-    lists = (likely.trainer, likely.rollout, likely.listed)
-    sampled = (sides.trainer, sides.rollout, sides.valid & ~likely.has_sampled)
-    both = (jnp.concatenate([many, one[..., None]], axis=-1) for many, one in zip(lists, sampled, strict=True))
-    return tops_distance(jnp, kind, *jax.lax.stop_gradient(tuple(both)), has_tail=likely.has_tail)
 
 
 def centering_losses(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 import shlex
 import sys
@@ -43,6 +42,7 @@ from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import MAX_CHUNK
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.record.rows import finite_json, text_table
+from rljax.run.directory import send_output_to
 from rljax.run.options import parse_arguments
 from rljax.trainer.state import ComputeDtype
 
@@ -158,9 +158,7 @@ def answer_checks(frames: Frames, parts: Parts, log: str) -> None:
     """
     if not jax.config.values.get("jax_compilation_cache_dir"):
         jax.config.update("jax_compilation_cache_dir", str(Path(log).parent))
-    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
+    send_output_to(Path(log))
 
     def answer(name: str) -> CheckFacts:
         start = time.perf_counter()

@@ -31,7 +31,7 @@ import functools
 import itertools
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ import numpy as np
 from tqdm import tqdm
 
 from rljax.compare.bench import REFERENCES, ROWS, Bench, BenchConfig, bench_rows, without_places
-from rljax.compare.distributions import DistributionPair, Likeliest, compare_distributions, with_distributions
+from rljax.compare.distributions import Likeliest, compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
@@ -151,9 +151,8 @@ def parse(argv: Sequence[str]) -> CompareArguments:
     for field in dataclasses.fields(CompareArguments):
         is_taken = field.name in OF_BOTH or (field.name in OF_SERVE) == given.serve
         if not is_taken and getattr(given, field.name) != field.default:
-            raise ConfigError(
-                f"--{field.name.replace('_', '-')} {'does not go' if given.serve else 'goes'} with --serve"
-            )
+            goes = "does not go" if given.serve else "goes"
+            raise ConfigError(f"--{field.name.replace('_', '-')} {goes} with --serve")
     if not given.toy:
         return given
     return dataclasses.replace(
@@ -213,20 +212,6 @@ def sequences(options: CompareArguments) -> TokenDump:
     config = SampleConfig(**{name.name: getattr(options, name.name) for name in dataclasses.fields(SampleConfig)})
     with tqdm(desc="sampling", unit="seq") as bar:
         return sample_responses(dump, model, options.sample, config, progress=bar.update)
-
-
-def distributions(
-    dump: TokenDump, options: CompareArguments, columns: Mapping[str, str]
-) -> tuple[list[DistributionPair], TokenDump]:
-    """Compares the scorers' distributions. Returns the comparisons, and the dump with the likeliest tokens.
-
-    ``columns`` has the column name of each scorer's spec.
-    """
-    likeliest = Likeliest(dump, columns, options.top_k)
-    with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
-        how = {name: getattr(options, name) for name in ("temperature", "top_k")}
-        pairs = compare_distributions(options.scorer, dump, options.model, **how, progress=bar.update, keep=likeliest)
-    return pairs, likeliest.added()
 
 
 def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarray:
@@ -363,7 +348,11 @@ def run(options: CompareArguments) -> int:
         with_roles = dump.with_roles({name: roles[name] for name in names if name in roles})
         comparison = compare_columns(with_roles, names, same_weights=options.same_weights)
     if stopped is None and options.distributions:
-        pairs, dump = distributions(dump, options, columns)
+        likeliest = Likeliest(dump, columns, options.top_k)
+        with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
+            how = {name: getattr(options, name) for name in ("temperature", "top_k")} | {"progress": bar.update}
+            pairs = compare_distributions(options.scorer, dump, options.model, **how, keep=likeliest)
+        dump = likeliest.added()
         comparison = dataclasses.replace(comparison, distributions=pairs)
     write_dump(options.out / "tokens.parquet", dump)
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")

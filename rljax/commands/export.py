@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             lora, base = policy.settings().lora, Path(policy.hf_path)
             if not lora.rank:
                 raise ConfigError(f"{arguments.run} trained all weights: it has no adapters")
-            save_adapters(out, policy.load_state(mesh).params, policy.config, lora, base)
+            save_adapters(out, policy.load_state(mesh)[0].params, policy.config, lora, base)
             print(f"wrote the adapters of step {policy.step} of {policy.run} to {out}")
             if "text_config" in parse_json((base / "config.json").read_bytes()):
                 names = "model.layers to model.language_model.layers"

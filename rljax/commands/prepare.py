@@ -70,47 +70,44 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
 @dataclass(frozen=True)
 class PrepareArguments(ProblemsConfig):
-    """The arguments of the preparation.
-
-    Attributes:
-      source: A Parquet, JSONL, JSON or CSV file, a directory of shards, or a data set of the hub.
-      out: The Parquet file to write.
-      form: The form of the source; None: the keys of a row tell it.
-      model: A model, a run directory or a checkpoint. Its tokenizer counts, and its policy or a served copy is sampled.
-      max_prompt_tokens: The longest prompt that is kept (tokens, the chat template included); None: any length.
-      check_answers: The number of right answers that are scored as responses; 0: none.
-      hold_out: The number of problems that go into ``...-held.parquet`` beside OUT instead, for evaluation.
-      samples: The number of responses to each problem, from which its pass rate is measured; 0: no measurement.
-      min_pass_rate: The lowest pass rate of a problem that is kept. A problem that is never solved is always dropped.
-      max_pass_rate: The highest pass rate of a problem that is kept. A problem that is always solved is dropped, too.
-      urls: The URLs of vLLM servers, which get the weights of a run; empty: the embedded engine.
-      dtype: The dtype of the embedded engine and of a run's weights.
-      temperature: The temperature of the sampling.
-      max_response_tokens: The longest response (tokens); None: 8192, or less if the model has fewer positions.
-      batch_size: The number of problems sampled at a time; None: 64 with the embedded engine, 1024 with servers.
-      reward: The function that scores a response, as in ``data.reward``.
-      scores: The JSONL file of the scores so far; None: ``OUT.scores.jsonl``.
-      seed: The seed of the sampling and of the choice of ``hold_out``.
-    """
+    """The arguments of the preparation."""
 
     source: Positional[str]
+    """A Parquet, JSONL, JSON or CSV file, a directory of shards, or a data set of the hub."""
     out: Positional[Path]
+    """The Parquet file to write."""
     form: DataForm | None = None
+    """The form of the source; None: the keys of a row tell it."""
     model: str | None = None
+    """A model, a run directory or a checkpoint. Its tokenizer counts, and its policy or a served copy is sampled."""
     max_prompt_tokens: int | None = None
+    """The longest prompt that is kept (tokens, the chat template included); None: any length."""
     check_answers: int = 1000
+    """The number of right answers that are scored as responses; 0: none."""
     hold_out: int = 0
+    """The number of problems that go into ``...-held.parquet`` beside OUT instead, for evaluation."""
     samples: int = 0
+    """The number of responses to each problem, from which its pass rate is measured; 0: no measurement."""
     min_pass_rate: float = 0.0
+    """The lowest pass rate of a problem that is kept. A problem that is never solved is always dropped."""
     max_pass_rate: float = 1.0
+    """The highest pass rate of a problem that is kept. A problem that is always solved is dropped, too."""
     urls: tuple[str, ...] = ()
+    """The URLs of vLLM servers, which get the weights of a run; empty: the embedded engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """The dtype of the embedded engine and of a run's weights."""
     temperature: float = 1.0
+    """The temperature of the sampling."""
     max_response_tokens: int | None = None
+    """The longest response (tokens); None: 8192, or less if the model has fewer positions."""
     batch_size: int | None = None
+    """The number of problems sampled at a time; None: 64 with the embedded engine, 1024 with servers."""
     reward: str = FILE_REWARD
+    """The function that scores a response, as in ``data.reward``."""
     scores: Path | None = None
+    """The JSONL file of the scores so far; None: ``OUT.scores.jsonl``."""
     seed: int = 0
+    """The seed of the sampling and of the choice of ``hold_out``."""
 
     def __post_init__(self) -> None:
         if self.out.suffix != ".parquet":
@@ -118,9 +115,8 @@ class PrepareArguments(ProblemsConfig):
         if self.model is None and (self.samples or self.max_prompt_tokens is not None):
             raise ValueError("--model is needed: its tokenizer counts prompt tokens, its policy is sampled")
         if min(self.hold_out, self.samples, self.check_answers) < 0 or (self.max_prompt_tokens or 1) < 1:
-            raise ValueError(
-                "--hold-out, --samples and --check-answers must not be negative, --max-prompt-tokens at least 1"
-            )
+            counts = "--hold-out, --samples and --check-answers must not be negative"
+            raise ValueError(f"{counts}, --max-prompt-tokens at least 1")
         low, high = self.min_pass_rate, self.max_pass_rate
         if not 0.0 <= low <= high <= 1.0:
             raise ValueError(f"pass rates must be 0 <= min <= max <= 1, got {low} and {high}")

@@ -139,9 +139,8 @@ def report(result: Replay) -> list[str]:
     also = f", truncated fraction {log.truncated_column!r}" if log.truncated_column else ""
     lines = [f"{len(log.lengths)} steps of {log.column!r}{also}{step_note(log)}"]
     if outcome.ignored:
-        lines.append(
-            f"{outcome.ignored} of them have no finite, positive length: they count as steps, but are not used"
-        )
+        lack = f"{outcome.ignored} of them have no finite, positive length"
+        lines.append(f"{lack}: they count as steps, but are not used")
     if outcome.held_out:
         lines.append(f"{outcome.held_out} of them have a truncated fraction above max_truncated: not used")
     lines.append(verdict(outcome))

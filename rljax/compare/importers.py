@@ -226,9 +226,8 @@ def _branches(lines: Iterable[Line]) -> Iterator[Line]:
                     paths.append([*([] if parent is None else paths[parent]), at])
                 before, seen = {node.get("parent") for node in trace["nodes"]}, set[int]()
                 for path in (path for at, path in enumerate(paths) if at not in before):
-                    nodes = [
-                        trace["nodes"][at] | ({"mask": None, "logprobs": None} if at in seen else {}) for at in path
-                    ]
+                    unmarked = {"mask": None, "logprobs": None}
+                    nodes = [trace["nodes"][at] | (unmarked if at in seen else {}) for at in path]
                     found += [nodes] if any(any(node.get("mask") or []) for node in nodes) else []
                     seen.update(path)
         except (KeyError, TypeError, AttributeError, IndexError) as error:

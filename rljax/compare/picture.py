@@ -10,9 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from rljax.compare.report import Comparison
-
-METRIC = "logprob_abs_diff_mean"
+from rljax.compare.report import GAP, Comparison
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
@@ -30,10 +28,10 @@ def plot_growth(axes: Axes, comparison: Comparison) -> None:
     """Plots one line for each pair. The line is dashed if the pair does not pass."""
     shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
     for pair, shade in zip(comparison.pairs, shades, strict=True):
-        gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]
+        gaps = [max(bucket[GAP], 1e-9) for bucket in pair.growth.values()]
         form = "o-" if pair.verdict.status == "pass" else "x--"
         axes.plot(list(pair.growth), gaps, form, color=shade, label=f"{pair}: {pair.verdict.status}")
-    axes.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{METRIC} (nats)")
+    axes.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{GAP} (nats)")
     axes.grid(alpha=0.3)
 
 
@@ -43,9 +41,9 @@ def plot_matrix(axes: Axes, comparison: Comparison) -> None:
     grid = np.full((len(names), len(names)), np.nan)
     for pair in comparison.pairs:
         i, j = names.index(pair.trainer), names.index(pair.rollout)
-        grid[i, j] = grid[j, i] = pair.metrics[METRIC]
+        grid[i, j] = grid[j, i] = pair.metrics[GAP]
     for name, floor in comparison.noise_floor.items():
-        grid[names.index(name), names.index(name)] = floor[METRIC]
+        grid[names.index(name), names.index(name)] = floor[GAP]
     axes.imshow(np.maximum(grid, 1e-8), norm=LogNorm(1e-8, 1.0), cmap="viridis")
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
@@ -53,4 +51,4 @@ def plot_matrix(axes: Axes, comparison: Comparison) -> None:
         if np.isfinite(value):
             text = f"{value:.1e}".replace("e-0", "e-") if value else "0"
             axes.text(j, i, text, ha="center", va="center", fontsize=7, color="w" if value < 1e-2 else "k")
-    axes.set_title(f"{METRIC} (nats; diagonal: second run)", fontsize=10)
+    axes.set_title(f"{GAP} (nats; diagonal: second run)", fontsize=10)

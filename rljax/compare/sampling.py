@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import check_at_least
 from rljax.policy.families import read_config
-from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump, after_prompts, common_prefix, make_dump
+from rljax.record.token_dumps import SECOND_RUN, TokenDump, after_prompts, common_prefix, make_dump
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.kinds import engines_that
 from rljax.rollout.types import Response, SamplingParams
@@ -67,34 +67,10 @@ def sample_responses(
       ValueError: The spec is unknown, or a sequence has no prompt or a token outside the vocabulary.
       ServerError: The server does not answer, or refuses.
     """
-    how, size = config or SampleConfig(), read_config(model).vocab_size
+    how, policy = config or SampleConfig(), read_config(model)
     rows = zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True)
-    prompts = [_prompt(name, ids, mask, size) for name, ids, mask in rows]
-    stops = () if full_length else read_config(model).stop_token_ids
-    column, source, runs = _sample(prompts, model, spec, how, stops, progress)
-    first = runs[0]
-    columns = {column: [response["rollout_logprobs"] for response in first]}
-    for second in runs[1:]:
-        columns[column + SECOND_RUN] = [_on_common_prefix(a, b) for a, b in zip(first, second, strict=True)]
-    return make_dump(
-        [f"{dump.sequence_ids[response.prompt_index]}/{response.sample_index}" for response in first],
-        [response.ids for response in first],
-        [np.arange(len(response.ids)) >= response.prompt_length for response in first],
-        {name: after_prompts([one.prompt for one in first], vectors) for name, vectors in columns.items()},
-        dict.fromkeys(columns, source),
-        {"column": column} | {name: getattr(how, name) for name in ("temperature", "max_response_tokens", "seed")},
-    )
-
-
-def _sample(
-    prompts: Sequence[np.ndarray],
-    model: str | Path,
-    spec: str,
-    how: SampleConfig,
-    stops: Sequence[int],
-    progress: Callable[[int], object],
-) -> tuple[str, ColumnSource, list[list[Response]]]:
-    """Returns the name and source of the sampler's column, and the responses of each run in the order of prompts."""
+    prompts = [_prompt(name, ids, mask, policy.vocab_size) for name, ids, mask in rows]
+    stops = () if full_length else policy.stop_token_ids
     kind, argument = split_sampler(spec)
     served = kind.removesuffix("-decode")
     sampling = SamplingParams(how.max_response_tokens, how.temperature, tuple(stops))
@@ -109,8 +85,20 @@ def _sample(
         column, source = spec, local_source(kind, argument, how.temperature, model)
         with contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts)))) as engine:
             runs = [list(counted(engine.generate(prompts, how.responses, sampling, seed=how.seed), progress))]
-    order = operator.attrgetter("prompt_index", "sample_index")
-    return column, source, [sorted(run, key=order) for run in runs]
+    for run in runs:
+        run.sort(key=operator.attrgetter("prompt_index", "sample_index"))
+    first = runs[0]
+    columns = {column: [response["rollout_logprobs"] for response in first]}
+    for second in runs[1:]:
+        columns[column + SECOND_RUN] = [_on_common_prefix(a, b) for a, b in zip(first, second, strict=True)]
+    return make_dump(
+        [f"{dump.sequence_ids[response.prompt_index]}/{response.sample_index}" for response in first],
+        [response.ids for response in first],
+        [np.arange(len(response.ids)) >= response.prompt_length for response in first],
+        {name: after_prompts([one.prompt for one in first], vectors) for name, vectors in columns.items()},
+        dict.fromkeys(columns, source),
+        {"column": column} | {name: getattr(how, name) for name in ("temperature", "max_response_tokens", "seed")},
+    )
 
 
 def split_sampler(spec: str) -> tuple[str, str]:
@@ -118,9 +106,8 @@ def split_sampler(spec: str) -> tuple[str, str]:
 
     Raises ValueError if the spec has an unknown form.
     """
-    return parse_spec(
-        "sampler", spec, {"jax-decode": "DTYPE"} | {f"{kind}-decode": "URL" for kind in engines_that("serves")}
-    )
+    served = {f"{kind}-decode": "URL" for kind in engines_that("serves")}
+    return parse_spec("sampler", spec, {"jax-decode": "DTYPE"} | served)
 
 
 def toy_prompts(count: int, model: str | Path) -> TokenDump:

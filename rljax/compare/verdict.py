@@ -1,8 +1,7 @@
 """Judges the gap between two columns of log-probabilities: within limits, too large, or not comparable.
 
 Each check prevents a false alarm of the next. First come the declared sources of the columns, then an alignment off by
-one, the base of the logarithm, and the temperature. Last comes the size of the gap, whose limit depends on the
-dtypes.
+one, the base of the logarithm, and the temperature. Last comes the size of the gap, whose limit depends on the dtypes.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ class Verdict:
     The cause is "none", "above_bar", "constant_fill", "no_tokens", "truncated_sampling", "temperature", "other_base",
     "other_weights", "off_by_one", "other_rows", "wrong_dtype", "left_out", or a cause of ``find_patterns``:
     "trainer_side", "engine_side", "some_responses", "first_token", "last_tokens", "after_environment", "one_token".
-    Response tokens without a finite number in
-    both columns are left out. The first token of a sequence may have NaN, because no token is before it. This does not
-    count as left out if the sequence has other numbers.
+    Response tokens without a finite number in both columns are left out. The first token of a sequence may have NaN,
+    because no token is before it. This does not count as left out if the sequence has other numbers.
     """
 
     status: str  # "pass", "fail" (comparable but too far apart) or "refused" (not comparable)

@@ -113,7 +113,12 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
       ValueError: Prompt or answer is missing or has another form, or a text cannot be written as UTF-8.
     """
     prompt, answer = take(row, form, where, whole=whole)
-    prompt = _parse_prompt(prompt, where)
+    with naming(where):
+        if not isinstance(prompt, str | list):
+            raise ValueError(_NO_PROMPT)
+        prompt = prompt if isinstance(prompt, str) else [_message(each) for each in prompt]
+        if not prompt_text(prompt).strip():
+            raise ValueError("the prompt is empty")
     tools = row.get("tools")
     with contextlib.suppress(ValueError):
         tools = parse_json(tools) if isinstance(tools, str) else tools
@@ -224,7 +229,8 @@ def write_rows(
             schema = schema.append(pa.field("tools", pa.string()))
         rows = [row | _canonical(each, bool(chats), as_json) for row, each in zip(rows, problems, strict=True)]
         kept = [key for row in rows if whole for key in unread_keys(row, None)]
-        kept += [key for row in rows if whole for key in row if key == "verification_info" and not _has_truth(row)]
+        without_truth = [row for row in rows if whole and not row["reward_model"]["ground_truth"]]
+        kept += [key for row in without_truth for key in row if key == "verification_info"]
         kept += ["extra_info"] if any(problem["extra_info"] for problem in problems) else []
         for name in dict.fromkeys(kept):
             try:
@@ -303,16 +309,6 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, FileRow]]:
             raise ValueError(f"{path}:{number}: {reason}") from error
 
 
-def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, Any]]:
-    with naming(where):
-        if not isinstance(prompt, str | list):
-            raise ValueError(_NO_PROMPT)
-        parsed: str | list[dict[str, Any]] = prompt if isinstance(prompt, str) else [_message(each) for each in prompt]
-        if not prompt_text(parsed).strip():
-            raise ValueError("the prompt is empty")
-    return parsed
-
-
 def _message(value: Any) -> dict[str, Any]:
     """Returns a message, with its parts joined. Raises ValueError if a part is no text, such as an image."""
     further = {key: value[key] for key in _FURTHER if isinstance(value, dict) and value.get(key) is not None}
@@ -342,10 +338,6 @@ def _canonical(problem: Problem, chat: bool, as_json: bool) -> FileRow:
         "reward_model": {"ground_truth": _written_truth(problem) or None, "style": "rule"},
         "tools": json.dumps(tools, ensure_ascii=False, default=str) if tools else None,
     }
-
-
-def _has_truth(row: FileRow) -> bool:
-    return bool(row["reward_model"]["ground_truth"])
 
 
 def _field(name: str, rows: Sequence[FileRow], source: pa.Schema | None) -> pa.Field:

@@ -1,5 +1,4 @@
-"""The signals of a training log under one name each: mismatch, entropy, gradient norm, reward, length, rate,
-staleness.
+"""The signals of a training log under one name each: mismatch, entropy, gradient norm, reward, length, rate, staleness.
 
 A column matches if its name ends in a known name, whatever prefix a logger adds.
 """

@@ -32,7 +32,9 @@ def main() -> None:
     from rljax.distributed.frames import take_stdin
 
     end = take_stdin()
-    adopt_orphans()
+    # On Linux the descendants of this process whose parents end become its children, daemons included.
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # The program answers it.
     worker = os.fork()
     if worker == 0:
@@ -80,12 +82,6 @@ def _end_after(worker: int) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(max(code, 1) if code < 0 else code)
-
-
-def adopt_orphans() -> None:
-    """Makes this process the parent of its descendants whose parents end, daemons included. Linux only."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_followers(leader: int) -> None:

@@ -239,8 +239,14 @@ class Processes:
         self._liveness.end_all(status, f"{self._liveness.name(self.index)} ended: {reason}")
         if not self.is_leader:
             os._exit(status)
-        # The exit handler of jax.distributed waits for processes that are gone; the error is printed before this one.
-        _leave_without_waiting(status)
+
+        def leave() -> None:
+            """Ends the process as soon as Python has printed the error that ended it."""
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+        atexit.register(leave)  # The exit handler of jax.distributed would wait for processes that are gone.
 
     def _announce(self, announced: Announcement) -> None:
         self._number += 1
@@ -285,17 +291,6 @@ def _state() -> Any:
     from jax._src.distributed import global_state  # JAX has no public way to its store and coordinator.
 
     return global_state
-
-
-def _leave_without_waiting(status: int) -> None:
-    """Ends the process as soon as Python has printed the error that ended it."""
-
-    def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-    atexit.register(leave)
 
 
 def start_processes(

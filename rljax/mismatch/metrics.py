@@ -66,19 +66,14 @@ def histogram_quantile(xp: ModuleType, counts: Any, largest: Any, q: float) -> A
     values = xp.minimum(xp.asarray(middles, dtype=largest.dtype), largest)
     cumulative = xp.cumsum(counts)
     last = xp.maximum(cumulative[-1] - 1, 0)
-    # Ranks are integers, because a float32 product loses whole ranks above 2^24 counts.
-    rank, fraction = _rank(xp, last, q)
+    # Ranks are integers, because a float32 product loses whole ranks above 2^24 counts. The thousands of ``last`` and
+    # the rest are multiplied apart, so that q * last does not overflow.
+    thousandths = round(q * 1000)
+    scaled = last % 1000 * thousandths
+    rank, fraction = last // 1000 * thousandths + scaled // 1000, (scaled % 1000) / 1000
     below = values[xp.searchsorted(cumulative, rank, side="right").clip(0, NUM_BINS - 1)]
     above = values[xp.searchsorted(cumulative, xp.minimum(rank + 1, last), side="right").clip(0, NUM_BINS - 1)]
     return xp.where(cumulative[-1] > 0, below + (above - below) * fraction, 0)
-
-
-def _rank(xp: ModuleType, last: Any, q: float) -> tuple[Any, Any]:
-    """Computes the whole and fractional part of q * last without integer overflow, for q a multiple of 1/1000."""
-    thousandths = round(q * 1000)
-    whole, rest = last // 1000, last % 1000
-    scaled = rest * thousandths
-    return whole * thousandths + scaled // 1000, (scaled % 1000) / 1000
 
 
 EXTREME_LOG_RATIO = 0.5

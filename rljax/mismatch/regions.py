@@ -36,11 +36,6 @@ class Region:
     one_sided: bool = False  # whether a token outside is kept if its update moves it towards the rollout
     over_tops: bool = False  # whether the distance is over the likeliest tokens and all others together
 
-    @property
-    def shrinks_batch(self) -> bool:
-        """Whether tokens outside leave the denominator of the loss, as in AReaL's form of M2PO."""
-        return self.kind == "moment" and not self.one_sided
-
 
 def is_finite(xp: ModuleType, logprobs: Any) -> Any:
     """Returns whether each log-probability is finite, within ``LARGEST_LOGPROB``."""

@@ -119,15 +119,6 @@ def run_dumps(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "rollouts").glob("step_*.parquet"))
 
 
-def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:
-    """Writes ``summary.json``, which appears whole by a rename, and returns its path."""
-    from rljax.distributed.files import write_whole  # needs msgspec, which a reader of logs may lack
-
-    path = Path(run_dir) / "summary.json"
-    write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    return path
-
-
 def format_summary(summary: Mapping[str, Any]) -> str:
     """Formats the summary as a table for a terminal."""
 

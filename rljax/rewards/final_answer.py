@@ -46,7 +46,9 @@ def final_answer(response: str) -> str | None:
     tag_at, tag = last_tag(text)
     stated = [_statement_after(_ANSWER_LINE, text), _statement_after(_HASHES, text), (tag_at, tag), last_boxes(text)]
     place, answer = max((each for each in stated if each[1] is not None), default=(-1, None), key=lambda each: each[0])
-    if _unclosed_box(text) > place:
+    box = next(reversed(list(_BOX.finditer(text))), None)
+    is_open = box is not None and box[0].endswith("{") and closing_brace(text, box.end()) is None
+    if box is not None and is_open and box.start() > place:
         return None
     if answer is None:
         return _statement_after(_ANSWER_IS, text)[1] or _bare_last_line(text)
@@ -66,13 +68,6 @@ def last_tag(text: str) -> tuple[int, str | None]:
     """Returns (start of the last tag that is not empty, its content); (-1, None) without one."""
     tags = [each for each in _TAG.finditer(text) if each[1].strip()]
     return (tags[-1].start(), tags[-1][1].strip()) if tags else (-1, None)
-
-
-def _unclosed_box(text: str) -> int:
-    """Returns the start of the last box if its brace is never closed, else -1."""
-    last = next(reversed(list(_BOX.finditer(text))), None)
-    opens = last is not None and last[0].endswith("{") and closing_brace(text, last.end()) is None
-    return last.start() if last is not None and opens else -1
 
 
 def _statement_after(opening: re.Pattern[str], text: str) -> tuple[int, str | None]:

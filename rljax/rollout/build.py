@@ -63,12 +63,23 @@ def check_engine(config: RolloutConfig) -> None:
     It neither opens a file nor asks a server.
     """
     if config.trajectories is not None:
-        _check_trajectories(config)
+        said = "rollout.trajectories: another program samples, so"
+        if is_address(config.trajectories):
+            parse_address(config.trajectories)
+        for name, value in {"refill": False, "update": "wait", "colocated": False}.items():
+            if (got := getattr(config, name)) != value:
+                raise ValueError(f"{said} rollout.{name} must be {str(value).lower()}, got {str(got).lower()}")
+        if config.inject.given:
+            raise ValueError(f"{said} rollout.inject changes nothing that is trained on; leave it out")
     check_wishes(config)
     if config.max_staleness and config.colocated:
         raise ValueError("rollout.max_staleness: colocated servers sleep while the trainer trains; give 0")
     if config.update != "wait":
-        _check_in_flight(config)
+        said = f"rollout.update = {config.update}"
+        if not config.max_staleness:
+            raise ValueError(f"{said}: no response is under way when weights come; give rollout.max_staleness above 0")
+        if config.router_replay == "r3":
+            raise ValueError(f"{said}: the experts of tokens before new weights are not reported; give wait")
     if config.weight_quantization != "none" and config.inject.quantize != "none":
         raise ValueError("rollout.weight_quantization and rollout.inject.quantize both round the weights: give one")
     if can(config.engine, "serves"):
@@ -77,28 +88,6 @@ def check_engine(config: RolloutConfig) -> None:
         elif not config.urls:
             needs = "needs at least one URL in rollout.urls, or rollout.discovery"
             raise ValueError(f"rollout.engine = {config.engine} {needs}")
-
-
-def _check_trajectories(config: RolloutConfig) -> None:
-    """Raises ValueError for settings that have no effect or no meaning if another program samples."""
-    said = "rollout.trajectories: another program samples, so"
-    if is_address(config.trajectories or ""):
-        parse_address(config.trajectories or "")
-    wanted = {"refill": False, "update": "wait", "colocated": False}
-    for name, value in wanted.items():
-        if (got := getattr(config, name)) != value:
-            raise ValueError(f"{said} rollout.{name} must be {str(value).lower()}, got {str(got).lower()}")
-    if config.inject.given:
-        raise ValueError(f"{said} rollout.inject changes nothing that is trained on; leave it out")
-
-
-def _check_in_flight(config: RolloutConfig) -> None:
-    """Raises ValueError if ``update``, which is keep or abort, does not work with other settings."""
-    said = f"rollout.update = {config.update}"
-    if not config.max_staleness:
-        raise ValueError(f"{said}: no response is under way when weights come; give rollout.max_staleness above 0")
-    if config.router_replay == "r3":
-        raise ValueError(f"{said}: the experts of tokens before new weights are not reported; give wait")
 
 
 def make_engine(
@@ -137,9 +126,24 @@ def make_engine(
     """
     check_engine(config)
     if can(config.engine, "serves"):
-        head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
-        options = {"max_tokens": max_tokens, "head_dtype": head_dtype, "stop": stop, "probe_prompts": probe_prompts}
-        return _connected(config, policy, functions, publish, **options)
+        publish, size = publish or PublishConfig(), version_bytes(policy, config.dtype)
+        count = 1 if publish.store in ("shared", "directory") else jax.process_count()  # the parts of a version
+        try:
+            check_weight_room(config.transfer_dir, publish.versions * size * min(tasks_here(), count) // count)
+            return ServedEngine(
+                config,
+                _backend(config.engine),
+                functions or policy_functions(policy, config.dtype),
+                hf_config=config_to_hf(policy, config.dtype),
+                max_tokens=max_tokens,
+                publish=publish,
+                head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
+                stop=stop,
+                probe_prompts=probe_prompts,
+                version_bytes=size,
+            )
+        except RuntimeError as error:
+            raise ConfigError(error) from error
     is_exact = can(config.engine, "is_exact")
     embedded = JaxEngine(
         policy,
@@ -164,31 +168,6 @@ def make_engine(
         inject = InjectConfig(dtype=dtype, quantize=config.weight_quantization)
         engine = InjectedEngine(engine, inject, policy, mesh, published=config.dtype)
     return InjectedEngine(engine, config.inject, policy, mesh) if config.inject.changes_weights else engine
-
-
-def _connected(
-    config: RolloutConfig,
-    policy: PolicyConfig,
-    functions: PolicyFunctions | None,
-    publish: PublishConfig | None,
-    **options: Any,
-) -> ServedEngine:
-    """Returns the engine of HTTP servers. ``options`` are passed on to :class:`ServedEngine`."""
-    publish, size = publish or PublishConfig(), version_bytes(policy, config.dtype)
-    count = 1 if publish.store in ("shared", "directory") else jax.process_count()  # the parts of a version
-    try:
-        check_weight_room(config.transfer_dir, publish.versions * size * min(tasks_here(), count) // count)
-        return ServedEngine(
-            config,
-            _backend(config.engine),
-            functions or policy_functions(policy, config.dtype),
-            hf_config=config_to_hf(policy, config.dtype),
-            publish=publish,
-            version_bytes=size,
-            **options,
-        )
-    except RuntimeError as error:
-        raise ConfigError(error) from error
 
 
 def load_jax_engine(

@@ -26,7 +26,7 @@ from rljax.rollout.types import Response, SamplingParams
 from rljax.run.build import Inputs, Problems, build, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
-from rljax.run.directory import send_output_to_log
+from rljax.run.directory import send_output_to
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_trainer, starting_state
@@ -91,7 +91,7 @@ def join(
     Every process but 0 calls it. From then on its output goes to its log file in the run directory.
     """
     processes.listen()
-    send_output_to_log(run_dir, processes.index)
+    send_output_to(run_dir / "logs" / f"process_{processes.index}.log")
     with processes.following():
         config, policy, _, mesh = inputs = read_inputs()
         with caller_errors():

@@ -31,7 +31,6 @@ from rljax.data.prompts import (
     training_problems,
 )
 from rljax.data.tokenizer import Tokenizer
-from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import PolicyFunctions, make_engine
@@ -194,12 +193,11 @@ def make_run_engine(
 def make_scorer(data: DataConfig, rollout: RolloutConfig) -> RewardPool | EnvironmentHosts:
     """Returns the scorer of the responses: a reward function, or an environment of several turns.
 
-    Raises ConfigError if it cannot be used.
+    Raises OSError or ValueError if it cannot be used.
     """
-    with caller_errors():
-        if rollout.environment is None:
-            return RewardPool(data.reward_name, data.reward_workers, data.reward_timeout_s)
-        return EnvironmentHosts(rollout.environment, rollout.episode)
+    if rollout.environment is None:
+        return RewardPool(data.reward_name, data.reward_workers, data.reward_timeout_s)
+    return EnvironmentHosts(rollout.environment, rollout.episode)
 
 
 def make_source(
@@ -267,8 +265,8 @@ def build(
 ) -> RunParts:
     """Builds the objects of a run in their state before step 1. ``stop``: None if nobody can ask the run to stop.
 
-    Raises ConfigError if the reward or the environment cannot be used. Raises OSError or ValueError if frozen weights
-    or trajectories of another program cannot be used.
+    Raises OSError or ValueError if the reward, the environment, frozen weights, or the trajectories of another program
+    cannot be used.
     """
     (config, policy, tokenizer, mesh), stop = inputs, stop or StopRequest()
     scorer = make_scorer(config.data, config.rollout)

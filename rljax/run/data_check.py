@@ -168,9 +168,8 @@ def _score(
     ``answers`` None: the right answers of the problems.
     """
     given = [problem["answer"] for problem in problems] if answers is None else answers
-    futures = [
-        pool.submit(problem, way.format(answer), False) for problem, answer in zip(problems, given, strict=False)
-    ]
+    pairs = zip(problems, given, strict=False)
+    futures = [pool.submit(problem, way.format(answer), False) for problem, answer in pairs]
     rewards = []
     for future in tqdm(futures, desc="checking answers", unit="answer", delay=2.0, leave=False, disable=None):
         if not wait([future], deadline - time.monotonic()).done:

@@ -67,9 +67,8 @@ def check_owner(owner: Ownership) -> None:
         if folder != run_dir:
             moved = f"{run_dir} was moved to {folder} while the run went on"
             is_saved = any(folder.glob("checkpoints/*"))  # or is being saved
-            raise OwnedError(
-                moved + (f"; run.dir = {folder} goes on from there" if is_saved else ", without a checkpoint")
-            )
+            rest = f"; run.dir = {folder} goes on from there" if is_saved else ", without a checkpoint"
+            raise OwnedError(moved + rest)
         if not owner.has_record():
             raise OwnedError(f"{owner.path} was removed while the run went on, so another run may take the directory")
         if not owner.is_current() and (other := read(owner.path)) is not None:
@@ -102,12 +101,8 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
         print(f"going on from step {max(saved, default=0)}; {recorded} were recorded, those after it are run again")
 
 
-def send_output_to_log(run_dir: Path, process: int) -> None:
-    """Sends the output of this process and its libraries from now on to a log in the run directory.
-
-    Process 0 does not call it. ``process`` is the index of this process, which is in the name of the log.
-    """
-    path = run_dir / "logs" / f"process_{process}.log"
+def send_output_to(path: Path) -> None:
+    """Sends the output of this process and its libraries from now on to the end of a file, whose folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -159,9 +159,8 @@ class ExternalBatches(Batches):
         found: dict[str, list[str]] = {name: [] for name in DOUBTS}
         for group in groups:
             if any(not np.array_equal(one.response.prompt, group[0].response.prompt) for one in group):
-                found[MIXED].append(
-                    f"the trajectories of group {group[0].group!r:.60} have different prompts; {MIXED_REMEDY}"
-                )
+                said = f"the trajectories of group {group[0].group!r:.60} have different prompts"
+                found[MIXED].append(f"{said}; {MIXED_REMEDY}")
             for one in group:
                 for name, line in one.doubts.items():
                     found[name].append(line)

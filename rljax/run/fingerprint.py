@@ -60,9 +60,8 @@ def _sums(x: jax.Array) -> jax.Array:
         stride = np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
         position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
     placed = jax.lax.bitcast_convert_type(word ^ position * np.uint32(0x9E3779B1), jnp.int32)
-    return jnp.stack(
-        [jnp.sum(jax.lax.bitcast_convert_type(each, jnp.uint32), dtype=jnp.uint32) for each in mixed(placed)]
-    )
+    parts = (jax.lax.bitcast_convert_type(each, jnp.uint32) for each in mixed(placed))
+    return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in parts])
 
 
 def policy_record(policy: PolicyConfig) -> dict[str, Any]:

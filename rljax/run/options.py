@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import inspect
 import itertools
-import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -69,9 +68,9 @@ def parse_arguments(
 ) -> T:
     """Builds a program's dataclass of arguments from the words of its command line.
 
-    It needs the standard library only. ``kind`` documents its fields by strings below them, or under ``Attributes:``.
-    ``--help`` prints the options below ``description``, and leaves with status 0. ``aliases`` are further names of
-    options. Raises ConfigError if a word is not an option, has the wrong type, or is refused by the dataclass.
+    It needs the standard library only. ``kind`` documents its fields by strings below them. ``--help`` prints the
+    options below ``description``, and leaves with status 0. ``aliases`` are further names of options. Raises
+    ConfigError if a word is not an option, has the wrong type, or is refused by the dataclass.
     """
     options = options_of(kind)
     positional = {name: option for name, option in options.items() if option.marker == _POSITIONAL}
@@ -205,9 +204,8 @@ def _form(one: Any) -> str:
 
 
 def field_texts(kind: type) -> dict[str, str]:
-    """Returns the text of each field of a dataclass in one line: the string below it, or its entry in the docstring."""
-    listed = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
-    texts = {name: " ".join(text.split()) for name, text in re.findall(r"^ {2}(\w+): (.+(?:\n {4}.+)*)", listed, re.M)}
+    """Returns the text of each field of a dataclass in one line: the string below it."""
+    texts = dict[str, str]()
     for each in reversed(kind.__mro__[:-1]):
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
         assert isinstance(body, ast.ClassDef)

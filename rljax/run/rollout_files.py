@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
 from rljax.distributed.files import write_whole
+from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
 from rljax.tokens import COLUMNS, TOPS, common_columns
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import TrainerValues
-
-if TYPE_CHECKING:
-    from rljax.record.token_dumps import ColumnSource
 
 ROLLOUT, TRAINER = "rollout", "trainer"  # a dump's columns: the engine, and the trainer before the update
 
@@ -66,8 +64,6 @@ def write_tokens(
     tokens of the cut. Tokens that an environment wrote have no log-probability, and their ``turn`` is 0.
     ``policy_version`` and ``trainer`` belong to the policy before the update of this step.
     """
-    from rljax.record.token_dumps import make_dump, write_dump  # pyarrow, for few runs
-
     sources, settings = _sources(config, policy_version, any(s["staleness"].any() for s in sequences))
     names = common_columns(sequences)
     dumped = [name for name in names if COLUMNS[name].dump]
@@ -98,8 +94,6 @@ def write_tokens(
 
 def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, ColumnSource], dict[str, Any]]:
     """Returns the source of each column of a dump, and the settings for its header under ``sampling``."""
-    from rljax.record.token_dumps import ColumnSource
-
     rollout, trainer = config.rollout, f"jax {jax.__version__}"
     # The name stands for a hash: equal names mean equal weights.
     weights = f"{config.run.dir} version {version}"

@@ -275,11 +275,10 @@ def mixed_fraction(rollouts: Rollouts) -> float:
 def advantages_of(rollouts: Rollouts, config: Config) -> np.ndarray:
     """Returns the advantages of the responses that the step trains on, [b, g], with the penalty of long ones."""
     # The limit counts an environment's tokens, too, and it is the limit of a single row.
-    lengths = np.asarray(
-        [[max(len(row.response) for row in one.rows) for one in group] for group in rollouts.responses]
-    )
-    longest = config.rollout.max_response_tokens
-    return compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
+    longest = [[max(len(row.response) for row in one.rows) for one in group] for group in rollouts.responses]
+    lengths = np.asarray(longest)
+    limit = config.rollout.max_response_tokens
+    return compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=limit)
 
 
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:

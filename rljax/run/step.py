@@ -251,6 +251,5 @@ class Progress:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Progress:
         """Makes the counters from :meth:`state_dict`; other keys are ignored."""
-        return cls(
-            int(state["step"]), int(state["policy_version"]), state["grad_norm_ema"], state["mismatch_reference"]
-        )
+        step, version = int(state["step"]), int(state["policy_version"])
+        return cls(step, version, state["grad_norm_ema"], state["mismatch_reference"])

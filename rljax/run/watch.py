@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from rljax.compare.verdict import judge
 from rljax.diagnose.causes import OF_VERDICTS, judge_cause
 from rljax.diagnose.course import read_course
 from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.signals import read_signals
 from rljax.diagnose.tables import cross
 from rljax.mismatch.signs import FILL_SPREAD, FILL_TOKENS, find_constants, find_repeats, is_no_chance
+from rljax.record.dump_facts import pair_of
 from rljax.record.rows import Row
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
@@ -153,15 +155,11 @@ def _age(row: Mapping[str, Any]) -> int:
 
 def _sampled(sequences: Sequence[TrainSequence], values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the values [r] of each response without the tokens that an environment wrote."""
-    pairs = zip(sequences, values, strict=True)
-    return [each[s.sampled] for s, each in pairs]
+    return [each[s.sampled] for s, each in zip(sequences, values, strict=True)]
 
 
 def _signature(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -> str:
     """Returns the cause that the verdict of ``rljax compare`` finds in the numbers, if it is one of ``_SIGNATURES``."""
-    from rljax.compare.verdict import judge  # pyarrow, for few runs
-    from rljax.record.dump_facts import pair_of
-
     cause = judge(pair_of(trainer, rollout)).cause
     return cause if cause in _SIGNATURES else ""
 

@@ -144,7 +144,8 @@ class Objective:
         if region is not None:
             factor, distance, sums = region_weights(region, sides, likely)
             weights = weights * factor
-            kept = kept & (factor > 0) if region.shrinks_batch else kept
+            # In AReaL's form of M2PO the tokens outside leave the denominator of the loss.
+            kept = kept & (factor > 0) if region.kind == "moment" and not region.one_sided else kept
         if centers and likely is not None:
             centering, of_center = centering_losses(self.correction, sides, likely, distance)
             sums = sums | of_center

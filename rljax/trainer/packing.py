@@ -50,7 +50,10 @@ def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[i
     micro_batches, rows_per_micro_batch, row_tokens = shape
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     loss_first = sorted(longest_first, key=lambda i: not in_loss[i])
-    least = _least_cost(lengths, in_loss, row_tokens * rows_per_micro_batch)
+    # No layout costs less than one in which every row is full.
+    with_loss = sum(length for length, carries in zip(lengths, in_loss, strict=True) if carries)
+    full = (-(-tokens // (row_tokens * rows_per_micro_batch)) for tokens in (with_loss, sum(lengths)))
+    least = Layout({}, *full).cost
     layouts: list[Layout] = []
     for rows in _candidates(lengths, longest_first, loss_first, row_tokens):
         layouts.append(deal_rows(rows, in_loss, rows_per_micro_batch))
@@ -83,13 +86,6 @@ def _candidates(
         yield fill_rows(lengths, longest_first, row_tokens)
         if loss_first != longest_first:
             yield fill_rows(lengths, loss_first, row_tokens)
-
-
-def _least_cost(lengths: Sequence[int], in_loss: Sequence[bool], micro_batch_tokens: int) -> float:
-    """Returns a lower bound of the cost of any layout: the cost if every row were full."""
-    with_loss = sum(length for length, carries in zip(lengths, in_loss, strict=True) if carries)
-    counts = (-(-tokens // micro_batch_tokens) for tokens in (with_loss, sum(lengths)))
-    return Layout({}, *counts).cost
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> list[list[int]]:

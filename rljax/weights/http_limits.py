@@ -38,7 +38,9 @@ def limited_server(
     """
     guards = [Middleware(RefuseWebPages, host=None if key_file else host)]
     guards += [Middleware(RequireKey, key_file=key_file)] if key_file else []
-    files = _share_of_files()
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Three quarters of the file descriptors stay for the rest of the process.
+    files = _FILES if limit == resource.RLIM_INFINITY else max(10, min(_FILES, limit // 4))
     config = uvicorn.Config(
         Starlette(routes=[Route("/health", _health), *routes], middleware=guards),
         http=LimitedConnection,
@@ -81,7 +83,10 @@ class LimitedConnection(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is h11.SEND_BODY:
             self._since = self.loop.time()
-        if not self._keeps_waiting:
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        # The server waits for the client, while the application does not wait.
+        waits = self.conn.their_state is h11.IDLE or (is_answered and self.conn.their_state is h11.SEND_BODY)
+        if not waits:
             self._close_in(None)
         elif self._timer is None:
             self._close_in(WAIT_S)
@@ -107,12 +112,6 @@ class LimitedConnection(H11Protocol):
         self._close_in(None)
         super().connection_lost(exc)
 
-    @property
-    def _keeps_waiting(self) -> bool:
-        """Whether the server waits for the client, while the application does not wait."""
-        is_answered = self.cycle is not None and self.cycle.response_complete
-        return self.conn.their_state is h11.IDLE or (is_answered and self.conn.their_state is h11.SEND_BODY)
-
     def close(self) -> None:
         """Closes the connection at once. It no longer counts."""
         self.connections.discard(self)
@@ -123,12 +122,6 @@ class LimitedConnection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self.close)
-
-
-def _share_of_files() -> int:
-    """Returns the number of file descriptors that a server may use. Three quarters stay for the rest of the process."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _FILES if limit == resource.RLIM_INFINITY else max(10, min(_FILES, limit // 4))
 
 
 async def _health(_: Request) -> Response:

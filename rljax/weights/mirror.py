@@ -68,11 +68,6 @@ class Mirror:
         except (OSError, ValueError):
             return None
 
-    def holds(self, version: Version) -> bool:
-        """Returns whether the mirror's ``version.json`` has the tag and the digest of ``version``."""
-        own = self.version
-        return own is not None and (own.tag, own.digest) == (version.tag, version.digest)
-
     def check(self) -> None:
         """Raises DamagedError if the mirror holds no version, or a file no longer has its recorded hash."""
         version = self.version

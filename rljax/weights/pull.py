@@ -55,7 +55,7 @@ def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
         if held is not None and is_newer(held, version):
             raise ValueError(f"{mirror.root} holds {held.name} already, which is newer than {name}")
         done.tag = version.tag
-        if not mirror.holds(version):
+        if held is None or (held.tag, held.digest) != (version.tag, version.digest):
             try:
                 _bring(source, version, mirror, done, held)
             except DamagedError as error:

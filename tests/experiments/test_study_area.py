@@ -30,8 +30,12 @@ comparisons: [[slow, constant], [slow, never_run]]
 
 
 def test_areas_count_from_the_surge_of_the_constant_arm():
-    """The areas of seed 0 have steps 3 and 4, and those of seed 1 have all steps. Seed 2 has no constant run."""
+    """The areas of seed 0 have steps 3 and 4, and those of seed 1 have all steps. Seed 2 has no constant run.
+
+    A study may name a step.
+    """
     assert areas_of(RUNS) == {"constant": {0: 0.25, 1: 0.25}, "slow": {0: 0.75, 1: 0.625}}
+    assert areas_of(RUNS, after=0)["slow"] == {0: 0.5, 1: 0.625}
     with pytest.raises(ValueError, match="no step after 4"):
         area(RUNS["slow", 0], 4)
 

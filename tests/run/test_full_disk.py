@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from small_disk import fill, small_disk
 
+from rljax.distributed.files import write_whole
 from rljax.record.rows import read_rows
 from rljax.record.writers import Recorder
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
-from rljax.train import write_config
+from rljax.run.config_file import config_to_yaml
 
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 WANTED = {"noise": jax.ShapeDtypeStruct((400_000,), jnp.float32, sharding=DEVICE)}
@@ -75,9 +76,9 @@ def test_a_row_without_room_is_refused_whole(small, capsys):
 
 def test_settings_without_room_stay_as_they_were(small):
     """A resume compares the settings, and half a file would have other ones."""
-    write_config(Config(), small)
+    write_whole(small / "config.yaml", config_to_yaml(Config()))
     before = (small / "config.yaml").read_bytes()
     fill(small)
     with pytest.raises(OSError, match="No space left on device"):
-        write_config(Config(), small)
+        write_whole(small / "config.yaml", config_to_yaml(Config()))
     assert (small / "config.yaml").read_bytes() == before

@@ -12,16 +12,13 @@ from rljax.run.options import Positional, Repeated, option_words, parse_argument
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a program.
-
-    Attributes:
-      source: The file
-        to read.
-      rest: More files.
-    """
+    """The arguments of a program."""
 
     source: Positional[Path]
+    """The file
+    to read."""
     rest: Positional[tuple[Path, ...] | None] = None
+    """More files."""
     scorer: Repeated[str] = ()
     lengths: tuple[int, ...] = (3,)
     kind: Literal["a", "b"] | None = None

@@ -100,15 +100,11 @@ def _finding(
         if worst.own <= worst.limit:
             reason = f"one channel by {worst.worst_channel:.2g}, one token by {worst.worst_token:.2g}"
             reason += f", all by a factor {worst.factor:.5g}"
-        hints = [worst.hint] if worst.hint else []
-        hints += [other_dtype] if other_dtype else []
-        if (
-            not worst.hint
-            and worst.operation.kind in PRODUCTS
-            and worst.own < max(LIMITS.get(name, 0.0) for name in worst.precisions)
-        ):
-            hints.append("as of a sum in a lower precision")
-        reason = "; ".join([reason, *hints])
+        parts = [reason, worst.hint, other_dtype]
+        coarse = max(LIMITS.get(name, 0.0) for name in worst.precisions)
+        if not worst.hint and worst.operation.kind in PRODUCTS and worst.own < coarse:
+            parts.append("as of a sum in a lower precision")
+        reason = "; ".join(filter(None, parts))
     return Parting(place, reason, [each.operation.name for each in members], worst.ratio)
 
 

@@ -20,9 +20,8 @@ _TableRows = list[list[str]]
 
 def layers_text(judged: Sequence[Judged]) -> str:
     """Formats the verdicts and a table of the kinds of operations for a terminal."""
-    return (
-        "\n\n".join(f"{_title(pair[0])}\n{text_table(_kinds(pair[0]))}\n{_sentence(*pair)}" for pair in judged) + "\n"
-    )
+    parts = [f"{_title(pair[0])}\n{text_table(_kinds(pair[0]))}\n{_sentence(*pair)}" for pair in judged]
+    return "\n\n".join(parts) + "\n"
 
 
 def layers_markdown(judged: Sequence[Judged]) -> str:

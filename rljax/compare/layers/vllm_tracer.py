@@ -75,9 +75,8 @@ class VllmTracer:
         values = {name: value for name, value in found.items() if value is not None}
         short = [name for name, value in values.items() if len(value) != len(tokens) - (name == "logits")]
         if short or "logits" not in values:
-            raise ValueError(
-                f"the values that {self._server.url} recorded do not fit {len(tokens)} tokens: {short or 'no logits'}"
-            )
+            fault = f"{len(tokens)} tokens: {short or 'no logits'}"
+            raise ValueError(f"the values that {self._server.url} recorded do not fit {fault}")
         return values
 
     def close(self) -> None:

@@ -61,11 +61,6 @@ class _Call:
     # The tool calls that it waits for. Each value says whether a process runs the tool already.
     tools: dict[object, bool] = field(default_factory=dict)
 
-    @property
-    def is_queued(self) -> bool:
-        """Whether the call waits for tools that no process runs yet."""
-        return bool(self.tools) and not any(self.tools.values())
-
 
 class _Host:
     def __init__(
@@ -105,7 +100,8 @@ class _Host:
                 self._let_time_pass(number, call, elapsed)
 
     def _let_time_pass(self, number: int, call: _Call, elapsed: float) -> None:
-        if call.used_s is None or call.is_queued:
+        is_queued = call.tools and not any(call.tools.values())  # it waits for tools that no process runs yet
+        if call.used_s is None or is_queued:
             return
         call.used_s += elapsed
         if call.used_s > self._limits.call_timeout_s:
@@ -160,7 +156,10 @@ class _Host:
             del self._calls[number]
             self._settle(number, call, outcome)
         if memory_error:
-            self._make_room(number)
+            self._environments.pop(number, None)
+            gc.collect()
+            if _used_gib() > _FULL * self._limits.memory_gib:  # it stays full without the environment that failed
+                os._exit(1)
 
     def _settle(self, number: int, call: _Call, outcome: Outcome) -> None:
         if outcome.failure is not None:
@@ -169,13 +168,6 @@ class _Host:
 
     def _send(self, number: int, message: HostMessage) -> None:
         send(self._frames, number, message)
-
-    def _make_room(self, number: int) -> None:
-        """Ends this process if its memory stays full without the environment that failed for lack of memory."""
-        self._environments.pop(number, None)
-        gc.collect()
-        if _used_gib() > _FULL * self._limits.memory_gib:
-            os._exit(1)
 
     async def _run_tool(self, path: str, arguments: ToolArguments, counted: bool) -> ToolResult:
         """Runs a tool in a process of its own, and waits for the result."""

@@ -56,7 +56,9 @@ def check_outcome(method: str, value: Any) -> Outcome:
     """
     try:
         if method == "reward":
-            return Outcome(_reward(value))
+            if not isinstance(value, numbers.Real) or not is_reward(value):
+                raise ValueError(f"reward must return a finite float32, got {_named(value)}")
+            return Outcome(float(value))
         if method == "reset":
             prompt, cut = _content(value)
             if cut:
@@ -68,12 +70,6 @@ def check_outcome(method: str, value: Any) -> Outcome:
         return Outcome(Reply(content, value.done), cut=cut)
     except ValueError as error:
         return Outcome(failure="bad_reply", message=printable(str(error)[:LONGEST_MESSAGE]))
-
-
-def _reward(value: Any) -> float:
-    if not isinstance(value, numbers.Real) or not is_reward(value):
-        raise ValueError(f"reward must return a finite float32, got {_named(value)}")
-    return float(value)
 
 
 def _content(value: Any) -> tuple[Any, bool]:

@@ -155,10 +155,8 @@ class VllmBackend(Backend):
         }
         if request.prompt_logprobs is not None:
             sampling["prompt_logprobs"] = request.prompt_logprobs
-        tokens = request.prompt.tolist()
-        if route == ROLLOUTS:
-            return {"token_ids": tokens, "sampling_params": sampling}
-        return {"model": model, "token_ids": tokens, "sampling_params": sampling}
+        named = {} if route == ROLLOUTS else {"model": model}
+        return {**named, "token_ids": request.prompt.tolist(), "sampling_params": sampling}
 
     def read(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads a reply of either route, as :meth:`Backend.read` says."""

@@ -66,7 +66,8 @@ class TpuWorker(TPUWorker):
         # The loader keeps the dtype of the files, and the programs would be compiled for it.
         bind(runner, jax.tree.map(lambda leaf: leaf.astype(dtype), runner.state))
         self.rljax_weights = WorkerWeights()
-        self.rljax_layout = layout_of(runner.state)
+        leaves = jax.tree.leaves(runner.state)
+        self.rljax_layout = jax.tree.structure(runner.state), [(x.shape, x.dtype, x.sharding) for x in leaves]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Stores where a trainer's versions are (``WorkerWeights.show``)."""
@@ -135,11 +136,6 @@ def check_names(worker: Any, runner: Any, model: Any) -> None:
     if missing:
         said = f"tpu-inference has changed: rljax needs {missing[0]} as version {SEEN_IN} has it"
         raise RuntimeError(f"{said}; install vllm-tpu=={SEEN_IN} (install_vllm --tpu in a checkout)")
-
-
-def layout_of(state: Any) -> tuple[Any, list[tuple[Any, ...]]]:
-    """Returns the structure of a model's state, and shape, dtype and sharding of each array."""
-    return jax.tree.structure(state), [(each.shape, each.dtype, each.sharding) for each in jax.tree.leaves(state)]
 
 
 @contextlib.contextmanager
