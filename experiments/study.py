@@ -149,6 +149,8 @@ def read_study(path: Path, readers: Sequence[Path] = ()) -> Study:
     if unknown := named - set(arms):
         places = "figures, comparisons, claims, seeds_of and trend"
         raise ConfigError(f"{path}: {places} name arms that are not there: {', '.join(sorted(unknown))}")
+    if not isinstance(after := document.get("after"), int | None):
+        raise ConfigError(f"{path}: after must be a step, got {after!r}")
     forks, drawn = document.get("forks", {}), document.get("drawn", {})
     check_forks(path, arms, forks)
     if unknown := {*drawn, *drawn.values()} - set(arms):
@@ -165,7 +167,7 @@ def read_study(path: Path, readers: Sequence[Path] = ()) -> Study:
         claims,
         seeds_of,
         document.get("outcome", "reward/mean"),
-        document.get("after"),
+        after,
         trend,
     )
 

@@ -275,7 +275,7 @@ def power_table(study: Study, runs: Runs, arguments: Arguments) -> dict[str, Any
     drawn_from = [rows for (arm, _), rows in runs.items() if arm in arguments.power]
     if not drawn_from:
         raise ConfigError(f"{arguments.rows} has no run of the arms {', '.join(arguments.power)}")
-    areas = [area(rows, start_of(rows), study.outcome) for rows in drawn_from]
+    areas = [area(rows, start_of(rows) if study.after is None else study.after, study.outcome) for rows in drawn_from]
     print(f"areas of {len(areas)} runs: {' '.join(f'{value:.2f}' for value in areas)}")
     heads = " | ".join(f"{count} seeds" for count in arguments.seeds)
     print(f"\n| shift | {heads} |\n|{'---|' * (len(arguments.seeds) + 1)}")

@@ -47,7 +47,7 @@ from rljax.run.after_save import AfterSave
 from rljax.run.build import Inputs, load_problems, look_at_data
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, dotted, load_config
-from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
+from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows, saved_steps
 from rljax.run.loop import train
 from rljax.run.options import read_options
 from rljax.run.packing import settle_prefixes
@@ -82,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
     run_dir = Path(config.run.dir)
     with caller_errors():
         check_engine(config.rollout)
+        if options.dry_run or not (config.run.resume or config.run.fork or saved_steps(run_dir)):
+            config.check_start()
         if options.dry_run:
             describe_run(config, options)
             return 0

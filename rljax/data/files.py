@@ -189,6 +189,14 @@ def right_answers(problem: Problem) -> str | list[str]:
     return answers
 
 
+def single_answer(problem: Problem) -> str:
+    """Returns the only text of a list of one right answer, or else ``answer``."""
+    match problem.get(TRUTH):
+        case [str(only)]:
+            return only
+    return str(problem["answer"])
+
+
 def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
     """Returns the text of a prompt; the contents of messages are separated by blank lines."""
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] or "" for message in prompt)
@@ -227,10 +235,10 @@ def write_rows(
         schema = _CANONICAL.set(1, pa.field("prompt", _CHAT)) if chats and not as_json else _CANONICAL
         if any(CHAT_TOOLS in problem for problem in problems):
             schema = schema.append(pa.field("tools", pa.string()))
-        rows = [row | _canonical(each, bool(chats), as_json) for row, each in zip(rows, problems, strict=True)]
+        pairs = zip(rows, problems, strict=True)
+        rows = [row | _canonical(each, bool(chats), as_json) | _other_facts(row) for row, each in pairs]
         kept = [key for row in rows if whole for key in unread_keys(row, None)]
-        without_truth = [row for row in rows if whole and not row["reward_model"]["ground_truth"]]
-        kept += [key for row in without_truth for key in row if key == "verification_info"]
+        kept += ["verification_info"] if whole and any(row.get("verification_info") for row in rows) else []
         kept += ["extra_info"] if any(problem["extra_info"] for problem in problems) else []
         for name in dict.fromkeys(kept):
             try:
@@ -338,6 +346,17 @@ def _canonical(problem: Problem, chat: bool, as_json: bool) -> FileRow:
         "reward_model": {"ground_truth": _written_truth(problem) or None, "style": "rule"},
         "tools": json.dumps(tools, ensure_ascii=False, default=str) if tools else None,
     }
+
+
+def _other_facts(row: FileRow) -> FileRow:
+    """Returns ``verification_info`` without the right answer, which has another place; {} if it holds none."""
+    given = facts = row.get("verification_info")
+    with contextlib.suppress(ValueError):
+        facts = parse_json(given) if isinstance(given, str) else given
+    if not isinstance(facts, dict) or "ground_truth" not in facts:
+        return {}
+    rest = {key: value for key, value in facts.items() if key != "ground_truth"} or None
+    return {"verification_info": json.dumps(rest) if rest and isinstance(given, str) else rest}
 
 
 def _field(name: str, rows: Sequence[FileRow], source: pa.Schema | None) -> pa.Field:

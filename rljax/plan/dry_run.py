@@ -104,8 +104,7 @@ def shape_mesh(config: MeshConfig) -> AbstractMesh:
 
 
 def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
-    """Raises ValueError if the sizes of batch, model and mesh do not fit one another, or settings would do nothing."""
-    config.check_start()
+    """Raises ValueError if the sizes of batch, model and mesh do not fit one another."""
     if config.max_engine_tokens > policy.max_position_embeddings:
         longest = "rollout" if config.max_engine_tokens == config.max_sequence_tokens else "eval"
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.data.files import ALTERNATIVES, CHAT_TOOLS, COLUMNS, TRUTH, Tally, right_answers
+from rljax.data.files import ALTERNATIVES, CHAT_TOOLS, COLUMNS, TRUTH, Tally, right_answers, single_answer
 from rljax.data.prompts import (
     DATA_SEED,
     RAW_PROMPT,
@@ -108,6 +108,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     own = ["prompt", "answer", ALTERNATIVES, TEMPLATED, RAW_PROMPT, CHAT_TOOLS]
     if environment and not is_own(config.data.reward_name):  # checkpoints of earlier versions were made without these
         own += [COLUMNS, TRUTH]
+        texts = [[problem["prompt"], problem.get(ALTERNATIVES) or single_answer(problem)] for problem in training]
     rest = [
         {key: it for key, it in problem.items() if key not in own and (key != TRUTH or isinstance(it, list | dict))}
         for problem in training

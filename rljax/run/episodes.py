@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.data.files import COLUMNS, TRUTH, Problem
+from rljax.data.files import COLUMNS, Problem, single_answer
 from rljax.data.prompts import prompt_ids
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
@@ -173,9 +173,7 @@ class _Trajectories:
         try:
             for episode in self._episodes:
                 row = episode.problem.get(COLUMNS, {}) | episode.problem
-                match row.get(TRUTH):
-                    case [str(only)]:
-                        row["answer"] = only
+                row["answer"] = single_answer(episode.problem)
                 self._ask(episode, self._all.hosts.reset(episode.name, row), self._on_reset)
             samples = self._all.engine.answer(self._queue, self._params, seed=self._seed)
             with ended(samples.responses):

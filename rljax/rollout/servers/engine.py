@@ -24,7 +24,7 @@ import numpy as np
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError
 from rljax.rollout.engine import RolloutEngine, Samples, Stopping, TurnQueue
 from rljax.rollout.servers.fleet import Admission, Fleet
-from rljax.rollout.servers.handshake import Expectation, check_logprobs, longest_asked
+from rljax.rollout.servers.handshake import Expectation, check_logprobs, check_room
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.requests import (
     Completion,
@@ -114,10 +114,7 @@ class ServedEngine(Admission, RolloutEngine):
                 self.fleet.recover()
             infos, mixture = self.fleet.infos(), "num_experts" in hf_config
             info = replace(shortest(infos), block_size=max(each.block_size or 0 for each in infos))
-            needed = longest_asked({"block_size": info.block_size}, self._expected)
-            if (info.max_model_len or needed) < needed:
-                said = f"max_model_len is {info.max_model_len}, and another server's cache blocks of {info.block_size}"
-                raise HandshakeError(f"{info.url}: {said} tokens need probes of {needed}: start it with a larger one")
+            check_room(info, info.block_size, self._expected)
             opened.pop_all()
         self.verifier = Verifier(
             config.verify, functions.score, info, dtype=config.dtype, mixture=mixture, prompts=probe_prompts
@@ -290,6 +287,7 @@ class ServedEngine(Admission, RolloutEngine):
             if (info.block_size or 0) > most:  # the probes would not show whether its cache is reset
                 said = f"its cache blocks have {info.block_size} tokens, and the probes fill blocks of {most}"
                 raise HandshakeError(f"{server.url}: {said}: start it with smaller ones, or start the run again")
+            check_room(info, most, self._expected)
             await server.pull(published.version)
             if self._current is not published:
                 raise ServerGoneError(f"{server.url} was recovered for weights that are not the current ones any more")

@@ -163,6 +163,14 @@ def longest_asked(described: Mapping[str, Any], expected: Expectation) -> int:
     return max(expected.max_tokens, length + probe_tokens(config.verify, rounded=rounded) + rounded)
 
 
+def check_room(info: ServerInfo, block_size: int, expected: Expectation) -> None:
+    """Raises HandshakeError if a server has no room for probes that fill cache blocks of ``block_size`` tokens."""
+    needed = longest_asked({"block_size": block_size}, expected)
+    if (info.max_model_len or needed) < needed:
+        said = f"max_model_len is {info.max_model_len}, and another server's cache blocks of {block_size}"
+        raise HandshakeError(f"{info.url}: {said} tokens need probes of {needed}: start it with a larger one")
+
+
 def _equal(key: str, theirs: Any, wanted: Any, hf_config: Mapping[str, Any]) -> bool:
     """Returns whether two values of a ``config.json`` mean the same, whose rotary settings may have default values."""
     if theirs == wanted or key != "rope_parameters":

@@ -161,7 +161,8 @@ class Server(Remote):
         if not self.reason:
             log.warning("a %s server is down: %s", self._kind.name, reason)
             self._metrics.add("rollout/server_losses", 1.0)
-        while (self.is_renewed or self.state == "loading") and self._waits:
+        is_as_before = self.state == "proving" and self.versions[-1:] == [self._loaded]  # only the connection broke
+        while self.state in ("paused", "loading", "proving") and not is_as_before and self._waits:
             self._waits.pop().reschedule(0.0)
         self._enter("down", reason)
 
