@@ -113,8 +113,9 @@ class ServedEngine(Admission, RolloutEngine):
             while not self.fleet.answering() or (self.fleet.discovery is None and self.fleet.down()):
                 self.fleet.recover()
             infos, mixture = self.fleet.infos(), "num_experts" in hf_config
-            info = replace(shortest(infos), block_size=max(each.block_size or 0 for each in infos))
-            check_room(info, info.block_size, self._expected)
+            block_size = max(each.block_size or 0 for each in infos)
+            info = replace(shortest(infos), block_size=block_size)
+            check_room(info, block_size, self._expected)
             opened.pop_all()
         self.verifier = Verifier(
             config.verify, functions.score, info, dtype=config.dtype, mixture=mixture, prompts=probe_prompts
