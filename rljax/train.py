@@ -82,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
     run_dir = Path(config.run.dir)
     with caller_errors():
         check_engine(config.rollout)
-        if options.dry_run or not (config.run.resume or config.run.fork or saved_steps(run_dir)):
+        goes_on = saved_steps(run_dir) or config.run.fork or config.run.resume not in ("auto", "never")
+        if options.dry_run or not goes_on:
             config.check_start()
         if options.dry_run:
             describe_run(config, options)

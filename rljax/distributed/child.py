@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,8 @@ LONGEST = 1 << 20
 
 _PROGRAM = Path(__file__).with_name("child_program.py")
 _START_S, _STARTS = 60.0, 3  # A start may fail while memory is short.
+# OpenMP binds the first thread by these as soon as it is loaded, which LD_PRELOAD does in every process of vLLM.
+_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 _SHOWN = 2000  # characters of a child's text in a message
 _END_S = 0.2  # A process may end shortly after its connection.
 
@@ -65,6 +67,7 @@ class Child:
         *,
         longest: int = LONGEST,
         files: Sequence[int] = (),
+        processors: Collection[int] = (),
         on_unasked: Callable[[str], None] = lambda said: None,
     ):
         """Starts the process without waiting for it.
@@ -76,10 +79,12 @@ class Child:
           memory_gib: The memory limit of the process, in GiB. None: no limit.
           longest: The longest reply (bytes).
           files: The file descriptors that the process inherits.
+          processors: The processors that it may use, whatever OpenMP's variables say. Empty: those of this thread.
           on_unasked: A function that ``ask`` calls if the process sent something before the request, or a second reply
             to the request before it. The new process then gets the request. The argument says what happened.
         """
         self._title, self._files, self._longest, self._on_unasked = title, files, longest, on_unasked
+        self._processors = processors
         memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
         self._setup = pickle.dumps((sys.path, memory_bytes, program, pickle.dumps(settings)))
         self._lock = threading.Lock()
@@ -217,6 +222,10 @@ class Child:
         with self._lock:
             if self._stopped:
                 raise CancelledError
+            environment = dict(os.environ)
+            if self._processors:
+                for name in _BINDINGS:
+                    environment.pop(name, None)
             ours, theirs = socket.socketpair()
             self.frames, self._ready, self._last = Frames(ours, self._longest), False, None
             with theirs:
@@ -228,8 +237,11 @@ class Child:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,  # a person's code may print a gigabyte for each response
                     start_new_session=True,
+                    env=environment,
                 )
         with contextlib.suppress(OSError):  # Its end is noticed later.
+            if self._processors:
+                os.sched_setaffinity(self._process.pid, self._processors)
             self.frames.send(0, self._setup, _START_S)
 
 

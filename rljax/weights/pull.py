@@ -6,7 +6,6 @@ Servers of one machine call it side by side; the first one does the work. It nee
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import shutil
 import time
@@ -152,10 +151,8 @@ def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path)
         return {file: path for paths in pool.map(fetch, places) for file, path in paths.items()}
 
 
-def answer(frames: Frames, source: str, mirror: Path, processors: set[int]) -> None:
-    """Pulls the versions that the parent names, on any of ``processors``. A child process runs this program."""
-    if processors:
-        os.sched_setaffinity(0, processors)
+def answer(frames: Frames, source: str, mirror: Path) -> None:
+    """Pulls the versions that the parent names. A child process runs this program."""
 
     def take(name: str) -> Pulled:
         try:

@@ -128,8 +128,8 @@ class Pulls:
         self._user = claim(users / f"{os.getpid()}-{uuid.uuid4().hex}.json")  # containers may have equal ids
         # A worker of vLLM on a CPU is bound to a few processors, and waits there without leaving time to others.
         processors = os.sched_getaffinity(os.getppid()) if hasattr(os, "sched_getaffinity") else set()
-        settings = (source, self.mirror.root, processors)
-        self._start = functools.partial(Child, "pull", "rljax.weights.pull:answer", settings)
+        settings = (source, self.mirror.root)
+        self._start = functools.partial(Child, "pull", "rljax.weights.pull:answer", settings, processors=processors)
         self._child = self._start()
         self._thread = threading.Thread()  # asks for the pull of ``_name``
         self._name, self._result = "", Pulled()

@@ -205,6 +205,7 @@ def test_a_fork_may_not_be_of_other_data_or_of_no_checkpoint(uninterrupted, toy_
             ["--data.batch-size", "30000", "--run.dir", "{new}"],
             "a batch takes 30000 problems, but there are only 20000",
         ),
+        (["--optimizer.eps", "0", "--run.dir", "{new}"], "optimizer.eps must be above 0"),
         (["--run.resume", "nowhere", "--run.dir", "{new}"], "run.resume: nowhere holds no checkpoint"),
         (["--model.path", "{truncated}", "--run.dir", "{new}"], "model.safetensors cannot be read"),
         (["--model.path", "{other}"], "the checkpoint is of another model than"),

@@ -115,16 +115,24 @@ def test_another_pull_ends_the_one_that_runs(files, pulling):
 
 
 def test_a_pull_ends_with_its_server_and_takes_any_processor(files, pulling):
-    """vLLM binds a worker on a CPU. A pull there got no time on Linux 6.18 while its worker waited for messages."""
+    """vLLM binds a worker on a CPU. It also preloads an OpenMP that binds each process with this variable.
+
+    A pull there got no time on Linux 6.18 while its worker waited for messages.
+    """
     version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
     words = "import os, sys, time; from rljax.weights.worker import Pulls\n"
-    words += "os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\n"
-    words += "pulls = Pulls(*sys.argv[1:3]); pulls.begin(sys.argv[3]); time.sleep(600)"
+    words += "last = max(os.sched_getaffinity(0))\n"
+    words += "os.environ['GOMP_CPU_AFFINITY'] = str(last)\n"
+    words += "os.sched_setaffinity(0, {last})\n"
+    words += "pulls = Pulls(*sys.argv[1:3]); pulls.begin(sys.argv[3]); time.sleep(60)"
     named = [files.source, files.run_tag, version.path.name]
     with pulling.mirror.locked(), subprocess.Popen([sys.executable, "-c", words, *named]) as server:
         until(lambda: holders(pulling.mirror))
-        found = [os.sched_getaffinity(process) for process in holders(pulling.mirror)]
+        pullers = holders(pulling.mirror)
+        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pullers}
+        found = [os.sched_getaffinity(process) for process in pullers | parents]  # each parent starts its puller
         assert found == [os.sched_getaffinity(0)] * len(found)
+        assert not any(b"GOMP_CPU_AFFINITY" in Path(f"/proc/{pid}/environ").read_bytes() for pid in parents)
         server.kill()
         until(lambda: not holders(pulling.mirror))
 
