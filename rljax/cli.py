@@ -39,10 +39,6 @@ COMMANDS = {
     "accept": Command("rljax.commands.accept", "Checks a model and its vLLM server before a long run: is it right?"),
     "check": Command("rljax.commands.check", "Checks this machine, from driver and kernels to a training step."),
 }
-FORMER_COMMANDS = {
-    "bench-mismatch": "rljax compare --serve --model MODEL --scorer vllm:bfloat16 --lengths 32 256 (--help explains it)"
-}
-"""The commands that were removed, with the words to type instead."""
 USAGE = "usage: rljax COMMAND [words of the command]"
 COMPLETION = "--print-completion"
 SHELLS = ("bash", "zsh", "fish")
@@ -71,8 +67,6 @@ def find(name: str) -> Command:
     """Returns the command of this name. Raises ConfigError, with a suggestion, when there is none."""
     if name in COMMANDS:
         return COMMANDS[name]
-    if name in FORMER_COMMANDS:
-        raise ConfigError(f"the command {name} is gone: type {FORMER_COMMANDS[name]}")
     similar = difflib.get_close_matches(name, COMMANDS, n=1)
     advice = f"did you mean {similar[0]}?" if similar else f"commands: {', '.join(COMMANDS)}"
     raise ConfigError(f"unknown command {name}; {advice}")

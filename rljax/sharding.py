@@ -59,8 +59,8 @@ class MeshConfig:
     the number of experts. Use at most the devices of one node, because tokens travel over this axis in every block."""
     context: int = 1
     """Number of parts into which the tokens of a row are split, for long sequences. Weights are split over it, too.
-    Twice its size must divide the row length. Use at most the devices of one node, because keys and values travel over
-    this axis in every block."""
+    Its size must divide the row length. Use at most the devices of one node, because keys and values travel over this
+    axis in every block."""
     keep_gathered: bool = False
     """Gather the 16-bit weights over ``fsdp`` once a step and keep them, instead of twice in each micro-batch. This
     takes 2 bytes of each device's memory per parameter, divided by ``tp``."""
@@ -178,20 +178,6 @@ def put(tree: Any, sharding: Any) -> Any:
     if isinstance(sharding, NamedSharding):
         return jax.tree.map(lambda value: place(value, sharding), tree)
     return jax.tree.map(place, tree, sharding)
-
-
-_ALIGNMENT = 64  # bytes: a CPU device takes an array of the host without a copy if it begins at a multiple of them
-
-
-def zeros_to_put(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns a numpy array of zeros, to be filled and then given to ``put``.
-
-    A single CPU device uses the array's memory without a copy. So the array must not be written to after ``put``.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def fetch(tree: Any) -> Any:

@@ -26,11 +26,6 @@ _MODULE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 _FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+(\.\w+)*)", re.DOTALL)
 _OURS = os.path.join(os.path.dirname(__file__), "")
 _PYTHONS = sysconfig.get_path("stdlib")
-FOR_VERIFIERS = (
-    "the example verifiers_rollouts of the repository plays environments of verifiers for a run with "
-    "rollout.trajectories"
-)
-"""The remedy of a message to a user who names an environment of the package verifiers."""
 _LOOPS = threading.local()  # the runner of each thread
 _PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 

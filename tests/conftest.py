@@ -123,12 +123,12 @@ def toy_base() -> Path:
 @pytest.fixture(scope="session")
 def vllm_interpreter() -> str:
     """Returns the Python of the vLLM environment, or skips the test."""
-    from rljax.rollout.servers.vllm.server import vllm_python
+    from rljax.rollout.servers.process import environment_python
 
     if os.environ.get("RLJAX_SKIP_VLLM") == "1":
         pytest.skip("RLJAX_SKIP_VLLM=1")
     try:
-        return str(vllm_python())
+        return str(environment_python("vllm"))
     except RuntimeError:
         pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
 

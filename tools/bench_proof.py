@@ -29,8 +29,9 @@ from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.build import policy_functions
 from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.process import environment_python
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 from rljax.rollout.types import RolloutConfig
 
 SECONDS = ("publish/load_s", "publish/warm_s", "publish/probe_s", "publish/score_s", "publish/stall_s")
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)
     before = os.getloadavg()[0]
-    config = VllmConfig(options.model, str(vllm_python()), options.dtype, max_model_len=512)
+    config = VllmConfig(options.model, str(environment_python("vllm")), options.dtype, max_model_len=512)
     with start(config, timeout_s=900) as server:
         rounds = measure(server.url, options.model, options.dtype, options.publishes)
     for name in rounds[0]:

@@ -78,10 +78,10 @@ def hosts_of_slice() -> list[str]:
 
 def server_packages() -> Found:
     """Returns the versions of vLLM's TPU backend in the server's environment, or the reason why there are none."""
-    from rljax.rollout.servers.vllm.server import vllm_python
+    from rljax.rollout.servers.process import environment_python
 
     try:
-        python = vllm_python()
+        python = environment_python("vllm")
     except RuntimeError as error:
         return {"skipped": str(error)}
     words = "import importlib.metadata as m, json; print(json.dumps({n: m.version(n) for n in %s}))"
@@ -201,8 +201,9 @@ def sampled(
     from rljax.policy.score import make_scorer
     from rljax.record.token_dumps import after_prompts
     from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+    from rljax.rollout.servers.process import environment_python
     from rljax.rollout.servers.vllm.client import VllmBackend
-    from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
+    from rljax.rollout.servers.vllm.server import VllmConfig, start
     from rljax.rollout.types import RolloutConfig, SamplingParams
 
     policy, wide = read_config(model), jnp.dtype(dtype)
@@ -217,7 +218,7 @@ def sampled(
     longest = max(512, PROMPT + size.new_tokens)  # the probes of a publish are up to 512 tokens long
     config = VllmConfig(
         model=str(model),
-        python=str(vllm_python()),
+        python=str(environment_python("vllm")),
         dtype=dtype,
         max_model_len=longest,
         max_num_seqs=64,

@@ -19,8 +19,7 @@ on. Started again with the same OUT, the program measures the rows that have no 
 tokens in tokens-LENGTH.parquet.
 
 The exit status is 0 when every pair of columns passes, and 1 when a pair fails or is refused, or a row of --serve. It
-is 2 when an argument is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a
-server stops answering, the program still saves and reports the columns that are complete.
+is 2 when an argument is wrong or a server does not answer, and 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import functools
 import itertools
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ import numpy as np
 from tqdm import tqdm
 
 from rljax.compare.bench import REFERENCES, ROWS, Bench, BenchConfig, bench_rows, without_places
-from rljax.compare.distributions import Likeliest, compare_distributions, with_distributions
+from rljax.compare.distributions import compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
@@ -315,7 +315,6 @@ def main(argv: Sequence[str]) -> int:
 
 def run(options: CompareArguments) -> int:
     """Does the comparison in the directory OUT, which exists, and returns the exit status."""
-    stopped: KeyboardInterrupt | ConfigError | None = None
     with caller_errors():
         if options.model is not None:
             options = dataclasses.replace(options, model=model_directory(options.model))
@@ -334,32 +333,29 @@ def run(options: CompareArguments) -> int:
         check_logprobs(dump, set(dump.logprobs).intersection(options.columns or dump.logprobs))
     given = sorted(dump.logprobs) if options.columns is None else options.columns
     roles = named_roles({*dump.logprobs, *columns.values()}, options.trainer, options.rollout)
+    tokens, start = options.out / "tokens.parquet", dump
     try:
-        for more in scored(dump, jobs(dump, columns, options), options):
+        for more in scored(start, jobs(start, columns, options), options):
             dump = more
-            write_dump(options.out / "tokens.parquet", dump)
-    except (KeyboardInterrupt, ConfigError) as error:
-        stopped = error
+            write_dump(tokens, dump)
+    except (KeyboardInterrupt, ConfigError):
+        if dump is not start and len(dump.first_runs) > 1:
+            print(f"rljax compare {tokens} reports the columns that are complete", file=sys.stderr)
+        raise
     done = [column for column in columns.values() if column in dump.logprobs]
     names = [name for name in dict.fromkeys([*given, *done]) if not name.endswith(tuple(OTHER_RUNS.values()))]
-    if stopped is not None and len(names) < 2:
-        raise stopped
     with caller_errors():
         with_roles = dump.with_roles({name: roles[name] for name in names if name in roles})
         comparison = compare_columns(with_roles, names, same_weights=options.same_weights)
-    if stopped is None and options.distributions:
-        likeliest = Likeliest(dump, columns, options.top_k)
+    if options.distributions:
         with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
             how = {name: getattr(options, name) for name in ("temperature", "top_k")} | {"progress": bar.update}
-            pairs = compare_distributions(options.scorer, dump, options.model, **how, keep=likeliest)
-        dump = likeliest.added()
+            pairs = compare_distributions(options.scorer, dump, options.model, **how)
         comparison = dataclasses.replace(comparison, distributions=pairs)
-    write_dump(options.out / "tokens.parquet", dump)
+    write_dump(tokens, dump)
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
     (options.json or options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
     plot_comparison(comparison, options.picture or options.out / "report.png")
     print(to_text(comparison))
     print(f"written to {options.out}: report.md, report.json, report.png")
-    if stopped is not None:
-        raise stopped
     return 0 if comparison.passed else 1

@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from rljax.errors import ConfigError, caller_errors, import_for, print_end
-from rljax.mismatch.names import STEP_COLUMNS
 from rljax.record.lengths import LengthLog, read_lengths
 from rljax.record.rows import cell, finite_json, text_table
 from rljax.run.options import Positional, parse_arguments
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
-from rljax.schedule.neighbours import RateLaw, RuleOutcome, largest_ratio, neighbours_of, replay_rule
+from rljax.schedule.neighbours import RateLaw, RuleOutcome, neighbours_of, replay_rule
 
 SWEEP = {"ratio": (2.0, 2.5, 3.0, 3.5, 4.0), "window": (60, 80, 100, 150, 200), "persistence": (1, 3, 6, 9, 12)}
 FORMAT = 1  # the version of the JSON document
@@ -79,8 +78,6 @@ class Replay:
     path: Path  # the path of the log, as it was given
     log: LengthLog  # the lengths of the log
     outcomes: list[RuleOutcome]  # the outcome of each rule; the rule in use comes first
-    # The largest ratio with which the rule in use would have called, and the step of that call.
-    largest: tuple[float, int] | None
 
     @property
     def in_use(self) -> RuleOutcome:
@@ -98,11 +95,7 @@ def replay_log(path: Path, options: ReplayArguments) -> Replay:
     except ConfigError as error:
         named = str(error).startswith(str(path))
         raise ConfigError(error if named else f"{path}: {error}") from error
-    called, crossing = outcomes[0].surge_step, outcomes[0].crossing_step
-    if called is not None and crossing is not None:
-        return Replay(path, log, outcomes, (options.ratio, called))
-    config = dataclasses.replace(options.rule(), max_wait=None)
-    return Replay(path, log, outcomes, largest_ratio(log.lengths, log.truncated, config))
+    return Replay(path, log, outcomes)
 
 
 def verdict(outcome: RuleOutcome) -> str:
@@ -122,22 +115,12 @@ def run_note(result: Replay) -> str:
     return f"{result.path} has {count} runs: {result.log.column!r} is replayed; choose another with {others}"
 
 
-def step_note(log: LengthLog) -> str:
-    """Returns the end of the report's first line, which names the step column.
-
-    It is empty if the steps come from ``step`` and the log has no other known step column.
-    """
-    if log.step_column is None:
-        return ", each row with a length is a step"
-    others = set(STEP_COLUMNS).intersection(log.columns) - {log.step_column}
-    return f", steps by {log.step_column!r}" if others or log.step_column != "step" else ""
-
-
 def report(result: Replay) -> list[str]:
     """Returns the report of one log: the columns, the unused steps, the call, the changes of the rate, the rules."""
     log, outcome = result.log, result.in_use
     also = f", truncated fraction {log.truncated_column!r}" if log.truncated_column else ""
-    lines = [f"{len(log.lengths)} steps of {log.column!r}{also}{step_note(log)}"]
+    steps = "each row with a length is a step" if log.step_column is None else f"steps by {log.step_column!r}"
+    lines = [f"{len(log.lengths)} steps of {log.column!r}{also}, {steps}"]
     if outcome.ignored:
         lack = f"{outcome.ignored} of them have no finite, positive length"
         lines.append(f"{lack}: they count as steps, but are not used")
@@ -146,18 +129,17 @@ def report(result: Replay) -> list[str]:
     lines.append(verdict(outcome))
     if outcome.crossing_step is None:
         lines += near_misses(result)
-    shown = outcome.changes if len(outcome.changes) <= _MOST_CHANGES else outcome.changes[:_MOST_CHANGES]
-    for step, rate in shown:
+    for step, rate in outcome.changes[:_MOST_CHANGES]:
         after = " (after the end of the log)" if step > len(log.lengths) else ""
         lines.append(f"  from step {step:>5}: learning rate {rate:.6g}{after}")
-    if len(shown) < len(outcome.changes):
+    if len(outcome.changes) > _MOST_CHANGES:
         step, rate = outcome.changes[-1]
         lines.append(f"  and so on, down to {rate:.6g} at step {step}")
     return [*lines, "", text_table(rules_table(result))]
 
 
 def near_misses(result: Replay) -> list[str]:
-    """Returns lines about the length nearest to a call, the largest ratio that still calls, and the other rules."""
+    """Returns lines about the length nearest to a call, and about the other rules."""
     outcome, config = result.in_use, result.in_use.rule.config
     assert config is not None  # the rule in use has one
     level = outcome.nearest
@@ -169,10 +151,6 @@ def near_misses(result: Replay) -> list[str]:
         lines = [f"nearest: {where} ({level.smoothed:.5g} against {level.baseline:.5g}); a call needs {config.ratio:g}"]
         if level.ratio >= config.ratio:
             lines[0] += f" with the newest {config.persistence} lengths at {config.held_ratio:g} or more"
-    if result.largest:
-        lines.append(f"the largest ratio that would have called: {result.largest[0]:g}, at step {result.largest[1]}")
-    else:
-        lines.append(f"no ratio of {config.held_ratio:g} or more would have called")
     calls = [f"{one.rule.name} at step {one.surge_step}" for one in result.outcomes if one.crossing_step is not None]
     return [*lines, f"neighbour rules that would have called: {', '.join(calls) or 'none'}"]
 
@@ -181,10 +159,7 @@ def rules_table(result: Replay) -> list[list[str]]:
     """Returns the table of one log, a row for each rule; * marks the rules that equal the rule in use."""
     rows = [["rule", "called", "crossing since", "decay period", "first decay", "last rate", "nearest ratio"]]
     for one in result.outcomes:
-        mark = "* " if one.rule.config == result.in_use.rule.config and not one.rule.error else "  "
-        if one.rule.error:
-            rows.append([f"{mark}{one.rule.name}", *["-"] * 5, one.rule.error])
-            continue
+        mark = "* " if one.rule.config == result.in_use.rule.config else "  "
         first = one.changes[1][0] if len(one.changes) > 1 else None
         cells = [cell(value) for value in (one.surge_step, one.crossing_step, one.decay_period, first)]
         nearest = cell(one.nearest.ratio if one.nearest else None, ".3g")
@@ -208,8 +183,7 @@ def outcome_numbers(outcome: RuleOutcome) -> dict[str, Any]:
     config, level = outcome.rule.config, outcome.nearest
     return {
         "rule": outcome.rule.name,
-        "config": None if config is None or outcome.rule.error else dataclasses.asdict(config),
-        "error": outcome.rule.error,
+        "config": None if config is None else dataclasses.asdict(config),
         "surge_step": outcome.surge_step,
         "crossing_step": outcome.crossing_step,
         "decay_period": outcome.decay_period,
@@ -235,7 +209,6 @@ def log_numbers(result: Replay) -> dict[str, Any]:
         "truncated_fractions": log.truncated,
         "ratios": result.in_use.ratios,
         "learning_rates": list(result.in_use.rates),
-        "largest_ratio": result.largest and {"ratio": result.largest[0], "step": result.largest[1]},
         "rules": [outcome_numbers(outcome) for outcome in result.outcomes],
     }
 

@@ -123,7 +123,7 @@ def read_tokenizer(name: str | None, config: Config | None, facts: list[str]) ->
 
 def run_facts(run: Path) -> tuple[list[str], str]:
     """Returns sentences about a run, and its curves as SVG, which is empty if the run has no rows."""
-    from rljax.record.figure import SMOOTH, plot_grid, read_runs, with_turns  # matplotlib, only for runs
+    from rljax.record.figure import SMOOTH, plot_grid, read_runs  # matplotlib, only for runs
     from rljax.record.panel_style import svg_text
 
     if not (run / "metrics.jsonl").is_file() or not (run / "metrics.jsonl").stat().st_size:
@@ -132,7 +132,7 @@ def run_facts(run: Path) -> tuple[list[str], str]:
     surge, period = runs[0].last("schedule/surge_step"), runs[0].last("schedule/decay_period")
     called = f"The surge was called at step {surge}." if surge else "No surge was called."
     facts = [f"{len(runs[0].rows)} steps. {called}" + (f" The decay period is {period}." if period else "")]
-    return facts, svg_text(plot_grid(with_turns(CURVES, runs), runs, SMOOTH, title=" "))
+    return facts, svg_text(plot_grid(CURVES, runs, SMOOTH, title=" "))
 
 
 def correction_text(correction: CorrectionConfig) -> str:

@@ -11,10 +11,9 @@ outcome, "the rest". By the data processing inequality the KL over merged outcom
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +74,6 @@ def compare_distributions(
     temperature: float = 1.0,
     top_k: int = 20,
     progress: Callable[[int], object] = lambda count: None,
-    keep: Callable[[str, int, np.ndarray, TokenLogprobs], object] = lambda *found: None,
 ) -> list[DistributionPair]:
     """Compares every two of the scorers that know distributions. Other scorers are left out.
 
@@ -91,8 +89,6 @@ def compare_distributions(
       top_k: The number of likeliest tokens that a server returns, at most its --max-logprobs (20 by default). A smaller
         vocabulary of another scorer's model limits it.
       progress: A function that gets the number of newly compared sequences.
-      keep: A function, such as ``Likeliest``, that gets a scorer's spec, the index of a sequence, its response places,
-        and the distributions there.
 
     Raises:
       ValueError: Fewer than two specs know distributions, a server does not score the temperature, a scorer has no
@@ -109,49 +105,14 @@ def compare_distributions(
     columns: dict[tuple[str, str], list[np.ndarray]] = {pair: [] for pair in pairs}
     with contextlib.ExitStack() as stack:
         scorers = {spec: stack.enter_context(_open_scorer(spec, dump, model, temperature, top_k)) for spec in known}
-        for sequence, (ids, mask) in enumerate(zip(dump.token_ids, dump.response_mask, strict=True)):
+        for ids, mask in zip(dump.token_ids, dump.response_mask, strict=True):
             places = np.flatnonzero(mask[1:]) + 1
             if len(places):
                 rows = {spec: distributions_at(ids, places) for spec, distributions_at in scorers.items()}
                 for q, p in pairs:
                     columns[q, p].append(divergences(rows[p], rows[q]))
-                for spec, known_here in rows.items():
-                    keep(spec, sequence, places, known_here)
             progress(1)
     return [DistributionPair(q, p, whole[q] and whole[p], _summary(parts)) for (q, p), parts in columns.items()]
-
-
-class Likeliest:
-    """Adds each scorer's k likeliest tokens to a dump, and the entropy (nats) of a whole distribution.
-
-    The entropy comes from the first scorer that knows every token. ``names`` has the name of each spec's column.
-    """
-
-    def __init__(self, dump: TokenDump, names: Mapping[str, str], k: int) -> None:
-        self._dump, self._names, self._k, self._whole = dump, names, k, ""
-        self._columns: dict[str, tuple[np.ndarray, ...]] = {}
-
-    def __call__(self, spec: str, sequence: int, places: np.ndarray, known: TokenLogprobs) -> None:
-        """Adds the distributions of a sequence at its response tokens."""
-        k = min(self._k, known.logprobs.shape[1])
-        best = np.argsort(-known.logprobs, axis=1, kind="stable")[:, :k]
-        ids = best if known.ids is None else np.take_along_axis(known.ids, best, axis=1)
-        logprobs = np.take_along_axis(known.logprobs, best, axis=1)
-        self._column(f"top_ids/{self._names[spec]}", np.int32(-1), self._k)[sequence][places, :k] = ids
-        self._column(f"top_logprobs/{self._names[spec]}", np.float32(-np.inf), self._k)[sequence][places, :k] = logprobs
-        if known.ids is None and self._whole in ("", spec):
-            self._whole, wide = spec, known.logprobs.astype(np.float64)
-            entropy = -np.where(np.isneginf(wide), 0.0, np.exp(wide) * wide).sum(axis=1)
-            self._column("values/entropy", np.float32(np.nan))[sequence][places] = entropy
-
-    def _column(self, name: str, fill: np.generic, *shape: int) -> tuple[np.ndarray, ...]:
-        if name not in self._columns:
-            self._columns[name] = tuple(np.full((len(ids), *shape), fill) for ids in self._dump.token_ids)
-        return self._columns[name]
-
-    def added(self) -> TokenDump:
-        """Returns the dump with what was added so far."""
-        return dataclasses.replace(self._dump, columns={**self._dump.columns, **self._columns})
 
 
 def with_distributions(specs: Sequence[str]) -> list[str]:

@@ -7,9 +7,7 @@ names or those of TRL, verl, NeMo-RL, slime, Miles, tunix, Levanter and open-ins
 
 from __future__ import annotations
 
-import contextlib
 import os
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,13 +30,6 @@ _PRIME_RL_SOURCES = {
 }
 _PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt"}
 _HEADER = "rljax_tokens"
-_KINDS = {  # the first bytes of files that are named and not read
-    b"\x93NUMPY": "a NumPy array",
-    b"\x1f\x8b": "compressed with gzip: unpack it first",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
-    b"\x89HDF": "an HDF5 file",
-    b"ARROW1": "an Arrow file: write it as Parquet or JSONL",
-}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _NO_IDS = "text does not give the tokens back"
 _ADD = "rljax docs compare has the lines that write token ids and log-probabilities inside its process"
@@ -57,15 +48,15 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
         return _assemble(place, exported, _prime_rl_sequence, _PRIME_RL_SOURCES)
     if parts := sorted(place.glob("tokens_*.jsonl")) if place.is_dir() else []:
         return _read_generic(place, [_of_part(*line) for part in parts for line in _documents(part)])
-    kind = foreign_kind(place)
-    if not kind and place.is_dir():
-        raise ValueError(f"{place}: expected rank_*.jsonl of prime-rl's token export, or tokens_*.jsonl, found none")
-    start = b""
-    if not kind:
-        with place.open("rb") as file:
-            start = file.read(9)
-    if kind := kind or _unread_kind(place, start):
+    if kind := foreign_kind(place):
         raise ValueError(f"{place} is {kind}")
+    if place.is_dir():
+        raise ValueError(f"{place}: expected rank_*.jsonl of prime-rl's token export, or tokens_*.jsonl, found none")
+    with place.open("rb") as file:
+        start = file.read(4)
+    if place.suffix.lower() in _PICKLES or start.startswith((b"\x80", b"PK")):
+        refused = f"{place} is a pickle, or an archive that may hold one"
+        raise ValueError(f"{refused}: {_RUNS_CODE}, so it is not read; export JSONL from its process")
     if start.startswith(b"PAR1"):
         return _read_parquet(place)
     lines = _documents(place)
@@ -77,22 +68,6 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     if not {"choices", "outputs", "meta_info"}.isdisjoint(first) and "token_ids" not in first:
         return _assemble(place, _choices(lines), _reply_sequence, {"rollout": ColumnSource(role="rollout")})
     return _read_generic(place, lines)
-
-
-def _unread_kind(place: Path, start: bytes) -> str:
-    """Returns the kind of a file that is not read, for a message; empty for text and for an unknown kind."""
-    names = [""]
-    if start.startswith(b"PK\x03\x04"):
-        with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(place) as archive:
-            names = archive.namelist()
-    if names and all(name.endswith(".npy") for name in names):
-        arrays = ", ".join(name.removesuffix(".npy") for name in names)
-        return f"a NumPy archive (.npz) of the arrays {arrays!r:.80}, which have no agreed meaning: write them as JSONL"
-    if place.suffix.lower() in _PICKLES or start.startswith((b"\x80", b"PK\x03\x04")):
-        return f"a pickle (torch.save writes these): {_RUNS_CODE}, so it is not read; export JSONL from its process"
-    if start[8:9] == b"{" and b"\0" in start[:8]:
-        return "a safetensors file: write its tensors as JSONL"
-    return next((kind for magic, kind in _KINDS.items() if start.startswith(magic)), "")
 
 
 def _documents(place: Path) -> list[Line]:

@@ -22,7 +22,6 @@ from rljax.data.files import CHAT_TOOLS, Problem, Tally, answered_rows, prompt_t
 from rljax.data.forms import OwnKeys
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
-from rljax.user_code import FOR_VERIFIERS
 
 ChatTemplate = bool | Literal["auto"]
 DATA_SEED = 0
@@ -128,8 +127,6 @@ class DataConfig(ProblemsConfig):
     def _check_task(self) -> None:
         """Raises ValueError for a task of unknown kind, and for settings that do not belong to its kind."""
         is_gym = bool(gym.task_names(self.task))
-        if self.task == "verifiers":
-            raise ValueError(f"task = verifiers is no task: {FOR_VERIFIERS}")
         if self.task not in (*TOYS, "file") and not is_gym:
             known = f"{', '.join(TOYS)}, file or {gym.PREFIX}NAME"
             raise ValueError(f"task must be {known}, got {self.task!r}")

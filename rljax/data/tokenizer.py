@@ -29,11 +29,6 @@ _NO_ID = 2**32 - 1  # an id that no vocabulary has; it marks the place of a text
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
-# A printed byte is written as its own character. The other bytes, in order, are the characters from 256 on.
-_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
-_OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
-_BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-
 
 class Tokenizer:
     """A tokenizer that converts text to token ids and back.
@@ -99,12 +94,12 @@ class Tokenizer:
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the text of each token by itself; an id without a token gives "".
 
-        Special tokens have their names. Bytes that are not whole characters are written as ``\\xe2``.
+        Special tokens have their names. A token that is a part of a character gives the replacement character.
         """
-        special = {key: token.content for key, token in self._tokenizer.get_added_tokens_decoder().items()}
-        is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
-        write = _text_of_bytes if is_byte_level else lambda name: name.replace("\u2581", " ")
-        return [special.get(token) or write(self._tokenizer.id_to_token(token) or "") for token in token_ids]
+        if isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
+            return [self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
+        # The decoder of other tokenizers would drop the space before a word.
+        return [(self._tokenizer.id_to_token(token) or "").replace("\u2581", " ") for token in token_ids]
 
     @property
     def has_chat_template(self) -> bool:
@@ -235,14 +230,6 @@ def _render(chat: list[dict[str, Any]], template: str, arguments: Mapping[str, A
 
     rendered: Any = render_jinja_template([chat], chat_template=template, **arguments)  # and the places of answers
     return str(rendered[0][0])
-
-
-def _text_of_bytes(token: str) -> str:
-    """Returns the text of a byte-level token. An added token with other characters is returned unchanged."""
-    try:
-        return bytes(map(_BYTES.__getitem__, token)).decode("utf-8", "backslashreplace")
-    except KeyError:
-        return token
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

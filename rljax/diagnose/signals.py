@@ -72,7 +72,8 @@ class Log:
 
 def names_of(project: str) -> dict[str, tuple[str, ...]]:
     """Returns the names under which a project logs each signal, the best first, by the name of the signal."""
-    table = [(one.ours, (one.name,)) for one in NAME_TABLE if one.framework == project and one.ours in MISMATCH]
+    metrics = NAME_TABLE.get(project, ())
+    table = [(ours, (name,)) for name, _, ours in metrics if isinstance(ours, str) and ours in MISMATCH]
     table += [(name, (f"mismatch/{name}",)) for name in MISMATCH if project == "rljax"]
     known: dict[str, tuple[str, ...]] = {}
     for signal, names in (*table, *SIGNAL_NAMES[project].items()):

@@ -93,9 +93,6 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
 
     Raises ValueError if there are fewer than two columns, or a number is above 0.
     """
-    if len(dump.first_runs) < 2:
-        names = dump.first_runs
-        raise ValueError(f"a diagnosis needs two columns of log-probabilities, got {names}: add one with rljax compare")
     sides = choose_pair(dump)
     check_logprobs(dump, sides)
     pair = TokenPair(dump, *sides)

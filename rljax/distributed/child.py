@@ -47,10 +47,6 @@ class LostError(Exception):
     """An error of a child that was replaced during a request. The message says how the child ended."""
 
 
-class NotSentError(Exception):
-    """An error of a request that cannot be sent to a child, for example because it cannot be pickled."""
-
-
 class Child:
     """A process that answers requests. It is replaced if it dies, is too slow, or sends something unasked.
 
@@ -100,14 +96,10 @@ class Child:
         Raises:
           TimeoutError: There is no reply within ``limit_s``. The process is replaced.
           LostError: The process died or sent something else. It is replaced.
-          NotSentError: The request cannot be sent.
           RuntimeError: No process can be started.
         """
         self.wait_until_ready()
-        try:
-            body = pickle.dumps((request, limit_s))
-        except Exception as error:  # pickling runs a person's code
-            raise NotSentError(describe(error)) from error
+        body = pickle.dumps((request, limit_s))
         last, self._last = self._last, new_number()
         deadline = time.monotonic() + limit_s
         try:

@@ -9,26 +9,10 @@ tokens, <.> is the mean over tokens, and mean_i is the mean over sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rljax.mismatch.statistics import Statistics
-
-
-@dataclass(frozen=True)
-class ForeignMetric:
-    """One metric of another framework."""
-
-    framework: str  # one of FRAMEWORKS
-    name: str  # the key under which the framework logs the metric
-    formula: str  # the formula in the notation of this module
-    value: str | Callable[[Statistics], Any]  # our metric with exactly this value, or a function from our statistics
-
-    @property
-    def ours(self) -> str | None:
-        """The name of our metric with exactly this value, or None."""
-        return self.value if isinstance(self.value, str) else None
 
 
 def _mean(term: str) -> Callable[[Statistics], Any]:
@@ -62,7 +46,7 @@ def _largest_ratio(statistics: Statistics) -> Any:
 
 
 _STD = "standard deviation (n - 1) over tokens of abs({})"
-_ROWS: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]] = {
+NAME_TABLE: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]] = {
     "verl": (
         ("rollout_corr/kl", "<-lr>", "kl"),
         ("rollout_corr/k3_kl", "<exp(lr) - lr - 1>", "k3_kl"),
@@ -122,10 +106,7 @@ _ROWS: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]]
         ("bit_wise/ratio_tokens_different/mean", "share of tokens with abs(lr) > 1e-6", _mean("different_count")),
     ),
 }
-"""The name, formula and value of each metric of each framework."""
-
-NAME_TABLE = tuple(ForeignMetric(framework, *row) for framework, rows in _ROWS.items() for row in rows)
-"""Every known metric of every framework."""
+"""The name and formula of each metric of each framework, and our metric or a function from our statistics."""
 
 PUBLISHED_BARS: dict[tuple[str, str], float] = {
     ("nemo_rl", "token_mult_prob_error"): 1.05,
@@ -138,7 +119,7 @@ NeMo-RL uses its limit in functional tests and to trigger dumps, prime-rl in its
 and slime in its CI.
 """
 
-FRAMEWORKS = tuple(_ROWS)
+FRAMEWORKS = tuple(NAME_TABLE)
 """The frameworks of the table."""
 
 _SIGNALS = """
@@ -270,5 +251,6 @@ def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
     ours = finalize_mismatch(statistics)
-    values = {name: ours[value] if isinstance(value, str) else value(statistics) for name, _, value in _ROWS[framework]}
+    table = NAME_TABLE[framework]
+    values = {name: ours[value] if isinstance(value, str) else value(statistics) for name, _, value in table}
     return scalars(statistics.xp, values)

@@ -57,7 +57,7 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     config = settle_prefixes(config, policy, says=False)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
-    lines = _batch(config) | _model(config, policy, mesh) | _sampling(config, sizes)
+    lines = _batch(config) | _model(config, policy, mesh)
     demands, decoding = find_demands(config, policy, mesh, card)
     if decoding is not None:
         lines["decoding"] = (
@@ -265,14 +265,3 @@ def _model(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, str]:
         **adapters,
         "mesh": f"{shape} = {devices} device{'s' * (devices > 1)}{more}",
     }
-
-
-def _sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> dict[str, str]:
-    """Describes the bytes on a device while servers sample there, from ``planned_bytes``; {} without such servers."""
-    if not config.rollout.colocated:
-        return {}
-    of_state = [sizes[name][1] for name in ("masters", "adapters", "moments") if name in sizes]
-    frozen = ("base", "merged", "policy")  # weights under adapters, merged weights, a reference policy
-    others = sum(part for name, (_, part) in sizes.items() if name.endswith(frozen))
-    waiting = f"{in_units(sum(of_state))} of state" + (f" and {in_units(others)} of weights" if others else "")
-    return {"while servers sample": f"0 B of the trainer on each device; {waiting} wait in the host's memory"}

@@ -24,9 +24,8 @@ from rljax.policy.cudnn import CAPABILITY, CUDNN
 from rljax.policy.delta_net import CHUNK
 from rljax.policy.experts import round_size
 from rljax.policy.families import blocks_of
-from rljax.policy.flash import block_attention
 from rljax.policy.head import are_few_logits, vocabulary_chunks
-from rljax.policy.kernels import Kernels, exchanges_heads, is_one_cpu
+from rljax.policy.kernels import Kernels, is_one_cpu
 from rljax.policy.lora import TrainedParams
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.config import Config
@@ -64,10 +63,6 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     gradients = sum(jax.tree.leaves(sizes)) * itemsize
     places = local_rows * tokens
     block = gradients + block_bytes(part, places, itemsize)
-    if not exchanges_heads(policy, mesh):
-        # Keys and values that the devices of a row gather, two copies, and their float32 gradients.
-        gathered = places * mesh.shape["context"] * 2 * part.num_kv_heads * part.head_dim
-        block += gathered * (2 * itemsize + _FLOAT32)
     if policy.num_experts:
         block += experts_bytes(part, places, mesh.shape["expert"], itemsize)
     scored = local_rows * (flat_rows(config, tokens) or tokens)  # the head sees only responses where prompts are shared
@@ -126,8 +121,6 @@ def planned_attention(config: Config, policy: PolicyConfig, mesh: Any) -> Packed
     """
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else HOPPER
     asked, dtype = config.policy.attention, config.precision.compute_dtype
-    if not exchanges_heads(policy, mesh):
-        return block_attention
     if asked == "splash" or find_implementation(asked, device, dtype, policy.head_dim) != "cudnn":
         return packed_attention
     return choose_attention(asked, device, dtype, policy.head_dim, trees=shares_prefixes(config))

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import AttentionName, choose_kernel
-from rljax.policy.context import device_heads, exchange_back, exchange_heads, heads_of_device
+from rljax.policy.context import device_heads, exchange_back, exchange_heads
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
-from rljax.policy.flash import BLOCKS, Ends, KeyBlocks, Queries, block_attention, ends_axes, head_axes
+from rljax.policy.flash import BLOCKS, Ends, KeyBlocks, Queries, block_attention, head_axes
 from rljax.policy.splash import LANES, splash_attention
 from rljax.sharding import axis_size, on_each_device
 
@@ -78,21 +78,17 @@ def attention_of_parts(
 ) -> Queries:
     """Computes attention of folded rows (``context.fold``). ``parts`` devices share each whole row.
 
-    The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. Where
-    ``heads_of_device`` is None, ``block_attention`` over gathered keys replaces the kernel. It also replaces
-    ``packed_attention`` if devices would compute heads of zeros. ``ends`` belong to the whole rows.
+    The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. ``ends`` belong to
+    the whole rows, which each of the devices has.
     """
-    num_heads, kv_heads = device_heads(q.shape[2], k.shape[2], axis_size("act_heads"))
-    of_one = heads_of_device(parts, num_heads, kv_heads)
-    if of_one is None or (of_one * parts != num_heads and kernel is packed_attention):
-        return block_attention(q, k, v, ends, parts=parts)
+    num_heads, _ = device_heads(q.shape[2], k.shape[2], axis_size("act_heads"))
     heads = head_axes(k)
 
     def of_device(q: Array, k: Array, v: Array, ends: Array) -> tuple[Array]:
         out = kernel(*exchange_heads(q, k, v, parts), ends)
         return (exchange_back(out, parts, num_heads),)
 
-    run = on_each_device(of_device, (heads, heads, heads, ends_axes(parts)), (heads,), rows=q.shape[0])
+    run = on_each_device(of_device, (heads, heads, heads, ("batch_rows", "tokens")), (heads,), rows=q.shape[0])
     return run(q, k, v, ends)[0]
 
 

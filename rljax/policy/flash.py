@@ -4,9 +4,6 @@ This is FlashAttention-2 (arXiv 2307.08691) as a scan over the pairs (query bloc
 without a query that sees a key is skipped. Softmax is computed online. The backward pass recomputes the probabilities
 from the saved log-sum-exp. Scores, softmax and sums are float32. Probabilities and their cotangents are rounded to the
 dtype of the inputs before a product. The number of pairs is static, so that a compiled program shows its FLOPs.
-
-Devices that share a row (``rljax.policy.context``) each have the queries of two pieces of it. They gather its keys and
-values, and scan over the pairs of their own queries. Each device has the same number of pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.policy.context import gather_keys, own_pairs, scatter_keys, zigzag_blocks
 from rljax.sharding import axis_size, on_each_device
 
 BLOCKS = (512, 256, 128)
@@ -44,13 +40,13 @@ Ends = Int[Array, "b t"]
 
 
 class Blocks(NamedTuple):
-    """One row in n blocks of b tokens, on one device.
+    """One row in n blocks of b tokens.
 
-    The device has the queries of m blocks. Each of the g key-value heads has r query heads. A head has k features. The
-    query at i sees the key at j <= i if i < ends[j].
+    Each of the g key-value heads has r query heads. A head has k features. The query at i sees the key at j <= i if
+    i < ends[j].
     """
 
-    q: Float[Array, "m g r*b k"]
+    q: Float[Array, "n g r*b k"]
     k: Float[Array, "n g b k"]
     v: Float[Array, "n g b k"]
     ends: Int[Array, "n b"]
@@ -61,19 +57,9 @@ def block_size(t: int) -> int:
     return next((size for size in BLOCKS if -(-t // size) >= FEWEST), BLOCKS[-1])
 
 
-def block_pairs(n: int, parts: int = 1) -> Int[np.ndarray, "parts pairs 3"]:
-    """Returns each device's pairs of a query block and a key block of a row of ``n`` blocks, on or below the diagonal.
-
-    Each pair is (the index of the query block on the device, the query block, the key block). With several parts, which
-    share the row, ``n`` is a multiple of 2 * ``parts``.
-    """
-    if parts == 1:
-        queries, keys = np.tril_indices(n)
-        return np.stack([queries, queries, keys], axis=1).astype(np.int32)[None]
-    size = n // (2 * parts)
-    own = (zigzag_blocks(parts)[:, :, None] * size + np.arange(size)).reshape(parts, -1)
-    of_device = ([(place, i, j) for place, i in enumerate(blocks) for j in range(i + 1)] for blocks in own.tolist())
-    return np.asarray([*of_device], np.int32)
+def block_pairs(n: int) -> Int[np.ndarray, "pairs 2"]:
+    """Returns the pairs (query block, key block) of a row of ``n`` blocks that are on or below the diagonal."""
+    return np.stack(np.tril_indices(n), axis=1).astype(np.int32)
 
 
 def seen_blocks(ends: Int[Array, "n b"]) -> Bool[Array, "n n"]:
@@ -82,31 +68,12 @@ def seen_blocks(ends: Int[Array, "n b"]) -> Bool[Array, "n n"]:
     return jnp.arange(n)[:, None] * block < jnp.max(ends, axis=1)[None, :]
 
 
-def pad_rows(block: int, *arrays: Array, pieces: int = 1) -> list[Array]:
-    """Pads arrays [b, t, ...] with zeros, so that each of ``pieces`` equal pieces of t is a multiple of ``block``."""
-    missing = -(arrays[0].shape[1] // pieces) % block
-
-    def pad(x: Array) -> Array:
-        split = x.reshape(x.shape[0], pieces, -1, *x.shape[2:])
-        padded = jnp.pad(split, [(0, 0), (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
-        return padded.reshape(x.shape[0], -1, *x.shape[2:])
-
-    return [pad(x) for x in arrays] if missing else list(arrays)
-
-
-def pad_ends(block: int, ends: Ends, pieces: int = 1) -> Ends:
-    """Pads ``ends`` like ``pad_rows``, and shifts the indices in it accordingly."""
-    size = ends.shape[1] // pieces
-    last = ends - 1
-    moved = jnp.where(ends > 0, ends + last // size * (-size % block), 0)
-    return pad_rows(block, moved, pieces=pieces)[0]
-
-
-def unpad_rows(x: Array, t: int, pieces: int = 1) -> Array:
-    """Reverses ``pad_rows`` for an array [b, ...] that had ``t`` tokens."""
-    if x.shape[1] == t:
-        return x
-    return x.reshape(x.shape[0], pieces, -1, *x.shape[2:])[:, :, : t // pieces].reshape(x.shape[0], t, *x.shape[2:])
+def pad_rows(block: int, *arrays: Array) -> list[Array]:
+    """Pads arrays [b, t, ...] with zeros, so that t is a multiple of ``block``."""
+    missing = -arrays[0].shape[1] % block
+    if not missing:
+        return list(arrays)
+    return [jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) for x in arrays]
 
 
 def head_axes(k: Float[Array, "b t g k"]) -> tuple[str | None, ...]:
@@ -114,59 +81,42 @@ def head_axes(k: Float[Array, "b t g k"]) -> tuple[str | None, ...]:
     return ("rows", "tokens", "act_heads" if k.shape[2] % axis_size("act_heads") == 0 else None, "head_dim")
 
 
-def ends_axes(parts: int) -> tuple[str | None, ...]:
-    """Returns the logical axes of ``Ends``: each of the ``parts`` devices that share a row has all of them."""
-    return ("rows" if parts == 1 else "batch_rows", "tokens")
-
-
-def block_attention(
-    q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends, *, block: int | None = None, parts: int = 1
-) -> Queries:
+def block_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends, *, block: int | None = None) -> Queries:
     """Computes attention along each path: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     It needs memory for the inputs in float32 and for one pair of blocks of ``block`` tokens (None: ``block_size``),
-    never for t * t scores. On the mesh of the context each device computes its own rows and heads. If ``parts`` devices
-    share a row, queries, keys and values are folded (``context.fold``), but the ends are of whole rows.
+    never for t * t scores. On the mesh of the context each device computes its own rows and heads.
     """
-    t, pieces = q.shape[1], 1 if parts == 1 else 2
-    block = block or block_size(t * parts)
-    q, k, v = pad_rows(block, q, k, v, pieces=pieces)
-    ends = pad_ends(block, ends, pieces * parts)
-    return unpad_rows(_attention(q, k, v, ends, block, parts), t, pieces)
+    t = q.shape[1]
+    block = block or block_size(t)
+    return _attention(*pad_rows(block, q, k, v, ends), block)[:, :t]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q: Array, k: Array, v: Array, ends: Array, block: int, parts: int) -> Array:
-    return _attention_fwd(q, k, v, ends, block, parts)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q: Array, k: Array, v: Array, ends: Array, block: int) -> Array:
+    return _attention_fwd(q, k, v, ends, block)[0]
 
 
-def _attention_fwd(
-    q: Array, k: Array, v: Array, ends: Array, block: int, parts: int
-) -> tuple[Array, tuple[Array, ...]]:
+def _attention_fwd(q: Array, k: Array, v: Array, ends: Array, block: int) -> tuple[Array, tuple[Array, ...]]:
     """Computes the output [b, t, h, k], and saves it with the log-sum-exp, float32 [b, t, h, 1]."""
     heads = head_axes(k)
 
-    def of_device(q: Array, k: Array, v: Array, ends: Array) -> tuple[Array, Array]:
-        pairs = own_pairs(block_pairs(ends.shape[1] // block, parts))
-        rows = (q, *gather_keys(k, v, parts), ends)
-        return lax.map(lambda row: _row_forward(row, block, pairs), rows)
+    def of_device(*rows: Array) -> tuple[Array, Array]:
+        return lax.map(lambda row: _row_forward(row, block), rows)
 
-    run = on_each_device(of_device, (heads, heads, heads, ends_axes(parts)), (heads, heads), rows=q.shape[0])
+    run = on_each_device(of_device, (heads, heads, heads, ("rows", "tokens")), (heads, heads), rows=q.shape[0])
     out, lse = run(q, k, v, ends)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, (q, k, v, ends, out, lse)
 
 
-def _attention_bwd(block: int, parts: int, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+def _attention_bwd(block: int, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
     heads = head_axes(saved[1])
 
-    def of_device(q: Array, k: Array, v: Array, ends: Array, *of_output: Array) -> Triple:
-        pairs = own_pairs(block_pairs(ends.shape[1] // block, parts))
-        rows = (q, *gather_keys(k, v, parts), ends, *of_output)
-        d_q, d_k, d_v = lax.map(lambda row: _row_backward(row, block, pairs), rows)
-        return d_q, *scatter_keys(d_k, d_v, parts)
+    def of_device(*rows: Array) -> Triple:
+        return lax.map(lambda row: _row_backward(row, block), rows)
 
-    axes = (heads, heads, heads, ends_axes(parts), heads, heads, heads)
+    axes = (heads, heads, heads, ("rows", "tokens"), heads, heads, heads)
     run = on_each_device(of_device, axes, (heads, heads, heads), rows=d_out.shape[0])
     return *run(*saved, d_out), None
 
@@ -174,35 +124,32 @@ def _attention_bwd(block: int, parts: int, saved: tuple[Array, ...], d_out: Arra
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _row_forward(arrays: tuple[Array, ...], block: int, pairs: Array) -> tuple[Array, Array]:
-    """Computes the output [t, h, k] and the log-sum-exp [t, h, 1] from (q, k, v, ends) of a row.
-
-    ``pairs`` are the device's own pairs of blocks from ``block_pairs``.
-    """
+def _row_forward(arrays: tuple[Array, ...], block: int) -> tuple[Array, Array]:
+    """Computes the output [t, h, k] and the log-sum-exp [t, h, 1] from (q, k, v, ends) of a row."""
     q, k, v, ends = arrays
     row = _in_blocks(q, k, v, ends, block)
     n, g, rb, d = row.q.shape
     seen = seen_blocks(row.ends)
 
-    def add_pair(state: Triple, place: Array, i: Array, j: Array) -> Triple:
-        top, total, out = (_get(x, place) for x in state)
-        scores, mask = _scores(row, place, i, j)
+    def add_pair(state: Triple, i: Array, j: Array) -> Triple:
+        top, total, out = (_get(x, i) for x in state)
+        scores, mask = _scores(row, i, j)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         p = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(p, axis=-1)
         out = out * shrink[..., None] + _dot(p.astype(v.dtype), _get(row.v, j), 2, 1)
-        return _put(state[0], new_top, place), _put(state[1], total, place), _put(state[2], out, place)
+        return _put(state[0], new_top, i), _put(state[1], total, i), _put(state[2], out, i)
 
     zeros = jnp.zeros((n, g, rb), jnp.float32)
     start = (jnp.full_like(zeros, _MASKED), zeros, jnp.zeros((n, g, rb, d), jnp.float32))
-    top, total, out = _over_pairs(add_pair, start, seen, pairs)
+    top, total, out = _over_pairs(add_pair, start, seen)
     total = jnp.where(total > 0, total, 1.0)  # padding: no key, output 0
     out = (out / total[..., None]).astype(q.dtype)
     return _in_tokens(out, q.shape[1]), _in_tokens((top + jnp.log(total))[..., None], q.shape[1])
 
 
-def _row_backward(arrays: tuple[Array, ...], block: int, pairs: Array) -> Triple:
+def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
     """Computes the gradients of q, k and v from (q, k, v, ends, output, log-sum-exp, d output) of a row."""
     q, k, v, ends, out, lse, d_out = arrays
     row = _in_blocks(q, k, v, ends, block)
@@ -213,19 +160,19 @@ def _row_backward(arrays: tuple[Array, ...], block: int, pairs: Array) -> Triple
     seen = seen_blocks(row.ends)
     shift = FLOAT16_SHIFT if q.dtype == jnp.float16 else 1.0
 
-    def add_pair(grads: Triple, place: Array, i: Array, j: Array) -> Triple:
-        scores, mask = _scores(row, place, i, j)
-        p = jnp.where(mask, jnp.exp(scores - _get(lse_of, place)), 0.0)
-        dp = _dot(_get(d_out_of, place), _get(row.v, j), 2, 2)
-        ds = (p * (dp - _get(mean_of, place)) * shift).astype(q.dtype)
+    def add_pair(grads: Triple, i: Array, j: Array) -> Triple:
+        scores, mask = _scores(row, i, j)
+        p = jnp.where(mask, jnp.exp(scores - _get(lse_of, i)), 0.0)
+        dp = _dot(_get(d_out_of, i), _get(row.v, j), 2, 2)
+        ds = (p * (dp - _get(mean_of, i)) * shift).astype(q.dtype)
         dq, dk, dv = grads
-        dq = _put(dq, _get(dq, place) + _dot(ds, _get(row.k, j), 2, 1), place)
-        dk = _put(dk, _get(dk, j) + _dot(ds, _get(row.q, place), 1, 1), j)
-        dv = _put(dv, _get(dv, j) + _dot(p.astype(v.dtype), _get(d_out_of, place), 1, 1), j)
+        dq = _put(dq, _get(dq, i) + _dot(ds, _get(row.k, j), 2, 1), i)
+        dk = _put(dk, _get(dk, j) + _dot(ds, _get(row.q, i), 1, 1), j)
+        dv = _put(dv, _get(dv, j) + _dot(p.astype(v.dtype), _get(d_out_of, i), 1, 1), j)
         return dq, dk, dv
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (row.q, row.k, row.v))
-    dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), seen, pairs)
+    dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), seen)
     scale = d**-0.5 / shift
     return (
         _in_tokens((dq * scale).astype(q.dtype), q.shape[1]),
@@ -234,28 +181,25 @@ def _row_backward(arrays: tuple[Array, ...], block: int, pairs: Array) -> Triple
     )
 
 
-def _over_pairs(add_pair: Any, start: Triple, seen: Bool[Array, "n n"], pairs: Int[Array, "pairs 3"]) -> Triple:
-    """Folds ``add_pair(state, *pair)`` over the pairs that ``seen_blocks`` marks. The state is updated in place."""
+def _over_pairs(add_pair: Any, start: Triple, seen: Bool[Array, "n n"]) -> Triple:
+    """Folds ``add_pair(state, i, j)`` over the pairs that ``seen_blocks`` marks. The state is updated in place."""
 
     def body(state: Triple, pair: Array) -> tuple[Triple, None]:
-        place, i, j = pair[0], pair[1], pair[2]
-        return lax.cond(seen[i, j], lambda state: add_pair(state, place, i, j), lambda state: state, state), None
+        i, j = pair[0], pair[1]
+        return lax.cond(seen[i, j], lambda state: add_pair(state, i, j), lambda state: state, state), None
 
-    return lax.scan(body, start, pairs)[0]
+    return lax.scan(body, start, jnp.asarray(block_pairs(seen.shape[0])))[0]
 
 
-def _scores(row: Blocks, where: Array, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], Bool[Array, "1 r*b b"]]:
-    """Computes the scaled and masked scores of query block i and key block j, and the mask.
-
-    ``where`` is the index of the query block among the blocks of this device.
-    """
+def _scores(row: Blocks, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], Bool[Array, "1 r*b b"]]:
+    """Computes the scaled and masked scores of query block i and key block j, and the mask."""
     block, d = row.ends.shape[1], row.q.shape[-1]
     place = jnp.arange(block)
     mask = (i * block + place[:, None] < _get(row.ends, j)[None, :]) & (
         (i - j) * block + place[:, None] >= place[None, :]
     )
     mask = jnp.tile(mask, (row.q.shape[2] // block, 1))[None]
-    scores = _dot(_get(row.q, where), _get(row.k, j), 2, 2) * d**-0.5
+    scores = _dot(_get(row.q, i), _get(row.k, j), 2, 2) * d**-0.5
     return jnp.where(mask, scores, _MASKED), mask
 
 

@@ -36,22 +36,18 @@ limit is small."""
 
 
 def check_mesh(config: PolicyConfig, mesh: Any) -> None:
-    """Raises ValueError if a mesh, which may have no devices, does not divide the experts, or the heads with states."""
+    """Raises ValueError if a mesh, which may have no devices, does not divide the experts or the heads."""
     for axis, name in (("expert", "num_experts"), ("tp", "expert_size")):
         if config.num_experts and getattr(config, name) % mesh.shape[axis]:
             raise ValueError(f"mesh.{axis} = {mesh.shape[axis]} must divide {name} = {getattr(config, name)}")
     if not config.num_experts and mesh.shape["expert"] > 1:
         raise ValueError(f"mesh.expert = {mesh.shape['expert']} is for a mixture of experts; this policy is dense")
     parts, heads = mesh.shape["context"], state_heads(config)
+    # This call refuses a number of devices that cannot exchange tokens for heads.
+    heads_of_device(parts, *device_heads(config.num_heads, config.num_kv_heads, mesh.shape["tp"]))
     if parts > 1 and heads % (parts * mesh.shape["tp"]):
         said = f"mesh.context x mesh.tp = {parts} x {mesh.shape['tp']} must divide the {heads} heads"
         raise ValueError(f"{said} whose state a {config.family} policy passes from token to token")
-
-
-def exchanges_heads(config: PolicyConfig, mesh: Any) -> bool:
-    """Returns whether devices that share a row can each compute whole rows of some heads."""
-    heads = device_heads(config.num_heads, config.num_kv_heads, mesh.shape["tp"])
-    return heads_of_device(mesh.shape["context"], *heads) is not None
 
 
 def is_one_cpu(mesh: Any) -> bool:
@@ -72,11 +68,6 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     check_mesh(config, mesh)
     device = mesh.devices.flat[0]
     parts = mesh.shape["context"]
-    if options.attention in ("cudnn", "splash") and not exchanges_heads(config, mesh):
-        raise ValueError(
-            f"policy.attention = {options.attention}: mesh.context = {parts} must divide the key-value heads of a "
-            "device, or be at least their number; set policy.attention to auto"
-        )
     attention, of_trees = (
         choose_attention(options.attention, device, dtype, config.head_dim, parts, trees=trees)
         for trees in (False, True)

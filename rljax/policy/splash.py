@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.policy.flash import OUT_NAME, Ends, KeyBlocks, Queries, Triple, head_axes, pad_ends, pad_rows, seen_blocks
+from rljax.policy.flash import OUT_NAME, Ends, KeyBlocks, Queries, Triple, head_axes, pad_rows, seen_blocks
 from rljax.policy.levels import join_levels, two_levels
 from rljax.sharding import on_each_device
 
@@ -49,7 +49,7 @@ def splash_attention(
     """
     t = q.shape[1]
     block = block or min(_BLOCK, -(-t // LANES) * LANES)
-    arrays = (*pad_rows(block, q, k, v), pad_ends(block, ends))
+    arrays = pad_rows(block, q, k, v, ends)
     heads = head_axes(k)
 
     def of_row(q: Array, k: Array, v: Array, ends: Array) -> Float[Array, "t h k"]:

@@ -1,4 +1,4 @@
-"""The facts of a token dump that compare, diagnose and view share: pairs of columns, turns and entropies."""
+"""The facts of a token dump that compare, diagnose and view share: pairs of columns, and turns."""
 
 from __future__ import annotations
 
@@ -24,27 +24,25 @@ _CHUNK = 2**19  # the most padded tokens that are measured together
 def choose_pair(dump: TokenDump, trainer: str | None = None, rollout: str | None = None) -> tuple[str, str]:
     """Returns the name of the column to use as the trainer's, and of the one to use as the rollout engine's.
 
-    The first name is "" if the dump has only one column. Without a given name a column is chosen by its role: the first
-    with the right role, or else the first without the other role. Raises ValueError if a named column is missing, both
-    names are equal, or there is no column.
+    Without a given name a column is chosen by its role: the first with the right role, or else the first without the
+    other role. Raises ValueError if a named column is missing, both names are equal, or there are fewer than two
+    columns.
     """
     names = dump.first_runs
     for name in (trainer, rollout):
         if name is not None and name not in dump.logprobs:
             raise ValueError(f"no column {name!r} in the dump, which has {sorted(dump.logprobs)}")
-    if not names:
-        raise ValueError("the dump has no column of log-probabilities; rljax compare TOKENS --scorer ... adds some")
     if trainer is not None and trainer == rollout:
         raise ValueError(f"expected two different columns, got {trainer!r} twice")
-    if not set(names) - {trainer, rollout} and None in (trainer, rollout):
-        return "", trainer or rollout or ""
+    if len(set(names) - {trainer, rollout}) < (trainer, rollout).count(None):
+        raise ValueError(f"this needs two columns of log-probabilities, got {names}: rljax compare --scorer adds one")
     roles = {dump.role(name): name for name in reversed(names) if name not in (trainer, rollout)}
     if trainer is None:
         other = rollout or roles.get("rollout")
-        trainer = roles.get("trainer") or next((name for name in names if name != other), "")
+        trainer = roles.get("trainer") or next(name for name in names if name != other)
     if rollout is None:
-        rollout = roles.get("rollout") or next((name for name in names if name != trainer), "")
-    return (trainer, rollout) if rollout else ("", trainer)
+        rollout = roles.get("rollout") or next(name for name in names if name != trainer)
+    return trainer, rollout
 
 
 def named_roles(columns: Collection[str], trainer: Collection[str], rollout: Collection[str]) -> dict[str, str]:
@@ -62,19 +60,14 @@ def named_roles(columns: Collection[str], trainer: Collection[str], rollout: Col
 
 
 class TokenPair:
-    """Two columns of a dump at its r response tokens, one sequence after the other.
-
-    If the dump has only one column, it counts as the trainer's, and the rollout engine's log-probabilities are 0. So
-    the log-ratio is the log-probability.
-    """
+    """Two columns of a dump at its r response tokens, one sequence after the other."""
 
     def __init__(
         self, dump: TokenDump, trainer: str, rollout: str, progress: Callable[[int], object] = lambda count: None
     ) -> None:
-        """``trainer`` is "" if there is only one column. ``progress`` gets the number of newly measured sequences."""
+        """``progress`` gets the number of newly measured sequences."""
         self.dump, self.trainer, self.rollout, self._progress = dump, trainer, rollout, progress
-        own = dump.logprobs[rollout]
-        self._sides = (dump.logprobs[trainer], own) if trainer else (own, [np.zeros_like(each) for each in own])
+        self._sides = dump.logprobs[trainer], dump.logprobs[rollout]
         counts = [mask.sum() for mask in dump.response_mask]
         self.sequence = np.repeat(np.arange(len(counts)), np.asarray(counts, int))  # the index of the sequence, [r]
         self.x, self.y = (self.of_tokens(side).astype(np.float64) for side in self._sides)  # nats; NaN if unknown
@@ -167,7 +160,7 @@ def pair_of(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -> Tok
 def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
     """Raises ValueError if a column holds a number above 0 at a response token: it cannot be a log-probability."""
     for name in columns:
-        pair = TokenPair(dump, "", name)
+        pair = TokenPair(dump, name, name)
         values, is_above = pair.x, pair.x > ABOVE_ZERO
         above = values[is_above]
         if not len(above):
@@ -197,31 +190,3 @@ def turns_of(dump: TokenDump) -> list[np.ndarray]:
     else:
         turns = [turns_of_mask(mask) for mask in dump.response_mask]
     return turns if any(each.max(initial=0) > 1 for each in turns) else []
-
-
-def entropies(dump: TokenDump) -> tuple[list[np.ndarray], str]:
-    """Returns the entropy of each token (nats), float32 [t] for each sequence, and a text that names its source.
-
-    Without the policy's entropy it comes from the sampler's likeliest tokens. Without these both results are empty.
-    """
-    if "entropy" in dump.values:
-        return list(dump.values["entropy"]), "entropy"
-    if not dump.columns.get("top_ids"):
-        return [], ""
-    k = dump.columns["top_ids"][0].shape[1]
-    text = f"the sampler's entropy, at least: of its {k} likeliest tokens and all others as one"
-    return [_entropy_of_tops(logprobs) for logprobs in dump.columns["top_logprobs"]], text
-
-
-def _entropy_of_tops(logprobs: np.ndarray) -> np.ndarray:
-    """Computes the entropy of the listed tokens and of all other tokens as one event (nats), float32 [t].
-
-    ``logprobs`` are [t, k]. The entropy is NaN at a position where no token is listed. It is a lower bound, because the
-    other tokens are one event.
-    """
-    known = np.isfinite(logprobs)
-    p = np.where(known, np.exp(np.minimum(logprobs, 0.0, dtype=np.float64)), 0.0)
-    rest = np.clip(1.0 - p.sum(axis=1), 0.0, 1.0)
-    rest = np.where(rest > 1e-6, rest, 0.0)  # a smaller rest comes from rounding of the sum
-    entropy = -(p * np.where(known, logprobs, 0.0)).sum(axis=1) - rest * np.log(np.where(rest > 0, rest, 1.0))
-    return np.where(known.any(axis=1), entropy, np.nan).astype(np.float32)

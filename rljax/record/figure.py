@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from rljax.mismatch.diagnosis import TURN_EDGES, count_labels
 from rljax.record.panel_style import INK, LINES, QUIET, head, log_axis, note, save_figure, style_axis
 from rljax.record.rows import Row, is_accuracy, last_value, read_rows
 
@@ -170,30 +169,6 @@ def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
             axis.annotate(text, place, (offset, 0), ha=side, fontsize=8.5, color=run.color, **look)
 
 
-def plot_turns(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """Draws the mismatch of each bucket of turns. A dashed line has the first token after the environment's."""
-    head(axis, "Mismatch by turn", "logprob_abs_diff_mean, nats")
-    labels = count_labels(TURN_EDGES)
-    styles: dict[str, tuple[str, dict[str, Any]]] = {
-        f"turn_{label}": (f"turn {label.replace('_', ' ')}", {"alpha": 1 - 0.7 * place / len(labels)})
-        for place, label in enumerate(labels)
-    }
-    styles["after_1"] = "first after the environment", {"linestyle": (0, (3, 2))}
-    drawn = []
-    for bucket, (name, style) in styles.items():
-        key = f"turns/{bucket}/logprob_abs_diff_mean"
-        values = draw(axis, runs, key, smooth, positive=True, linewidth=1.6, **style)
-        drawn.append(values)
-        if len(values):
-            color = runs[0].color if len(runs) == 1 else QUIET
-            axis.plot([], [], color=color, linewidth=1.6, label=name, **style)
-    values = np.concatenate(drawn)
-    if has_values(axis, values, "no turns/turn_*/logprob_abs_diff_mean in the record"):
-        log_axis(axis, values)
-        frame = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.8}
-        axis.legend(fontsize=8, labelcolor=QUIET, loc="best", ncols=2, **frame)
-
-
 FLOORS = {
     "shape": ("mismatch_self/log_ppl_abs_diff", "o"),
     "mesh": ("mismatch_self/mesh/log_ppl_abs_diff", "s"),
@@ -236,7 +211,6 @@ PANELS: dict[str, Panel] = {
     "grad_norm": curve_panel("optimizer/grad_norm", "Gradient norm", "before clipping"),
     "entropy": curve_panel("policy/entropy", "Policy entropy", "nats per token"),
     "mismatch": Panel(plot_mismatch, _MISMATCH.needs),
-    "turns": Panel(plot_turns, "turns/turn_*/logprob_abs_diff_mean"),
 }
 """The panels of a report by name."""
 
@@ -244,14 +218,7 @@ PanelGrid = Sequence[Sequence[str]]
 """Rows of panel names."""
 
 REPORT: PanelGrid = (("reward", "accuracy"), ("length", "learning_rate"), ("grad_norm", "entropy"), ("mismatch",))
-"""The panels of ``report.png``. ``with_turns`` adds one for runs with an environment."""
-
-
-def with_turns(grid: PanelGrid, runs: Sequence[Run]) -> PanelGrid:
-    """Returns the grid, with the panel of turns beside the panel of the mismatch if a run has turns."""
-    if not any("turns/turn_1/token_count" in row for run in runs for row in run.rows):
-        return grid
-    return [("mismatch", "turns") if tuple(row) == ("mismatch",) else row for row in grid]
+"""The panels of ``report.png``."""
 
 
 def plot_report(
@@ -275,7 +242,7 @@ def plot_report(
     """
     runs = read_runs(run_dirs)
     if not metrics:
-        return save_figure(plot_grid(with_turns(REPORT, runs), runs, smooth), out)
+        return save_figure(plot_grid(REPORT, runs, smooth), out)
     for key in metrics:
         if not any(isinstance(row.get(key), int | float) for run in runs for row in run.rows):
             raise ValueError(f"no run has numbers under {key}; the keys are those of metrics.jsonl")

@@ -75,7 +75,6 @@ class LengthLog:
     other_runs: list[str]  # the columns with the lengths of other runs in the same file
     truncated_column: str | None  # the column with the share of truncated responses
     step_column: str | None  # the column that numbers the steps; None: each row with a length is a step
-    columns: list[str]  # the names of all columns of the log
     lengths: list[float]  # the length of each step 1, 2, ... (tokens); NaN where a step has none
     truncated: list[float]  # the share of truncated responses of each step; NaN where a step has none
 
@@ -106,7 +105,7 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
     lengths, truncated = series(rows, column, truncated_column, step_column)
     columns, (_, *of_run) = columns_of(rows), column.rpartition(" - ")  # W&B names a chart's columns ``RUN - NAME``
     others = [one for one in columns if of_run[0] and one != column and [*one.rpartition(" - ")[1:]] == of_run]
-    return LengthLog(column, others, truncated_column, step_column, columns, lengths, truncated)
+    return LengthLog(column, others, truncated_column, step_column, lengths, truncated)
 
 
 def varying_lengths(rows: Rows, column: str) -> list[str]:

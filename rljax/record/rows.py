@@ -14,7 +14,6 @@ from rljax.errors import parse_json
 Row = dict[str, Any]
 NONFINITE_KEYS = "nonfinite_keys"
 EDGE_STEPS = 10  # the steps at either end of a run whose means are its first and last values
-LENGTH_STEPS = 5  # the steps of the trailing mean length whose tripling is reported
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
@@ -67,19 +66,10 @@ def is_accuracy(key: str) -> bool:
     return key.startswith("eval/") and key.endswith("/accuracy")
 
 
-def step_seconds(row: Row) -> float:
-    """Returns the duration of a row's step (seconds): ``time/step_s``, or the sum of all ``time/*`` without it."""
-    if row.get("time/step_s") is not None:
-        return row["time/step_s"]
-    return math.fsum(value for key, value in row.items() if key.startswith("time/") and value is not None)
-
-
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Computes the content of summary.json. Steps are 1-based, lengths are in tokens, and None means unknown.
 
-    ``length_tripled_step`` is the first step whose trailing 5-step mean length is at least three times the mean of the
-    first 10 steps. ``wall_seconds`` adds up ``time/step_s``; a row without it counts the sum of its ``time/*``. Raises
-    ValueError without rows.
+    ``wall_seconds`` adds up ``time/step_s``. Raises ValueError without rows.
     """
     if not rows:
         raise ValueError("no rows to summarize")
@@ -93,7 +83,6 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "reward_gain": None if first is None or last is None else last - first,
         "response_length_first": _mean_of(lengths[:EDGE_STEPS]),
         "response_length_last": _mean_of(lengths[-EDGE_STEPS:]),
-        "length_tripled_step": _tripled_step(lengths),
         "surge_step": last_value(rows, "schedule/surge_step"),
         "decay_period": last_value(rows, "schedule/decay_period"),
         "learning_rate_final": last_value(rows, "schedule/learning_rate"),
@@ -104,7 +93,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "mismatch_of_tokens_max": max((value for _, value in of_tokens), default=None),
         "skipped_updates": last_value(rows, "optimizer/skipped_updates"),
         "rows_with_nonfinite": sum(NONFINITE_KEYS in row for row in rows),
-        "wall_seconds": sum(map(step_seconds, rows)),
+        "wall_seconds": math.fsum(row.get("time/step_s") or 0.0 for row in rows),
     }
 
 
@@ -128,12 +117,12 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     def span(key: str, form: str) -> str:
         return f"{say(f'{key}_first', form)} -> {say(f'{key}_last', form)}"
 
+    at_step = "never" if summary["surge_step"] is None else f"at step {summary['surge_step']}"
     lines = {
         "steps": say("steps"),
         "reward": f"{span('reward', '.3f')} (gain {say('reward_gain', '+.3f')})",
         "response length": f"{span('response_length', '.1f')} tokens",
-        "length tripled": _at_step(summary["length_tripled_step"]),
-        "surge called": f"{_at_step(summary['surge_step'])}; decay period {say('decay_period')}",
+        "surge called": f"{at_step}; decay period {say('decay_period')}",
         "final learning rate": say("learning_rate_final", ".3e"),
     }
     for name, value in summary["evaluations"].items():
@@ -154,10 +143,6 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     return "\n".join([rule, *(f"{label:<{width}}  {text}" for label, text in lines.items()), rule, notes])
 
 
-def _at_step(step: int | None) -> str:
-    return "never" if step is None else f"at step {step}"
-
-
 def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
     """Returns (step, value) of each row in which the key has a value."""
     return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
@@ -165,15 +150,6 @@ def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
 
 def _mean_of(series: Sequence[tuple[int, float]]) -> float | None:
     return math.fsum(value for _, value in series) / len(series) if series else None
-
-
-def _tripled_step(lengths: Sequence[tuple[int, float]]) -> int | None:
-    start = _mean_of(lengths[:EDGE_STEPS])
-    for end in range(EDGE_STEPS, len(lengths) + 1):
-        mean = _mean_of(lengths[end - LENGTH_STEPS : end])
-        if start is not None and mean is not None and mean >= 3 * start:
-            return lengths[end - 1][0]
-    return None
 
 
 def _evaluations(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:

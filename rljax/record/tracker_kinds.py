@@ -1,18 +1,15 @@
 """The experiment trackers that rljax knows; each class is a ``rljax.record.trackers.Tracker``.
 
 They ask no questions and send nothing that the user did not choose. W&B sends rows only if it is logged in and online.
-trackio writes into files, and MLflow, too, unless MLFLOW_TRACKING_URI names a server.
+trackio writes into files.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import re
 import signal
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,59 +110,3 @@ class TrackioTracker:
         self._run.log(dict(values), step=step)
         if self._run.failure:
             raise RuntimeError(self._run.failure)
-
-
-class MlflowTracker:
-    """A run in MLflow: in the store that MLFLOW_TRACKING_URI names, or else in ``mlflow.db`` of the current folder."""
-
-    TAG = "rljax.run"  # the tag with the id by which a process that continues the run finds it
-
-    def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        import mlflow
-
-        for name in ("mlflow", "alembic"):  # they log each table that they make, and each attempt to open the store
-            logging.getLogger(name).setLevel(logging.ERROR)
-        self._metric = mlflow.entities.Metric
-        self._client = mlflow.MlflowClient()
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
-        known = self._client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.id}'")
-        self._last = int(known[0].data.metrics.get("step", 0)) if known else 0
-        if known:
-            self._id = known[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-        else:
-            self._id = self._client.create_run(experiment, run_name=run.name, tags={self.TAG: run.id}).info.run_id
-            values = [(_mlflow_key(key), str(value)[:6000]) for key, value in run.settings.items()]
-            for part in _parts([mlflow.entities.Param(*pair) for pair in values], 100):  # the most in a request
-                self._client.log_batch(self._id, params=part)
-        self.where = f"run {self._id} in {mlflow.get_tracking_uri()}"
-
-    def log(self, row: Row) -> None:
-        """Takes the numbers of a row of a step that the run lacks; MLflow has no texts by step."""
-        if row["step"] <= self._last:
-            return
-        self._last, now = row["step"], time.time_ns() // 1_000_000
-        numbers = {key: float(value) for key, value in row.items() if isinstance(value, (bool, int, float))}
-        last = {"step": numbers.pop("step")}  # it marks the row as whole
-        metrics = [self._metric(_mlflow_key(key), value, now, self._last) for key, value in (numbers | last).items()]
-        for part in _parts(metrics, 1000):
-            self._client.log_batch(self._id, metrics=part)
-
-    def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
-        """Stores summary.json and the figures as artifacts."""
-        if summary:
-            self._client.log_dict(self._id, dict(summary), "summary.json")
-        for path in figures.values():
-            self._client.log_artifact(self._id, str(path))
-        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
-
-
-def _parts(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    return (values[start : start + size] for start in range(0, len(values), size))
-
-
-def _mlflow_key(key: str) -> str:
-    """Returns the key with an underscore for each character that MLflow refuses in a name."""
-    return re.sub(r"[^\w\-. :/]", "_", key)

@@ -1,4 +1,4 @@
-"""Sends the record of a run to experiment trackers: Weights & Biases, trackio, MLflow, or a class of the user.
+"""Sends the record of a run to experiment trackers: Weights & Biases, trackio, or a class of the user.
 
 A thread gives the rows to the trackers, so an error or a pause of a tracker costs the run nothing. A tracker that fails
 gets no more rows, and a line says so. A run that continues goes on in the same run of the tracker.
@@ -32,7 +32,6 @@ from rljax.record.rows import Row
 SHIPPED: Mapping[str, str] = {
     "wandb": "rljax.record.tracker_kinds:WandbTracker",
     "trackio": "rljax.record.tracker_kinds:TrackioTracker",
-    "mlflow": "rljax.record.tracker_kinds:MlflowTracker",
 }
 FOLDER = "trackers"  # the folder of a run directory with the id of each tracker's run, and the tracker's own files
 END_S = 10.0  # the longest time that the end of a run waits for its trackers
@@ -46,19 +45,20 @@ class RecordConfig:
     """The experiment trackers that get the record of a run, in addition to the files of its directory."""
 
     trackers: tuple[str, ...] = ()
-    """Trackers that get the configuration, each row, report.png and the summary: wandb, trackio, mlflow, or
-    ``package.module:Class`` of your own. Each of the three needs the extra of its name, as in
+    """Trackers that get the configuration, each row, report.png and the summary: wandb, trackio, or
+    ``package.module:Class`` of your own. Each of the two needs the extra of its name, as in
     ``pip install '.[trackio]'`` in a checkout."""
     project: str = "rljax"
-    """Project of the trackers that the run belongs to. MLflow calls it an experiment."""
+    """Project of the trackers that the run belongs to."""
     run_name: str = ""
     """Name of the run in the trackers. Empty: the name of the run directory."""
 
     def __post_init__(self) -> None:
         for name in self.trackers:
             if name not in SHIPPED and "" in name.partition(":"):
-                known = ", ".join(SHIPPED)
-                raise ValueError(f"trackers must name {known} or package.module:Class, got {name!r}")
+                known = f"{', '.join(SHIPPED)}, package.module:Class or FILE.py:Class"
+                example = "mlflow_tracker.py:MlflowTracker of the repository's examples"
+                raise ValueError(f"trackers must name {known}, such as {example}, got {name!r}")
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers must be different, got {list(self.trackers)}")
         if not self.project:

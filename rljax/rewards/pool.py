@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from rljax.distributed.child import Child, ChildPool, Decoder, LostError, NotSentError
+from rljax.distributed.child import Child, ChildPool, Decoder, LostError
 from rljax.errors import printable
 from rljax.rewards.resolve import CHEAP, resolve_reward, score, score_responses
 
@@ -112,8 +112,6 @@ class RewardPool:
             return self._fail(f"no reward within {self._timeout_s:g} s", timed_out=True)
         except LostError as error:
             return self._fail(f"the worker {error}")
-        except NotSentError as error:
-            return self._fail(str(error))
         if value is not None and math.isfinite(value):
             return value
         # After a memory error the memory may stay full, and the next response would fail, too.

@@ -137,15 +137,6 @@ class JaxEngine(RolloutEngine):
         self._params: Params | None = None
         self._version, self._room = 0, 0.0
 
-    @property
-    def compilations(self) -> int:
-        """The number of decoding loops compiled so far, those of engines that share their functions included.
-
-        A loop is compiled for each combination of sizes (slots, prompts, responses, places, longest response), of
-        the ``Selection``, and of whether responses have limits of their own.
-        """
-        return int(self._functions.decode._cache_size())
-
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
         """Casts ``params`` to the rollout dtype and keeps them."""
         start = time.perf_counter()

@@ -67,30 +67,24 @@ class Wish:
     key: str  # the setting, below ``rollout``
     needs: Ability  # the ability that the engine needs for it
     is_made: Callable[[RolloutConfig], bool]  # a function that tells whether a configuration has the setting
-    hint: str = ""  # the end of the message if the engine cannot have it
 
 
 WISHES = (
     Wish("colocated", "sleeps", lambda c: c.colocated),
-    Wish("trajectories", "lags", lambda c: c.trajectories is not None, ", which trains on its own samples"),
-    Wish("max_staleness", "lags", lambda c: c.max_staleness > 0, ", which samples with the policy that is trained"),
+    Wish("trajectories", "lags", lambda c: c.trajectories is not None),
+    Wish("max_staleness", "lags", lambda c: c.max_staleness > 0),
     Wish("update", "updates_in_flight", lambda c: c.update != "wait"),
     Wish("weight_quantization", "decodes", lambda c: c.weight_quantization != "none"),
     Wish("kv_cache_dtype", "decodes", lambda c: c.kv_cache_dtype != "auto"),
     Wish("decode_tokens", "decodes", lambda c: c.decode_tokens > 0),
-    Wish(
-        "server_form",
-        "cache_form",
-        lambda c: c.server_form.is_rounded,
-        "; the keys of jax are rollout.weight_quantization and rollout.kv_cache_dtype",
-    ),
+    Wish("server_form", "cache_form", lambda c: c.server_form.is_rounded),
     Wish("server_form.weights", "weight_form", lambda c: c.server_form.weights != "none"),
     Wish("batch_invariant", "is_invariant", lambda c: c.batch_invariant),
-    Wish("router_replay", "replays", lambda c: c.router_replay != "none", ", which routes as the trainer does"),
+    Wish("router_replay", "replays", lambda c: c.router_replay != "none"),
     Wish("router_replay = r3", "reports_routes", lambda c: c.router_replay == "r3"),
     Wish("min_p", "cuts_by_share", lambda c: c.min_p > 0),
-    Wish("top_k", "cuts", lambda c: c.is_cut, ", whose log-probabilities are of the distribution before the cut"),
-    Wish("temperature below 0.01", "samples_cold", lambda c: c.temperature < 0.01, ", which raises it to 0.01"),
+    Wish("top_k", "cuts", lambda c: c.is_cut),
+    Wish("temperature below 0.01", "samples_cold", lambda c: c.temperature < 0.01),
     Wish("inject", "injects", lambda c: c.inject.changes_weights or c.inject.logit_noise > 0),
 )
 """The settings that need an ability, in the order in which they are checked."""
@@ -125,7 +119,7 @@ def check_wishes(config: RolloutConfig) -> None:
     """Raises ValueError for the first setting that the engine of ``config`` cannot have."""
     for wish in _refused(config):
         works = f"works with rollout.engine = {named_engines(wish.needs)}"
-        raise ValueError(f"rollout.{wish.key} {works}, not with {config.engine}{wish.hint}")
+        raise ValueError(f"rollout.{wish.key} {works}, not with {config.engine}")
 
 
 def platform_differences(config: RolloutConfig, platform: str) -> list[str]:

@@ -33,19 +33,10 @@ ALL = Selection()
 
 
 def selection_of(sampling: SamplingParams) -> Selection:
-    """Returns the selection of a request. Greedy sampling takes the likeliest token, so it is never cut.
-
-    Raises:
-      ValueError: ``top_p`` or ``min_p`` is set without ``top_k``, or ``reported`` is larger than ``top_k``.
-    """
+    """Returns the selection of a request. Greedy sampling takes the likeliest token, so it is never cut."""
     if sampling.temperature == 0.0:
         return Selection(sampling.reported, greedy=True)
-    top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
-    if not top_k and (top_p < 1.0 or min_p > 0.0):
-        raise ValueError(f"top_p and min_p need top_k here, got top_p = {top_p}, min_p = {min_p} and top_k = 0")
-    if top_k and sampling.reported > top_k:
-        raise ValueError(f"reported must be at most top_k = {top_k}, got {sampling.reported}")
-    return Selection(sampling.reported, top_k, top_p, min_p)
+    return Selection(sampling.reported, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Array, "b k"], Float[Array, "b k"]]:

@@ -45,7 +45,7 @@ from rljax.run.episodes import Episodes
 from rljax.run.evaluation import Evaluation
 from rljax.run.external import make_external_batches
 from rljax.run.fingerprint import json_checksum
-from rljax.run.guard import Guard, SkippedUpdates
+from rljax.run.guard import Guard
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
 from rljax.run.sampling import REFILL_LIMIT, RefillingSampler, ResponseSource, Sampler, SampleStep, SingleTurn
@@ -289,7 +289,6 @@ def build(
         update=update,
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
-        skipped=SkippedUpdates(config.guard.max_skipped_updates, config.loss.mini_batches * config.loss.epochs),
         checkpointer=checkpointer,
         fingerprints=of_tokens | problems.fingerprints | of_weights,
         stop=stop,

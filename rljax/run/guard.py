@@ -114,47 +114,6 @@ class Guard:
         self._streaks = dict(state)
 
 
-class SkippedUpdates:
-    """The count of successive updates that were skipped because their gradients were not finite.
-
-    ``in_a_row`` counts the updates skipped since the last step with an update. The first was in step ``since_step``.
-    """
-
-    def __init__(self, max_in_a_row: int, updates_per_step: int):
-        """Starts at 0. The run ends at ``max_in_a_row`` such updates; 0: no limit."""
-        self._max, self._per_step = max_in_a_row, updates_per_step
-        self.in_a_row = self.since_step = 0
-        self._skipped = self._overflows = 0
-
-    def start(self, skipped: int, overflows: int) -> None:
-        """Sets the counters of the training state so far: all skipped updates, and all with gradients not finite."""
-        self._skipped, self._overflows = skipped, overflows
-
-    def observe(self, row: Mapping[str, Any]) -> None:
-        """Counts the skipped updates in the row of the next step."""
-        skipped = row["optimizer/skipped_updates"] - self._skipped
-        not_finite = row["precision/overflows"] - self._overflows
-        self.start(row["optimizer/skipped_updates"], row["precision/overflows"])
-        if skipped < self._per_step:
-            self.in_a_row = 0
-        elif not_finite:
-            self.since_step = self.since_step if self.in_a_row else row["step"]
-            self.in_a_row += not_finite
-
-    @property
-    def are_too_many(self) -> bool:
-        """Whether the limit is reached, so that the run ends."""
-        return 0 < self._max <= self.in_a_row
-
-    def state_dict(self) -> dict[str, int]:
-        """Returns the count as JSON."""
-        return {"in_a_row": self.in_a_row, "since_step": self.since_step}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues from ``state_dict``."""
-        self.in_a_row, self.since_step = state["in_a_row"], state["since_step"]
-
-
 def unknown_metric(metric: str, row: Mapping[str, Any]) -> str:
     """Returns the message about a metric that no row has. It names the most similar metric of ``row``, if any."""
     close = difflib.get_close_matches(metric, row, n=1)

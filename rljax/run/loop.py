@@ -38,7 +38,6 @@ def _record_step(parts: RunParts, newest: NewestStep, record: Recorder) -> list[
     record.write(newest.row, newest.histograms)
     newest.is_recorded = True
     _begin_step(parts, newest)
-    parts.skipped.observe(newest.row)
     try:
         with caller_errors():
             warnings, newest.progress.stopped_by = parts.guard.check(newest.row)
@@ -79,16 +78,16 @@ def _last_checkpoint(checkpointer: Checkpointer) -> str:
     return "there is no checkpoint" if step is None else f"what remains is the checkpoint of step {step}"
 
 
-def _skipped_line(parts: RunParts) -> str:
+def _skipped_line(parts: RunParts, progress: Progress) -> str:
     """Returns the line that ends a run after too many skipped updates. The step must be saved before the call."""
-    skipped, config = parts.skipped, parts.config
+    config, count, since = parts.config, progress.not_finite, progress.not_finite_since
     parts.checkpointer.wait()
-    before = [step for step in parts.checkpointer.all_steps() if step < skipped.since_step]
+    before = [step for step in parts.checkpointer.all_steps() if step < since]
     good = f"is {Path(config.run.dir, 'checkpoints', str(before[-1]))}" if before else "does not exist"
     return (
-        f"{skipped.in_a_row} updates in a row, since step {skipped.since_step}, were skipped because their gradients "
-        f"are not finite (guard.max_skipped_updates = {config.guard.max_skipped_updates}); the last good checkpoint, "
-        f"from before them, {good}"
+        f"{count} updates in a row, since step {since}, were skipped because their gradients are not finite "
+        f"(guard.max_skipped_updates = {config.guard.max_skipped_updates}); the last good checkpoint, from before "
+        f"them, {good}"
     )
 
 
@@ -102,13 +101,12 @@ def train(
     An OwnedError is raised at once.
 
     The state at ``progress`` is donated, and ``progress`` is advanced in place. ``last_row`` is the row of step
-    ``progress.step``, for a schedule that watches a metric of the step before. Returns the device state after the last
-    finished step, whose files are complete.
+    ``progress.step``, None if that is 0. A schedule may watch its metrics, and its counters are those so far. Returns
+    the device state after the last finished step, whose files are complete.
     """
     checkpointer = parts.checkpointer
     newest = NewestStep(state, progress, parts.state_dict(progress), last_row or {})
     _begin_step(parts, newest)
-    parts.skipped.start(int(state.skipped_updates), int(state.loss_scale.overflows))
     try:
         parts.engine.publish(parts.weights(state.params), progress.policy_version)
     except StoppedWaitingError:
@@ -149,20 +147,21 @@ def _make_and_save_steps(parts: RunParts, newest: NewestStep, record: Recorder) 
 
 
 def _make_steps(parts: RunParts, newest: NewestStep, record: Recorder, profiler: StepProfiler) -> None:
-    config, progress, skipped, is_save_due = parts.config, newest.progress, parts.skipped, False
+    config, progress, is_save_due = parts.config, newest.progress, False
     while progress.step < config.run.steps:
         with profiler.step(progress.step + 1):
             one_step(parts, newest)
         for line in _record_step(parts, newest, record):
             print(f"\nwarning: guard: {line}", file=sys.stderr)
-        stopping = parts.stop.is_requested() or bool(progress.stopped_by) or skipped.are_too_many
+        skips_too_many = 0 < config.guard.max_skipped_updates <= progress.not_finite
+        stopping = parts.stop.is_requested() or bool(progress.stopped_by) or skips_too_many
         # While updates are skipped the weights stay as they are, and the checkpoint from before stays the last.
         is_save_due |= is_due(config.checkpoint.every, progress.step)
-        if stopping or progress.step == config.run.steps or (is_save_due and not skipped.in_a_row):
+        if stopping or progress.step == config.run.steps or (is_save_due and not progress.not_finite):
             _save(parts, newest, record)
             is_save_due = False
-        if skipped.are_too_many:
-            progress.stopped_by.append(_skipped_line(parts))
+        if skips_too_many:
+            progress.stopped_by.append(_skipped_line(parts, progress))
         if config.checkpoint.keep_best and (accuracy := mean_accuracy(newest.row)) is not None:
             of = repr(dataclasses.replace(config.eval, every=0, at_start=False))
             parts.checkpointer.save_best(progress.step, accuracy, newest.state, newest.host, of)

@@ -57,6 +57,8 @@ def why_apart(config: Config) -> str:
         return f"mesh.context = {config.mesh.context} devices share a row"
     if config.loss.router_balance:
         return "loss.router_balance counts a token as often as it is trained on"
+    if config.rollout.router_replay == "r2":
+        return "rollout.router_replay = r2 reads the routes of separate rows"
     return ""
 
 

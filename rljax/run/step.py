@@ -21,7 +21,7 @@ from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import Evaluation
 from rljax.run.fingerprint import OF_DATA, check_fingerprints, check_policy, policy_record
-from rljax.run.guard import Guard, SkippedUpdates
+from rljax.run.guard import Guard
 from rljax.run.pipeline import Batches
 from rljax.run.rate import RateController, ess_row, load_fork, observed_value, schedule_row, share_row
 from rljax.run.rollout_files import write_rollouts
@@ -56,7 +56,6 @@ class RunParts:
     update: Update
     controller: RateController
     guard: Guard
-    skipped: SkippedUpdates
     checkpointer: Checkpointer
     fingerprints: dict[str, str]  # the checksums of the problems and of frozen weights
     stop: StopRequest
@@ -74,7 +73,6 @@ class RunParts:
             progress.state_dict()
             | {
                 "guard": self.guard.state_dict(),
-                "skipped_updates": self.skipped.state_dict(),
                 "data": self.batches.state_dict(),
                 "schedule": self.controller.state_dict(),
                 "policy": policy_record(self.policy),
@@ -102,7 +100,6 @@ class RunParts:
         else:
             self.controller.load_state_dict(host["schedule"])
         self.guard.load_state_dict(host["guard"])
-        self.skipped.load_state_dict(host["skipped_updates"])
         return Progress.from_state_dict(host)
 
 
@@ -167,10 +164,12 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     # 6
     with timers.phase("train"):
         updated = parts.update(newest.state, batch, sequences, update_options(config, step, rate))
+    last_row = newest.row
     newest.advance(updated, row)
     row |= without_empty_buckets(updated.row) | schedule_row(parts.controller)
     has_loss = any(sequence.in_loss for sequence in sequences)
     row |= progress.observe(row, has_loss=has_loss)
+    progress.count_skipped(row, last_row, config.loss.mini_batches * config.loss.epochs)
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
     row |= share_row(config.schedule, sequences, updated.trainer)
     row |= parts.watch(row, sequences, updated.trainer)
@@ -216,6 +215,8 @@ class Progress:
     policy_version: int = 0  # the policy version that the last finished step made
     grad_norm_ema: float | None = None  # the moving average of the gradient norm; None: no norm was observed
     reference: dict[str, float] = field(default_factory=dict)  # the sums of the mismatch over the first steps
+    not_finite: int = 0  # the number of updates skipped for gradients that are not finite, since one was applied
+    not_finite_since: int = 0  # the step of the first of them
     stopped_by: list[str] = field(default_factory=list)  # the lines of the guard that ended the run
 
     def observe(self, row: Row, *, has_loss: bool) -> Row:
@@ -243,13 +244,30 @@ class Progress:
         after = dict(zip(names, (tokens, sequences, summed), strict=True))
         return {f"mismatch/sum_{name}": value for name, value in split_sum_rise(before, after).items()}
 
+    def count_skipped(self, row: Row, last_row: Row, updates: int) -> None:
+        """Counts the updates of a step that were skipped because their gradients were not finite.
+
+        ``row`` and ``last_row``, the row of the step before or {}, have the sums since the run began. An update without
+        a response that carries loss is skipped, too, and does not count. If one of the ``updates`` was applied, the
+        count begins again at 0.
+        """
+        names = ("optimizer/skipped_updates", "precision/overflows")
+        skipped, not_finite = (row[name] - last_row.get(name, 0) for name in names)
+        if skipped < updates:
+            self.not_finite = 0
+        elif not_finite:
+            self.not_finite_since = self.not_finite_since if self.not_finite else row["step"]
+            self.not_finite += not_finite
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters as JSON, without ``stopped_by``, which ends with the process."""
         counters = {"step": self.step, "policy_version": self.policy_version, "grad_norm_ema": self.grad_norm_ema}
-        return counters | {"mismatch_reference": self.reference}
+        skipped = {"in_a_row": self.not_finite, "since_step": self.not_finite_since}
+        return counters | {"mismatch_reference": self.reference, "skipped_updates": skipped}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Progress:
         """Makes the counters from :meth:`state_dict`; other keys are ignored."""
-        step, version = int(state["step"]), int(state["policy_version"])
-        return cls(step, version, state["grad_norm_ema"], state["mismatch_reference"])
+        step, version, skipped = int(state["step"]), int(state["policy_version"]), state["skipped_updates"]
+        counted = (skipped["in_a_row"], skipped["since_step"])
+        return cls(step, version, state["grad_norm_ema"], state["mismatch_reference"], *counted)

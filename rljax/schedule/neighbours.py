@@ -4,6 +4,7 @@ Two rules are neighbours when they differ a little. If all neighbours call near 
 disagree, a rule can hardly tell this curve from noise or from slow growth.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,6 @@ STUDY = SurgeConfig(ratio=2.5, warmup=10, window=100, capped_ratio=None)
 IN_USE = "in use"
 FIRST_LENGTHS = 10
 TIMES = 3
-# The ratios that ``largest_ratio`` tries are whole numbers of hundredths.
-_HUNDREDTHS = 100
 
 
 class Rule(NamedTuple):
@@ -27,7 +26,6 @@ class Rule(NamedTuple):
 
     name: str
     config: SurgeConfig | None
-    error: str | None = None  # the reason why the rule is not valid, in one line
 
     def tracker(self) -> SurgeTracker:
         """Returns a new tracker of the rule."""
@@ -70,15 +68,15 @@ class RuleOutcome:
     """
 
     rule: Rule
-    surge_step: int | None = None
-    crossing_step: int | None = None
-    decay_period: int | None = None
-    changes: tuple[tuple[int, float], ...] = ()
-    rates: tuple[float, ...] = ()
-    ratios: tuple[float, ...] = ()
-    nearest: SmoothedLength | None = None
-    ignored: int = 0
-    held_out: int = 0
+    surge_step: int | None
+    crossing_step: int | None
+    decay_period: int | None
+    changes: tuple[tuple[int, float], ...]
+    rates: tuple[float, ...]
+    ratios: tuple[float, ...]
+    nearest: SmoothedLength | None
+    ignored: int
+    held_out: int
 
 
 class FirstLengthsTracker(SurgeTracker):
@@ -117,7 +115,8 @@ def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | Non
     """Returns the rule in use, three fixed rules, and rules that differ from the rule in use in one field.
 
     The fixed rules are the default rule, ``STUDY`` and ``FirstLengthsTracker``. The others have other values of
-    ``ratio``, ``warmup`` and ``max_truncated``, and the further values of fields in ``more``.
+    ``ratio``, ``warmup`` and ``max_truncated``, and the further values of fields in ``more``. A value that the other
+    fields do not allow is left out.
     """
     rules = [Rule(IN_USE, config), Rule("shipped", SurgeConfig()), Rule("study", STUDY), Rule("three times", None)]
     changed: dict[str, tuple[float, ...]] = {"ratio": (2.0, 2.5, 3.0), "warmup": (10, 40), "max_truncated": (1.0,)}
@@ -126,10 +125,8 @@ def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | Non
     for name, values in changed.items():
         for value in sorted(values):
             other: dict[str, Any] = {name: value}
-            try:
+            with contextlib.suppress(ValueError):
                 rules.append(Rule(f"{name} {value:g}", dataclasses.replace(config, **other)))
-            except ValueError as error:
-                rules.append(Rule(f"{name} {value:g}", config, str(error)))
     return rules
 
 
@@ -137,13 +134,11 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
     """Gives the steps of a log to a controller with the tracker of a rule, one after the other.
 
     ``lengths`` (tokens) and ``truncated`` have the mean response length and the truncated fraction of each step from 1
-    on, NaN where it is not known. If the rule has an error, the outcome is empty.
+    on, NaN where it is not known.
 
     Raises:
       ValueError: The law is out of range, or the two sequences differ in length.
     """
-    if rule.error is not None:
-        return RuleOutcome(rule)
     tracker = rule.tracker()
     controller = LengthTriggeredLR(tracker=tracker, **law._asdict())
     levels: list[SmoothedLength] = []
@@ -157,7 +152,11 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
         smoothed, baseline = tracker.smoothed, tracker.baseline
         if smoothed is not None and baseline is not None:
             levels.append(SmoothedLength(step, smoothed / baseline, smoothed, baseline))
-    changes = rate_changes(controller.decay_period, law)
+    called = tracker.surge_step or math.inf
+    rates = (
+        controller.rate_from(law.init_value, step) if step >= called else law.init_value
+        for step in range(1, len(lengths) + 1)
+    )
     ratios = [math.nan] * len(lengths)
     for level in levels:
         ratios[level.step - 1] = level.ratio
@@ -166,8 +165,8 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
         surge_step=tracker.surge_step,
         crossing_step=tracker.crossing_step,
         decay_period=controller.decay_period,
-        changes=changes,
-        rates=rates_of(changes, len(lengths)),
+        changes=rate_changes(controller.decay_period, law),
+        rates=tuple(rates),
         ratios=tuple(ratios),
         nearest=max(levels, key=lambda level: level.ratio, default=None),
         ignored=tracker.ignored + missing,
@@ -183,40 +182,3 @@ def rate_changes(decay_period: int | None, law: RateLaw) -> tuple[tuple[int, flo
         for decays, rate in enumerate(later, 1):
             changes[decays * decay_period] = rate
     return tuple(changes.items())
-
-
-def rates_of(changes: Sequence[tuple[int, float]], steps: int) -> tuple[float, ...]:
-    """Returns the rate of each of the first steps, from the changes of ``rate_changes``."""
-    ends = [min(step - 1, steps) for step, _ in changes[1:]] + [steps]
-    rates: list[float] = []
-    for (_, rate), end in zip(changes, ends, strict=True):
-        rates += [rate] * (end - len(rates))
-    return tuple(rates)
-
-
-def largest_ratio(
-    lengths: Sequence[float], truncated: Sequence[float], config: SurgeConfig
-) -> tuple[float, int] | None:
-    """Returns the largest ratio up to ``config.ratio`` with which the rule calls, and the step of that call.
-
-    The ratio is a whole number of hundredths, at least ``held_ratio`` and above 1. None if no such ratio calls. With a
-    lower ratio more steps cross, so the search halves the range of ratios until one is left.
-    """
-
-    if sum(map(math.isfinite, lengths)) < config.warmup:
-        return None
-
-    def call(hundredths: int) -> int | None:
-        rule = Rule("", dataclasses.replace(config, ratio=hundredths / _HUNDREDTHS))
-        outcome = replay_rule(rule, lengths, truncated, RateLaw())
-        return None if outcome.crossing_step is None else outcome.surge_step  # a call by max_wait is of no ratio
-
-    low = max(_HUNDREDTHS + 1, math.ceil(round(_HUNDREDTHS * config.held_ratio, 9)))
-    high, found = math.floor(round(_HUNDREDTHS * config.ratio, 9)), None
-    while low <= high:
-        middle = (low + high) // 2
-        if (step := call(middle)) is None:
-            high = middle - 1
-        else:
-            low, found = middle + 1, (middle / _HUNDREDTHS, step)
-    return found

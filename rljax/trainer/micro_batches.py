@@ -25,7 +25,7 @@ _AXIS = "replica"
 
 
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
-    """Puts the batch on the devices, split by rows. A single CPU device shares the memory of the arrays.
+    """Puts the batch on the devices, split by rows. A single CPU device may share the memory of the arrays.
 
     It may return before the copies are complete.
     """

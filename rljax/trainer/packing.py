@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from rljax.errors import check_at_least
-from rljax.sharding import zeros_to_put
 from rljax.tokens import COLUMNS, TOPS, TokenRecord, common_columns
 
 FORWARD_SHARE = 1 / 3
 """The cost of a forward without backward, as a share of forward and backward: 2 of 6 operations for each parameter."""
-_SLACK = 64  # A row is full enough if less than 1/64 of it is free.
-_MOST_LENGTHS = 64  # More lengths hardly fill a row better, and their cost grows with the square of the sequences.
 
 
 class Layout(NamedTuple):
@@ -50,15 +47,10 @@ def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[i
     micro_batches, rows_per_micro_batch, row_tokens = shape
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     loss_first = sorted(longest_first, key=lambda i: not in_loss[i])
-    # No layout costs less than one in which every row is full.
-    with_loss = sum(length for length, carries in zip(lengths, in_loss, strict=True) if carries)
-    full = (-(-tokens // (row_tokens * rows_per_micro_batch)) for tokens in (with_loss, sum(lengths)))
-    least = Layout({}, *full).cost
-    layouts: list[Layout] = []
-    for rows in _candidates(lengths, longest_first, loss_first, row_tokens):
-        layouts.append(deal_rows(rows, in_loss, rows_per_micro_batch))
-        if layouts[-1].cost <= least and layouts[-1].used <= micro_batches:
-            break
+    layouts = [
+        deal_rows(first_fit(lengths, order, row_tokens), in_loss, rows_per_micro_batch)
+        for order in (longest_first, loss_first)
+    ]
     fitting = [layout for layout in layouts if layout.used <= micro_batches]
     if not fitting:
         count = len(layouts[0].rows)
@@ -76,16 +68,6 @@ def deal_rows(rows: Sequence[list[int]], in_loss: Sequence[bool], rows_per_micro
     dealt = {(i % with_loss, i // with_loss): members for i, members in enumerate(rows[:first])}
     dealt |= {(with_loss + i % without, i // without): members for i, members in enumerate(rows[first:])}
     return Layout(dealt, with_loss, used)
-
-
-def _candidates(
-    lengths: Sequence[int], longest_first: Sequence[int], loss_first: Sequence[int], row_tokens: int
-) -> Iterator[list[list[int]]]:
-    """Yields ways to fill rows, the quickest first."""
-    for fill_rows in (first_fit, fill_one_by_one):
-        yield fill_rows(lengths, longest_first, row_tokens)
-        if loss_first != longest_first:
-            yield fill_rows(lengths, loss_first, row_tokens)
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -108,57 +90,6 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> 
     return rows
 
 
-def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Fills one row after another: the first item is the next one of ``order``, the others fill the row best.
-
-    The sums that later items can reach are the bits of an integer (subset sum by dynamic programming). Items are tried
-    in order until a sum leaves less than 1/64 of the row free. At most 64 lengths are tried for a row, in even steps.
-    First fit leaves larger gaps if sequences take half a row or more. Source: minimum bin slack, Gupta and Ho 1999.
-    Returns the indices of the items of each row.
-    """
-    runs = [list(run) for _, run in itertools.groupby(order, lengths.__getitem__)]  # neighbours of one length
-    of_runs, left = np.asarray([lengths[run[0]] for run in runs], np.int64), np.asarray([*map(len, runs)], np.int64)
-    rows = []
-    while (there := np.flatnonzero(left)).size:
-        first = runs[there[0]].pop(0)
-        left[there[0]] -= 1
-        room = row_tokens - lengths[first]
-        row = [first]
-        for run, copy in _fill_room(of_runs, left, room, room - row_tokens // _SLACK):
-            row.append(runs[run].pop(copy))
-            left[run] -= 1
-        rows.append(row)
-    return rows
-
-
-def _fill_room(lengths: np.ndarray, counts: np.ndarray, room: int, enough: int) -> list[tuple[int, int]]:
-    """Chooses items that fill ``room`` best, or to at least ``enough``. A *run* is ``counts`` items of one length.
-
-    Returns (run, index in the run) of each item, the last ones first.
-    """
-    # Copies of a length that do not fit together add no sum, so that they are not tried.
-    most = np.where(lengths <= room, np.minimum(counts, room // np.maximum(lengths, 1)), 0)
-    runs = np.flatnonzero(most)
-    if runs.size and 2 * int(lengths[runs].min()) > room:  # a single item fits
-        longest = np.maximum.accumulate(lengths[runs])
-        last = int(np.argmax(longest >= enough)) if longest[-1] >= enough else -1
-        return [(int(runs[np.argmax(longest == longest[last])]), 0)]
-    runs = runs[:: -(-runs.size // _MOST_LENGTHS) or 1]
-    within, reached, tried = (1 << (room + 1)) - 1, [1], list[tuple[int, int]]()
-    for run, copy in ((each, copy) for each in runs.tolist() for copy in range(int(most[each]))):
-        reached.append(reached[-1] | (reached[-1] << int(lengths[run])) & within)
-        tried.append((run, copy))
-        if reached[-1].bit_length() - 1 >= enough:
-            break
-    total = reached[-1].bit_length() - 1
-    chosen = []
-    for (run, copy), before in zip(reversed(tried), reversed(reached[:-1]), strict=True):
-        if not before >> total & 1:
-            chosen.append((run, copy))
-            total -= int(lengths[run])
-    return chosen
-
-
 OptionalLogprobs = Literal["old_logprobs", "reference_logprobs", "behaviour_logprobs"]
 """The name of log-probabilities that only the batches of some runs have."""
 
@@ -168,9 +99,9 @@ class PackingConfig:
     """The shape of the batches that the training step is compiled for."""
 
     row_tokens: int = 0
-    """Length of a row (tokens), a multiple of 2 x mesh.context. 0: the longest possible sequence, rounded up to a
-    multiple of 64 and of 2 x mesh.context. Above 1024 it is rounded up to a multiple of 1024 and of 256 x mesh.context,
-    because attention computes long rows block by block."""
+    """Length of a row (tokens), a multiple of mesh.context. 0: the longest possible sequence, rounded up to a multiple
+    of 64 and of mesh.context. Above 1024 it is rounded up to a multiple of 1024, because attention computes long rows
+    block by block, and of 256 x mesh.context."""
     rows_per_micro_batch: int = 8
     """Rows of a micro-batch. It must be a multiple of the sizes of the mesh axes replica, fsdp and expert together."""
     tokens_per_device: int = 0
@@ -194,18 +125,15 @@ class PackingConfig:
         """
         if self.row_tokens == 0:
             is_short = max_sequence_tokens <= 1024
-            multiple = math.lcm(64, 2 * context) if is_short else math.lcm(1024, 256 * context)
+            multiple = math.lcm(64, context) if is_short else math.lcm(1024, 256 * context)
             return -(-max_sequence_tokens // multiple) * multiple
         if self.row_tokens < max_sequence_tokens:
             raise ValueError(
                 f"row_tokens = {self.row_tokens} is shorter than the longest possible sequence, "
                 f"{max_sequence_tokens} tokens (prompt + response)"
             )
-        if self.row_tokens % (2 * context):
-            raise ValueError(
-                f"packing.row_tokens = {self.row_tokens} must be a multiple of {2 * context}, which is twice "
-                f"mesh.context = {context}"
-            )
+        if self.row_tokens % context:
+            raise ValueError(f"packing.row_tokens = {self.row_tokens} must be a multiple of mesh.context = {context}")
         return self.row_tokens
 
     def resolve_rows(self, row_tokens: int, ways: int, context: int = 1) -> int:
@@ -308,11 +236,11 @@ def fill(
     names = [name for name in common_columns(sequences) if name in _PACKED and name not in left_out]
     kinds: dict[str, Any] = dict.fromkeys(("tokens", "segment_ids", "positions", "sequence_ids"), np.int32)
     kinds |= dict.fromkeys(("response_mask", "loss_mask"), np.bool_)
-    arrays = {name: zeros_to_put(shape, dtype) for name, dtype in kinds.items()}
+    arrays = {name: np.zeros(shape, dtype) for name, dtype in kinds.items()}
     for name in dict.fromkeys(("rollout_logprobs", "advantages", "staleness", *names)):
         like = sequences[0].columns[name] if name in names else np.zeros(0, COLUMNS[name].dtype)
         axes = [math.prod(like.shape[1:])] if like.ndim > 1 else []
-        arrays[name] = zeros_to_put((*shape, *axes), like.dtype)
+        arrays[name] = np.zeros((*shape, *axes), like.dtype)
     used = 1 + max((micro for micro, _ in rows), default=-1)
     for row in itertools.product(range(used), range(shape[1])):  # The others are never computed.
         place = {name: array[row] for name, array in arrays.items()}

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from rljax.policy.score import PrefixTrees
-from rljax.sharding import zeros_to_put
 from rljax.trainer.packing import Layout, PackedBatch, TrainSequence, deal_rows, fill, lay_out_rows
 
 
@@ -167,12 +166,12 @@ def pack_trees(
     shape = (micro_batches, rows_per_micro_batch, row_tokens)
     layout = lay_out_trees(sequences, shape, flat_tokens, two_levels=two_levels)
     batch = fill(sequences, layout.rows, (*shape[:2], flat_tokens), with_tops=with_tops, responses_only=True)
-    tokens, ends, positions = (zeros_to_put(shape, np.int32) for _ in range(3))
-    sources = zeros_to_put((*shape[:2], flat_tokens), np.int32)
+    tokens, ends, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    sources = np.zeros((*shape[:2], flat_tokens), np.int32)
     routes: np.ndarray | None = None
     if sequences and "routes" in sequences[0].columns:
         like = sequences[0].columns["routes"]
-        routes = zeros_to_put((*shape, int(np.prod(like.shape[1:]))), like.dtype)
+        routes = np.zeros((*shape, int(np.prod(like.shape[1:]))), like.dtype)
     for row, members in layout.rows.items():
         chosen = [sequences[i] for i in members]
         path = np.zeros(max(len(s.ids) for s in chosen), np.int64)  # the places of a sequence's tokens
@@ -192,20 +191,3 @@ def pack_trees(
         ends[row][path[:before]] = place
     trees = PrefixTrees(tokens, ends, positions, sources)
     return batch._replace(routes=routes, trees=trees, with_loss=np.asarray(layout.with_loss, np.int32))
-
-
-def routes_of_paths(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """Returns the routes of all tokens of each sequence, prompts included, from the routes of trees [m, b, t, ...].
-
-    The last token of a sequence has the route 0, because it is not in the tree.
-    """
-    ends, sources = np.asarray(batch.trees.ends), np.asarray(batch.trees.sources)
-    found: list[np.ndarray] = [values[:0]] * len(sequences)
-    for row in zip(*np.nonzero(np.any(batch.segment_ids, axis=2)), strict=True):
-        segments, ids = batch.segment_ids[row], batch.sequence_ids[row]
-        lasts = np.flatnonzero(np.diff(segments, append=0) * (segments > 0))
-        for last in lasts.tolist():
-            source = int(sources[row][last])
-            path = np.flatnonzero(ends[row][: source + 1] > source)  # the token and all before it on its path
-            found[int(ids[last])] = np.concatenate([values[row][path], np.zeros_like(values[row][:1])])
-    return found

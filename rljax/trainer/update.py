@@ -23,7 +23,6 @@ from rljax.trainer.objective import TokenValues
 from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, trajectories, unpack, unpack_whole
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
-from rljax.trainer.trees import routes_of_paths
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
 Forward = Callable[..., tuple[dict[str, jax.Array], TokenValues]]  # The type of ``TrainStep.forward``.
@@ -150,7 +149,7 @@ class MultipleUpdates:
     epochs: int  # the number of passes over the sequences
     group_size: int  # the number of responses to a prompt
     reference: Reference | None = None  # as in ``SingleUpdate``
-    replays_own: bool = False  # whether tokens are routed as the separate forward did (``rollout.router_replay: r2``)
+    replays_own: bool = False  # whether separate rows take the forward's routes (``rollout.router_replay: r2``)
     baseline: Baseline | None = None  # the function for advantages of tokens; None: all have their response's
     for_dumps: bool = False  # whether the entropies of the tokens are kept for token dumps
 
@@ -166,8 +165,7 @@ class MultipleUpdates:
         old = trainer.logprobs
         known = [s.add({"old_logprobs": own}) for s, own in zip(sequences, old, strict=True)]
         if values.routes is not None:
-            of_whole = unpack_whole if batch.trees is None else routes_of_paths
-            of_sequences = of_whole(fetch(values.routes), batch, sequences)
+            of_sequences = unpack_whole(fetch(values.routes), batch, sequences)
             known = [s.add({"routes": own}) for s, own in zip(known, of_sequences, strict=True)]
         if self.baseline is not None:
             known = self.baseline(known, unpack(fetch(values.collision), batch, sequences))

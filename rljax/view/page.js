@@ -68,7 +68,7 @@ async function load(index) {
   dump.lengths.forEach((_, s) => {
     for (let i = view.starts[s], place = 0; i < view.starts[s + 1]; i++) {
       if (view.mask[i]) view.position[i] = ++place;
-      const sides = view.trainer ? [view.trainer[i], view.rollout[i]] : [view.rollout[i], 0];
+      const sides = [view.trainer[i], view.rollout[i]];
       const isKnown = view.mask[i] && sides.every((value) => Math.abs(value) <= data.largest);
       view.value[i] = isKnown ? sides[0] - sides[1] : NaN;
     }
@@ -86,15 +86,14 @@ async function load(index) {
 function showAbout() {
   const { trainer, rollout } = dump.columns;
   const side = (place, column) => `${place}: ${column.name}${column.about ? ` (${column.about})` : ""}`;
-  const lines = [trainer.name && side("Trainer", trainer), side(trainer.name ? "Rollout" : "Column", rollout)];
+  const lines = [side("Trainer", trainer), side("Rollout", rollout)];
   if (dump.sampling !== "{}") lines.push(`Sampling: ${dump.sampling}`);
-  $("about").replaceChildren(...[...lines, ...dump.facts].filter(Boolean).map((line) => make("p", line)));
+  $("about").replaceChildren(...[...lines, ...dump.facts].map((line) => make("p", line)));
   $("metrics").replaceChildren(...dump.metrics.map(([name, value]) => {
     const item = make("div");
     item.append(make("dt", name), make("dd", short(value)));
     return item;
   }));
-  $("value-name").textContent = dump.isPair ? "Log-ratio" : "Log-probability";
 }
 
 function distinct(name) {
@@ -115,8 +114,7 @@ function showChoices() {
   for (const name of ["turn", "after"]) $(`of-${name}`).hidden = !view.values.after;
   $("of-advantage").hidden = !view.values.advantage;
   $("of-entropy").hidden = !view.values.entropy;
-  const what = dump.isPair ? "log-ratios" : "log-probabilities";
-  options($("sort"), [["share", "contribution"], ["sum", `sum of ${what}`], ["mean", `mean size of ${what}`],
+  options($("sort"), [["share", "contribution"], ["sum", "sum of log-ratios"], ["mean", "mean size of log-ratios"],
     ["largest", "largest size"], ["tokens", "length"], ["kept", "selected tokens"]]);
 }
 
@@ -176,15 +174,15 @@ function fade() {
 // Charts: a light bar for all tokens of the dump, a strong one for the selected tokens that are on the page.
 
 function chartTexts() {
-  const what = dump.isPair ? "log-ratio" : "log-probability";
+  const size = "mean size of the log-ratio, nats";
   return {
-    value: [dump.isPair ? "Log-ratio, trainer − rollout (nats)" : "Log-probability (nats)", "tokens, logarithmic"],
-    position: ["Growth along the position in the response", `mean size of the ${what}, nats`],
+    value: ["Log-ratio, trainer − rollout (nats)", "tokens, logarithmic"],
+    position: ["Growth along the position in the response", size],
     ...(view.values.after && {
-      turn: ["By turn", `mean size of the ${what}, nats`],
-      after: ["By distance from the environment's last token", `mean size of the ${what}, nats`],
+      turn: ["By turn", size],
+      after: ["By distance from the environment's last token", size],
     }),
-    ...(view.values.entropy && { entropy: ["Entropy (nats)", `tokens, logarithmic; ${dump.entropyOf}`] }),
+    ...(view.values.entropy && { entropy: ["Entropy (nats)", "tokens, logarithmic"] }),
   };
 }
 
@@ -338,12 +336,12 @@ const steps = () => SCALE.slice(fifth - 4, fifth + 1);
 function showLegend() {
   const chosen = $("scale").value;
   const metrics = Object.fromEntries(dump.metrics);
-  const typical = dump.isPair ? metrics.logprob_abs_diff_p99 : 3;
+  const typical = metrics.logprob_abs_diff_p99;
   fifth = chosen === "" ? SCALE.findIndex((step, i) => i >= 4 && (step >= typical || i === SCALE.length - 1)) : Number(chosen);
-  const names = dump.isPair ? ["trainer less likely", "trainer more likely"] : ["less likely", "more likely"];
   const marks = steps();
-  $("steps").replaceChildren(make("span", names[0]), ...marks.map((step, k) => make("i", `≤ −${step}`, `n${k + 1}`)).reverse(),
-    make("i", `within ±${marks[0]}`), ...marks.map((step, k) => make("i", `≥ ${step}`, `p${k + 1}`)), make("span", names[1]), make("span", "(nats)"));
+  $("steps").replaceChildren(make("span", "trainer less likely"), ...marks.map((step, k) => make("i", `≤ −${step}`, `n${k + 1}`)).reverse(),
+    make("i", `within ±${marks[0]}`), ...marks.map((step, k) => make("i", `≥ ${step}`, `p${k + 1}`)),
+    make("span", "trainer more likely"), make("span", "(nats)"));
 }
 
 const tokenText = (id) => (hasTexts ? textOf.get(id) || `[${id}]` : String(id));
@@ -379,8 +377,8 @@ const isOfEnvironment = (i) => !view.mask[i] && view.values.turn?.[i] === 0;
 const sequenceOf = (i) => bucketOf(view.starts, i) - 1;
 
 function showWorst(tokens) {
-  const sides = dump.isPair ? ["trainer", "rollout"] : [];
-  const names = ["sequence", "position", "token", dump.isPair ? "log-ratio" : "log-probability", ...sides];
+  const sides = ["trainer", "rollout"];
+  const names = ["sequence", "position", "token", "log-ratio", ...sides];
   $("worst").tHead.replaceChildren(rowOf(names, "th"));
   $("worst").tBodies[0].replaceChildren(...tokens.map((i) => {
     const numbers = [short(view.value[i]), ...sides.map((side) => short(view[side][i], 6))];
@@ -401,9 +399,9 @@ function cardOf(i) {
   const notSampled = isOfEnvironment(i) ? "written by the environment" : "not sampled by the policy";
   line("position", view.mask[i] ? `${view.position[i]} in the response` : notSampled);
   const logprob = (value) => (Number.isNaN(value) ? "none" : `${short(value, 7)} (p ${short(Math.exp(value), 3)})`);
-  if (dump.isPair) line("trainer log-probability", logprob(view.trainer[i]));
-  line(dump.isPair ? "rollout log-probability" : "log-probability", logprob(view.rollout[i]));
-  if (dump.isPair && !Number.isNaN(view.value[i])) {
+  line("trainer log-probability", logprob(view.trainer[i]));
+  line("rollout log-probability", logprob(view.rollout[i]));
+  if (!Number.isNaN(view.value[i])) {
     line("log-ratio", `${short(view.value[i], 5)} (ratio ${short(Math.exp(view.value[i]), 4)})`);
   }
   const { entropy, after, ...others } = view.values;
@@ -411,7 +409,7 @@ function cardOf(i) {
   for (const [side, tops] of Object.entries(view.tops)) {
     if (tops.rank[i]) line(`rank for the ${side}`, tops.rank[i] > tops.of ? `beyond ${tops.of}` : tops.rank[i]);
   }
-  if (entropy && Number.isFinite(entropy[i])) line(dump.entropyOf === "entropy" ? "entropy" : "entropy, at least", short(entropy[i]));
+  if (entropy && Number.isFinite(entropy[i])) line("entropy", short(entropy[i]));
   if (after && Number.isFinite(after[i])) line("after the environment", `${after[i]} tokens`);
   for (const name of Object.keys(others).sort()) if (Number.isFinite(others[name][i])) line(name, short(others[name][i]));
   card.append(table);
@@ -491,7 +489,7 @@ function listen() {
   $("filters").addEventListener("input", readFilters);
   $("filters").addEventListener("submit", (event) => event.preventDefault());
   $("filters").addEventListener("reset", () => setTimeout(readFilters));
-  $("extreme").addEventListener("click", () => { $("size-low").value = dump.isPair ? data.extreme : 5; readFilters(); });
+  $("extreme").addEventListener("click", () => { $("size-low").value = data.extreme; readFilters(); });
   $("sort").addEventListener("change", sortSequences);
   $("scale").addEventListener("change", () => showSequence(sequence));
   $("dumps").addEventListener("change", () => load(Number($("dumps").value)));

@@ -23,7 +23,7 @@ from rljax.mismatch.correction import correct_tokens, finalize_correction
 from rljax.mismatch.diagnosis import after_environment
 from rljax.mismatch.metrics import EXTREME_LOG_RATIO
 from rljax.mismatch.regions import LARGEST_LOGPROB, region_factor
-from rljax.record.dump_facts import TokenPair, entropies, turns_of
+from rljax.record.dump_facts import TokenPair, turns_of
 from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import ABOVE_ZERO, TokenDump, Tops
 
@@ -56,10 +56,7 @@ GROWING = ("position", "turn", "after")
 
 @dataclass
 class Measured:
-    """The numbers of the n sequences of a dump.
-
-    If the dump has only one column, its log-probability replaces the log-ratio everywhere.
-    """
+    """The numbers of the n sequences of a dump."""
 
     pair: TokenPair  # the columns
     sequences: dict[str, np.ndarray]  # numbers of the sequences by name, [n]
@@ -70,7 +67,6 @@ class Measured:
     # Further numbers of the tokens by name, [t] each, NaN if unknown: entropy (nats), turn, after (the distance from
     # the environment's last token) and weight (of the correction).
     values: dict[str, list[np.ndarray]]
-    entropy_of: str  # the source of the entropies, in words
     notes: list[str]  # sentences on numbers that are left out or not known
 
 
@@ -85,8 +81,7 @@ def measure(
     ``columns`` are the trainer's and the rollout engine's column, from ``choose_pair``. ``correction`` is the
     correction of the run that wrote the dump. Without it the weights are unknown. ``progress`` is called with the
     number of newly measured sequences. The contribution of a sequence is its share of the sum of k3 = exp(lr) - 1 - lr
-    over all tokens (Schulman, "Approximating KL Divergence", 2020). Here lr is the log-ratio. If there is only one
-    column, it is the share of the sum of abs(log p).
+    over all tokens (Schulman, "Approximating KL Divergence", 2020). Here lr is the log-ratio.
 
     Raises:
       ValueError: The dump has no sequence.
@@ -95,9 +90,7 @@ def measure(
         raise ValueError("there is no sequence in the dump")
     pair = TokenPair(dump, *columns, progress)
     metrics = {name: pair.metrics[name] for name in METRICS}
-    if not pair.trainer:
-        metrics = {"mean_logprob": -pair.metrics["kl"], **{name: metrics[name] for name in METRICS[-3:]}}
-    (entropy, entropy_of), turns = entropies(dump), turns_of(dump)
+    entropy, turns = list(dump.values.get("entropy", ())), turns_of(dump)
     after = [after_environment(each) for each in turns]
     position = pair.places(np.ones(len(pair.lr), bool))
     charted = {"value": pair.lr, "position": position}
@@ -114,7 +107,7 @@ def measure(
         "after": [np.where(each > 0, each, np.nan) for each in after],
     }
     values, notes = {name: each for name, each in values.items() if each}, [*_notes(pair, sequences), *unknown]
-    return Measured(pair, sequences, order, metrics, histograms, growth, values, entropy_of, notes)
+    return Measured(pair, sequences, order, metrics, histograms, growth, values, notes)
 
 
 def _histogram(
@@ -136,10 +129,9 @@ def _of_sequences(pair: TokenPair, position: np.ndarray) -> tuple[dict[str, np.n
     worst = np.lexsort((-size, pair.sequence))[starts]  # the first token with the largest size in each sequence
     of["largest"], of["position"] = np.zeros(count), np.zeros(count)
     of["largest"][present], of["position"][present] = size[worst], position[worst] * (size[worst] > 0)
-    amount = of["k3"] if pair.trainer else of["size"]
-    of["share"] = amount / (amount.sum() or 1.0)
+    of["share"] = of["k3"] / (of["k3"].sum() or 1.0)
     of["mean"] = of["size"] / np.maximum(of["tokens"], 1)
-    order = np.lexsort((-of["size"], -amount))
+    order = np.lexsort((-of["size"], -of["k3"]))
     return of, order[np.isin(order, present)]
 
 
@@ -153,9 +145,7 @@ def _notes(pair: TokenPair, of: dict[str, np.ndarray]) -> list[str]:
         notes.append(f"{lack}. They are left out of every number.")
     if above := int((pair.x > ABOVE_ZERO).sum() + (pair.y > ABOVE_ZERO).sum()):
         notes.append(f"{above} log-probabilities of response tokens are above 0, which no true one is.")
-    if not pair.trainer:
-        notes.append(f"The dump has one column, {pair.rollout}: colours, order and charts show its log-probability.")
-    elif dump.role(pair.trainer) == dump.role(pair.rollout):
+    if dump.role(pair.trainer) == dump.role(pair.rollout):
         notes.append("The dump does not tell the roles of the columns: the sign of the log-ratio may be turned.")
     return notes
 
@@ -165,7 +155,7 @@ def _weigh(pair: TokenPair, correction: CorrectionConfig | None) -> tuple[list[n
 
     The weights are [] if they are unknown. They are divided by their mean if the correction normalizes them.
     """
-    if correction is None or not pair.trainer:
+    if correction is None:
         return [], []
     config, values = correction.resolved(), pair.dump.values
     if config.part != "whole":
@@ -225,14 +215,12 @@ class Page:
             {
                 "name": name,
                 "facts": facts,
-                "isPair": bool(pair.trainer),
                 "columns": {"trainer": _source(dump, pair.trainer), "rollout": _source(dump, pair.rollout)},
                 "sampling": json.dumps(dict(dump.sampling), default=str),
                 "metrics": [[key, _short(value)] for key, value in measured.metrics.items()],
                 "edges": {key: edges.tolist() for key, edges in EDGES.items()},
                 "counts": {key: counts.tolist() for key, counts in measured.histograms.items()},
                 "growth": {key: [_short(value) for value in sums] for key, sums in measured.growth.items()},
-                "entropyOf": measured.entropy_of,
                 "names": [dump.sequence_ids[row] for row in listed],
                 "sequences": {key: [_short(measured.sequences[key][row]) for row in listed] for key in _COLUMNS},
                 "lengths": lengths[:shown].tolist(),
@@ -243,7 +231,6 @@ class Page:
     def _tokens(self, measured: Measured, rows: np.ndarray, alternatives: int) -> dict[str, Any]:
         """Returns the packed arrays of the shown tokens, one sequence after the other."""
         dump, names = measured.pair.dump, {"trainer": measured.pair.trainer, "rollout": measured.pair.rollout}
-        names = {side: name for side, name in names.items() if name}
 
         def joined(vectors: Sequence[np.ndarray], dtype: str = "<f4") -> dict[str, str]:
             return packed(np.concatenate([np.asarray(vectors[row], dtype) for row in rows] or [np.zeros(0, dtype)]))
@@ -310,8 +297,6 @@ def _short(value: float) -> float | None:
 
 
 def _source(dump: TokenDump, name: str) -> dict[str, str]:
-    if not name:
-        return {"name": ""}
     source = dump.sources[name]
     about = [source.engine, source.dtype, source.weights_hash[:40], dump.role(name)]
     if source.temperature is not None:

@@ -55,8 +55,7 @@ def own_address(host: str, leader: str) -> str:
     process 0's machine the result is ``host`` itself. On another machine it is the address of the interface through
     which ``host`` is reached.
 
-    Raises ValueError if ``host`` is a loopback address of another machine, if this machine's address is not private, or
-    if there is no route to ``host``.
+    Raises ValueError if ``host`` is a loopback address of another machine, or if there is no route to ``host``.
     """
     is_loopback = private_address(host).is_loopback
     own, other = _route_to(leader if is_loopback else host)
@@ -67,13 +66,6 @@ def own_address(host: str, leader: str) -> str:
             f"publish.host = {host} is reached only on the machine of process 0, and this process runs on another "
             f"({own}): give a private address of process 0's machine, with a key"
         )
-    try:
-        private_address(own)
-    except ValueError:
-        raise ValueError(
-            f"{own}, from which this machine reaches {host}, is not a private address: give this process a "
-            "publish.host of its own on its command line"
-        ) from None
     return own
 
 

@@ -26,10 +26,8 @@ import xxhash
 
 from rljax.distributed.files import write_whole
 
-PROTOCOL = 8
+PROTOCOL = 9
 """The number of the protocol between trainer and server's plugin; both must have the same one."""
-FORMAT = 1  # all files are beside version.json
-FORMAT_OF_PLACES = 2  # some files are elsewhere: ``FileRecord.at``
 VERSION_FILE = "version.json"
 PREFIX = "rljax-weights-"
 """The beginning of the name of a run's directory of weights."""
@@ -137,7 +135,6 @@ class Version(msgspec.Struct, frozen=True):
     dense: tuple[Piece, ...] = ()  # the pieces of the whole tensors; empty in a version that is only a delta
     delta: tuple[Piece, ...] = ()  # the pieces of the delta; empty in a version without one
     base: Base | None = None  # the version that the delta is against
-    format: int = FORMAT
 
     @property
     def digest(self) -> str:
@@ -160,8 +157,6 @@ class Version(msgspec.Struct, frozen=True):
         for file in self.files:
             if file in ("", ".", "..") or PurePosixPath(file).name != file:
                 raise ValueError(f"a file outside its directory: {file!r:.80}")
-        if self.format != format_of(self.files):
-            raise ValueError(f"format {self.format}, but this program reads {format_of(self.files)} with such files")
         for pieces in filter(None, (self.dense, self.delta)):
             elements = dict.fromkeys(self.tensors, 0)
             for piece in pieces:
@@ -172,11 +167,6 @@ class Version(msgspec.Struct, frozen=True):
             for name, record in self.tensors.items():
                 if elements[name] != math.prod(record.shape) or record.sums.count != elements[name]:
                     raise ValueError(f"the pieces of {name!r:.80} are not the whole tensor")
-
-
-def format_of(files: Mapping[str, FileRecord]) -> int:
-    """Returns the number of the format of a version with these files."""
-    return FORMAT_OF_PLACES if any(record.at for record in files.values()) else FORMAT
 
 
 def is_newer(one: Version, other: Version) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rljax.distributed.files import OwnedDirectory, check_room
 from rljax.errors import NotWrittenError
-from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, format_of, write_version
+from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, write_version
 from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.writer import PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
@@ -137,17 +137,15 @@ class WeightDirectory(OwnedDirectory):
             crowds = self._taken + own > half and not self._outlet.takes_files
             if not has_delta or crowds or len(self._chain) - self._anchor() >= self._anchor_every:
                 dense = self._writer.write("dense", directory)
-            files = delta.files | dense.files
             version = Version(
                 directory.name,
                 tag,
                 summary.dtypes[0],
                 {name: TensorRecord(summary.shapes[name], sums[name]) for name in sums},
-                files,
+                delta.files | dense.files,
                 dense.pieces,
                 delta.pieces,
                 Base(self._chain[-1].name, self._chain[-1].digest) if delta.pieces else None,
-                format_of(files),
             )
             write_version(directory, version)
             let_read(directory, self._readable_by)

@@ -1,9 +1,14 @@
-"""``rljax export``: mistakes that it names before it reads the run."""
+"""``rljax export``: mistakes that it names before it reads the run, and what it says of adapters."""
+
+import json
+from types import SimpleNamespace
 
 import pytest
-from toy_runs import refused
+from tiny_adapters import CONFIG, LORA, random_adapters
+from toy_runs import printed, refused
 
 from rljax.commands.export import main
+from rljax.policy.peft import CONFIG_NAME
 
 
 @pytest.mark.parametrize(("file", "more"), [("adapter_config.json", ()), ("config.json", ("--adapter",))])
@@ -23,3 +28,16 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 def test_a_model_has_no_other_model(tmp_path):
     said = refused(main, [tmp_path / "run", tmp_path / "new", "--model", "configs/toy-base"])
     assert "run is not a run directory: it has no config.yaml" in said
+
+
+@pytest.mark.parametrize("shape", [{}, {"text_config": {}}])
+def test_names_that_vllm_reads_otherwise_are_said(shape, tmp_path, monkeypatch):
+    """A model that reads images has its text model one level below."""
+    settings, state = SimpleNamespace(lora=LORA), SimpleNamespace(params=random_adapters())
+    policy = SimpleNamespace(run="a run", step=3, hf_path=tmp_path, config=CONFIG, settings=lambda: settings)
+    policy.load_state = lambda mesh: (state, None)
+    monkeypatch.setattr("rljax.commands.export.find_policy", lambda *_, **__: policy)
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    said = printed(main, ["a run", tmp_path / "out", "--adapter"])
+    assert ("for vLLM, rename model.layers to model.language_model.layers" in said) == bool(shape)
+    assert json.loads((tmp_path / "out" / CONFIG_NAME).read_text())["base_model_name_or_path"] == str(tmp_path)

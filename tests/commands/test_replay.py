@@ -65,7 +65,7 @@ def rows_of(column, lengths=LENGTHS, first=1):
 def test_the_length_column_is_found(tmp_path, column):
     rows = [{**row, "loss": 1.0, "eval/" + column: 5.0} for row in rows_of(column)]
     lines = run(write(tmp_path / "log.jsonl", rows))
-    assert lines[:2] == [f"300 steps of {column!r}", CALL]
+    assert lines[:2] == [f"300 steps of {column!r}, steps by 'step'", CALL]
 
 
 def test_changes_of_the_rate_are_printed_down_to_the_floor(tmp_path):
@@ -127,7 +127,7 @@ def test_a_length_at_its_limit_is_no_padded_length(tmp_path):
         for i in range(1, 60)
     ]
     lines = run(write(tmp_path / "log.jsonl", rows))
-    assert lines[0] == "59 steps of 'completions/mean_length'"
+    assert lines[0] == "59 steps of 'completions/mean_length', steps by 'step'"
 
 
 def test_a_file_with_two_runs_says_which_is_replayed(tmp_path):
@@ -160,7 +160,7 @@ def test_sweep_shows_how_the_call_moves(tmp_path):
     lines = run(log, "--sweep")
     rules = table(lines)
     swept = [name for name in rules if name.startswith(("ratio", "window", "persistence"))]
-    assert len(swept) == 15
+    assert len(swept) == 14  # With the warm-up of 10 a persistence of 12 is no rule.
     # The rule in use, the shipped rule and one value of each field are the same rule.
     assert sum(line.startswith("* ") for line in lines) == 6
     # 1000 + 125 n reaches 2000, 2500, 3000 and 3500 at n = 8, 12, 16 and 20, two steps before the median of five.
@@ -208,8 +208,12 @@ def write_events(directory, lengths, first, tag=LENGTH):
     ("name", "log", "note"),
     [
         # This is verl's own file.
-        ("verl.jsonl", [{"step": row.pop("step"), "data": row} for row in rows_of(LENGTH)], ""),
-        ("nested.jsonl", [{"step": i, "response_length": {"mean": n, "max": 9}} for i, n in enumerate(LENGTHS, 1)], ""),
+        ("verl.jsonl", [{"step": row.pop("step"), "data": row} for row in rows_of(LENGTH)], ", steps by 'step'"),
+        (
+            "nested.jsonl",
+            [{"step": i, "response_length": {"mean": n, "max": 9}} for i, n in enumerate(LENGTHS, 1)],
+            ", steps by 'step'",
+        ),
         # In Weights & Biases the evaluation has its own row, or overwrites the length.
         (
             "history.jsonl",
@@ -246,7 +250,7 @@ def write_events(directory, lengths, first, tag=LENGTH):
             + [{"training/global_step": 7, "eval/acc": 1.0}],
             ", steps by '_step'",
         ),
-        ("val_first.jsonl", [{"step": 0, LENGTH: None, "val-core/acc": 0.1}, *rows_of(LENGTH)], ""),
+        ("val_first.jsonl", [{"step": 0, LENGTH: None, "val-core/acc": 0.1}, *rows_of(LENGTH)], ", steps by 'step'"),
         (
             "trainer_state.json",
             {
@@ -256,11 +260,11 @@ def write_events(directory, lengths, first, tag=LENGTH):
                     {"step": 300, "train_runtime": 5.0},
                 ],
             },
-            "",
+            ", steps by 'step'",
         ),
         # prime-rl's file has no step, and slime's steps begin at 0.
-        ("dots.jsonl", rows_of("response_length.mean"), ""),
-        ("zero.jsonl", rows_of("rollout/response_len/mean", first=0), ""),
+        ("dots.jsonl", rows_of("response_length.mean"), ", steps by 'step'"),
+        ("zero.jsonl", rows_of("rollout/response_len/mean", first=0), ", steps by 'step'"),
         ("metrics.jsonl", [{"train/agg/all/num_output_tokens/mean": n, "train/m/all/x": 1} for n in LENGTHS], "each"),
         (
             "slime.jsonl",
@@ -274,7 +278,7 @@ def write_events(directory, lengths, first, tag=LENGTH):
 def test_logs_of_other_programs(tmp_path, name, log, note):
     lines = run(write(tmp_path / name, log))
     assert CALL in lines
-    assert note in lines[0] if note else "by" not in lines[0]
+    assert note in lines[0]
 
 
 def test_csv(tmp_path):
@@ -383,13 +387,12 @@ def test_a_log_without_a_call_says_what_was_nearest(tmp_path):
     # The median of five is 2400 from step 63 on, and six lengths in a row have it from step 66 on.
     nearest = [
         "nearest: 2.4 times the baseline at step 63 (2400 against 1000); a call needs 2.5",
-        "the largest ratio that would have called: 2.4, at step 66",
         "neighbour rules that would have called: ratio 2 at step 66",
         "  from step     1: learning rate 1e-06",
     ]
-    assert run(log)[1:6] == ["no surge in 120 steps", *nearest]
+    assert run(log)[1:5] == ["no surge in 120 steps", *nearest]
     by_wait = run(log, "--max-wait", "100")
-    assert by_wait[1:6] == ["surge called at step 100 (by max_wait), decay period 180", *nearest]
+    assert by_wait[1:5] == ["surge called at step 100 (by max_wait), decay period 180", *nearest]
     assert table(by_wait)["in use"][:3] == ["100", "-", "180"]
 
 
@@ -399,9 +402,8 @@ def test_a_surge_within_the_warmup_is_called_by_neighbours(tmp_path):
     # Six long lengths in a row end at step 14. At step 40 only 8 of the 35 older lengths are short, which is less than
     # the quantile of 0.3, so the baseline is 3500.
     assert lines[2] == "nearest: 1 times the baseline at step 40 (3500 against 3500); a call needs 3"
-    assert lines[3] == "no ratio of 1.5 or more would have called"
     assert (
-        lines[4] == "neighbour rules that would have called: shipped at step 14, study at step 14, warmup 10 at step 14"
+        lines[3] == "neighbour rules that would have called: shipped at step 14, study at step 14, warmup 10 at step 14"
     )
 
 
@@ -409,7 +411,7 @@ def test_a_spike_that_is_not_held_is_named(tmp_path):
     lines = run(curve(tmp_path / "log.jsonl", [1000.0] * 60 + [4000.0] * 4 + [1000.0] * 30))
     assert lines[2].startswith("nearest: 4 times the baseline at step 63 (4000 against 1000); a call needs 2.5 with ")
     assert lines[2].endswith(" with the newest 6 lengths at 1.5 or more")
-    assert lines[4] == "neighbour rules that would have called: three times at step 61"
+    assert lines[3] == "neighbour rules that would have called: three times at step 61"
 
 
 def test_truncated_batches_and_short_logs_say_why(tmp_path):
@@ -424,12 +426,6 @@ def test_truncated_batches_and_short_logs_say_why(tmp_path):
     assert "neighbour rules that would have called: three times at step 80, max_truncated 1 at step 85" in lines
     lines = run(curve(tmp_path / "short.jsonl", [1000.0] * 8))
     assert "nearest: none, because 8 usable steps are fewer than the warm-up of 10" in lines
-
-
-def test_a_neighbour_that_is_no_rule_says_why(tmp_path):
-    rules = table(run(curve(tmp_path / "log.jsonl", LENGTHS), "--held-ratio", "2.2"))
-    assert rules["ratio 2"][-1] == "held_ratio must be in (0, ratio], got held_ratio = 2.2 and ratio = 2.0."
-    assert rules["ratio 2.5"][0] == "85"
 
 
 def test_several_logs_are_one_table_and_bad_ones_a_line_each(tmp_path):
@@ -461,7 +457,6 @@ def test_the_json_has_every_number_under_documented_keys(tmp_path):
     assert found == {"format": 1, "learning_rate": 2e-6, "multiplier": 1.8, "decay_factor": 0.5, "floor_ratio": 0.1}
     assert gone == {"log": str(tmp_path / "gone.csv"), "error": f"{tmp_path / 'gone.csv'}: no such file"}
     assert whole["lengths"] == [1000.0] * 10 + [None] + [1000.0] * 49 + [2400.0] * 60
-    assert whole["largest_ratio"] == {"ratio": 2.4, "step": 66}
     rule = {one["rule"]: one for one in whole["rules"]}["ratio 2"]
     # The period is 66 x 1.8 = 118.8, rounded to 119.
     assert [rule[key] for key in ("surge_step", "crossing_step", "decay_period", "ignored")] == [66, 63, 119, 1]

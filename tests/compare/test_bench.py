@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from bench_tables import collected
 
-from rljax.cli import main as rljax
 from rljax.commands.compare import main
 from rljax.compare.bench import BenchConfig, BenchForm, bench_rows, measure_form, reason_of, without_places
 from rljax.errors import ConfigError
@@ -172,11 +171,6 @@ def test_mistakes_of_the_caller_are_named(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             main([*words, "--out", str(tmp_path / "out")])
-
-
-def test_the_former_command_says_what_to_type():
-    with pytest.raises(ConfigError, match="the command bench-mismatch is gone: type rljax compare --serve --model"):
-        rljax(["bench-mismatch", "toy-base"])
 
 
 def test_the_page_has_the_tables_of_all_results():

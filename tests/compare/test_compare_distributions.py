@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.compare.distributions import Likeliest, TokenLogprobs, compare_distributions, divergences
+from rljax.compare.distributions import TokenLogprobs, compare_distributions, divergences
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params, save_params
 from rljax.policy.model import init_params
@@ -101,21 +101,3 @@ def test_what_cannot_be_compared_is_refused(world, specs, settings, said):
     root, dump = world
     with pytest.raises(ValueError, match=said):
         compare_distributions(specs, dump, **{"model": root / "0"} | settings)
-
-
-def test_the_likeliest_tokens_of_each_scorer_come_into_the_dump():
-    columns = {"jax:float32": [[-1.0, -1.0]], "vllm:float32": [[-1.0, -1.0]]}
-    dump = make_dump(["a"], [[5, 6]], [[False, True]], columns)
-    names = {"jax:float32": "jax:float32", "vllm:URL": "vllm:float32"}
-    collected, place = Likeliest(dump, names, 2), np.asarray([1])
-    collected("jax:float32", 0, place, TokenLogprobs(np.log(np.asarray([[0.25, 0.5, 0.25]], np.float32))))
-    served = np.asarray([[-3.0, -0.5, -2.0]], np.float32), np.asarray([[9, 6, 7]], np.int32)
-    collected("vllm:URL", 0, place, TokenLogprobs(*served))
-    found = collected.added()
-    assert {name: ids[0].tolist() for name, ids in found.of_kind("top_ids").items()} == {
-        "jax:float32": [[-1, -1], [1, 0]],
-        "vllm:float32": [[-1, -1], [6, 7]],
-    }
-    assert found.columns["top_logprobs/vllm:float32"][0].tolist() == [[-np.inf, -np.inf], [-0.5, -2.0]]
-    entropy = 0.5 * np.log(2) + 2 * 0.25 * np.log(4)
-    np.testing.assert_allclose(found.values["entropy"][0], [np.nan, entropy], rtol=1e-6)

@@ -95,7 +95,7 @@ def test_a_small_scale_is_found_in_the_mean_of_many_numbers(reference, directory
     _, verdict = judged(reference, tested, tokens=tokens)
     assert verdict.findings[0].place in SMALL_SCALES[fault], verdict.sentence
     assert len(verdict.findings) == 1
-    assert "as if multiplied by" in verdict.sentence
+    assert "lower precision" not in verdict.sentence
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -117,17 +117,11 @@ def test_a_planted_fault_is_found_at_its_place(reference, directory, fault):
     assert len(others) <= 1, others
 
 
-def test_hints_say_what_the_numbers_show(directory):
-    reference = JaxTracer(directory, JaxForm("float32"), "jax")
-    said = {}
-    for fault in ("projection", "one element", "swapped", "no norms"):
-        tested = TorchTracer(directory, "float32", "hf", "eager")
-        FAULTS[fault][0](tested.model)
-        said[fault] = judged(reference, tested)[1].sentence
-    assert "as if multiplied by 1.01)" in said["projection"]
-    assert "in channel 5)" in said["one element"]
-    assert "it gives the value of up projection" in said["swapped"]
-    assert said["no norms"].count("it gives its input") == 2
+def test_a_hint_says_that_a_sum_is_in_a_lower_precision(directory):
+    tested = TorchTracer(directory, "bfloat16", "hf", "eager")
+    FAULTS["sum"][0](tested.model)
+    _, verdict = judged(JaxTracer(directory, JaxForm("bfloat16", logits="bfloat16"), "jax"), tested)
+    assert verdict.sentence.count("as of a sum in a lower precision") == 2
 
 
 def test_numbers_that_are_not_finite_name_their_side(directory):
@@ -195,8 +189,6 @@ def test_a_fault_in_a_hybrid_is_found_at_its_place(hybrid, fault, monkeypatch):
     places = [finding.place for finding in verdict.findings]
     assert place in places, verdict.sentence
     assert len(places) <= (2 if fault == "swapped" else 1), verdict.sentence
-    assert fault != "gate" or "it gives its input" in verdict.sentence
-    assert fault != "swapped" or "it gives the value of step projection" in verdict.sentence
 
 
 def test_a_hidden_operation_is_compared_with_the_next_one(hybrid, monkeypatch):

@@ -272,8 +272,9 @@ def test_an_interrupt_keeps_what_was_scored(model, tmp_path, monkeypatch, capsys
     monkeypatch.setitem(vars(compare), "score_column", interrupted)
     arguments = [str(path), "--columns", "a", "--model", str(model), "--out", str(tmp_path / "out")]
     assert run_cli(compare.main, [*arguments, "--scorer", "jax:float32", "--scorer", "jax:bfloat16"]) == 130
-    assert "a / jax:float32" in capsys.readouterr().out
-    assert "jax:float32" in read_dump(tmp_path / "out" / "tokens.parquet").logprobs
+    tokens = tmp_path / "out" / "tokens.parquet"
+    assert f"rljax compare {tokens} reports the columns that are complete" in capsys.readouterr().err.splitlines()
+    assert "jax:float32" in read_dump(tokens).logprobs
 
 
 def two_tokens(order, roles=None, sampling=None):

@@ -40,7 +40,7 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
 def test_a_server_decodes_given_tokens(fake, way):
     """The stand-in scores each response token with -1.
 
-    A response without tokens makes no request, and the server keeps no client.
+    A response without tokens makes no request.
     """
     fake.forcing = {"way": way, "reason": ""}
     rows = [*zip(DUMP.token_ids, DUMP.response_mask, strict=True), (np.int32([6, 6]), np.zeros(2, bool))]
@@ -50,7 +50,6 @@ def test_a_server_decodes_given_tokens(fake, way):
         np.testing.assert_array_equal(vector, np.float32(expected))
     assert (source.engine, source.role, source.temperature) == ("vllm fake decode", "rollout", 1.0)
     assert sorted(asked[:2] for asked in fake.asked) == [([4], 1), ([7], 2)]
-    assert fake.forced == []
     assert name_columns([f"vllm-decode:{fake.url}"]) == {f"vllm-decode:{fake.url}": "vllm-forced:float32"}
 
 
@@ -62,7 +61,6 @@ def test_a_server_that_decodes_no_given_tokens_is_named(fake):
     fake.forcing = {"way": "", "reason": "its Model Runner V2 needs --enable-trace-replay for that"}
     with pytest.raises(ValueError, match="decodes no given tokens: its Model Runner V2 needs"):
         score_column(spec, DUMP)
-    assert fake.forced == []
     fake.refuse = {"/collective_rpc": 404}
     with pytest.raises(ValueError, match="decodes no given tokens: rljax's plugin is not in this server"):
         score_column(spec, DUMP)
@@ -199,9 +197,9 @@ def test_a_server_that_dies_leaves_one_line_and_what_was_scored(fake, model, tmp
     arguments = [str(path), "--model", str(model), "--scorer", "jax:float32", "--scorer", f"vllm:{fake.url}"]
     out = tmp_path / "out"
     assert run_cli(compare.main, [*arguments, "--batch-size", "2", "--out", str(out)]) == 2
-    said = capsys.readouterr()
-    assert said.err.splitlines()[-1].startswith(f"error: no answer from {fake.url}/")
-    assert "jax:float32 / vllm:float32" in said.out
+    *_, hint, error = capsys.readouterr().err.splitlines()
+    assert hint == f"rljax compare {out / 'tokens.parquet'} reports the columns that are complete"
+    assert error.startswith(f"error: no answer from {fake.url}/")
     assert sorted(read_dump(out / "tokens.parquet").logprobs) == ["jax:float32", "jax:float32@2", "vllm:float32"]
 
 

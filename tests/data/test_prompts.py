@@ -149,7 +149,6 @@ def test_prompts_that_are_too_long_are_counted(bare):
         ({"reward_workers": -1}, "reward_workers must not be negative, got -1"),
         ({"reward_timeout_s": 0.0}, "reward_timeout_s must be positive and finite, got 0.0"),
         ({"task": "tyo"}, "task must be toy, toy_swaps, calculator, file or reasoning_gym:NAME, got 'tyo'"),
-        ({"task": "verifiers"}, "task = verifiers is no task: the example verifiers_rollouts .* rollout.trajectories"),
         ({"task_options": ("a=1",)}, "task_options is for a reasoning-gym task, but task = toy"),
         ({"task_instruction": "Hi"}, "task_instruction is for a reasoning-gym task, but task = toy"),
         ({"task": "reasoning_gym:lcm", "path": "x.jsonl"}, "path is given, but task = reasoning_gym:lcm reads no file"),

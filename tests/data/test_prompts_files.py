@@ -90,7 +90,7 @@ def test_each_command_reads_a_file_in_the_same_way(command, tmp_path):
     rows = [{"input": f"{i}+1=", "meta": {"sol": i + 1}, "nums": [i, 1]} for i in range(4)]
     reward.write_text("def f(completions, nums, **columns):\n    return [float(str(sum(nums[0])) in completions[0])]\n")
     keys = ["--prompt-key", "input", "--answer-key", "meta.sol", "--reward", f"{reward}:f"]
-    in_run = [word.replace("--", "--data.") for word in keys] + ["--data.batch-size", "4", "--data.path", path]
+    in_run = [word.replace("--", "--data.") for word in keys] + ["--data.path", path]
 
     def run(out):
         words = {

@@ -133,9 +133,8 @@ def test_ids_and_text_are_those_of_transformers(pair, text):
 
 def test_each_token_alone_has_a_text(tmp_path):
     ours = load_tokenizer(qwen(tmp_path))
-    euro = ours.encode("€").tolist()
     assert "".join(ours.pieces(ours.encode(" the end").tolist())) == " the end"
-    assert ours.pieces(euro) == [r"\xe2", r"\x82", r"\xac"]
+    assert ours.pieces(ours.encode("€").tolist()) == ["\ufffd"] * 3
     assert ours.pieces([ours.eos_token_id, 10**6]) == ["<|im_end|>", ""]
     words = Tokenizer(tokenizers.Tokenizer(models.WordLevel({"▁the": 0, "</s>": 1}, "</s>")), {"eos_token": "</s>"})
     assert words.pieces([0, 1, 7]) == [" the", "</s>", ""]

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from hypothesis import strategies as st
-from sound_inputs import POLICIES, ROOT, RUN, STEPS, sound_adapters, sound_model, sound_run
+from sound_inputs import POLICIES, ROOT, sound_adapters, sound_model
 
 from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME
 from rljax.run.config import Config
@@ -224,14 +224,13 @@ def spoilt(
     files: Mapping[str, Content | Document],
     spoil: Sequence[str],
     options: Sequence[Sequence[str]] = ((),),
-    most: int = 2,
 ) -> Case:
-    """Draws the case with one to ``most`` of the files ``spoil`` damaged, missing or replaced, and one of the options.
+    """Draws the case with one or two of the files ``spoil`` damaged, missing or replaced, and one of the options.
 
     A name of ``spoil`` that is not among the files is a folder of them, or a file that should not exist.
     """
     choose, given = chooser(draw), written(files)
-    chosen = draw(st.lists(st.sampled_from(spoil), min_size=1, max_size=most, unique=True))
+    chosen = draw(st.lists(st.sampled_from(spoil), min_size=1, max_size=2, unique=True))
     for path in sorted(chosen, reverse=True):  # files before their folder
         how, document = choose(*["values"] * 12, *["bytes"] * 4, "gone", "special"), files.get(path)
         if how == "special" or document is None:
@@ -555,51 +554,12 @@ def resume_cases() -> Iterator[st.SearchStrategy[Case]]:
         yield spoilt("train", (*PROBLEMS, *engine), files, spoil, [("--run.resume", each) for each in resumes])
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-EXTRA = ("0", "x", "9", "05", "-1", "²", "٣", "3.tmp", "tmp_4", "copy_of_3", "3.orbax-checkpoint-tmp-0", "1" + "0" * 12)
-CHECKPOINTS = f"{RUN}/checkpoints"
-
-
-def is_object(name: str, data: bytes) -> bool:
-    """Returns whether a file holds one JSON object."""
-    return data.startswith(b"{") and not name.endswith(".jsonl")
-
-
-def checkpoint_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields run directories whose checkpoints are damaged, for training that would resume there."""
-    files = inside(RUN, sound_run().files)
-    folders = [f"{CHECKPOINTS}/{step}" for step in STEPS]
-    below = {folder: [name for name in files if name.startswith(f"{folder}/")] for folder in folders}
-    documents = files | {name: Document(json.loads(data)) for name, data in files.items() if is_object(name, data)}
-    extra = [f"{CHECKPOINTS}/{name}" for name in EXTRA]
-    hosts = [f"{folder}/host/metadata" for folder in folders]
-    largest = [max(names, key=lambda name: len(files[name])) for names in below.values()]
-    parents = sorted({name.rpartition("/")[0] for names in below.values() for name in names})
-    for spoil in (
-        below[folders[-1]],
-        hosts,
-        largest,
-        parents,
-        folders,
-        extra,
-        [*hosts, *largest, *folders],
-        [CHECKPOINTS],
-    ):
-        yield spoilt("go on", (RUN,), documents, spoil, most=4)
-    for folder in (*folders, *extra):  # a checkpoint, or a part of it, that belongs to another step
-        for part in ("", "/host", "/state"):
-            source = folders[-1] if folder in extra else folders[folders.index(folder) - 1]
-            moved = {folder + name.removeprefix(source): files[name] for name in below[source] if part in name}
-            yield st.just(Case("go on", (RUN,), without(files, folder + part) | moved))
-
-
 MAKERS = {
     **{"yaml": (5, yaml_cases), "arguments": (4, argument_cases), "problems": (4, problem_cases)},
     **{"model": (4, model_cases), "weights": (4, weight_cases), "adapters": (2, adapter_cases)},
     **{"tokens": (2, token_cases), "log": (2, log_cases), "record": (1, record_cases)},
     **{"course": (2, course_cases), "silent": (2, lambda: iter([silent_cases()]))},
-    **{"resume": (2, resume_cases), "checkpoints": (2, checkpoint_cases)},
+    **{"resume": (2, resume_cases)},
 }
 
 

@@ -76,7 +76,6 @@ COMMANDS = {
     "replay": Command(replay.main, ("out",)),
     "view": Command(view.main, ("out",)),
     "plot": Command(plot.main, ("run",)),
-    "go on": Command(sound_inputs.go_on, ("run",)),
 }
 
 

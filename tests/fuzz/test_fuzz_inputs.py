@@ -15,7 +15,6 @@ import hypothesis
 import pyarrow as pa
 import pytest
 from malformed_inputs import (
-    CHECKPOINTS,
     CONFIG,
     DUMP,
     HELD,
@@ -36,10 +35,9 @@ from malformed_inputs import (
     as_yaml,
     events,
     inside,
-    without,
 )
 from run_input import COMMANDS, Command, run_case, write_case
-from sound_inputs import POLICIES, RUN, STEPS, sound_adapters, sound_model, sound_run
+from sound_inputs import POLICIES, sound_adapters, sound_model
 
 from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME
 
@@ -126,6 +124,7 @@ SOUND = {
 }
 DATES = as_parquet({"columns": {"prompt": ["1+1="] * 2, "extra_info": pa.array([2**50, 1], pa.timestamp("s"))}})
 DEEP = b"[" * 100_000
+ROW = b'{"step": 1}\n'
 LARGE = as_yaml(SETTINGS | {"optimizer": {"learning_rate": 1e308}}).decode()
 HOLE = as_parquet(DUMP | {"columns": DUMP["columns"] | {"token_ids": [[1, None], [3]]}})
 NESTED_MODEL = {"model/config.json": as_json(CONFIG), "model/tokenizer_config.json": as_json({"eos_token": "$"})}
@@ -188,10 +187,11 @@ FAULTS = [
     (recorded(**{"reward/mean": "x"}), "run: reward/mean must be a number, got 'x'"),
     (recorded(**{"schedule/surge_step": "x"}), "run: schedule/surge_step must be a step, got 'x'"),
     (resumed(b'{"x": 1}\n{"step": 2}\n'), "held/metrics.jsonl:1: expected an object with a step"),
-    (
-        resumed(b'{"step": 1}\n', {"held/checkpoints/²": Special.DIRECTORY}),
-        "holds 1 rows and no checkpoint to go on from",
-    ),
+    (resumed(ROW, {"held/checkpoints/²": Special.DIRECTORY}), "holds 1 rows and no checkpoint to go on from"),
+    (resumed(ROW, {"held/checkpoints/1": b""}), "held holds 1 rows and no checkpoint to go on from"),
+    (resumed(b"", {"held/checkpoints": b""}), "held/checkpoints: "),
+    (resumed(b"", {"held/checkpoints": Special.LOOP}), "held/checkpoints: "),
+    (resumed(b"", {"held/checkpoints": Special.DANGLING}), "held/checkpoints: "),
 ]
 
 
@@ -208,36 +208,6 @@ def test_what_once_was_no_clear_line(case, message, tmp_path):
     assert message in outcome.said
 
 
-def go_on_case(folders):
-    """Returns a copy of the sound run in which these folders have other contents, by path."""
-    files = inside(RUN, sound_run().files)
-    for folder, found in folders.items():
-        files = without(files, folder) | {f"{folder}/{path}".rstrip("/"): content for path, content in found.items()}
-    return Case("go on", (RUN,), files)
-
-
-@pytest.mark.parametrize("name", [None, "²", "05", "x"])
-def test_a_sound_run_continues_beside_foreign_files(name, tmp_path):
-    copied = {path.removeprefix("checkpoints/3/"): data for path, data in sound_run().files.items() if "/3/" in path}
-    outcome = run_case(go_on_case({f"{CHECKPOINTS}/{name}": copied} if name else {}), tmp_path, 60.0)
-    assert outcome.accepted, outcome.said
-    assert "warning" not in outcome.said
-
-
-def test_files_in_place_of_the_checkpoints_are_none(tmp_path):
-    """The files must not count as checkpoints: the run would begin anew, and its rows would be cut."""
-    outcome = run_case(go_on_case({f"{CHECKPOINTS}/{step}": {"": b""} for step in STEPS}), tmp_path, 60.0)
-    assert not outcome.accepted
-    assert "holds 3 rows and no checkpoint to go on from" in outcome.said
-
-
-@pytest.mark.parametrize("content", [b"", Special.LOOP, Special.DANGLING])
-def test_something_else_in_place_of_their_folder_is_refused(content, tmp_path):
-    outcome = run_case(go_on_case({CHECKPOINTS: {"": content}, f"{RUN}/metrics.jsonl": {}}), tmp_path, 60.0)
-    assert not outcome.accepted
-    assert f"{CHECKPOINTS}: " in outcome.said
-
-
 @pytest.fixture
 def bounded_memory():
     """Limits the memory, so that an input that asks for too much fails instead of the machine."""
@@ -250,9 +220,7 @@ def bounded_memory():
 
 @pytest.mark.timeout(0)  # a longer search may take hours
 @pytest.mark.usefixtures("bounded_memory")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.harness) if kind == "checkpoints" else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_malformed_inputs_are_refused_in_one_line(kind, tmp_path):
     """The folder of the test keeps the smallest input of the last failure."""
     share, strategy = KINDS[kind]
@@ -276,9 +244,8 @@ def test_malformed_inputs_are_refused_in_one_line(kind, tmp_path):
     each()
     print(f"{kind}: {outcomes[False]} refused, {outcomes[True]} accepted")
     assert outcomes.total() >= count // 2
-    # A run sets damaged checkpoints aside and resumes from an older one, so few of these inputs leave no checkpoint.
     # A page that names no cause is no refusal.
-    assert outcomes[False] > 0 or kind in ("checkpoints", "silent")
+    assert outcomes[False] > 0 or kind == "silent"
 
 
 @pytest.mark.parametrize(

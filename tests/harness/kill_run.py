@@ -46,7 +46,8 @@ from tqdm import tqdm
 
 from rljax.errors import ConfigError, run_cli
 from rljax.record.rows import read_rows
-from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
+from rljax.rollout.servers.process import environment_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 from rljax.rollout.types import InFlight
 
 ROOT = Path(__file__).parents[2]
@@ -120,10 +121,8 @@ def server_config(log_path: Path, port: int = 0) -> VllmConfig:
 
     It computes in float32, so that rounding hardly ever decides a token.
     """
-    model = str(ROOT / "configs/toy-base")
-    return VllmConfig(
-        model, str(vllm_python()), "float32", port=port, max_model_len=512, max_num_seqs=64, log_path=log_path
-    )
+    model, python = str(ROOT / "configs/toy-base"), str(environment_python("vllm"))
+    return VllmConfig(model, python, "float32", port=port, max_model_len=512, max_num_seqs=64, log_path=log_path)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -120,7 +122,8 @@ class Servers:
     def kill(self, ports: Sequence[int]) -> None:
         """Kills the servers of these ports and starts them again; returns before they are healthy."""
         for port in ports:
-            self._servers[port].kill()
+            os.kill(self._servers[port].pid, signal.SIGTERM)  # the server is not asked, as in a crash
+            self._servers[port].stop()
         for port in ports:
             self._servers[port] = self._launch(port)
 

@@ -39,9 +39,10 @@ from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import Samples
 from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.process import environment_python
 from rljax.rollout.servers.requests import Retries
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import ROLLOUTS, VllmConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import ROLLOUTS, VllmConfig, start
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -262,7 +263,8 @@ def real_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
         return engine
 
     log_path = Path(tempfile.mkdtemp(prefix="rljax-faults-")) / "server.log"
-    with start(VllmConfig(str(MODEL), str(vllm_python()), "float32", max_model_len=512, log_path=log_path)) as server:
+    python = str(environment_python("vllm"))
+    with start(VllmConfig(str(MODEL), python, "float32", max_model_len=512, log_path=log_path)) as server:
         yield server.url, make, policy.vocab_size
 
 

@@ -65,7 +65,6 @@ DOORS = {
     },
     "wandb": {"record.tracker_kinds"},
     "trackio": {"record.tracker_kinds"},
-    "mlflow": {"record.tracker_kinds"},
     "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.description", "rollout.servers.vllm.endpoint"},
     "sglang": {"rollout.servers.sglang.plugin"},
     "tpu_inference": {"rollout.servers.vllm.tpu", "rollout.servers.vllm.plugin"},

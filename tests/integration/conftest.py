@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from stopping import StopWhen
-from vllm_processes import FORKED
+from vllm_processes import FORKED, kill_server
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
@@ -231,7 +231,7 @@ class Servers:
     def kill_and_restart(self) -> None:
         """Ends the running server by SIGKILL and starts another on its port, with the weights on disk."""
         killed = self._current
-        killed.server.kill()
+        kill_server(killed.server)
         self._current = dataclasses.replace(killed, server=self._start_server(self._name, killed.server.port))
 
     def stop(self) -> None:

@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy_runs import ROOT, completed
+from toy_runs import ROOT, completed, tiny
 
 pytestmark = pytest.mark.slow
 
-SHORT = (
-    "--run.steps 1 --eval.every 0 --data.batch-size 4 --rollout.max-response-tokens 8 --packing.share-prefixes false"
-)
 PAGES = ("docs/rewards.md", "docs/environments.md", "docs/tutorials/train.md")
 
 
@@ -45,6 +42,6 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", [*PAGES[:2], pytest.param(PAGES[2], marks=pytest.mark.harness)])
 def test_the_documented_command_runs(page, here):
     (typed,) = commands(page)
-    completed([*shlex.split(typed)[2:], *shlex.split(SHORT), "--run.dir", "run"])
+    completed([*shlex.split(typed)[2:], *tiny("configs/toy-base", "run", 1)[1:]])
     row = json.loads((here / "run" / "metrics.jsonl").read_text())
     assert row["reward/error_fraction"] == 0

@@ -73,6 +73,7 @@ def test_with_one_executable_the_mismatch_is_exactly_zero(dtype, base, tmp_path)
         assert row["mismatch/logprob_abs_diff_max"] == row["mismatch/k3_kl"] == 0.0
 
 
+@pytest.mark.harness
 def test_adapters_of_delta_nets_are_trained(base, tmp_path):
     completed(tiny(base, tmp_path / "run", 2, *SIZE, *ADAPTERS))
     assert all(row["optimizer/grad_norm"] > 0 for row in comparable(tmp_path / "run"))

@@ -106,10 +106,10 @@ def forced_again(url, response):
 
 
 def fails_harmlessly(server):
-    """Returns whether a failing hook is removed with its reason. Checks that the request is answered."""
-    assert rpc(server, "rljax_force", "test", 60.0) == [{"way": "extra_args", "reason": ""}]
+    """Returns whether a failing hook logs its reason. Checks that the request is answered."""
+    assert rpc(server, "rljax_force") == [{"way": "extra_args", "reason": ""}]
     how = {"max_tokens": 4, "logprobs": 0, "extra_args": {FORCED_TOKENS: [10**6]}}
     body = {"model": "policy", "token_ids": [1, 2], "sampling_params": how}
     reply = call(server.url, "POST", "/inference/v1/generate", json=body)
     assert len(reply["choices"][0]["token_ids"]) > 0
-    return "outside the vocabulary of 509" in rpc(server, "rljax_end_force", "test")[0]
+    return "outside the vocabulary of 509" in server.log_tail()

@@ -100,12 +100,6 @@ def test_logprobs_mode_is_probed(float32):
     float32.engine().close()
 
 
-def test_default_sampling_must_be_plain(float32):
-    with sabotaged(float32, "default_sampling", json.dumps({"top_p": 0.9, "top_k": 20}), undo=("{}",)):
-        line = refused(float32)
-    assert line == "default sampling is not plain: {'top_k': 20, 'top_p': 0.9}; start with --generation-config vllm"
-
-
 def test_directory_that_the_server_does_not_see(float32, monkeypatch):
     """The probe file proves it. Here the trainer claims another text than the server reads."""
     sound = WeightDirectory.probe

@@ -110,7 +110,7 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
     lines = dict(line.split("  ", 1) for line in text.splitlines()[1:])
     lines = {key: value.strip() for key, value in lines.items()}
     assert lines["a step"] == "6 prompts x 4 responses = 24 responses, 2 updates of 12"
-    assert not {"refill", "while servers sample"} & set(lines)
+    assert "refill" not in lines
     refilled = dry_run(changed(config, rollout={"refill": True})).splitlines()
     assert [line.split("  ", 1)[1].strip() for line in refilled if line.strip().startswith("refill")] == [
         "a step samples 6 to 30 prompts"

@@ -10,7 +10,7 @@ from rljax.policy.attention import choose_attention, packed_attention
 from rljax.policy.config import DEFAULTS, PolicyConfig
 from rljax.policy.cudnn import cudnn_attention
 from rljax.policy.grouped import IMPLEMENTATIONS, choose_experts
-from rljax.policy.kernels import MAX_UNROLLED, choose_kernels
+from rljax.policy.kernels import MAX_UNROLLED, check_mesh, choose_kernels
 from rljax.policy.rotary import rotate, rotate_by_product
 from rljax.policy.splash import splash_attention
 from rljax.sharding import MESH_AXES
@@ -67,6 +67,13 @@ def test_what_the_device_lacks_is_refused(choose, name, device, dtype, sizes, me
     key = "attention" if choose is choose_attention else "experts"
     with pytest.raises(ValueError, match=f"^policy.{key} = {name} {message}"):
         choose(name, device, dtype, sizes)
+
+
+def test_devices_that_cannot_split_the_heads_are_refused():
+    mesh = SimpleNamespace(shape=dict.fromkeys(MESH_AXES, 1) | {"context": 3, "tp": 2})
+    said = "mesh.context = 3 must divide the 4 key-value heads of a device, or be at least 4; set it to 2"
+    with pytest.raises(ValueError, match=said):
+        check_mesh(PolicyConfig(16, 8, 16, 3, 16, 8, 4), mesh)
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,11 @@ def test_names_of_a_model_that_reads_images_are_read(tmp_path):
 
 def test_a_directory_with_an_adapter_is_no_model(tmp_path):
     save_adapters(tmp_path, random_adapters(MIXTURE, OF_ATTENTION), MIXTURE, OF_ATTENTION, "some/base")
-    takes = f"set model.path = some/base, lora.adapter = {tmp_path}, lora.rank = 2, lora.alpha = 4"
-    with pytest.raises(ValueError, match=f"^{tmp_path} holds an adapter, .*: {takes}.*, lora.targets = k_proj o_proj"):
+    said = f"^{tmp_path} holds an adapter, .*: set lora.adapter to {tmp_path}, or move its files away$"
+    with pytest.raises(ValueError, match=said):
         read_config(tmp_path)
     save_params(tmp_path, init_params(MIXTURE, 0), MIXTURE)
-    with pytest.raises(ValueError, match=r"holds an adapter, which transformers adds .* or move its files away"):
+    with pytest.raises(ValueError, match=said):
         load_params(tmp_path, read_config(tmp_path))
 
 

@@ -10,10 +10,12 @@ import pytest
 from kill_run import broken_accounts
 from process_runs import FLOAT32, TINY, Run, assert_alike, complete_together, replay, without_publish
 from toy_runs import comparable, tiny
+from vllm_processes import kill_server
 
 from rljax.errors import START_AGAIN_STATUS
 from rljax.record.rows import read_rows
-from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
+from rljax.rollout.servers.process import environment_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 
 pytestmark = pytest.mark.processes
 STEPS = 9
@@ -25,7 +27,8 @@ TRAINING = (*FLOAT32, *TINY, "--rollout.dump-every", "1", "--optimizer.learning-
 def servers(toy_base, tmp_path_factory):
     """Yields the list of servers, which all had one port. Only the last one runs, because the others were killed."""
     log = tmp_path_factory.mktemp("vllm") / "float32.log"
-    started = [start(VllmConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log))]
+    python = str(environment_python("vllm"))
+    started = [start(VllmConfig(str(toy_base), python, dtype="float32", max_model_len=512, log_path=log))]
     yield started
     started[-1].stop()
 
@@ -93,7 +96,7 @@ def test_after_a_lost_server_the_batch_is_requested_again(servers, whole, toy_ba
     with Run(words(toy_base, run_dir, servers), 2, tmp_path / "printed", heartbeat_s=60) as run:
         run.wait_for_rows(run_dir, 3)
         lost = servers[-1]
-        lost.kill()
+        kill_server(lost)
         log = lost.log_path.with_name("restarted.log")
         servers.append(start(dataclasses.replace(lost.config, port=lost.port, log_path=log)))
         assert run.wait() == [0, 0], run.printed()

@@ -15,7 +15,7 @@ from process_runs import FLOAT32, complete_together
 from toy_runs import comparable, tiny
 from waiting import until
 
-from rljax.rollout.servers.vllm.server import vllm_python
+from rljax.rollout.servers.process import environment_python
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +39,7 @@ def served(link, toy_base, tmp_path):
     key.chmod(0o600)
     options = ["--dtype", "float32", "--host", SERVERS.address, "--port", str(PORT), "--max-model-len", "512"]
     files = ["--api-key-file", str(key), "--url-file", str(url), "--log", str(tmp_path / "server.log")]
-    words = [str(vllm_python()), "-m", "rljax.cli", "serve", "vllm", str(toy_base), *options, *files]
+    words = [str(environment_python("vllm")), "-m", "rljax.cli", "serve", "vllm", str(toy_base), *options, *files]
     with (tmp_path / "server.out").open("wb") as out:
         process = subprocess.Popen([*SERVERS.inside, *words], stdout=out, stderr=out)
     try:

@@ -8,7 +8,8 @@ from process_runs import FLOAT32, TINY, assert_alike, largest_differences, repla
 from toy_runs import comparable, tiny
 
 from rljax.record.rows import read_rows
-from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
+from rljax.rollout.servers.process import environment_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 
 pytestmark = pytest.mark.processes
 
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(scope="module")
 def server(toy_base, tmp_path_factory):
     log = tmp_path_factory.mktemp("vllm") / "float32.log"
-    config = VllmConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log)
+    python = str(environment_python("vllm"))
+    config = VllmConfig(str(toy_base), python, dtype="float32", max_model_len=512, log_path=log)
     with start(config, timeout_s=480) as started:
         yield started
 

@@ -19,7 +19,6 @@ from rljax.record.figure import (
     plot_report,
     read_runs,
     short_names,
-    with_turns,
 )
 from rljax.record.panel_style import svg_text
 
@@ -92,26 +91,6 @@ def test_the_report_is_a_picture_with_the_curves_in_it(tmp_path):
     assert (np.abs(pixels - color).max(axis=-1) < 0.01).sum() > 7 * 500  # seven panels with a curve of 500 pixels each
 
 
-def turned_rows(total=12):
-    turns = {"turn_1": 1e-3, "turn_2": 4e-3, "after_1": 8e-3}
-    more = {f"turns/{label}/logprob_abs_diff_mean": value for label, value in turns.items()}
-    return [row | more | {"turns/turn_1/token_count": 9} for row in rows_of(total)]
-
-
-def test_runs_with_turns_have_a_panel_of_them(tmp_path):
-    run = write_record(tmp_path / "run", turned_rows())
-    runs = read_runs([run, write_record(tmp_path / "other", rows_of(12))])
-    assert with_turns(REPORT, runs[1:]) == REPORT
-    for some in (runs[:1], runs):
-        axis = axis_named(plot_grid(with_turns(REPORT, some), some, 0.9), "Mismatch by turn")
-        shown = [line.get_ydata()[0] for line in axis.lines if len(line.get_ydata())]
-        np.testing.assert_allclose(shown, [1e-3, 4e-3, 8e-3])
-        names = [text.get_text() for text in axis.get_legend().get_texts()]
-        assert names == ["turn 1", "turn 2", "first after the environment"]
-        assert axis.get_yscale() == "log"
-    plot_report([run], tmp_path / "report.png")
-
-
 @pytest.mark.parametrize(
     ("schedule", "lines", "said"),
     [
@@ -157,11 +136,10 @@ def test_the_log_axis_shows_every_value_however_alike(values, tmp_path):
 
 
 def test_missing_keys_leave_a_note_in_their_panel():
-    grid = [*REPORT, ("turns",)]
-    figure = plot_grid(grid, [run_of([{"step": 1}, {"step": 2}])], 0.9)
+    figure = report(run_of([{"step": 1}, {"step": 2}]))
     notes = [text for axis in figure.axes for text in texts(axis)]
-    assert notes == [f"no {PANELS[name].needs} in the record" for row in grid for name in row]
-    assert len(notes) == 8
+    assert notes == [f"no {PANELS[name].needs} in the record" for row in REPORT for name in row]
+    assert len(notes) == 7
 
 
 def test_a_key_missing_in_one_of_several_runs_makes_no_note():

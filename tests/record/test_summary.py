@@ -38,21 +38,12 @@ def test_summary():
     assert got["reward_last"] == pytest.approx(0.6)
     assert got["reward_gain"] == pytest.approx(0.5)
     assert (got["response_length_first"], got["response_length_last"]) == (10, 35)
-    # The window ending at 34 holds four 35s and a 10, so its mean is 30 = 3 * 10.
-    assert got["length_tripled_step"] == 34
     assert (got["surge_step"], got["decay_period"], got["learning_rate_final"]) == (34, 61, 1e-4)
     assert got["evaluations"] == {"toy": {"last": 0.6, "best": 0.7, "best_step": 40}}
     assert got["mismatch_mean"] == pytest.approx((59 * 0.001 + 0.004) / 60)
     assert (got["mismatch_max"], got["skipped_updates"], got["steps"]) == (0.004, 2, 60)
     assert got["wall_seconds"] == pytest.approx(30)
     assert got["rows_with_nonfinite"] == 0
-
-
-def test_summary_adds_up_phases_and_sees_no_tripling():
-    rows = [{"step": 1, "time/a_s": 1.0, "time/b_s": 2.0}, {"step": 2, "time/a_s": 4.0, "time/b_s": None}]
-    assert summarize(rows)["wall_seconds"] == 7
-    rows = [{"step": step, "response_length/mean": 10.0 if step <= 10 else 29.9} for step in range(1, 50)]
-    assert summarize(rows)["length_tripled_step"] is None
 
 
 def test_summary_of_bare_rows_is_json_and_printed():

@@ -20,7 +20,9 @@ from rljax.train import settings_of
 
 pytestmark = pytest.mark.trackers
 
-INSTALLED = [kind for kind in ("wandb", "trackio", "mlflow") if importlib.util.find_spec(kind)]
+MLFLOW = "examples/mlflow_tracker.py:MlflowTracker"
+KINDS = {"wandb": "wandb", "trackio": "trackio", "mlflow": MLFLOW}  # by the package that each needs
+INSTALLED = [kind for package, kind in KINDS.items() if importlib.util.find_spec(package)]
 STEPS = 8
 
 
@@ -33,13 +35,14 @@ def root(tmp_path_factory):
         "TRACKIO_DIR": str(root / "trackio"),
         "WANDB_MODE": "offline",
         "MLFLOW_TRACKING_URI": f"sqlite:///{root}/mlflow.db",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     (root / "home").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
         patch.delenv("WANDB_API_KEY", raising=False)
-        if "mlflow" in INSTALLED:
+        if MLFLOW in INSTALLED:
             from mlflow import MlflowClient
 
             MlflowClient().create_experiment("rljax", artifact_location=str(root / "artifacts"))
@@ -90,7 +93,7 @@ def forked(root, whole):
 
 def kept(run_dir, kind):
     """Returns the id by which a tracker knows a run."""
-    return json.loads((run_dir / "trackers" / f"{kind}.json").read_text())["id"]
+    return json.loads((run_dir / "trackers" / f"{kind.replace('/', '_')}.json").read_text())["id"]
 
 
 def wandb_records(run_dir):
@@ -138,7 +141,7 @@ def mlflow_run(run_dir):
 
     client = MlflowClient()
     experiment = client.get_experiment_by_name("rljax").experiment_id
-    (found,) = client.search_runs([experiment], f"tags.`rljax.run` = '{kept(run_dir, 'mlflow')}'")
+    (found,) = client.search_runs([experiment], f"tags.`rljax.run` = '{kept(run_dir, MLFLOW)}'")
     return client, found
 
 
@@ -238,7 +241,7 @@ def test_a_killed_run_goes_on_without_double_steps(killed, kind):
 def test_a_fork_is_a_run_of_its_own(whole, forked, kind):
     pytest.importorskip(kind)
     rows = {"wandb": wandb_rows, "trackio": trackio_rows, "mlflow": mlflow_rows}[kind]
-    assert kept(whole, kind) != kept(forked, kind)
+    assert kept(whole, KINDS[kind]) != kept(forked, KINDS[kind])
     assert [row["step"] for row in rows(forked) if "report" not in row] == [STEPS + 1, STEPS + 2]
     assert [row["step"] for row in rows(whole) if "report" not in row] == list(range(1, STEPS + 1))
 

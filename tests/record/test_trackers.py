@@ -153,7 +153,8 @@ def test_a_run_that_another_process_took_is_left_open(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"trackers": ("wandbb",)}, "trackers must name wandb, trackio, mlflow or package.module:Class, got 'wandbb'"),
+        ({"trackers": ("wandbb",)}, "trackers must name wandb, trackio, package.module:Class or FILE.py:Class, "),
+        ({"trackers": ("mlflow",)}, "mlflow_tracker.py:MlflowTracker of the repository's examples, got 'mlflow'"),
         ({"trackers": ("a:",)}, "trackers must name"),
         ({"trackers": ("wandb", "wandb")}, "trackers must be different"),
         ({"project": ""}, "project must not be empty"),

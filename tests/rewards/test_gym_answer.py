@@ -1,6 +1,7 @@
 """Tests of the rewards of reasoning-gym's tasks: the search for an answer, the strict score, and executed answers."""
 
 import ast
+import collections
 import functools
 import inspect
 import random
@@ -64,44 +65,26 @@ def test_the_answer_in_a_response(response, answer):
 
 
 EXECUTING = FORMULAS | LITERALS
-# Every call in the library that executes a text or gives one to sympy. The first nine execute an answer.
+# The number of calls in each file of the library that execute a text or give one to sympy.
 RUN_TEXT = {
-    "algorithmic/binary_matrix.py: eval(answer)",
-    "algorithmic/spiral_matrix.py: eval(answer)",
-    "algorithmic/string_insertion.py: eval(answer)",
-    "games/n_queens.py: eval(answer)",
-    "games/countdown.py: parse_expr(answer)",
-    "games/puzzle24.py: parse_expr(answer)",
-    "algebra/simple_integration.py: sympy.parse_expr(answer, local_dict={var: x, 'C': sympy.Symbol('C')})",
-    "algebra/intermediate_integration.py: sympy.parse_expr(answer, local_dict={var: x, 'C': sympy.Symbol('C')})",
-    "algebra/polynomial_multiplication.py: sp.parse_expr(answer)",
-    "algebra/simple_integration.py: sympy.parse_expr(metadata['integrand'], local_dict={var: x})",
-    "algebra/intermediate_integration.py: sympy.parse_expr(metadata['integrand'], local_dict={var: x})",
-    "algebra/polynomial_multiplication.py: sp.parse_expr(entry['answer'])",
-    "algorithmic/number_sorting.py: eval(entry['answer'])",
-    "arithmetic/basic_arithmetic.py: eval(exp.replace('/', '//'))",
-    "arithmetic/bitwise_arithmetic.py: eval(problem)",
-    "arithmetic/bitwise_arithmetic.py: eval(problem_str)",
-    "arithmetic/gsm_symbolic/generators_00_49.py: eval(rng.choice(fractions))",
-    "arithmetic/gsm_symbolic/generators_50_99.py: eval(fraction)",
-    "code/codeio.py: exec(full_code, local_vars, local_vars)",
-    # a parser of its own
-    "logic/propositional_logic.py: parse_expr(expr)",
-    "logic/propositional_logic.py: parse_expr(expr[1:-1])",
-    "logic/propositional_logic.py: parse_expr(left_expr)",
-    "logic/propositional_logic.py: parse_expr(right_expr)",
-    "logic/propositional_logic.py: parse_expr(sub_expr)",
+    **{"algebra/intermediate_integration.py": 2, "algebra/polynomial_multiplication.py": 2},
+    **{"algebra/simple_integration.py": 2, "algorithmic/binary_matrix.py": 1, "algorithmic/number_sorting.py": 1},
+    **{"algorithmic/spiral_matrix.py": 1, "algorithmic/string_insertion.py": 1},
+    **{"arithmetic/basic_arithmetic.py": 1, "arithmetic/bitwise_arithmetic.py": 2},
+    **{"arithmetic/gsm_symbolic/generators_00_49.py": 1, "arithmetic/gsm_symbolic/generators_50_99.py": 1},
+    **{"code/codeio.py": 1, "games/countdown.py": 1, "games/n_queens.py": 1, "games/puzzle24.py": 1},
+    "logic/propositional_logic.py": 5,  # a parser of its own
 }
 EXECUTORS = {"eval", "exec", "__import__", "import_module", "parse_expr", "sympify", "S", "Popen", "system"}
 
 
 def test_the_calls_of_the_library_that_execute_text_are_known():
-    found = set()
+    found = collections.Counter()
     root = Path(factory.__file__).parent
     for path in root.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in EXECUTORS:
-                found.add(f"{path.relative_to(root)}: {ast.unparse(call)}")
+                found[str(path.relative_to(root))] += 1
     assert found == RUN_TEXT
 
 

@@ -226,13 +226,6 @@ def test_in_process_only_ctrl_c_ends_the_run():
             pool.submit(PROBLEM, "KeyboardInterrupt", False)
 
 
-def test_a_problem_that_cannot_be_sent_is_an_error_of_its_own():
-    with pool_of(1) as pool:
-        assert pool.submit({"answer": lambda: 0}, "right", False).result(timeout=60) == 0.0
-        assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
-        assert pool.pop_metrics()["reward/errors"] == 1
-
-
 def test_close_ends_every_process_and_cancels_what_waits():
     pool = pool_of(2, timeout_s=60.0)
     pids = {int(pool.submit(PROBLEM, "pid", False).result(timeout=60)) for _ in range(20)}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engines import CONFIG, MESH, PROMPTS, assert_same_bits, in_order
+from small_engines import CONFIG, MESH, PROMPTS, assert_same_bits, counted_loops, in_order
 
 from rljax.policy.head import token_logprobs
 from rljax.policy.model import cast_params, init_params
@@ -101,20 +101,21 @@ def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
 
 
 @pytest.mark.parametrize("decode_tokens", [0, 3 * 18])
-def test_new_weights_seeds_and_temperatures_compile_nothing(decode_tokens):
+def test_new_weights_seeds_and_temperatures_compile_nothing(decode_tokens, caplog):
     """The cache has room for all responses, or for three, so that places are used again."""
     make_functions.cache_clear()
     engine, params = make(jnp.bfloat16, decode_tokens=decode_tokens)
-    sample(engine)
-    assert engine.compilations == 1
-    for version in range(1, 4):
-        engine.publish(jax.tree.map(lambda p: p * 1.01, params), version)
-        responses = sample(engine, seed=version, temperature=1.0 / version)
-        assert {r.versions[0] for r in responses} == {version}
-    assert engine.compilations == 1
+    with counted_loops(caplog) as loops:
+        sample(engine)
+        assert loops() == 1
+        for version in range(1, 4):
+            engine.publish(jax.tree.map(lambda p: p * 1.01, params), version)
+            responses = sample(engine, seed=version, temperature=1.0 / version)
+            assert {r.versions[0] for r in responses} == {version}
+        assert loops() == 1
 
 
-def test_requests_for_a_part_of_a_step_share_programs():
+def test_requests_for_a_part_of_a_step_share_programs(caplog):
     """A step has 5 prompts.
 
     Requests for 1 to 5 of them take 1, 2, 4, 4 and 5 rows, and a request for 6 is not padded.
@@ -124,34 +125,36 @@ def test_requests_for_a_part_of_a_step_share_programs():
     make_functions.cache_clear()
     (plain, _), (padded, _) = make(), make(step_prompts=4)
     limits = SamplingParams(12, 1.0, (0, 1))
-    for seed in range(3):
-        of_three = [list(engine.generate(PROMPTS[:3], 3, limits, seed=seed)) for engine in (plain, padded)]
-        assert [len(responses) for responses in of_three] == [9, 9]
-        for one, other in zip(*of_three, strict=True):
-            assert (one.prompt_index, one.sample_index) == (other.prompt_index, other.sample_index)
-            np.testing.assert_array_equal(one.response, other.response)
-            np.testing.assert_allclose(one["rollout_logprobs"], other["rollout_logprobs"], atol=2e-5, rtol=0)
-    assert plain.compilations == 2
-    for count in (4, 2, 1, 3):
-        assert len(list(padded.generate(PROMPTS[:count], 3, limits, seed=0))) == 3 * count
-    assert padded.compilations == 4
+    with counted_loops(caplog) as loops:
+        for seed in range(3):
+            of_three = [list(engine.generate(PROMPTS[:3], 3, limits, seed=seed)) for engine in (plain, padded)]
+            assert [len(responses) for responses in of_three] == [9, 9]
+            for one, other in zip(*of_three, strict=True):
+                assert (one.prompt_index, one.sample_index) == (other.prompt_index, other.sample_index)
+                np.testing.assert_array_equal(one.response, other.response)
+                np.testing.assert_allclose(one["rollout_logprobs"], other["rollout_logprobs"], atol=2e-5, rtol=0)
+        assert loops() == 2
+        for count in (4, 2, 1, 3):
+            assert len(list(padded.generate(PROMPTS[:count], 3, limits, seed=0))) == 3 * count
+        assert loops() == 4
 
 
-def test_engines_of_one_kind_share_only_their_programs():
+def test_engines_of_one_kind_share_only_their_programs(caplog):
     """The same seed gives the same bits, and other weights or another seed give other draws."""
     make_functions.cache_clear()
     (first, _), (second, _), (third, _) = make(), make(), make(seed=1)
-    alike, again = sample(first), sample(second)
-    assert_same_bits(alike, again)
-    for other in (sample(third), sample(first, seed=4)):
-        assert any(a.response.tolist() != b.response.tolist() for a, b in zip(alike, other, strict=True))
-    assert third.compilations == 1
-    first.close()
-    with pytest.raises(RuntimeError, match="no policy was published"):
-        sample(first)
-    assert_same_bits(sample(second), again)
-    assert second.compilations == 1
-    assert make(jnp.float16)[0].compilations == 0
+    with counted_loops(caplog) as loops:
+        alike, again = sample(first), sample(second)
+        assert_same_bits(alike, again)
+        for other in (sample(third), sample(first, seed=4)):
+            assert any(a.response.tolist() != b.response.tolist() for a, b in zip(alike, other, strict=True))
+        first.close()
+        with pytest.raises(RuntimeError, match="no policy was published"):
+            sample(first)
+        assert_same_bits(sample(second), again)
+        assert loops() == 1
+        sample(make(jnp.float16)[0])
+        assert loops() == 2
 
 
 def test_published_weights_survive_the_donation_of_the_trainers():

@@ -98,16 +98,3 @@ def test_greedy_requests_are_never_cut():
     assert selection_of(SamplingParams(8, 0.0, top_k=3, top_p=0.5, min_p=0.1, reported=3)) == Selection(3, greedy=True)
     assert selection_of(SamplingParams(8, 0.7, top_k=3, top_p=0.5, min_p=0.1, reported=2)) == Selection(2, 3, 0.5, 0.1)
     assert selection_of(SamplingParams(8)) == Selection()
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"top_p": 0.9}, "top_p and min_p need top_k here, got top_p = 0.9, min_p = 0.0 and top_k = 0"),
-        ({"min_p": 0.1}, "top_p and min_p need top_k"),
-        ({"top_k": 2, "reported": 3}, "reported must be at most top_k = 2, got 3"),
-    ],
-)
-def test_requests_without_a_bound_are_refused(asked, said):
-    with pytest.raises(ValueError, match=said):
-        selection_of(SamplingParams(8, **asked))

@@ -215,10 +215,13 @@ def test_the_numbers_that_python_writes_are_read():
 
 WITHOUT_MASK = {key: value for key, value in make_row("a", 1).items() if key != "mask"}
 REFUSED = {
-    "POST: row 2: logprobs at token 1: Expected": [make_row("a", 1), make_row("a", 1, logprobs=[-1, "x", -1])],
-    "POST: row 1 lacks mask (or turns)": [WITHOUT_MASK],
-    "POST: row 2: Expected `object`, got `int`": [make_row("a", 1), 3],
-    "POST: row 1: group: Expected": make_row(["a"], 1),
+    "POST: Expected `float | null`, got `str` - at `$[1].logprobs[1]`": [
+        make_row("a", 1),
+        make_row("a", 1, logprobs=[-1, "x", -1]),
+    ],
+    "POST: lacks mask (or turns) - at `$[0]`": [WITHOUT_MASK],
+    "POST: Expected `object`, got `int` - at `$[1]`": [make_row("a", 1), 3],
+    "POST: Expected `int | str`, got `array` - at `$.group`": make_row(["a"], 1),
     "POST: row 1: version is 1, but the newest policy of the run is 0": [make_row("a", 1, version=1)],
     "POST: the request has no row": [],
 }

@@ -71,7 +71,7 @@ def test_a_server_without_routes_is_refused():
     config = {"num_hidden_layers": LAYERS, "num_experts_per_tok": K, "num_experts": EXPERTS}
     described = {
         "backend": "rljax_file", "dtype": "bfloat16", "quantization": None, "max_model_len": 512, "block_size": 16,
-        "max_logprobs": 20, "default_sampling": {}, "shape": {"num_experts": EXPERTS},
+        "max_logprobs": 20, "shape": {"num_experts": EXPERTS},
     }  # fmt: skip
     wanted = Expectation(RolloutConfig(router_replay="r3"), config, 16)
     assert wanted.routes == (LAYERS, K, EXPERTS)

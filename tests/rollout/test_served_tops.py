@@ -1,11 +1,9 @@
 """Tests of the likeliest tokens of responses: the requests to servers, and the replies that are read or refused."""
 
 import math
-import threading
 
 import numpy as np
 import pytest
-from opened_clients import opened, sampled
 from records import completion
 from served_engines import PROMPTS, published
 
@@ -192,21 +190,3 @@ def test_probes_are_of_the_whole_distribution(fake):
     assert all(shape == {"top_k": 0, "top_p": 1.0, "min_p": 0.0} for shape in shapes[:probes])
     assert shapes[probes:] == [cut]
     np.testing.assert_allclose(np.exp(response["top_logprobs"]).sum(1), 1.0, rtol=1e-6)
-
-
-def test_a_long_reply_is_read_beside_the_event_loop(fake):
-    """The event loop goes on while a reply of over 4 MiB is read."""
-    threads = {}
-
-    class Backend(VllmBackend):
-        def completion(self, route, reply, request):
-            threads[len(reply) > 2**22] = threading.current_thread().name
-            return super().completion(route, reply, request)
-
-    fake.tops = lambda token: [(token, -1.0), *((64 + i, -9.0 - i) for i in range(300))]
-    with opened(fake.url, backend=Backend(), route=GENERATE) as fleet:
-        for k in (1, 300):
-            ((_, reply),) = sampled(fleet, [Request(PROMPT, SamplingParams(500, reported=k))])
-            assert reply["top_ids"].shape == (500, k)
-    assert threads[False] == "rljax-servers"
-    assert threads[True].startswith("rljax-reply-reader")

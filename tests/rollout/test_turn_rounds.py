@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engines import CONFIG, EXPERTS, MESH
+from small_engines import CONFIG, EXPERTS, MESH, counted_loops
 
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
@@ -70,15 +70,16 @@ def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
             assert not routes[-1].any()
 
 
-def test_turns_compile_few_loops_and_leave_those_of_one_turn():
+def test_turns_compile_few_loops_and_leave_those_of_one_turn(caplog):
     """There is one loop for each number of rows, whatever the lengths, and one loop for responses of one turn."""
     make_functions.cache_clear()
     engine, _ = make()
-    for seed in range(3):
-        converse(engine, turns=(2, 1, 3), seed=seed)
-    assert engine.compilations == 3  # one loop each for 3, 2 and 1 rows
-    list(engine.generate(PROMPTS, 1, LIMITS, seed=0))
-    assert engine.compilations == 4
+    with counted_loops(caplog) as loops:
+        for seed in range(3):
+            converse(engine, turns=(2, 1, 3), seed=seed)
+        assert loops() == 3  # one loop each for 3, 2 and 1 rows
+        list(engine.generate(PROMPTS, 1, LIMITS, seed=0))
+        assert loops() == 4
 
 
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(EXPERTS, marks=pytest.mark.harness)])

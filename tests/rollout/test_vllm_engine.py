@@ -530,7 +530,6 @@ def test_rotary_settings_with_and_without_defaults_are_equal(fake, share):
         ({"refuse": {"/collective_rpc": 200}}, "/collective_rpc answered without 'results'"),
         ({"refuse": {"/is_paused": 404}}, "start the server with VLLM_SERVER_DEV_MODE=1"),
         ({"refuse": {"/init_weight_transfer_engine": 500}}, "set transfer_dir to one that both see"),
-        ({"refuse": {"/weight_info": 404}}, "does not say which weights it holds: no /weight_info"),
         ({"routes": {"/weight_info"}}, r"has no /inference/v1/generate: rljax needs vLLM 0\.32 or newer"),
         ({"described": {"reads_images": True}}, "serve a save of its text"),
         ({"engines": 2}, "start a server for each of them, without --data-parallel-size"),

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from programs import program
-from vllm_processes import CALLER
+from vllm_processes import CALLER, kill_server
 from waiting import is_gone, until
 
 from rljax.commands.serve import parse
 from rljax.errors import ServerFailedError
-from rljax.rollout.servers.process import ServerProcess, has_gpu, is_cpu_build
+from rljax.rollout.servers.process import ServerProcess, environment_python, has_gpu, is_cpu_build
 from rljax.rollout.servers.sglang.server import SglangConfig
-from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 from rljax.weights.access import listen
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def helper_of(log: Path) -> int:
     return int(log.read_text().split("helper ")[1].split()[0])
 
 
-@pytest.mark.parametrize("end", [ServerProcess.stop, ServerProcess.kill])
+@pytest.mark.parametrize("end", [ServerProcess.stop, kill_server])
 def test_the_whole_group_ends(script, tmp_path, end):
     log = tmp_path / "log"
     server = start(VllmConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30)
@@ -311,5 +311,5 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         VllmConfig("m", dtype="int8")
     with pytest.raises(ValueError, match="port must be in"):
         VllmConfig("m", port=70000)
-    with pytest.raises(RuntimeError, match="no vLLM environment"):
-        vllm_python(tmp_path)
+    with pytest.raises(RuntimeError, match="no vllm environment"):
+        environment_python("vllm", tmp_path)

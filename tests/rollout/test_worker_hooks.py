@@ -1,13 +1,12 @@
 """Hooks on real torch modules, put there as in a vLLM worker. Some force tokens, where a module is the sampler."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from rljax.rollout.servers.vllm.forced import ForcedDecoding  # noqa: E402
+from rljax.rollout.servers.vllm import forced  # noqa: E402
 from rljax.rollout.servers.vllm.hooks import Hooks  # noqa: E402
 from rljax.rollout.servers.vllm.server import FORCED_TOKENS  # noqa: E402
 from rljax.rollout.servers.vllm.taps import Taps  # noqa: E402
@@ -20,9 +19,7 @@ class Sampler(torch.nn.Module):
 
     def forward(self, logits):
         scores, tokens = torch.log_softmax(logits, -1).max(-1, keepdim=True)
-        tensors = SimpleNamespace(
-            logprob_token_ids=tokens.clone(), logprobs=scores, selected_token_ranks=torch.ones(len(logits))
-        )
+        tensors = SimpleNamespace(logprob_token_ids=tokens.clone(), logprobs=scores)
         return SimpleNamespace(sampled_token_ids=tokens, logprobs_tensors=tensors)
 
 
@@ -35,7 +32,7 @@ def worker(*given, done=(), **config):
         for i, tokens in enumerate(given)
     }
     runner = SimpleNamespace(sampler=Sampler(), requests=requests, input_batch=SimpleNamespace(req_ids=list(requests)))
-    made = ForcedDecoding()
+    made = forced.ForcedDecoding()
     made.model_runner = runner
     model = SimpleNamespace(enable_trace_replay=config.get("replays", False))
     made.vllm_config = SimpleNamespace(speculative_config=config.get("speculates"), model_config=model)
@@ -47,52 +44,52 @@ def drawn(made):
     scores = output.logprobs_tensors
     assert output.sampled_token_ids.tolist() == scores.logprob_token_ids.tolist()
     return [
-        (int(token), round(float(torch.exp(score)), 4), int(rank))
-        for (token,), (score,), rank in zip(
-            output.sampled_token_ids, scores.logprobs, scores.selected_token_ranks, strict=True
-        )
+        (int(token), round(float(torch.exp(score)), 4))
+        for (token,), (score,) in zip(output.sampled_token_ids, scores.logprobs, strict=True)
     ]
 
 
 def test_a_given_token_takes_the_place_of_the_drawn_one():
     """One token exists already, so the second given token is forced. The other request keeps its own token."""
     made = worker(None, [2, 1], done=[2])
-    assert made.rljax_force("me", 60.0) == {"way": "extra_args", "reason": ""}
-    assert drawn(made) == [(0, 0.5, 1), (1, 0.2, 2)]
+    assert made.rljax_force() == {"way": "extra_args", "reason": ""}
+    assert drawn(made) == [(0, 0.5), (1, 0.2)]
     made.model_runner.requests["1"].output_token_ids.append(1)
-    assert drawn(made) == [(0, 0.5, 1), (2, 0.7, 1)]
+    assert drawn(made) == [(0, 0.5), (2, 0.7)]
 
 
-def test_the_hooks_go_with_the_last_client_or_its_time():
-    made = worker([1], [1])
-    for client in ("a", "b"):
-        made.rljax_force(client, 60.0)
-    assert made.rljax_end_force("a") == ""
-    assert [token for token, _, _ in drawn(made)] == [1, 1]
-    assert made.rljax_end_force("b") == ""
-    assert [token for token, _, _ in drawn(made)] == [0, 2]
-    made.rljax_force("c", 0.01)
-    time.sleep(0.05)
-    assert [token for token, _, _ in drawn(made)] == [0, 2]
-    assert not made.model_runner.sampler._forward_hooks
+def test_the_hooks_go_some_time_after_the_last_forced_token(monkeypatch):
+    """Two clients may ask for them. A request without given tokens is sampled as without hooks."""
+    now = [0.0]
+    monkeypatch.setattr(forced, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made = worker([1], None)
+    for _ in range(2):
+        made.rljax_force()
+    for passed in (0.0, 2 * forced.IDLE_S):
+        now[0] += passed
+        assert drawn(made) == [(1, 0.25), (2, 0.7)]
+    made.model_runner.requests["0"].output_token_ids.append(1)
+    for passed, hooks in ((forced.IDLE_S, 2), (1.0, 0)):
+        now[0] += passed
+        assert drawn(made) == [(0, 0.5), (2, 0.7)]
+        assert count(made.model_runner.sampler) == hooks
 
 
 @pytest.mark.parametrize("tokens", [[3], [-1], ["x"]])
-def test_a_token_that_the_model_lacks_ends_the_forcing_alone(tokens):
+def test_a_token_that_the_model_lacks_ends_the_forcing_alone(tokens, caplog):
     made = worker([1], tokens)
-    made.rljax_force("me", 60.0)
-    assert [token for token, _, _ in drawn(made)] == [0, 2]
-    assert "ValueError" in made.rljax_end_force("me")
+    made.rljax_force()
+    assert drawn(made) == [(0, 0.5), (2, 0.7)]
+    assert "ValueError" in caplog.text
 
 
 def test_a_server_that_cannot_says_why():
-    assert "speculation" in worker(speculates="ngram").rljax_force("me", 60.0)["reason"]
+    assert "speculation" in worker(speculates="ngram").rljax_force()["reason"]
     made = worker(replays=True)
     made.model_runner = SimpleNamespace()
-    assert made.rljax_force("me", 60.0)["way"] == "trace_decode_token_ids"
-    assert made.rljax_end_force("me") == ""
+    assert made.rljax_force()["way"] == "trace_decode_token_ids"
     made.vllm_config.model_config.enable_trace_replay = False
-    assert "needs --enable-trace-replay" in made.rljax_force("me", 60.0)["reason"]
+    assert "needs --enable-trace-replay" in made.rljax_force()["reason"]
 
 
 # ---- Any hooks ----
@@ -113,10 +110,9 @@ def test_an_error_removes_all_hooks_and_the_forward_goes_on():
     hooks.after(first, lambda args, output: 2 * output)
     hooks.after(second, broken)
     hooks.after(second, lambda args, output: seen.append("after an error"))
-    assert (first(torch.tensor(3.0)), hooks.is_installed, hooks.error) == (6.0, True, "")
+    assert (first(torch.tensor(3.0)), count(first, second), hooks.error) == (6.0, 4, "")
     assert second(torch.tensor(3.0)) == 3.0
-    assert (seen, hooks.is_installed, hooks.error) == (["before"], False, "KeyError: 'planted'")
-    assert count(first, second) == 0
+    assert (seen, count(first, second), hooks.error) == (["before"], 0, "KeyError: 'planted'")
     assert first(torch.tensor(3.0)) == 3.0
     hooks.remove()
 

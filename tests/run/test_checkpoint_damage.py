@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 STEPS = (2, 4)
+THREE = (2, 4, 6)
+FOREIGN = ("0", "x", "9", "05", "-1", "²", "٣", "3.tmp", "tmp_4", "copy_of_3", "1" + "0" * 12)
 HARMLESS = {"commit_success.txt", "_CHECKPOINT_METADATA", "_sharding"}  # nothing of the state is read from these
 
 
@@ -38,6 +40,11 @@ def save(run, steps=STEPS, host=None):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     return save(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("three"), THREE)
 
 
 @pytest.fixture
@@ -102,6 +109,56 @@ def test_no_damage_to_any_file_goes_unnoticed(damage, saved, tmp_path, capfd):
     largest = max(files_of(saved, 4), key=lambda name: (saved / "checkpoints/4" / name).stat().st_size)
     assert {largest, next(name for name in files_of(saved, 4) if name.parts == ("host", "metadata"))} <= noticed
     assert not any(name.name in HARMLESS for name in noticed)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def damage_at_random(checkpoints, draw):
+    """Damages a file of a checkpoint, or copies the checkpoint to another step or to a foreign name."""
+    how, folder = draw.choice([*DAMAGES, "another step", "foreign"]), checkpoints / str(draw.choice(THREE))
+    if how in DAMAGES:
+        DAMAGES[how](draw.choice(sorted(path for path in folder.rglob("*") if path.is_file())))
+        return
+    copy = checkpoints / str(draw.choice(FOREIGN if how == "foreign" else [n for n in THREE if folder.name != str(n)]))
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize("seed", range(40))
+def test_the_newest_whole_one_is_restored_and_no_file_lost(seed, three, tmp_path, capfd):
+    """One to four damages meet three checkpoints. A damaged one may be restored only as it was saved."""
+    run, draw = shutil.copytree(three, tmp_path / "run"), np.random.default_rng(seed)
+    for _ in range(draw.integers(1, 5)):
+        damage_at_random(run / "checkpoints", draw)
+    before, sound = contents(run / "checkpoints"), contents(three / "checkpoints")
+    whole = [n for n in THREE if all(before.get(name) == sound[name] for name in sound if name.startswith(f"{n}/"))]
+    try:
+        step, values, _ = newest(run)
+    except RuntimeError:
+        assert not whole
+        assert contents(run) == {f"checkpoints/{name}": content for name, content in before.items()}
+        return
+    assert step in THREE
+    assert step >= max(whole, default=0)
+    jax.tree.map(np.testing.assert_array_equal, values, state(step))
+    moved = contents(run / "damaged") if (run / "damaged").exists() else {}
+    assert contents(run / "checkpoints") | moved == before
+    said = capfd.readouterr().err
+    assert all(f"; moved to {run}/damaged/{folder}\n" in said for folder in {name.split("/")[0] for name in moved})
+    save(run, steps=(step + 1,))
+    assert newest(run)[0] == step + 1
+
+
+@pytest.mark.parametrize("name", ["²", "05", "x"])
+def test_a_foreign_name_beside_checkpoints_changes_nothing(name, run, capfd):
+    shutil.copytree(run / "checkpoints/4", run / "checkpoints" / name)
+    before = contents(run)
+    assert newest(run)[::2] == (4, [2, 4])
+    assert contents(run) == before
+    assert capfd.readouterr() == ("", "")
 
 
 def flip_a_bit(folder):

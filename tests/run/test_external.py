@@ -130,7 +130,7 @@ def test_a_wrong_file_ends_the_run_before_it_is_used(place):
     del bad["logprobs"]
     write_file(place / "2.jsonl", [make_row("b", 1), bad])
     batches = make_batches(make_config(place))
-    with pytest.raises(ConfigError, match=r"2\.jsonl: row 2 lacks logprobs; it has group, prompt_ids"):
+    with pytest.raises(ConfigError, match=r"2\.jsonl: row 2: Object missing required field `logprobs`"):
         take(batches)
     assert batches.state_dict()["trajectories"]["begun"] == [["1.jsonl", []]]
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rljax.run.guard import Guard, GuardConfig, SkippedUpdates, parse_rule
+from rljax.run.guard import Guard, GuardConfig, parse_rule
 
 
 def rows(values, metric="mismatch/k3_kl"):
@@ -88,35 +88,6 @@ def test_three_steps_of_failing_rewards_stop_a_run_by_default(stop, stopping):
     assert [step for step, lines in told.items() if lines] == stopping
     if not stop:
         assert told[6] == ["step 6: reward/error_fraction = 1 (reward/error_fraction = 1 for 3)"]
-
-
-def counts(skipped, totals, start=(0, 0)):
-    """Returns ``in_a_row`` after each row of (updates skipped so far, updates not finite so far)."""
-    skipped.start(*start)
-    seen = []
-    for step, (all_skipped, not_finite) in enumerate(totals, 1):
-        skipped.observe({"step": step, "optimizer/skipped_updates": all_skipped, "precision/overflows": not_finite})
-        seen.append(skipped.in_a_row)
-    return seen
-
-
-def test_updates_without_signal_do_not_count_as_skipped():
-    """The updates are: not finite, no signal, not finite, applied, no signal, not finite."""
-    skipped = SkippedUpdates(3, 1)
-    assert counts(skipped, [(1, 1), (2, 1), (3, 2), (3, 2), (4, 2), (5, 3)]) == [1, 1, 2, 0, 0, 1]
-    assert skipped.since_step == 6
-    assert not skipped.are_too_many
-
-
-def test_an_applied_update_ends_a_row_of_skipped_ones():
-    """A step has four updates: all are not finite, then three and one applied, then one and three without signal."""
-    skipped = SkippedUpdates(9, 4)
-    assert counts(skipped, [(104, 24), (107, 27), (111, 28)], start=(100, 20)) == [4, 0, 1]
-    resumed = SkippedUpdates(9, 4)
-    resumed.load_state_dict(skipped.state_dict())
-    assert counts(resumed, [(115, 32), (119, 36)], start=(111, 28)) == [5, 9]
-    assert resumed.are_too_many
-    assert resumed.since_step == 3
 
 
 def test_a_negative_limit_is_refused():

@@ -12,7 +12,6 @@ from scripted_engine import ScriptedEngine
 from scripted_runs import MESH, POLICY, TOKENIZER, half_right, opened_parts
 from toy_runs import TOY_BASE, without_clock
 
-from rljax.plan.dry_run import dry_run
 from rljax.policy.families import read_config
 from rljax.policy.lora import LoraConfig, MergedPolicy, init_adapters
 from rljax.policy.model import abstract_params
@@ -197,10 +196,3 @@ def test_devices_without_such_memory_are_refused_in_one_line(tmp_path):
         check_offload(settings(tmp_path, offload=True), mesh)
     check_offload(settings(tmp_path, offload=False), mesh)
     check_offload(settings(tmp_path, offload=True), MESH)
-
-
-def test_the_dry_run_says_what_servers_find_beside_them(tmp_path):
-    lines = dry_run(settings(tmp_path, offload=True, kl="k3")).splitlines()
-    (line,) = [line.removeprefix("while servers sample") for line in lines if line.startswith("while servers sample")]
-    waiting = f"{12 * COUNT / 1024**2:.2f} MiB of state and {4 * COUNT / 1024:.2f} KiB of weights"
-    assert line.strip() == f"0 B of the trainer on each device; {waiting} wait in the host's memory"

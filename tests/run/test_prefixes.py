@@ -71,6 +71,7 @@ def test_a_damaged_record_is_not_read_as_trees(text, tmp_path):
     [
         ({"mesh": {"context": 2}}, "", "mesh.context = 2 devices share a row"),
         ({"loss": {"router_balance": 0.1}}, "", "loss.router_balance counts a token as often"),
+        ({"rollout": {"router_replay": "r2"}}, "", "rollout.router_replay = r2 reads the routes of separate rows"),
         ({}, "cudnn's attention of trees fails", "cudnn's attention of trees fails"),
     ],
 )

@@ -1,5 +1,6 @@
 """The host's part of a checkpoint, and its sums from row to row."""
 
+import itertools
 import json
 import math
 
@@ -42,5 +43,38 @@ def test_the_mean_gradient_norm_leaves_out_what_is_not_finite():
 
 
 def test_progress_goes_through_json():
-    progress = Progress(7, 6, 0.25, {"steps": 2, "gap": 0.5})
+    progress = Progress(7, 6, 0.25, {"steps": 2, "gap": 0.5}, 3, 5)
     assert Progress.from_state_dict(json.loads(json.dumps(progress.state_dict()))) == progress
+
+
+def counted(progress, totals, updates, start=(0, 0)):
+    """Returns ``not_finite`` after each row of (updates skipped so far, updates not finite so far)."""
+    names = ("optimizer/skipped_updates", "precision/overflows")
+    rows = [{"step": step} | dict(zip(names, total, strict=True)) for step, total in enumerate([start, *totals])]
+    seen = []
+    for last_row, row in itertools.pairwise(rows):
+        progress.count_skipped(row, last_row, updates)
+        seen.append(progress.not_finite)
+    return seen
+
+
+def test_updates_without_signal_do_not_count_as_skipped():
+    """The updates are: not finite, no signal, not finite, applied, no signal, not finite."""
+    progress = Progress()
+    assert counted(progress, [(1, 1), (2, 1), (3, 2), (3, 2), (4, 2), (5, 3)], 1) == [1, 1, 2, 0, 0, 1]
+    assert progress.not_finite_since == 6
+
+
+def test_an_applied_update_ends_a_row_of_skipped_ones():
+    """A step has four updates: all are not finite, then three and one applied, then one and three without signal."""
+    progress = Progress()
+    assert counted(progress, [(104, 24), (107, 27), (111, 28)], 4, start=(100, 20)) == [4, 0, 1]
+    resumed = Progress.from_state_dict(progress.state_dict())
+    assert counted(resumed, [(115, 32), (119, 36)], 4, start=(111, 28)) == [5, 9]
+    assert resumed.not_finite_since == 3
+
+
+def test_the_first_step_counts_from_zero():
+    progress = Progress()
+    progress.count_skipped({"step": 1, "optimizer/skipped_updates": 2, "precision/overflows": 1}, {}, 2)
+    assert (progress.not_finite, progress.not_finite_since) == (1, 1)

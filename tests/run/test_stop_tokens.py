@@ -3,20 +3,25 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from toy_runs import TOY_BASE, comparable, complete, completed, printed, tiny
 
 from rljax.commands import export
 from rljax.evaluate import find_policy
-
-# All runs here sample at this temperature, because a step's program holds it.
-HOT = ("--rollout.temperature", "50")
+from rljax.policy.hf import SINGLE_NAME
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A copy of the toy's base whose template ends an answer with the padding token, 15."""
+    """A copy of the toy's base whose template ends an answer with the padding token, 15.
+
+    All its tokens are equally likely, because its last norm is zero.
+    """
     path = shutil.copytree(TOY_BASE, tmp_path_factory.mktemp("base") / "base")
+    tensors = load_file(path / SINGLE_NAME)
+    save_file(tensors | {"model.norm.weight": np.zeros_like(tensors["model.norm.weight"])}, path / SINGLE_NAME)
     (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}_{% endfor %}")
     return path
 
@@ -24,7 +29,7 @@ def base(tmp_path_factory):
 def test_a_run_stops_at_the_tokens_that_it_names(base, tmp_path):
     """All 16 tokens stop, so each response has one token, in training and in evaluation."""
     every = [str(token) for token in range(16)]
-    completed(tiny(base, tmp_path, 1, *HOT, "--eval.every", "1", "--rollout.stop-token-ids", *every))
+    completed(tiny(base, tmp_path, 1, "--eval.every", "1", "--rollout.stop-token-ids", *every))
     (row,) = comparable(tmp_path)
     assert (row["response_length/max"], row["eval/toy/response_length"]) == (1.0, 1.0)
     assert row["response_length/truncated_fraction"] == row["response_length/missed_stop_fraction"] == 0.0
@@ -36,8 +41,8 @@ def test_a_run_stops_at_the_tokens_that_it_names(base, tmp_path):
 
 
 def test_without_a_name_the_stops_of_template_and_model_stand(base, tmp_path):
-    """At high temperature the toy policy samples the padding token now and then."""
-    completed(tiny(base, tmp_path / "run", 1, *HOT))
+    """The policy samples the padding token now and then."""
+    completed(tiny(base, tmp_path / "run", 1))
     (row,) = comparable(tmp_path / "run")
     assert row["response_length/missed_stop_fraction"] > 0.0
     printed(export.main, [tmp_path / "run", tmp_path / "out"])

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 from sglang_policy import PROMPTS, START_S, Policy, config_of
+from vllm_processes import kill_server
 
 from rljax.errors import HandshakeError
 from rljax.rollout.servers.process import ServerProcess
@@ -38,7 +39,7 @@ class Pair:
     def kill_and_restart(self) -> None:
         """Kills the first server and restarts it on its port."""
         server = self.servers[0]
-        server.kill()
+        kill_server(server)
         log_path = server.log_path.with_name("restarted.log")
         self.servers[0] = start(dataclasses.replace(server.config, port=server.port, log_path=log_path), START_S)
 

@@ -18,7 +18,7 @@ FLOAT32 = ("--precision.compute-dtype", "float32", "--rollout.dtype", "float32",
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--mesh.context", "3"), "packing.row_tokens = 64 must be a multiple of 6, which is twice mesh.context = 3"),
+        (("--mesh.context", "3"), "packing.row_tokens = 64 must be a multiple of mesh.context = 3"),
         (("--mesh.context", "2", "--rollout.engine", "exact"), "rollout.engine = exact samples from whole rows"),
         (("--mesh.context", "0"), "replica, expert and context at least 1"),
         (("--mesh.context", "16"), "needs more than the 8 devices here"),
@@ -39,7 +39,7 @@ def test_rows_are_as_long_and_as_many_as_the_devices_need():
 
     assert jax.device_count() == 8
     assert shape(1, 5000, rows_per_micro_batch=4) == (4, 5120)
-    # A row has 2 x 8 blocks of a multiple of 128 tokens.
+    # Each of 8 devices has a multiple of 256 tokens.
     assert shape(8, 5000, rows_per_micro_batch=4) == (4, 6144)
     assert shape(3, 100, rows_per_micro_batch=4) == (4, 192)
     # 4,096 tokens on a device are 2 rows of 8,192 on 4 devices, for both parts of fsdp.

@@ -1,7 +1,5 @@
 """Rows whose tokens are split over devices: attention has the numbers of whole rows, and weights are split, too."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from sharded_step import make_step
 
 from rljax.policy.attention import attention_of_parts
 from rljax.policy.context import fold, unfold
-from rljax.policy.flash import block_attention
 from rljax.sharding import MeshConfig, constrain, make_mesh
 
 pytestmark = pytest.mark.mesh
@@ -19,52 +16,37 @@ pytestmark = pytest.mark.mesh
 SEGMENTS = np.stack([row(96, each) for each in ([96], [20, 30], [16] * 6, [], [1, 63], [7, 30, 50], [5, 6, 7], [95])])
 
 
-def on_parts(attention, parts):
+def on_parts(parts):
     """Returns attention of whole rows whose parts lie on devices."""
 
-    def of_rows(q, k, v, segments):
-        out = attention(*(fold(x, parts) for x in (q, k, v)), segments)
+    def of_rows(q, k, v, ends):
+        out = attention_of_parts(SMALL_BLOCKS, parts, *(fold(x, parts) for x in (q, k, v)), ends)
         return constrain(unfold(out, parts), None, None, None, None)
 
     return of_rows
 
 
-def gathered(block, parts):
-    return functools.partial(block_attention, block=block, parts=parts)
-
-
-def exchanged(block, parts):
-    return functools.partial(attention_of_parts, functools.partial(block_attention, block=block), parts)
-
-
-# Blocks of 6 tokens (8 devices) and 12 are padded to 8 and 16. Two key-value heads on 4 devices are not split.
 @pytest.mark.parametrize(
-    ("mesh", "attention"),
+    "mesh",
     [
-        (MeshConfig(1, context=8), gathered),
-        (MeshConfig(2, 2, context=2), gathered),
-        (MeshConfig(1, context=8), exchanged),  # one query head each, of two key-value heads
-        (MeshConfig(1, 4, context=2), exchanged),
-        (MeshConfig(1, 2, context=3), exchanged),  # 4 query heads: 2 each, and zeros on the third device
+        MeshConfig(1, context=8),  # one query head each, of two key-value heads
+        MeshConfig(1, 4, context=2),  # two key-value heads on 4 devices are not split
+        MeshConfig(1, 2, context=3),  # 4 query heads: 2 each, and zeros on the third device
         *(
-            pytest.param(mesh, attention, marks=pytest.mark.harness)
-            for mesh, attention in [
-                (MeshConfig(2, context=4), gathered),
-                (MeshConfig(2, context=4), exchanged),
-                (MeshConfig(2, 2, context=2), exchanged),
-            ]
+            pytest.param(mesh, marks=pytest.mark.harness)
+            for mesh in [MeshConfig(2, context=4), MeshConfig(2, 2, context=2)]
         ),
     ],
-    ids=lambda each: getattr(each, "__name__", str(each)),
+    ids=str,
 )
-def test_attention_of_parts_is_that_of_whole_rows(mesh, attention):
+def test_attention_of_parts_is_that_of_whole_rows(mesh):
     arrays = heads(SEGMENTS, num_heads=8)
     expected = gradients(SMALL_BLOCKS, arrays, SEGMENTS)
     mesh = make_mesh(mesh)
     parts = mesh.shape["context"]
     with jax.set_mesh(mesh):
         placed = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec("fsdp")))
-        got = gradients(on_parts(attention(8, parts), parts), placed, SEGMENTS)
+        got = gradients(on_parts(parts), placed, SEGMENTS)
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6, rtol=0)
 

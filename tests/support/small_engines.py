@@ -1,8 +1,11 @@
 """A small policy with prompts, the executable of an exact engine, and comparisons of what engines sample."""
 
+import contextlib
 import dataclasses
 import functools
+import logging
 
+import jax
 import numpy as np
 
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -29,6 +32,13 @@ def exact_pass(config, count, limit, *, rows, row_tokens, mesh=MESH):
 def in_order(responses):
     """Returns responses in the order of their prompts, and of their numbers."""
     return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
+
+
+@contextlib.contextmanager
+def counted_loops(caplog):
+    """Yields a function that returns the number of decoding loops that were compiled in the ``with`` block."""
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
+        yield lambda: sum("Compiling jit(decode)" in record.getMessage() for record in caplog.records)
 
 
 def assert_same_bits(found, expected):

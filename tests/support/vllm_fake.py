@@ -55,7 +55,6 @@ class FakeVllm:
         self.max_logprobs = 20
         self.described: dict = {}  # additional entries of the plugin's description
         self.forcing = {"way": "extra_args", "reason": ""}  # its answer to a client that gives the tokens to decode
-        self.forced: list[str] = []  # the clients that give the tokens
         self.obeys = True  # whether it decodes the given tokens
         self.names_versions = True
         self.block = 0  # the size of a block of its prefix cache (tokens), which it tells of; 0: it does not tell
@@ -113,7 +112,7 @@ class FakeVllm:
             return 200, {"world_size": self.engines if body["include_dp"] == "true" else 1}
         if path == "/collective_rpc":
             methods = {"rljax_describe": self._describe, "rljax_checksums": self.checksums}
-            methods |= {"rljax_force": self._force, "rljax_end_force": self._end_force}
+            methods |= {"rljax_force": lambda: self.forcing}
             return 200, {"results": [methods[body["method"]](*body.get("args", ()))]}
         if path in ("/pause", "/resume"):
             with self._lock:
@@ -141,19 +140,10 @@ class FakeVllm:
             "quantization": None,
             "max_model_len": 128,
             "max_logprobs": self.max_logprobs,
-            "default_sampling": {},
             "block_size": 16,
             "backend": "rljax_file",
             "shape": SHAPE,
         } | self.described
-
-    def _force(self, client: str, seconds: float) -> dict:
-        self.forced.append(client)
-        return self.forcing
-
-    def _end_force(self, client: str) -> str:
-        self.forced.remove(client)
-        return ""
 
     def checksums(self) -> dict:
         tensors = {}
@@ -196,7 +186,7 @@ class FakeVllm:
         self.sampling.append(sampling)
         tokens, spans, finish = [], [], self.finish
         given = sampling.get("trace_decode_token_ids") or sampling.get("extra_args", {}).get("rljax_tokens")
-        given = given if self.forced and self.obeys else None
+        given = given if self.obeys else None
         logprobs = [self.logprob] * sampling["max_tokens"]
         if self.policy is not None:
             given, logprobs = self.policy(prompt, sampling)

@@ -13,6 +13,8 @@ import psutil
 from toy_runs import ROOT
 from waiting import until
 
+from rljax.rollout.servers.process import ServerProcess
+
 # This program starts its words as a process. It lives until it is killed or the tests end.
 CALLER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL); sys.stdin.read()"
 # Settings of a vLLM server on a CPU. Threads bound to cores would wait for the tests beside them, and spin meanwhile.
@@ -21,6 +23,12 @@ ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 # These settings make the start three times as cheap. Threads of the caller would not survive in the forked processes.
 FORKED = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "forked_vllm"), str(ROOT)])}
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def kill_server(server: ServerProcess) -> None:
+    """Ends every process of a server at once, as a crash would."""
+    os.kill(server.pid, signal.SIGTERM)
+    server.stop()
 
 
 def kill_worker(group: int) -> int:

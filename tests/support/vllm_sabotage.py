@@ -129,9 +129,6 @@ class Sabotage(vllm_plugin.WorkerExtension):
         """Sets the rotary settings that ``--hf-overrides`` sets before the start, but only in the description."""
         self.vllm_config.model_config.hf_text_config.rope_parameters = json.loads(settings)
 
-    def sabotage_default_sampling(self, params: str) -> None:
-        self.vllm_config.model_config.override_generation_config = json.loads(params)
-
     def sabotage_logits(self, fault: str, size: str = "1") -> None:
         """Changes the logits from now on.
 

@@ -1,25 +1,15 @@
-"""A batch is shared with one CPU device, and has only what the loss reads."""
+"""A batch has only what the loss reads."""
 
-import jax
 import numpy as np
 import pytest
-from sharded_step import CONFIG, batch, sequences
+from sharded_step import CONFIG, sequences
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.data.prompts import DataConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.packing import make_pack
-from rljax.sharding import MeshConfig, make_mesh, named_sharding, replicated
 from rljax.tokens import TOPS
-from rljax.trainer.micro_batches import BATCH_AXES, place_batch
-
-
-def test_one_device_shares_the_memory_of_the_batch():
-    packed, mesh = batch(), make_mesh(MeshConfig(1, 1), jax.devices()[:1])
-    placed = place_batch(packed, named_sharding(mesh, BATCH_AXES, packed.tokens.shape), replicated(mesh))
-    pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(placed), strict=True)
-    assert all(array.unsafe_buffer_pointer() == host.ctypes.data for host, array in pairs if host.ndim)
 
 
 @pytest.mark.parametrize("centers", [False, True])

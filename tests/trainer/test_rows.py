@@ -1,14 +1,11 @@
 """Tests of sequences that share a row and a micro-batch: each is computed once, and as few as possible with loss."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from python_calls import count_calls
 
-from rljax.trainer.packing import fill_one_by_one, first_fit, lay_out_rows, max_micro_batches
+from rljax.trainer.packing import first_fit, lay_out_rows, max_micro_batches
 
 
 def longest_first(lengths):
@@ -24,51 +21,6 @@ def test_first_fit_by_hand():
 def test_an_item_longer_than_a_row_is_refused():
     with pytest.raises(ValueError, match="11 tokens does not fit a row of 10"):
         first_fit([3, 11], [1, 0], 10)
-
-
-def test_rows_filled_one_by_one_by_hand():
-    # In rows of 16 first fit gives 6 5 5 | 4 3 3 3 3. In rows of 12 it gives 6 5 | 5 4 3 | 3 3 3, because after 6 it
-    # takes the next 5. If rows are filled one by one, 6 takes 3 3 to make 12, and 5 takes 4 3 to make 12. Then 5 3 are
-    # left.
-    lengths = [6, 5, 5, 4, 3, 3, 3, 3]
-    assert [sum(lengths[i] for i in row) for row in first_fit(lengths, range(8), 12)] == [11, 12, 9]
-    assert [sum(lengths[i] for i in row) for row in fill_one_by_one(lengths, range(8), 12)] == [12, 12, 8]
-    assert [sorted(row) for row in fill_one_by_one(lengths, range(8), 16)] == [[0, 1, 2], [3, 4, 5, 6, 7]]
-
-
-@pytest.mark.parametrize("lengths", [[8192], [8192, 5000], [8192, 7000, 5000, 3000]])
-def test_the_calls_of_filling_grow_with_the_sequences(lengths):
-    """Rows of 18,432 hold two sequences of 8,192. Further ones are not tried, however many there are."""
-
-    def calls(times):
-        every = lengths * times
-        return count_calls(lambda: fill_one_by_one(every, longest_first(every), 18432)).total()
-
-    assert calls(128) < 2.2 * calls(64)
-
-
-def test_different_lengths_cost_no_more_and_fill_as_well():
-    """The lengths from 2,000 to 8,000 are all different, and rows of 18,432 take a few of them."""
-
-    def fill(count):
-        lengths = np.linspace(2000, 8000, count).astype(int).tolist()
-        rows = []
-        calls = count_calls(lambda: rows.extend(fill_one_by_one(lengths, longest_first(lengths), 18432))).total()
-        return calls, len(rows) / (sum(lengths) / 18432)
-
-    (few, _), (many, surplus) = fill(400), fill(800)
-    assert many < 2.2 * few
-    assert surplus < 1.02
-
-
-@settings(max_examples=100, deadline=None)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9), row=st.integers(30, 60))
-def test_the_first_row_is_as_full_as_its_first_item_allows(lengths, row):
-    order = longest_first(lengths)
-    filled = sum(lengths[i] for i in fill_one_by_one(lengths, order, row)[0])
-    others = [lengths[i] for i in order[1:]]
-    sums = (lengths[order[0]] + sum(some) for k in range(len(lengths)) for some in itertools.combinations(others, k))
-    assert filled == max(total for total in sums if total <= row)
 
 
 @settings(max_examples=300, deadline=None)

@@ -5,7 +5,7 @@ import pytest
 from records import train_sequence
 
 from rljax.trainer.packing import max_micro_batches, unpack_whole
-from rljax.trainer.trees import flat_row_tokens, pack_trees, routes_of_paths, tree_row_tokens
+from rljax.trainer.trees import flat_row_tokens, pack_trees, tree_row_tokens
 
 SEEDS, CASES = range(4), 50
 
@@ -97,9 +97,6 @@ def test_every_path_has_the_tokens_of_its_sequence(seed):
         assert batch.loss_mask.sum() == sum(s.sampled.sum() for s in sequences if s.in_loss)
         for s, own in zip(sequences, unpack_whole(batch.rollout_logprobs, batch, sequences), strict=True):
             np.testing.assert_array_equal(own, s["rollout_logprobs"])
-        if batch.routes is not None:
-            for s, own in zip(sequences, routes_of_paths(batch.routes, batch, sequences), strict=True):
-                np.testing.assert_array_equal(own.reshape(-1, 2, 2), s.columns["routes"])
 
 
 def test_equal_sequences_share_all_their_routes():

@@ -314,12 +314,3 @@ def test_a_run_shows_texts_curves_and_each_dump(tmp_path, opened):
     page.wait_for_selector("body[data-ready='step_000001.parquet']")
     token(page, 1).hover()
     assert card(page)["log-ratio"].startswith("0.5 ")
-
-
-def test_a_single_column_is_coloured_by_its_logprobs(tmp_path, opened):
-    dump = make_dump(["a"], [[5, 6, 7]], [[False, True, True]], {"rollout": [[None, -0.01, -4.0]]})
-    page = opened(address_of(tmp_path, dump))
-    classes = [span.get_attribute("class") for span in page.locator("#tokens span").all()]
-    assert classes == ["prompt", "", "n5"]
-    token(page, 2).hover()
-    assert card(page)["log-probability"] == "-4 (p 0.0183)"

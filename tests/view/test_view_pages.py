@@ -4,8 +4,6 @@ import dataclasses
 import math
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from records import record_row, small_dump, write_record
@@ -111,7 +109,7 @@ def values_dump():
     )
 
 
-def test_rank_entropy_turn_and_alternatives_are_there(tmp_path):
+def test_rank_turn_and_alternatives_are_there(tmp_path):
     (dump,) = viewed(tmp_path, dump_of(tmp_path, values_dump()), "--alternatives", "1")["dumps"]
     tokens = dump["tokens"]
     tops = tokens["tops"]["rollout"]
@@ -121,9 +119,6 @@ def test_rank_entropy_turn_and_alternatives_are_there(tmp_path):
     np.testing.assert_equal(numbers(tokens["values"]["turn"]), [math.nan, 1, 0, 2, 2])
     np.testing.assert_equal(numbers(tokens["values"]["after"]), [math.nan, math.nan, math.nan, 1, 2])
     np.testing.assert_equal(numbers(tokens["values"]["advantage"]), [math.nan, 1, math.nan, -1, -1])
-    half, quarter = 0.5 * math.log(2), 0.25 * math.log(4)  # the parts of probabilities 1/2 and 1/4
-    expected = [math.nan, half + 2 * quarter, math.nan, 2 * half, half + 2 * quarter]
-    np.testing.assert_allclose(numbers(tokens["values"]["entropy"]), expected, rtol=1e-6)
 
 
 def test_the_turns_of_a_dump_are_charted(tmp_path):
@@ -196,16 +191,10 @@ def test_roles_choose_the_columns():
         choose_pair(dump, trainer="d")
     with pytest.raises(ValueError, match="two different columns"):
         choose_pair(dump, "a", "a")
-
-
-def test_one_column_alone_is_shown_by_its_logprobs(tmp_path):
-    rows = {"tokens": [[1, 2, 7, 8], [1, 9]], "response_length": [2, 1], "rollout_log_probs": [[-0.5, -1.5], [-3.0]]}
-    pq.write_table(pa.table(rows), tmp_path / "rollout_3.parquet")  # the form of Miles
-    (dump,) = viewed(tmp_path, tmp_path / "rollout_3.parquet")["dumps"]
-    assert (dump["isPair"], dump["names"], dump["sequences"]["share"]) == (False, ["1", "0"], [0.6, 0.4])
-    assert "trainer" not in dump["tokens"]
-    counts = {"nonfinite_count": 0, "token_count": 3, "sequence_count": 2}
-    assert dict(dump["metrics"]) == counts | {"mean_logprob": pytest.approx(-5 / 3, rel=1e-5)}
+    bare = make_dump(["x"], [[1]], [[True]], {"a": [[-1.0]], "a@2": [[-1.0]]})
+    assert choose_pair(bare, rollout="a@2") == ("a", "a@2")
+    with pytest.raises(ValueError, match=r"needs two columns of log-probabilities, got \['a'\]"):
+        choose_pair(bare, rollout="a")
 
 
 def test_a_token_cannot_leave_its_place(tmp_path):
@@ -271,7 +260,7 @@ def test_a_broken_dump_of_a_run_is_named_and_left_out(tmp_path):
     ("name", "content", "message"),
     [
         ("x.parquet", b"PAR1 and no more", "x.parquet cannot be read as Parquet"),
-        ("x.jsonl", b'{"token_ids": [1], "response_mask": [1]}\n', "the dump has no column of log-probabilities"),
+        ("x.jsonl", b'{"token_ids": [1], "response_mask": [1]}\n', "needs two columns of log-probabilities, got []"),
     ],
 )
 def test_a_broken_dump_is_refused_in_one_line(tmp_path, name, content, message):

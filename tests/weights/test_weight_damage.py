@@ -120,7 +120,6 @@ def test_a_tensor_that_is_not_what_the_trainer_says_is_named(tmp_path, mirror):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": 3}, "format 3, but this program reads 1 with such files"),
         ({"files": {"../x": {"bytes": 1, "xxh3": ""}}}, r"a file outside its directory: '\.\./x'"),
         ({"dense": []}, "neither a dense version nor a delta"),
         ({"tag": 3}, "Expected `str`, got `int`"),

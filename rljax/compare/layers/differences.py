@@ -22,7 +22,6 @@ from rljax.compare.layers.operations import (
     Tracer,
     logprobs,
     operations,
-    value_shapes,
 )
 from rljax.policy.config import PolicyConfig
 
@@ -44,19 +43,7 @@ _NARROW = ("delta_rate", "delta_step")
 """The products with one number for each head. One that is rounded the other way is a large share of a token's error."""
 ONCE = (*(kind for kind in PRODUCTS if kind not in _NARROW), "attention_residual", "residual", "embedding", "logits")
 """The operations with the limits of products."""
-INPUTS = {
-    **{"query_norm": "query", "key_norm": "key", "query_rope": "query_norm", "key_rope": "key_norm"},
-    **{"gated_attention": "attention", "convolution": "delta_qkv"},
-}
-"""The operations that may give their input by mistake, with this input."""
-_TWINS = (("gate", "up"), ("key", "value"), ("delta_rate", "delta_step"))
-_ALIKE = dict(_TWINS) | {twin: one for one, twin in _TWINS} | INPUTS
-"""The operation whose value a wrong one might give: its twin, or its input."""
-_FACTOR_FIT = 0.25  # a factor explains an error if it leaves at most this share of it
-_LATER_SHARE = 0.5
-"""An error begins at a position if at least this share of the tokens from there on are above the limit."""
 _TINY = 1e-30
-_CHANNEL_SHARE = 0.9  # one channel explains an error if it holds at least this share of the squared error
 
 
 @dataclass(frozen=True)
@@ -73,9 +60,6 @@ class OperationDifference:
     precisions: tuple[str, str]  # the coarsest dtypes that hold the values of the reference and of the tested scorer
     hint: str = ""  # a fact about the error that helps to find its cause
     up_to: float = float("nan")  # the error of the value when each scorer computes everything by itself
-    # The errors that the reference and the tested scorer make of their own values, because a compiler fuses the
-    # operation with earlier ones and does not round in between.
-    fused: tuple[float, float] = (0.0, 0.0)
     effect_mean: float | None = None  # the mean change of the reference's log-probabilities by it (nats)
     effect_max: float | None = None  # the largest change (nats)
 
@@ -100,22 +84,17 @@ def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effect
     log-probabilities is measured for ``effects`` operations.
     """
     inputs, free = reference.run(tokens, {}), tested.run(tokens, {})
-    theirs, own, again = reference.run(tokens, inputs), tested.run(tokens, inputs), tested.run(tokens, free)
+    theirs, own = reference.run(tokens, inputs), tested.run(tokens, inputs)
     config = reference.config
     known = list(_shown(operations(config), theirs, own))
     names = [each[-1].name for each in known]
     up_to = {name: _relative(free.get(name), inputs[name]) for name in names}
-    fused = {
-        name: (_relative(inputs[name], theirs[name]), _relative(free.get(name), again.get(name))) for name in names
-    }
     expected = logprobs(inputs["logits"], tokens)
     gap = np.abs(logprobs(free["logits"], tokens) - expected)
-    del free, again
+    del free
     dtypes = reference.dtype, tested.dtype
     found = [
-        dataclasses.replace(
-            _difference(each, own, theirs, inputs, dtypes, config), up_to=up_to[name], fused=fused[name]
-        )
+        dataclasses.replace(_difference(each, own, theirs, dtypes, config), up_to=up_to[name])
         for each, name in zip(known, names, strict=True)
     ]
     order = sorted(range(len(found)), key=lambda i: found[i].ratio, reverse=True)
@@ -148,11 +127,10 @@ def _difference(
     joint: Sequence[Operation],
     own: OperationValues,
     theirs: OperationValues,
-    inputs: OperationValues,
     dtypes: tuple[str, str],
     config: PolicyConfig,
 ) -> OperationDifference:
-    """Compares the values of the last operation of ``joint``, which both scorers computed from ``inputs``."""
+    """Compares the values of the last operation of ``joint``, which both scorers computed from the same inputs."""
     *hidden, operation = joint
     value, expected = own[operation.name], theirs[operation.name]
     sides = {"the reference": expected, "the tested scorer": value}
@@ -175,11 +153,9 @@ def _difference(
     in_one_place = worst[0] if operation.kind in CANCELLING else max(worst)
     ratio = max(error / limit, in_one_place / (ONE_PLACE * limit), abs(factor - 1) / bias_limit)
     hints = [f"with the {IN_BLOCK[each.kind]}" for each in hidden]
-    if ratio > 1:
-        is_scaled = abs(factor - 1) > bias_limit
-        bad_tokens = tokens > ONE_PLACE * limit
-        width = value_shapes(config)[operation.name][-1]
-        hints += _hints(operation, value, theirs, inputs, factor, is_scaled, bad_tokens, limit, width)
+    is_rounded = error < max(LIMITS[name] for name in precisions) and abs(factor - 1) <= bias_limit
+    if ratio > 1 and is_rounded and not hidden and operation.kind in PRODUCTS:
+        hints.append("as of a sum in a lower precision")
     return OperationDifference(operation, error, *worst, factor, limit, ratio, precisions, "; ".join(hints))
 
 
@@ -205,37 +181,6 @@ def _limit(operation: Operation, dtypes: tuple[str, str], precisions: tuple[str,
     factor = (EXPERTS if experts else 1) * (OTHER_DTYPE if len(set(known)) > 1 else 1)
     once = operation.kind in ONCE and len(set(precisions)) == 1 and factor == 1
     return factor * (PRODUCT_LIMITS if once else LIMITS)[coarser]
-
-
-def _hints(
-    operation: Operation,
-    value: np.ndarray,
-    theirs: OperationValues,
-    inputs: OperationValues,
-    factor: float,
-    is_scaled: bool,
-    bad_tokens: np.ndarray,
-    limit: float,
-    width: int,
-) -> Iterator[str]:
-    """Yields hints about the cause of an error above its limit. ``width`` is the number of features of a head."""
-    expected = theirs[operation.name].astype(np.float64)
-    alike = _ALIKE.get(operation.kind, "")
-    other = inputs.get(Operation(alike, operation.layer).name)
-    if other is not None and other.shape == value.shape and _relative(value, other) <= limit:
-        yield "it gives its input" if operation.kind in INPUTS else f"it gives the value of {IN_BLOCK[alike]}"
-        return
-    size, gap = np.linalg.norm(expected), value - expected
-    left, error = np.linalg.norm(value - factor * expected) / size, np.linalg.norm(gap) / size
-    squares = (gap**2).sum(axis=0).reshape(-1, width).sum(axis=0)
-    is_one_channel = bool(squares.max() > _CHANNEL_SHARE * squares.sum())
-    if is_scaled and not is_one_channel and float(left) < max(_FACTOR_FIT * float(error), LIMITS["bfloat16"]):
-        yield f"as if multiplied by {factor:.5g}"
-    if is_one_channel:
-        yield f"in channel {int(squares.argmax())}" + (" of each head" if width < value.shape[1] else "")
-    first = int(np.argmax(bad_tokens))
-    if first > 1 and bad_tokens[first:].mean() > _LATER_SHARE:
-        yield f"from position {first} on"
 
 
 def precision(value: np.ndarray) -> str:

@@ -7,12 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rljax.compare.layers.differences import LIMITS, LayerComparison, OperationDifference
+from rljax.compare.layers.differences import LayerComparison, OperationDifference
 from rljax.compare.layers.operations import IN_BLOCK, PRODUCTS
 
 EVEN = "rounding, evenly"
 _MANY = 4  # so many products of one block above their limits mean that the block has other weights
-FUSED = 0.1  # the share of the limit from which on a fused operation is named
 _COARSENESS = ("bfloat16", "float16", "float32")  # the coarsest dtype first
 _NAMED = 6  # the number of findings that the sentence names
 
@@ -29,21 +28,15 @@ class Parting:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """The verdict on a comparison by layers.
+    """The verdict on a comparison by layers."""
 
-    The status is "even" (only rounding), "fused" (a compiler leaves out some roundings, and all else is rounding) or
-    "place" (some operations differ by more than rounding, or give values of another dtype).
-    """
-
-    status: str
     sentence: str
     findings: list[Parting]  # the places, the largest ratio first, and of equal ones the first operation
-    fusions: list[str]  # sentences about roundings that a scorer's compiler leaves out
 
     @property
     def passed(self) -> bool:
         """Whether rounding explains every difference."""
-        return self.status != "place"
+        return not self.findings
 
 
 def judge_layers(comparison: LayerComparison) -> LayerVerdict:
@@ -51,15 +44,13 @@ def judge_layers(comparison: LayerComparison) -> LayerVerdict:
     above = [each for each in comparison.differences if each.ratio > 1 or _other_dtype(each, comparison)]
     names = [each.operation.name for each in comparison.differences]
     findings = sorted(_grouped(above, comparison), key=lambda found: (-found.ratio, names.index(found.operations[0])))
-    fusions = list(_fusions(comparison))
-    if findings:
-        named = [f"{finding.place} ({finding.reason})" for finding in findings[:_NAMED]]
-        more = len(findings) - _NAMED
-        named += [f"and {more} more"] if more > 0 else []
-        named += [f"all else: {EVEN}"] if findings[0].ratio <= 1 else []
-        return LayerVerdict("place", "; ".join(named), findings, fusions)
-    sentence = "; ".join([*fusions, f"all else: {EVEN}"]) if fusions else EVEN
-    return LayerVerdict("fused" if fusions else "even", sentence, [], fusions)
+    if not findings:
+        return LayerVerdict(EVEN, [])
+    named = [f"{finding.place} ({finding.reason})" for finding in findings[:_NAMED]]
+    more = len(findings) - _NAMED
+    named += [f"and {more} more"] if more > 0 else []
+    named += [f"all else: {EVEN}"] if findings[0].ratio <= 1 else []
+    return LayerVerdict("; ".join(named), findings)
 
 
 def _grouped(above: Sequence[OperationDifference], comparison: LayerComparison) -> Iterator[Parting]:
@@ -100,11 +91,7 @@ def _finding(
         if worst.own <= worst.limit:
             reason = f"one channel by {worst.worst_channel:.2g}, one token by {worst.worst_token:.2g}"
             reason += f", all by a factor {worst.factor:.5g}"
-        parts = [reason, worst.hint, other_dtype]
-        coarse = max(LIMITS.get(name, 0.0) for name in worst.precisions)
-        if not worst.hint and worst.operation.kind in PRODUCTS and worst.own < coarse:
-            parts.append("as of a sum in a lower precision")
-        reason = "; ".join(filter(None, parts))
+        reason = "; ".join(filter(None, [reason, worst.hint, other_dtype]))
     return Parting(place, reason, [each.operation.name for each in members], worst.ratio)
 
 
@@ -116,16 +103,3 @@ def _other_dtype(difference: OperationDifference, comparison: LayerComparison) -
     sides = {ours: comparison.reference, theirs: comparison.tested}
     coarse = min(sides, key=lambda name: _COARSENESS.index(name))
     return f"rounded to {coarse} in {sides[coarse]} only"
-
-
-def _fusions(comparison: LayerComparison) -> Iterator[str]:
-    """Names the kinds of operations that a scorer's compiler fuses with earlier ones without rounding in between."""
-    for place, scorer in enumerate((comparison.reference, comparison.tested)):
-        by_kind: dict[str, list[OperationDifference]] = {}
-        for each in comparison.differences:
-            if each.fused[place] > FUSED * each.limit:
-                by_kind.setdefault(each.operation.kind, []).append(each)
-        for kind, members in by_kind.items():
-            worst = max(members, key=lambda each: each.fused[place])
-            where = worst.operation.label if len(members) == 1 else f"{IN_BLOCK[kind]} in {len(members)} layers"
-            yield f"{where}: {scorer} does not round its inputs ({worst.fused[place]:.2g})"

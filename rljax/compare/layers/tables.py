@@ -14,7 +14,7 @@ from rljax.compare.report import markdown_table
 from rljax.record.rows import finite_json, text_table
 
 Judged = tuple[LayerComparison, LayerVerdict]
-_HEAD = ["operation", "own error", "limit", "error / limit", "fused", "error up to it", "effect (nats)", "note"]
+_HEAD = ["operation", "own error", "limit", "error / limit", "error up to it", "effect (nats)", "note"]
 _TableRows = list[list[str]]
 
 
@@ -70,5 +70,4 @@ def _row(label: str, each: OperationDifference) -> list[str]:
     if not note and each.precisions[0] != each.precisions[1]:
         note = f"{each.precisions[0]} / {each.precisions[1]}"
     numbers = (f"{value:.2g}" if np.isfinite(value) else "" for value in (each.own, each.limit))
-    fused = " / ".join(f"{error:.2g}" for error in each.fused) if any(each.fused) else ""
-    return [label, *numbers, ratio, fused, f"{each.up_to:.2g}", effect, note]
+    return [label, *numbers, ratio, f"{each.up_to:.2g}", effect, note]

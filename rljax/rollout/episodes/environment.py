@@ -63,8 +63,6 @@ def find_environment(path: str) -> type[Environment]:
       ValueError: The name has another form, the class cannot be imported, it needs arguments, or it lacks one of the
         three methods.
     """
-    if path.startswith("verifiers:"):
-        raise ValueError(f"environment {path!r} is no class: {user_code.FOR_VERIFIERS}")
     found = user_code.find(path, "environment")
     if not inspect.isclass(found):
         raise ValueError(f"environment {path!r} is {type(found).__name__}, not a class")

@@ -115,7 +115,7 @@ class _Host:
                 number, body = self._frames.receive()
                 try:
                     message = pickle.loads(body)
-                except Exception as error:  # unpickling a problem runs a person's code
+                except Exception as error:  # the memory may be full, and the call needs an answer
                     self._send(number, Outcome(None, "raised", describe(error)))
                 else:
                     self._take(number, *message)

@@ -18,7 +18,7 @@ from typing import Any
 
 from rljax.distributed.child import Child, decode, default_count, new_number
 from rljax.distributed.frames import FrameError
-from rljax.errors import describe, printable
+from rljax.errors import printable
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import find_environment
 from rljax.rollout.episodes.outcomes import (
@@ -200,11 +200,7 @@ class EnvironmentHosts:
 
     def _call(self, trajectory: _Trajectory, method: str, *arguments: Any) -> Future[Outcome]:
         future: Future[Outcome] = Future()
-        message, complaint = b"", ""
-        try:
-            message = pickle.dumps((method, trajectory.number, *arguments))
-        except Exception as error:  # pickling runs a person's code
-            complaint = f"{method}: {describe(error)}"
+        message = pickle.dumps((method, trajectory.number, *arguments))
         with self._lock:
             if self._over:
                 raise RuntimeError(self._over)
@@ -213,8 +209,6 @@ class EnvironmentHosts:
                     f"trajectory {trajectory.key!r} is asked for {method} before {trajectory.method} ended"
                 )
             trajectory.method = method
-            if complaint:
-                self._fail(trajectory, Outcome(None, "raised", complaint))
             if trajectory.lost is not None:
                 future.set_result(trajectory.lost)
             else:

@@ -30,7 +30,7 @@ from starlette.routing import Route
 from rljax.distributed.files import write_durably
 from rljax.errors import naming
 from rljax.rollout.external.queue import TrajectoryQueue, parse_address
-from rljax.rollout.external.rows import PostedRow, RowLimits, Trajectory, read_trajectories, row_type, wrong_type
+from rljax.rollout.external.rows import PostedRow, RowLimits, Trajectory, read_trajectories, row_type
 from rljax.weights.access import KEY_FILE, listen, serving_key
 from rljax.weights.http_limits import WAIT_S, limited_server
 
@@ -263,7 +263,7 @@ def _decode(decoder: Any, body: bytes | bytearray, place: str) -> Any:
                 raise
             return decoder.decode(_without_nan(body))
     except msgspec.ValidationError as error:
-        raise ValueError(wrong_type(error, place)) from error
+        raise ValueError(f"{place}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON or msgpack that can be read ({error})") from error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
@@ -88,19 +87,6 @@ def row_type(limits: RowLimits) -> Any:
     return msgspec.defstruct("RowWithLists", columns, bases=(PostedRow,), omit_defaults=True)
 
 
-def wrong_type(error: msgspec.ValidationError, place: str) -> str:
-    """Returns one line about a value of a wrong type or a missing column, with its row, column and token."""
-    said, _, path = str(error).partition(" - at `")
-    found = re.match(r"(?:key` in `)?\$(?:\[(\d+)\])?(?:\.(\w+))?(?:\[(\d+)\])?", path)
-    row, column, entry = found.groups() if found else (None, None, None)
-    if row or (column and "row" not in place):
-        place += f": row {int(row or 0) + 1}"
-    place += f": {column}" if column else ""
-    place += f" at token {entry}" if entry else ""
-    said = re.sub(r"^Object missing required field `(\w+)`", r"lacks \1", said)
-    return f"{place} {said}" if said.startswith("lacks") else f"{place}: {said}"
-
-
 def typed_rows(
     numbered: Iterable[tuple[int, Mapping[str, Any]]], where: str, limits: RowLimits
 ) -> Iterator[tuple[int, PostedRow]]:
@@ -116,9 +102,7 @@ def typed_rows(
         try:
             yield number, msgspec.convert(row, kind)
         except msgspec.ValidationError as error:
-            said = wrong_type(error, place)
-            there = f"; it has {', '.join(row) or 'no column'}" if " lacks " in said else ""
-            raise ValueError(said + there) from error
+            raise ValueError(f"{place}: {error}") from error
 
 
 def read_trajectories(numbered: Iterable[tuple[int, PostedRow]], where: str, limits: RowLimits) -> list[Trajectory]:

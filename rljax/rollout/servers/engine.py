@@ -139,7 +139,7 @@ class ServedEngine(Admission, RolloutEngine):
         self._metrics.add("publish/bytes", version.num_bytes)
         self._metrics.add("publish/seconds", time.monotonic() - began)
         if not math.isnan(version.changed_fraction):
-            self._metrics.put("publish/changed_fraction", version.changed_fraction)
+            self._metrics.highest("publish/changed_fraction", version.changed_fraction)
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """Gives the servers a version, and returns once at least one of them is verified.
@@ -311,10 +311,10 @@ class ServedEngine(Admission, RolloutEngine):
         self._metrics.add("publish/score_s", time.monotonic() - began)
         assert verifier.band is not None
         self._metrics.highest("publish/verify_abs_diff_mean", difference.mean)
-        self._metrics.put("publish/verify_band", verifier.band)
+        self._metrics.highest("publish/verify_band", verifier.band)
         if verifier.own_band is not None:
             self._metrics.highest("publish/verify_own_abs_diff_mean", difference.own)
-            self._metrics.put("publish/verify_own_band", verifier.own_band)
+            self._metrics.highest("publish/verify_own_band", verifier.own_band)
         if server.reason:
             self._metrics.add("rollout/servers_brought_back", 1.0)
             version = self.files.policy_version(current.version.tag)

@@ -12,9 +12,8 @@ import json
 import math
 import resource
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NoReturn
 
 import httpx
 import msgspec
@@ -27,9 +26,6 @@ _MOST = 64  # The most requests that share a connection. All of them are lost if
 _GATHER_S = 0.002  # The longest time that a request waits for others (seconds).
 _SPARE_FILES = 512  # The file descriptors left to JAX, checkpoints, rows, reward workers and the device driver.
 
-_LONG_REPLY = 2**22  # A longer reply is read on a thread, so that the event loop goes on meanwhile (bytes).
-
-R = TypeVar("R")
 _Reply = tuple[int, bytes]
 """The status and the content of a reply."""
 _Batch = list[tuple[dict[str, Any], asyncio.Future[list[_Reply]]]]
@@ -51,18 +47,10 @@ class Http:
         self._timeout = httpx.Timeout(None, connect=CONNECT_S)
         self._gathered: defaultdict[str, _Batch] = defaultdict(list)  # by URL
         self._exchanges: set[asyncio.Task[None]] = set()
-        self._reader = ThreadPoolExecutor(1, "rljax-reply-reader")  # one: a long reply takes many times its size
 
     async def aclose(self) -> None:
         """Closes all connections."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
         await self._http.aclose()
-
-    async def read(self, read: Callable[[bytes], R], content: bytes) -> R:
-        """Returns ``read(content)``. The content of a long reply is read beside the event loop."""
-        if len(content) <= _LONG_REPLY:
-            return read(content)
-        return await asyncio.get_running_loop().run_in_executor(self._reader, read, content)
 
     async def exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> bytes:
         """Returns the content of a reply of status 200 within ``timeout_s`` seconds. httpx takes ``content``.

@@ -37,7 +37,6 @@ class Backend(ABC):
     logprobs_hint: str  # the remedy if log-probabilities belong to another distribution than the server samples from
     without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
     version_route: str  # the path at which a server says which weights it holds
-    without_version: str  # the meaning of a refusal at ``version_route``
 
     @abstractmethod
     def body(self, route: str, request: Request, model: str, platform: str = "") -> dict[str, Any]:
@@ -91,20 +90,14 @@ class Backend(ABC):
         stays paused, because it may hold half of the weights.
         """
 
-    async def force(self, server: Remote, name: str) -> Callable[[np.ndarray], Mapping[str, Any]]:
-        """Makes the server decode the tokens that a request gives, until :meth:`end_force` with this ``name``.
+    async def force(self, server: Remote) -> Callable[[np.ndarray], Mapping[str, Any]]:
+        """Makes the server decode the tokens that a request gives.
 
         Returns a function from these tokens, int32 [t], to ``Request.forced``. It raises ValueError if the server
         cannot decode given tokens.
         """
         said = f"{self.name} decodes no given tokens; {self.name.lower()}:URL scores them by prefill"
         raise ValueError(f"{server.url}: {said}")
-
-    async def end_force(self, server: Remote, name: str) -> None:
-        """Ends the decoding of given tokens. Raises ReplyError if the server gave it up before."""
-        errors = await self.ask_plugin(server, "rljax_end_force", name)
-        if any(errors):
-            raise ReplyError(f"{server.url} gave up decoding given tokens: {next(filter(None, errors))}")
 
     async def sleep(self, server: Remote) -> None:
         """Makes the server free its devices' memory, with weights and caches. Raises RuntimeError if it cannot."""
@@ -117,8 +110,8 @@ class Backend(ABC):
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads the bytes of a reply of ``route`` to ``request``, which have a log-probability for each token.
 
-        It runs on the event loop or on another thread, once for each response. So no Python may run for each token
-        of the response. It raises ReplyError if the reply is not a completion. The message begins with ``route``.
+        It runs on the event loop, once for each response. So no Python may run for each token of the response. It
+        raises ReplyError if the reply is not a completion. The message begins with ``route``.
         """
         try:
             completion = self.read(route, reply, request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -107,19 +106,15 @@ class ServedModel(RolloutEngine):
         """
         for prompt, response in zip(prompts, responses, strict=True):
             check_prompts([prompt], max(len(response), 1), self.info)
-        name = uuid.uuid4().hex
-        forced = self._fleet.wait(self._kind.force(self._server, name))
-        try:
-            requests = (
-                Request(prompt, SamplingParams(len(tokens)), seed=0, forced=forced(tokens))
-                for prompt, tokens in zip(prompts, responses, strict=True)
-                if len(tokens)
-            )
-            replies = self._scored(requests, at_once)
-            for tokens in responses:
-                yield self._decoded(tokens, next(replies)) if len(tokens) else np.zeros(0, np.float32)
-        finally:
-            self._fleet.wait(self._kind.end_force(self._server, name))
+        forced = self._fleet.wait(self._kind.force(self._server))
+        requests = (
+            Request(prompt, SamplingParams(len(tokens)), seed=0, forced=forced(tokens))
+            for prompt, tokens in zip(prompts, responses, strict=True)
+            if len(tokens)
+        )
+        replies = self._scored(requests, at_once)
+        for tokens in responses:
+            yield self._decoded(tokens, next(replies)) if len(tokens) else np.zeros(0, np.float32)
 
     def _decoded(self, tokens: np.ndarray, reply: Completion) -> np.ndarray:
         """Returns the log-probabilities in ``reply``. Raises ReplyError if its tokens are not ``tokens``."""

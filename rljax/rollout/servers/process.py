@@ -240,11 +240,6 @@ class ServerProcess:
             os.killpg(self.pid, signal.SIGKILL)
         self._guard.wait()
 
-    def kill(self) -> None:
-        """Ends every process of the group at once, as a crash would, without asking the server."""
-        self._guard.terminate()
-        self.stop()
-
     def __enter__(self) -> Self:
         return self
 

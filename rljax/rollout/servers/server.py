@@ -58,11 +58,6 @@ class Metrics:
         with self._lock:
             self._values[name] = max(self._values.get(name, value), value)
 
-    def put(self, name: str, value: float) -> None:
-        """Replaces the number ``name`` by ``value``."""
-        with self._lock:
-            self._values[name] = value
-
     def take(self) -> dict[str, float]:
         """Returns all numbers and forgets them."""
         with self._lock:
@@ -210,7 +205,7 @@ class Server(Remote):
             raise ServerGoneError(self.reason or f"{self.url} was down") from error
         finally:
             self._waits.discard(wait)
-        completion = await self._read(reply, request)
+        completion = self._read(reply, request)
         is_updated = self.is_renewed or len(self.versions) - 1 > first
         check_completion(self.url, completion, request, vocab_size, may_be_part=is_updated)
         tags = {tag for tag, _, _ in completion.spans or ()} if self.versions else set()
@@ -234,7 +229,7 @@ class Server(Remote):
         retries, failures = self._kind.retries, 0
         while True:
             try:
-                return await self._read(await self._send(request, min(_PROBE_S, self._timeout_s)), request)
+                return self._read(await self._send(request, min(_PROBE_S, self._timeout_s)), request)
             except (ReplyError, ServerRefusedError) as error:
                 failures += 1
                 if failures >= retries.attempts or not may_pass(error):
@@ -249,10 +244,9 @@ class Server(Remote):
             return self._http.ask(self.url, self.route, timeout_s, body)
         return self._http.exchange(self.url, "POST", self.route, timeout_s, json=body)
 
-    async def _read(self, reply: bytes, request: Request) -> Completion:
-        kind, route = self._kind, self.route
+    def _read(self, reply: bytes, request: Request) -> Completion:
         try:
-            return await self._http.read(lambda content: kind.completion(route, content, request), reply)
+            return self._kind.completion(self.route, reply, request)
         except ReplyError as error:
             raise type(error)(f"{self.url}{error}") from error
 
@@ -279,8 +273,6 @@ class Server(Remote):
             raise ReplyError(f"{self.url}: the plugin answered without {error}: {str(answers)[:300]}") from error
         if differing:
             raise HandshakeError("\n".join(f"{self.url}: {line}" for line in differing))
-        with refusals(self.url, kind.without_version):
-            await self.call("GET", kind.version_route)
         await kind.find_route(self)
         unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
         unread += ", and publish.readable_by where the server runs as another user"
@@ -363,7 +355,7 @@ class Server(Remote):
         loaded = [{name: found and Checksum(*found) for name, found in worker.tensors.items()} for worker in workers]
         if found := await asyncio.to_thread(differences, published.sums, loaded):
             raise VerificationError(f"{self.url} does not hold the trainer's weights: {describe_differences(found)}")
-        self._metrics.put("publish/verified_tensors", len(published.sums))
+        self._metrics.highest("publish/verified_tensors", len(published.sums))
         self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
         with self._metrics.slowest("publish/probe_s"):
             return Proof(await verifier.sample(self), info)

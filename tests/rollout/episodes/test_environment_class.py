@@ -49,7 +49,6 @@ def test_a_class_with_three_async_methods_is_found(name):
         ("named_environments:Plain", "has no method 'async def step\\(self, response, truncated\\)'"),
         ("named_environments:Unscored", "has no method 'async def reward\\(self\\)'"),
         ("named_environments:Short", "must be step\\(self, response, truncated\\), but it takes \\(self, response\\)"),
-        ("verifiers:some_env", "is no class: the example verifiers_rollouts .* rollout.trajectories"),
         ("named_environments:Needy", "must be made without arguments, but Needy\\(\\) needs some"),
     ],
 )

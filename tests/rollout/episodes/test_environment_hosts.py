@@ -344,11 +344,3 @@ def test_two_calls_of_one_trajectory_at_once_are_refused():
         hosts.end("a")
         with pytest.raises(CancelledError):
             first.result(timeout=1)
-
-
-def test_a_problem_that_cannot_be_sent_is_an_error_of_its_own():
-    with hosts_of() as hosts:
-        assert hosts.reset("a", {"answer": lambda: 0}).result(60).failure == "raised"
-        assert hosts.step("a", "x", False).result(60).failure == "raised"
-        assert hosts.pop_metrics()["turns/env_errors"] == 1
-        begun(hosts, "b")

@@ -69,7 +69,6 @@ class SglangBackend(Backend):
     logprobs_hint = "SGLang reports them of other logits than it samples from"
     without_plugin = "rljax's plugin is not in this server: install rljax in SGLang's environment"
     version_route = "/model_info"
-    without_version = "it does not say which weights it holds"
 
     def body(self, route: str, request: Request, model: str, platform: str = "") -> dict[str, Any]:
         """Returns a body with all settings that shape the distribution, so that no default of the server can change it.
@@ -142,7 +141,7 @@ class SglangBackend(Backend):
             raise ReplyError(f"{server.url}/weights_checker answered without {error}: {str(reply)[:300]}") from error
 
     async def describe(self, server: Remote) -> ServerInfo:
-        """Returns the description of any SGLang server. Without rljax's plugin it lacks the size of the vocabulary."""
+        """Returns the description of any SGLang server. Without rljax's plugin it lacks dtype, vocabulary and limit."""
         try:
             model = await server.call("GET", self.version_route)
             root, version = str(model["model_path"]), str(model["weight_version"])
@@ -154,14 +153,7 @@ class SglangBackend(Backend):
         try:
             info = server_info(server.url, (await self.ask_plugin(server, "rljax_describe"))[0], "sglang")
         except ServerRefusedError:
-            plain = await ask_if_there(server, "GET", "/server_info")
-            dtype = plain.get("dtype", "auto")
-            info = ServerInfo(
-                server.url,
-                dtype="" if dtype == "auto" else str(dtype),
-                version=str(plain.get("version", "")),
-                max_model_len=plain.get("max_req_input_len"),
-            )
+            info = ServerInfo(server.url)
         await self.find_route(server)
         name = str(model.get("served_model_name") or root)
         return dataclasses.replace(info, model=name, root=root, has_first_weights=version == "default")

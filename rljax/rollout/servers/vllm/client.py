@@ -39,8 +39,6 @@ from rljax.weights.store import WeightVersion
 log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
-FORCING_S = 3600.0
-"""The longest time that a server goes on to force tokens for a client that is gone (seconds)."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -130,7 +128,6 @@ class VllmBackend(Backend):
         "checkout, on a TPU with --tpu) and start it with rljax serve vllm MODEL"
     )
     version_route = "/weight_info"
-    without_version = "it does not say which weights it holds: no /weight_info; a newer vLLM has it"
 
     def body(self, route: str, request: Request, model: str, platform: str = "") -> dict[str, Any]:
         """Returns a body with all settings that shape the distribution, so that no default of the server can change it.
@@ -196,16 +193,15 @@ class VllmBackend(Backend):
         except (KeyError, TypeError) as error:
             raise ReplyError(f"{server.url}/collective_rpc answered without {error}: {str(answer)[:300]}") from error
 
-    async def force(self, server: Remote, name: str) -> Callable[[np.ndarray], Mapping[str, Any]]:
-        """Makes the workers decode given tokens, by hooks that are removed at the end or by vLLM's own trace replay."""
+    async def force(self, server: Remote) -> Callable[[np.ndarray], Mapping[str, Any]]:
+        """Makes the workers decode given tokens, by hooks that are removed later or by vLLM's own trace replay."""
         if not can("vllm", "decodes_given", server.platform):
             raise ValueError(f"{server.url} decodes no given tokens: vLLM on a TPU samples its own")
         try:
-            answers: list[_ForceAnswer] = await self.ask(server, _ForceAnswer, "rljax_force", name, FORCING_S)
+            answers: list[_ForceAnswer] = await self.ask(server, _ForceAnswer, "rljax_force")
         except ServerRefusedError as error:
             raise ValueError(f"{server.url} decodes no given tokens: {self.without_plugin} ({error})") from error
         if reasons := [answer.reason for answer in answers if not answer.way]:
-            await self.end_force(server, name)
             raise ValueError(f"{server.url} decodes no given tokens: {reasons[0]}")
         way = answers[0].way
         return lambda tokens: {way: {FORCED_TOKENS: tokens.tolist()} if way == "extra_args" else tokens.tolist()}
@@ -280,9 +276,6 @@ class VllmBackend(Backend):
         if scaling and (reach := int(scaling.original_length * scaling.factor)) < longest:
             said = f"{reach} tokens, where vLLM's table ends, expected at least {longest}"
             lines.append(f"the model's yarn reaches {said}")
-        if described["default_sampling"]:
-            said = described["default_sampling"]
-            lines.append(f"default sampling is not plain: {said}; start with --generation-config vllm")
         return lines
 
     async def show(self, server: Remote, probe: Mapping[str, Any]) -> None:

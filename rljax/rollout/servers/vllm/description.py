@@ -37,7 +37,6 @@ def describe(config: Any, *, tied: bool) -> dict[str, Any]:
         "batch_invariant": is_batch_invariant(),
         "max_model_len": model.max_model_len,
         "max_logprobs": model.max_logprobs,
-        "default_sampling": model.get_diff_sampling_param(),
         "block_size": cache.block_size if cache.enable_prefix_caching else 1,
         "backend": transfer.backend if transfer is not None else None,
         "head_sizes": supported_head_sizes(),

@@ -18,11 +18,6 @@ class Hooks:
         self.error = ""  # the error that ended the hooks, or ""
         self._handles: list[Any] = []
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether there are hooks."""
-        return bool(self._handles)
-
     def before(self, module: torch.nn.Module, act: Callable[[Any, Any], Any]) -> None:
         """Adds a hook that calls ``act(args, kwargs)`` before each forward of ``module``.
 

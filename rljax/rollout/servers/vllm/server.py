@@ -124,8 +124,3 @@ class VllmConfig(process.ServerConfig):
 
 CONFIG = VllmConfig
 """The configuration of this kind of server, under the name that all kinds have."""
-
-
-def vllm_python(venv: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the interpreter of ``venv``, ``$RLJAX_VLLM_VENV`` or ``.venv-vllm``. Raises RuntimeError if none."""
-    return process.environment_python(VllmConfig.kind, venv)
