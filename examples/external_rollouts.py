@@ -110,7 +110,9 @@ def ask(url, content=None, headers=None):
 
 def wait_for_room(place, groups):
     """Waits until the trainer has room for so many groups, so that they are sampled with its newest policy."""
-    while (told := ask(f"{place}/policy"))["waiting_groups"] + groups > told["max_waiting_groups"]:
+    while (told := ask(f"{place}/policy"))["waiting_groups"] + groups > (most := told["max_waiting_groups"]):
+        if groups > most:
+            raise SystemExit(f"the trainer takes at most {most} groups at once, not {groups}: give --at-once {most}")
         time.sleep(0.1)
 
 
@@ -146,11 +148,12 @@ def main():
     problems = addition_problems("train")
     started = f"{time.time_ns():020d}"  # a program that is started again sends under other names
     for first in range(0, wanted.groups, wanted.at_once):
+        numbers = range(first, min(first + wanted.at_once, wanted.groups))
         if "://" in wanted.place:
-            wait_for_room(wanted.place, wanted.at_once)
+            wait_for_room(wanted.place, len(numbers))
         if engine is not None:
             version = use_newest_policy(wanted.run, engine, version, mesh)
-        chosen = [problems[i] for i in range(first, first + wanted.at_once)]
+        chosen = [problems[i % len(problems)] for i in numbers]
         prompts = [prompt_ids(problem, tokenizer) for problem in chosen]
         groups = [[] for _ in chosen]
         if engine is None:
@@ -165,7 +168,7 @@ def main():
         send(wanted.place, f"{started}-{first:06d}", rows)
         mean = np.mean([row["reward"] for row in rows])
         newest = rows[-1]["version"][-1]
-        print(f"sent groups {first} .. {first + wanted.at_once - 1} of version {newest}, mean reward {mean:.3f}")
+        print(f"sent groups {first} .. {numbers[-1]} of version {newest}, mean reward {mean:.3f}")
 
 
 if __name__ == "__main__":

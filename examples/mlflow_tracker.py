@@ -4,14 +4,17 @@
     rljax train quickstart --record.trackers examples/mlflow_tracker.py:MlflowTracker
 
 It writes to MLFLOW_TRACKING_URI, by default ``mlflow.db`` of the current folder, and ``record.project`` is the
-experiment. MLFLOW_DISABLE_TELEMETRY=true keeps MLflow from sending counts of its use.
+experiment. MLflow sends no counts of its use unless MLFLOW_DISABLE_TELEMETRY=false is set.
 """
 
+import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read at the import
 
 import mlflow
 

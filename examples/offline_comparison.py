@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import Comparison, compare_columns, to_text
 from rljax.compare.scorers import score_column
+from rljax.errors import caller_errors, run_cli
 from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
 
 PROMPT, RESPONSE, VOCABULARY = 4, 60, 64  # tokens, tokens, ids
@@ -61,12 +63,12 @@ def compare(trainer: str, rollout: str) -> Comparison:
     return compare_columns(dump, ["trainer", "rollout"])
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Prints the comparison; returns 0 if the pair passes, 1 if it fails, and 2 for wrong arguments."""
-    if len(arguments) not in (0, 2):
+    if len(arguments) not in (0, 2) or not all("#" in each for each in arguments):
         print(__doc__, file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, caller_errors():
         trainer, rollout = arguments or make_files(Path(folder))
         comparison = compare(trainer, rollout)
     print(to_text(comparison))
@@ -74,4 +76,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_cli(main))

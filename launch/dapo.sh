@@ -35,7 +35,7 @@ if ! $dry_run; then
   for word in "$@"; do
     if ((${#given[@]})) || [ "$word" = -- ]; then given+=("$word"); fi
   done
-  check_room "$config" "${given[@]:1}" --rollout.engine vllm --rollout.urls http://127.0.0.1:0 || exit 2
+  check_run "$config" "${given[@]:1}" --rollout.engine vllm --rollout.urls http://127.0.0.1:0 || exit 2
   bash launch/install_vllm.sh
   if [ ! -e runs/data/dapo.parquet ]; then
     "$RLJAX_BIN/python" -m rljax.cli prepare BytedTsinghua-SIA/DAPO-Math-17k runs/data/dapo.parquet \

@@ -1,5 +1,5 @@
-# Sourced by the scripts that start a run's servers: the room for weights, the key that servers ask for, and the options
-# that the configuration asks of each of them.
+# Sourced by the scripts that start a run's servers: the checks before them, the key that servers ask for, and the
+# options that the configuration asks of each of them.
 
 # make_key FILE: writes a random key into FILE, for its owner alone, unless it is there.
 make_key() {
@@ -28,23 +28,26 @@ read_served() {
   ((tensor_parallel == 1)) || server_args+=(--tensor-parallel-size "$tensor_parallel")
 }
 
-# check_room WORDS...: whether there is room for the versions of the weights of the run that these words of rljax.train
-# configure. It needs RLJAX_BIN.
-check_room() {
+# check_run WORDS...: whether a run that these words of rljax.train configure may start, and there is room for the
+# versions of its weights. It needs RLJAX_BIN.
+check_run() {
   JAX_PLATFORMS=cpu "$RLJAX_BIN/python" - "$@" <<'PYTHON'
 import sys
 
 from rljax.errors import caller_errors, run_cli
 from rljax.policy.hub import policy_shape
-from rljax.rollout.build import version_bytes
+from rljax.rollout.build import check_engine, version_bytes
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
+from rljax.run.directory import check_new
 from rljax.weights.store import check_weight_room
 
 
 def main(words):
     config = load_config(Config, words, prog="single_node", description="")
     with caller_errors(RuntimeError):
+        check_engine(config.rollout)
+        check_new(config)
         size = version_bytes(policy_shape(config.model.path), config.rollout.dtype)
         check_weight_room(config.rollout.transfer_dir, config.publish.versions * size)
     return 0

@@ -135,7 +135,7 @@ settings="$("$python" -m rljax.cli config --show "$keys" "${pending[@]}")" || ex
     read_served
 } <<<"$settings"
 ((longest >= 512)) || longest=512
-logs="$run_dir-servers"
+logs="${run_dir%/}-servers"
 own_key_file="$logs/api_key"
 [[ "$key_file" != None ]] || key_file="${RLJAX_API_KEY_FILE:-$own_key_file}"
 
@@ -219,8 +219,8 @@ trap 'forward 2' INT
 trap 'forward 15' TERM HUP
 
 [[ -z "${RLJAX_RUN_COPY:-}" ]] || bash "$here/launch/copy_run.sh" load "$RLJAX_RUN_COPY" "$run_dir" || exit 2
-# Servers take minutes to load, so room for the weights is checked before.
-check_room "${pending[@]}" || exit 2
+# Servers take minutes to load, so the settings and the room for weights are checked before.
+check_run "${pending[@]}" || exit 2
 
 mkdir -p "$logs"
 [[ "$key_file" != "$own_key_file" ]] || make_key "$key_file" || die "$key_file cannot be written"

@@ -47,7 +47,7 @@ from rljax.run.after_save import AfterSave
 from rljax.run.build import Inputs, load_problems, look_at_data
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, dotted, load_config
-from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows, saved_steps
+from rljax.run.directory import check_new, check_owner, own_directory, prepare_directory, recorded_rows
 from rljax.run.loop import train
 from rljax.run.options import read_options
 from rljax.run.packing import settle_prefixes
@@ -82,12 +82,11 @@ def main(argv: Sequence[str]) -> int:
     run_dir = Path(config.run.dir)
     with caller_errors():
         check_engine(config.rollout)
-        goes_on = saved_steps(run_dir) or config.run.fork or config.run.resume not in ("auto", "never")
-        if options.dry_run or not goes_on:
-            config.check_start()
         if options.dry_run:
+            config.check_start()
             describe_run(config, options)
             return 0
+        check_new(config)
     given = config.run
     with start_processes(given.processes, given.process_id, given.coordinator, stuck_s=given.stuck_s) as processes:
         with contextlib.ExitStack() as stack:
@@ -209,7 +208,7 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
             after_save = AfterSave(command, run_dir, config.run.grace_s, parts.check_owner, stop)
         with stop, after_save:
             rows = recorded_rows(run_dir)
-            parts.watch.read(rows)
+            parts.watch.read(rows, config.run.fork)
             parts.word.read(rows)
             del rows[:-1]  # a long run has many
             try:

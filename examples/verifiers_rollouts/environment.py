@@ -80,7 +80,7 @@ async def play(environment: Any, task: Any, context: Any, begin: Callable[[Any],
       UnfitError: The episode trains more than one agent.
     """
     episode = await environment.run_episode(task, context, on_trace=begin)
-    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    traces = trained(episode.traces)
     if len(traces) > 1:
         names = ", ".join(trace.agent.name for trace in traces)
         raise UnfitError(f"{len(traces)} agents of one episode are trained ({names}); a run trains one")
@@ -89,11 +89,17 @@ async def play(environment: Any, task: Any, context: Any, begin: Callable[[Any],
     return ended(failure, error, traces, None if failure is not None else trace.reward)
 
 
+def trained(traces: list[Any]) -> list[Any]:
+    """Returns the traces of agents that are trained."""
+    return [trace for trace in traces if trace.agent.trainable]
+
+
 def ended(failure: str | None, error: str, traces: list[Any], reward: float | None = None) -> dict[str, Any]:
     """Returns the end of a trajectory, in the form of ``play``.
 
-    The rows and the counts are those of the last of ``traces``.
+    The rows and the counts are those of the last trained one of ``traces``.
     """
+    traces = trained(traces)
     branches = [branch for trace in traces[-1:] for branch in trace.branches if branch.trainable]
     return {
         "failure": failure,

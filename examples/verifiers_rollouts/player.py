@@ -105,7 +105,7 @@ class Player:
 
         def begin(trace: Any) -> None:
             traces.append(trace)
-            self._shim.sessions[trace.id] = asking
+            self._shim.sessions[trace.id] = asking, trace.agent.trainable
 
         try:
             return await environment.play(self.environment, task, self._context, begin)
@@ -132,8 +132,8 @@ class Player:
                     asking.is_late = True
                     task.cancel()
 
-    async def _sample(self, asking: shim.Asking, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-        """Returns a server's answer to a turn, and keeps it. The wait does not count as time of the environment."""
+    async def _sample(self, asking: shim.Asking, tokens: list[int], max_tokens: int, is_kept: bool) -> dict[str, Any]:
+        """Returns a server's answer to a turn; keeps it if ``is_kept``. The environment's time leaves out the wait."""
         asking.since = None
         url = f"{self._urls[asking.key % len(self._urls)]}/inference/v1/generate"
         try:
@@ -146,7 +146,7 @@ class Player:
             raise shim.RefusedTurnError(f"{url} answers in another form: {type(error).__name__}, {error}") from error
         finally:
             asking.since = time.monotonic()
-        if asking.key in self._answered:  # The trajectory may have ended meanwhile.
+        if is_kept and asking.key in self._answered:  # The trajectory may have ended meanwhile.
             self._answered[asking.key].append(answer)
         logprobs = answer.columns["logprobs"]
         return {"token_ids": choice["token_ids"], "logprobs": logprobs, "truncated": answer.truncated}

@@ -41,8 +41,8 @@ class Asking:
     key: int  # the number of the trajectory
     room: Room  # the limits
     turns: int = 0  # the number of turns asked for so far
-    first: int | None = None  # the number of tokens of the first prompt, or None before it
-    is_full: bool = False  # whether a turn was refused because no token was left for it
+    first: int | None = None  # the number of tokens of the trained agent's first prompt, or None before it
+    is_full: bool = False  # whether a turn of the trained agent was refused because no token was left for it
     # The time at which the environment's work began (``time.monotonic``), or None while the engine samples.
     since: float | None = field(default_factory=time.monotonic)
     is_late: bool = False  # whether the environment took too long
@@ -54,19 +54,22 @@ class RefusedTurnError(Exception):
     """No server gives the turn. The message says why."""
 
 
-Ask = Callable[[Asking, list[int], int], Awaitable[dict[str, Any]]]
+Ask = Callable[[Asking, list[int], int, bool], Awaitable[dict[str, Any]]]
 
 
 class Shim:
-    """The server. ``sessions`` has the trajectory of each trace, by the identity of the trace."""
+    """The server.
+
+    ``sessions`` has the trajectory of each trace, and whether its agent is trained, by the identity of the trace.
+    """
 
     def __init__(self, ask: Ask) -> None:
         """Prepares the server.
 
-        ``ask`` is an async function of a trajectory, the tokens so far and the most tokens of the turn. It returns the
-        server's answer, or raises RefusedTurnError.
+        ``ask`` is an async function of a trajectory, the tokens so far, the most tokens of the turn, and whether the
+        agent is trained. It returns the server's answer, or raises RefusedTurnError.
         """
-        self.sessions: dict[str, Asking] = {}
+        self.sessions: dict[str, tuple[Asking, bool]] = {}
         self._ask = ask
         self._runner: web.AppRunner | None = None
 
@@ -92,7 +95,7 @@ class Shim:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        asking = self.sessions.get(request.headers.get(SESSION, ""))
+        asking, is_trained = self.sessions.get(request.headers.get(SESSION, ""), (None, False))
         if asking is None:
             return _refused("no trajectory of this run asks: the header with its trace is unknown")
         body = await request.json()
@@ -102,17 +105,19 @@ class Shim:
         async with asking.lock:
             tokens = body["token_ids"]
             room = asking.room
-            asking.first = len(tokens) if asking.first is None else asking.first
-            if not 1 <= asking.first <= room.prompt_tokens:
-                return _refused(f"the prompt has {asking.first} tokens, expected 1 to {room.prompt_tokens}")
-            left = asking.first + room.response_tokens - len(tokens)
+            first = room.prompt_tokens  # The prompts of other agents may fill all that a server takes.
+            if is_trained:
+                first = asking.first = len(tokens) if asking.first is None else asking.first
+            if not 1 <= first <= room.prompt_tokens:
+                return _refused(f"the prompt has {first} tokens, expected 1 to {room.prompt_tokens}")
+            left = first + room.response_tokens - len(tokens)
             if left < 1:
-                asking.is_full = True
-                return _refused(f"this trajectory's {FULL} is {asking.first + room.response_tokens} tokens")
+                asking.is_full |= is_trained
+                return _refused(f"this trajectory's {FULL} is {first + room.response_tokens} tokens")
             limits = (left, room.turn_tokens, params.get("max_tokens") or left)
             asking.turns += 1
             try:
-                answer = await self._ask(asking, tokens, min(limits))
+                answer = await self._ask(asking, tokens, min(limits), is_trained)
             except RefusedTurnError as error:
                 return _refused(str(error))
         logprobs = zip(answer["token_ids"], answer["logprobs"], strict=True)

@@ -118,8 +118,9 @@ class Acceptance:
         task = {} if options.config else _TASK | {"rollout.dtype": dtype, "precision.compute_dtype": dtype}
         task |= {"model.path": model, "rollout.engine": "vllm", "rollout.urls": options.server, "eval.every": 0}
         task |= {"run.dir": options.out / "run", "run.steps": options.steps, "rollout.server_wait_s": 60}
-        # The steps are of this run alone, and its copies must not replace those of another.
-        task |= {"run.fork": "", "run.resume": "auto", "checkpoint.after_save": ""}
+        # The steps and the server are of this run alone, and its copies must not replace those of another.
+        task |= {"run.fork": "", "run.resume": "auto", "checkpoint.after_save": "", "checkpoint.keep_best": False}
+        task |= {"eval.at_start": False, "rollout.discovery": None, "rollout.trajectories": None}
         words = [f"--{name}={value}" for name, value in task.items()]
         inputs = train.read_inputs(resolve(Config, options.config or "quickstart", words))
         self._checks = ServerChecks(inputs, server, options.out, options.length, options.bar)

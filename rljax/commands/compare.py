@@ -342,8 +342,8 @@ def run(options: CompareArguments) -> int:
         if dump is not start and len(dump.first_runs) > 1:
             print(f"rljax compare {tokens} reports the columns that are complete", file=sys.stderr)
         raise
-    done = [column for column in columns.values() if column in dump.logprobs]
-    names = [name for name in dict.fromkeys([*given, *done]) if not name.endswith(tuple(OTHER_RUNS.values()))]
+    compared = dict.fromkeys([*given, *columns.values()])
+    names = [name for name in compared if not name.endswith(tuple(OTHER_RUNS.values()))]
     with caller_errors():
         with_roles = dump.with_roles({name: roles[name] for name in names if name in roles})
         comparison = compare_columns(with_roles, names, same_weights=options.same_weights)

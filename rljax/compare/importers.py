@@ -78,7 +78,9 @@ def _documents(place: Path) -> list[Line]:
     """
     try:
         return [(place, *line) for line in json_lines(place)]
-    except ValueError:
+    except ValueError as error:
+        if isinstance(error.__cause__, UnicodeDecodeError):  # no JSON either, and it may be of many gigabytes
+            raise
         try:
             whole = parse_json(place.read_bytes())
         except ValueError:

@@ -279,7 +279,7 @@ def importance_statistics(tokens: Tokens, threshold: float = 2.0) -> Statistics:
 
 def _level(xp: Any, log_ratio: Any, counted: Any, threshold: float) -> Statistics:
     log_ratio = xp.where(counted, xp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND), 0)
-    ratio = xp.exp(log_ratio)
+    ratio = xp.where(counted, xp.exp(log_ratio), 0)
     return Statistics(
         sums={
             "number": count(xp, counted),
@@ -287,8 +287,10 @@ def _level(xp: Any, log_ratio: Any, counted: Any, threshold: float) -> Statistic
             "below": count(xp, counted & (ratio < 1 / threshold)),
             "ratio_minus_one": xp.sum(xp.expm1(log_ratio)),
             "ratio_squared_minus_one": xp.sum(xp.expm1(2 * log_ratio)),
+            "ratio": xp.sum(ratio),
+            "ratio_squared": xp.sum(ratio * ratio),
         },
-        maxima={"largest": xp.max(xp.where(counted, ratio, 0), initial=0)},
+        maxima={"largest": xp.max(ratio, initial=0)},
         minima={"smallest": xp.min(xp.where(counted, ratio, np.inf), initial=np.inf)},
     )
 
@@ -301,17 +303,20 @@ def finalize_importance(statistics: Statistics) -> dict[str, Any]:
     <w^2>, a share in 0 .. 1. All are 0 without a valid token.
     """
     xp, counted = statistics.xp, statistics["number"] > 0
-    mean = 1 + statistics.mean("ratio_minus_one", "number")
-    square = 1 + statistics.mean("ratio_squared_minus_one", "number")
-    is_known = square > 0  # 1 + mean(rho^2 - 1) rounds to 0 if all ratios are tiny.
-    size = xp.minimum(mean * mean / xp.where(is_known, square, 1), 1)
+
+    def mean_of(name: str) -> Any:
+        minus_one = statistics.mean(f"{name}_minus_one", "number")
+        # The sum 1 + mean(rho - 1) is the more exact one near 1, but it loses the digits of tiny ratios.
+        return xp.where(minus_one < -0.5, statistics.mean(name, "number"), 1 + minus_one)
+
+    mean, square = mean_of("ratio"), mean_of("ratio_squared")
     columns = {
         "ratio_mean": xp.where(counted, mean, 0),
         "ratio_max": statistics.extreme("largest", "number"),
         "ratio_min": statistics.extreme("smallest", "number"),
         "fraction_above": statistics.mean("above", "number"),
         "fraction_below": statistics.mean("below", "number"),
-        "effective_sample_size": xp.where(counted & is_known, size, 0),
+        "effective_sample_size": xp.where(counted, xp.minimum(mean * mean / square, 1), 0),
     }
     each = {f"{level}_{name}": column[i] for name, column in columns.items() for i, level in enumerate(LEVELS)}
     return scalars(xp, each)

@@ -12,4 +12,5 @@ def refuse_adapter(directory: Path) -> None:
     """Raises ValueError if a directory holds an adapter of PEFT, which transformers adds to a model there."""
     if (directory / CONFIG_NAME).is_file():
         cause = f"{directory} holds an adapter, which transformers adds to a model there"
-        raise ValueError(f"{cause}: set lora.adapter to {directory}, or move its files away")
+        remedy = f"set model.path to the model that it was made for and lora.adapter to {directory}"
+        raise ValueError(f"{cause}: {remedy}, or move its files away")

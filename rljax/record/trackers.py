@@ -46,7 +46,7 @@ class RecordConfig:
 
     trackers: tuple[str, ...] = ()
     """Trackers that get the configuration, each row, report.png and the summary: wandb, trackio, or
-    ``package.module:Class`` of your own. Each of the two needs the extra of its name, as in
+    ``package.module:Class`` or ``FILE.py:Class`` of your own. Each of the two needs the extra of its name, as in
     ``pip install '.[trackio]'`` in a checkout."""
     project: str = "rljax"
     """Project of the trackers that the run belongs to."""
@@ -54,11 +54,6 @@ class RecordConfig:
     """Name of the run in the trackers. Empty: the name of the run directory."""
 
     def __post_init__(self) -> None:
-        for name in self.trackers:
-            if name not in SHIPPED and "" in name.partition(":"):
-                known = f"{', '.join(SHIPPED)}, package.module:Class or FILE.py:Class"
-                example = "mlflow_tracker.py:MlflowTracker of the repository's examples"
-                raise ValueError(f"trackers must name {known}, such as {example}, got {name!r}")
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers must be different, got {list(self.trackers)}")
         if not self.project:
@@ -206,6 +201,10 @@ def _id_of(path: Path, project: str) -> str:
 
 def _find(kind: str) -> Callable[[TrackedRun], Tracker]:
     """Returns the class of a tracker after its check. Raises ValueError, in one line, if it cannot be used."""
+    if kind not in SHIPPED and "" in kind.partition(":"):
+        known = f"{', '.join(SHIPPED)}, package.module:Class or FILE.py:Class"
+        example = "mlflow_tracker.py:MlflowTracker of the repository's examples"
+        raise ValueError(f"record.trackers must name {known}, such as {example}, got {kind!r}")
     if kind in SHIPPED:
         found = importlib.util.find_spec(kind)
         if found is None or found.origin is None:  # a folder of this name, such as wandb's own, is not a package

@@ -239,9 +239,9 @@ class SamplingParams:
     # with greedy sampling they are those at temperature 1.
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of them that is sampled
-    top_p: float = 1.0  # the smallest set of likeliest tokens with at least this probability is sampled from
+    top_p: float = 1.0  # the smallest set of likeliest tokens with at least this probability; top_k must be given
     top_k: int = 0  # no more than this number of likeliest tokens is sampled from; 0 for no such bound
-    min_p: float = 0.0  # tokens below this share of the likeliest token's probability are not sampled
+    min_p: float = 0.0  # the least share of the likeliest token's probability that is sampled; top_k must be given
     reported: int = 0  # the number of likeliest tokens that are reported at each position
 
     def __post_init__(self) -> None:

@@ -239,7 +239,7 @@ class Config:
             yield f"{exact} knows the mean weight only after the gradient of a KL penalty or router loss: {remedy}"
 
     def check_start(self) -> None:
-        """Raises ValueError for settings that would do nothing or fail late. An older run's file may have some."""
+        """Raises ValueError for settings that do nothing, fail late or train wrongly. An older run may have some."""
         if (buffer := self.advantage.overlong_buffer_tokens) > (most := self.rollout.max_response_tokens):
             said = f"advantage.overlong_buffer_tokens = {buffer}"
             raise ValueError(f"{said} must be at most rollout.max_response_tokens = {most}")
@@ -247,6 +247,9 @@ class Config:
             raise ValueError("checkpoint.keep_best needs evaluations: set eval.every above 0")
         if self.loss.old_logprobs == "rollout" and self.loss.kind == "policy_gradient":
             raise ValueError("loss.old_logprobs = rollout does nothing for loss.kind = policy_gradient: give trainer")
+        if self.advantage.estimator == "optimal_token" and (rows := self.rollout.episode.max_rows) > 1:
+            compared = "advantage.estimator = optimal_token compares responses of one row"
+            raise ValueError(f"{compared}: rollout.episode.max_rows = {rows} must be 1")
         if self.optimizer.eps == 0.0:
             raise ValueError("optimizer.eps must be above 0, because a gradient may be exactly 0")
 

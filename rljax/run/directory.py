@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rljax.distributed.files import filled_directory, replacing
+from rljax.distributed.files import filled_directory, replacing, write_whole
 from rljax.distributed.ownership import Ownership, claim, read
 from rljax.errors import ConfigError, OwnedError, caller_errors, name_changes
 from rljax.record.rows import Row, read_rows
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
-from rljax.run.config_file import dotted, resolve
+from rljax.run.config_file import config_to_yaml, dotted, resolve
 
 OWNER = "owner.json"  # the file of a run directory that names the process that trains there
 
@@ -28,13 +28,15 @@ MAY_DIFFER = (
     *("policy.experts", "data.path", "data.reward_workers", "data.check_answers", "rollout.urls", "rollout.discovery"),
     *("rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file", "rollout.server_wait_s"),
     *("rollout.limits.", "rollout.verify.", "rollout.dump_every", "rollout.transcript_every", "rollout.decode_tokens"),
+    *("rollout.episode.max_rows", "rollout.episode.workers", "precision.remat"),
+    *("diagnosis.self_every", "diagnosis.grad_noise_every", "diagnosis.free_routing_every"),
 )
 
 # Further settings that a fork may change, because the state of a run keeps its meaning under them.
 FORK_MAY_DIFFER = (
     *("run.fork", "schedule.kind", "schedule.decay_period", "schedule.multiplier", "schedule.decay_factor"),
     *("schedule.floor_ratio", "schedule.horizon", "schedule.ess_base"),
-    *("optimizer.learning_rate", "optimizer.weight_decay"),
+    *("optimizer.learning_rate", "optimizer.weight_decay", "rollout.top_logprobs"),
     *("correction.", "loss.", "rollout.engine", "rollout.weight_quantization", "rollout.kv_cache_dtype"),
     *("rollout.refill", "rollout.trajectories", "rollout.server_form.", "rollout.batch_invariant"),
 )
@@ -75,6 +77,12 @@ def check_owner(owner: Ownership) -> None:
             raise OwnedError(f"{owner.path} was taken over by {other}; this process leaves the run to it")
 
 
+def check_new(config: Config) -> None:
+    """Raises ValueError for settings that ``Config.check_start`` refuses, unless the run goes on from a checkpoint."""
+    if not (saved_steps(Path(config.run.dir)) or config.run.fork or config.run.resume not in ("auto", "never")):
+        config.check_start()
+
+
 def prepare_directory(config: Config, run_dir: Path) -> None:
     """Checks the run in the directory, and copies the run that ``run.resume`` or ``run.fork`` names.
 
@@ -93,7 +101,7 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
         if not saved_steps(source):
             raise ConfigError(f"run.resume: {source} holds no checkpoint (auto, never, or the path of another run)")
         check_same_run(config, source, may_differ=FORK_MAY_DIFFER if step else ("run.fork",))
-        _copy_run(source, run_dir, step)
+        _copy_run(source, config, run_dir, step)
         recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     if not saved and recorded >= config.run.steps:
         raise ConfigError(f"{run_dir} holds {recorded} rows and no checkpoint to go on from; give another run.dir")
@@ -139,10 +147,10 @@ def _fork_point(fork: str) -> tuple[Path, int]:
     return run_dir, int(path.name)
 
 
-def _copy_run(source: Path, run_dir: Path, step: int | None) -> None:
+def _copy_run(source: Path, config: Config, run_dir: Path, step: int | None) -> None:
     """Copies the rows of another run, and its checkpoint of ``step`` (None: all, and the best step's).
 
-    An interrupted copy is not a run.
+    The settings of the new run are written, too. An interrupted copy is not a run.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
@@ -156,39 +164,57 @@ def _copy_run(source: Path, run_dir: Path, step: int | None) -> None:
                 shutil.copytree(source / "best", best, dirs_exist_ok=True)
         with replacing(run_dir / "metrics.jsonl") as rows:
             shutil.copyfile(source / "metrics.jsonl", rows)
+        write_whole(run_dir / "config.yaml", config_to_yaml(config))
 
 
 def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = ()) -> None:
     """Raises ConfigError if the run in a directory was made with other settings that may not change.
 
-    Keys that begin with one of ``may_differ`` may change, too.
+    Keys that begin with one of ``may_differ`` may change, too. ConfigError also says what ``Config.check_start``
+    refuses in the new settings but not in those of the run.
     """
     if not (run_dir / "config.yaml").exists():
         return
-    settings = (recorded_config(run_dir), config)
+    settings = recorded, _ = (recorded_config(run_dir), config)
     old, new = (dict(dotted(dataclasses.asdict(each))) for each in settings)
     leaves = [key for key, value in new.items() if not isinstance(value, dict) and new[key] != old[key]]
     free = MAY_DIFFER + may_differ
     bound = {key for key in leaves if _is_bound(key, *settings)}
     if "schedule.kind" in may_differ:  # a fork has a schedule of its own
         bound.discard("run.steps")
+    is_here, resume = run_dir == Path(config.run.dir), config.run.resume
     if differing := [key for key in leaves if not key.startswith(free) or key in bound]:
         changes = name_changes(old, {key: new[key] for key in differing})
-        key = "run.dir"
-        if run_dir != Path(config.run.dir):
-            key = "run.fork" if config.run.fork else "run.resume"
+        key = "run.dir" if is_here else "run.fork" if config.run.fork else "run.resume"
         raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another {key}")
+    first = recorded.run.fork
+    if not is_here and not config.run.fork and Path(first).name == str(max(saved_steps(run_dir), default=0)):
+        raise ConfigError(f"run.resume: {run_dir} has no checkpoint of its own yet; give run.fork = {first}")
+    if is_here and resume not in ("auto", "never", recorded.run.resume):
+        print(f"warning: run.resume = {resume} is not read: {run_dir} holds a run, which goes on", file=sys.stderr)
+    try:
+        recorded.check_start()
+    except ValueError:
+        return
+    with caller_errors():
+        config.check_start()
 
 
 def _is_bound(key: str, recorded: Config, config: Config) -> bool:
     """Returns whether a key of ``MAY_DIFFER`` must keep its value, because it changes the numbers of this run."""
+    engine, schedule = config.rollout.engine, config.schedule
     if key == "run.steps":
-        return config.schedule.kind in ("linear", "cosine") and config.schedule.horizon is None
+        # The last step is always evaluated. A longer run may make no evaluation there.
+        is_seen = schedule.metric.startswith("eval/") and recorded.run.steps % (recorded.eval.every or 1) > 0
+        return is_seen or (schedule.kind in ("linear", "cosine") and schedule.horizon is None)
+    if key == "precision.remat":
+        return can(engine, "is_exact")
+    if key.startswith("diagnosis."):
+        return schedule.metric.startswith(("optimizer/grad_noise", "mismatch_self/", "mismatch_free_routing/"))
     if not key.startswith("eval."):
         return False
     # The embedded engines have room for the longest response, and sums of another shape may be rounded otherwise.
-    engine = config.rollout.engine
     is_shaped = can(engine, "is_exact") or (can(engine, "decodes") and config.rollout.environment is not None)
     has_shape = is_shaped and key == "eval.max_response_tokens"
     is_longer = recorded.max_engine_tokens != config.max_engine_tokens
-    return config.schedule.metric.startswith("eval/") or (has_shape and is_longer)
+    return schedule.metric.startswith("eval/") or (has_shape and is_longer)

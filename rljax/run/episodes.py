@@ -59,7 +59,7 @@ class Episodes:
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
         """Begins ``n`` trajectories of each problem. Raises the errors of ``ResponseSource.begin``."""
         batch = _Trajectories(self, problems, n, params, seed)
-        return Begun(batch.scored(), batch.metrics)
+        return Begun(batch.scored(), batch.metrics, batch.silent)
 
     def failed(self, kind: str, message: str) -> None:
         """Counts a trajectory that failed, and logs the first since ``pop_metrics`` that was refused in this module.
@@ -157,6 +157,7 @@ class _Trajectories:
         self._params = dataclasses.replace(params, max_response_tokens=of_turn)
         prompts = [prompt_ids(problem, episodes.tokenizer) for problem in problems]
         self.metrics: Row = {}
+        self.silent: list[str] = []
         self._episodes = [
             _Episode(i * n + j, next(episodes.numbers), problem, TokenRecorder(prompts[i]))
             for i, problem in enumerate(problems)
@@ -164,8 +165,7 @@ class _Trajectories:
         ]
         self._queue = TurnQueue(len(self._episodes), episodes.stop, n)
         self._done: queue.SimpleQueue[Scored | BaseException] = queue.SimpleQueue()
-        self._limited = self._silent = 0
-        self._reason = ""
+        self._limited = 0
 
     def scored(self) -> Iterator[Scored]:
         """Yields the trajectories as their rewards arrive."""
@@ -190,8 +190,6 @@ class _Trajectories:
                     stop.progress()
                     yield one
                     left -= 1
-            if self._silent == len(self._episodes):
-                raise RuntimeError(f"all {self._silent} trajectories failed before their first token: {self._reason}")
             self.metrics |= samples.metrics
             self.metrics["turns/limited"] = self._limited
         finally:
@@ -267,7 +265,6 @@ class _Trajectories:
             return
         tokens = self._all.tokenizer.encode(text)
         if recorder.turn >= self._all.config.max_turns or recorder.count + len(tokens) >= self._room:
-            self._limited += 1
             self._end(episode, truncated=True)
             return
         recorder.add_text(tokens)
@@ -290,6 +287,7 @@ class _Trajectories:
     def _end(self, episode: _Episode, *, truncated: bool) -> None:
         """Asks for the reward of a trajectory that has ended."""
         self._queue.end(episode.key)
+        self._limited += truncated
         finish = functools.partial(self._finish, truncated=truncated)
         self._ask(episode, self._all.hosts.reward(episode.name), finish)
 
@@ -297,7 +295,7 @@ class _Trajectories:
         """Ends a trajectory that cannot be scored."""
         self._queue.end(episode.key)
         if episode.last is None:
-            self._silent, self._reason = self._silent + 1, message
+            self.silent.append(message)
         self._all.failed(kind, message)
         self._finish(episode, math.nan, truncated=episode.last is not None and episode.last.truncated)
 

@@ -87,14 +87,16 @@ def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] 
 
     There are ``n`` responses to each problem, in any order. A failed response, whose reward is NaN, counts as 0. pass@k
     is the chance that at least one of k responses, chosen from the n, solves the problem; it is a mean over problems.
-    The result has ``accuracy``, ``response_length`` (tokens), ``truncated_fraction`` and each ``pass@k``.
+    The result has ``accuracy``, ``response_length`` (tokens), ``truncated_fraction`` and each ``pass@k``. Lengths
+    leave out trajectories without a token, unless there are no others.
     """
     # Sorted, because float sums depend on the order.
     ordered = sorted(scored, key=lambda one: one.place)
+    sampled = [one.response for one in ordered if one.response.length] or [one.response for one in ordered]
     result = {
         "accuracy": sum(one.reward for one in ordered if not math.isnan(one.reward)) / len(ordered),
-        "response_length": sum(one.response.length for one in ordered) / len(ordered),
-        "truncated_fraction": sum(one.response.truncated for one in ordered) / len(ordered),
+        "response_length": sum(one.length for one in sampled) / len(sampled),
+        "truncated_fraction": sum(one.truncated for one in sampled) / len(sampled),
     }
     solved = np.asarray([one.reward > SOLVED for one in ordered]).reshape(-1, n).sum(axis=1)
     return result | {f"pass@{k}": sum(pass_at_k(n, int(c), k) for c in solved) / len(solved) for k in pass_k}

@@ -111,7 +111,7 @@ class Guard:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues from ``state_dict``; a rule that is not in it starts false."""
-        self._streaks = dict(state)
+        self._streaks = {rule.text: state[rule.text] for rule, _ in self._rules if rule.text in state}
 
 
 def unknown_metric(metric: str, row: Mapping[str, Any]) -> str:

@@ -163,7 +163,7 @@ def _make_steps(parts: RunParts, newest: NewestStep, record: Recorder, profiler:
         if skips_too_many:
             progress.stopped_by.append(_skipped_line(parts, progress))
         if config.checkpoint.keep_best and (accuracy := mean_accuracy(newest.row)) is not None:
-            of = repr(dataclasses.replace(config.eval, every=0, at_start=False))
+            of = repr(dataclasses.replace(config.eval, every=0, at_start=False, pass_k=()))
             parts.checkpointer.save_best(progress.step, accuracy, newest.state, newest.host, of)
         if stopping:
             break

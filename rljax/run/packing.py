@@ -30,15 +30,13 @@ def settle_prefixes(
 ) -> Config:
     """Returns the configuration with ``packing.share_prefixes`` off if this run's sequences cannot share prefixes.
 
-    A line in the log ``says`` why. A run that began with separate rows keeps them, without such a line. ``policy`` is
-    the policy that is trained. ``fault`` returns why the devices cannot compute rows of trees; empty if they can.
+    A line in the log ``says`` why. A run that began with separate rows keeps them. ``policy`` is the policy that is
+    trained. ``fault`` returns why the devices cannot compute rows of trees; empty if they can.
     """
     if not config.packing.share_prefixes:
         return config
-    if _began_apart(config):
-        return with_separate_rows(config)
     whole = f"the state of a {policy.family} policy passes from each token to the next one in its row"
-    reason = whole if state_heads(policy) else why_apart(config) or fault()
+    reason = whole if state_heads(policy) else why_apart(config) or _began_apart(config) or fault()
     if reason and says:
         log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
     return with_separate_rows(config) if reason else config
@@ -62,18 +60,18 @@ def why_apart(config: Config) -> str:
     return ""
 
 
-def _began_apart(config: Config) -> bool:
-    """Returns whether the run goes on from one with separate rows, perhaps of an rljax that knew no others.
+def _began_apart(config: Config) -> str:
+    """Returns the file that says that the run goes on from one with separate rows; empty if it does not.
 
-    That run is in ``run.dir``, or else ``run.resume`` names it.
+    That run is in ``run.dir``, or else ``run.resume`` names it. Perhaps its rljax knew no other rows.
     """
     resumed = () if config.run.resume in ("auto", "never") else (config.run.resume,)
     for run_dir in (config.run.dir, *resumed):
         if (path := Path(run_dir) / "config.yaml").is_file():
             recorded = read_document(path, {})
             known = dict(dotted(recorded)) if isinstance(recorded, dict) else {}
-            return not known.get("packing.share_prefixes", False)
-    return False
+            return "" if known.get("packing.share_prefixes", False) else f"{path} has it off"
+    return ""
 
 
 def shares_prefixes(config: Config) -> bool:

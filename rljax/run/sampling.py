@@ -112,6 +112,7 @@ class Begun(NamedTuple):
 
     scored: Iterator[Scored]  # the scored responses as they arrive; it can be used once
     metrics: Row  # counts and seconds for the row of the step, complete once ``scored`` has ended
+    silent: Sequence[str] = ()  # the reasons of trajectories that failed before their first token, complete by then
 
 
 class ResponseSource(Protocol):
@@ -124,7 +125,7 @@ class ResponseSource(Protocol):
 
         Raises:
           ValueError: The engine cannot take a prompt, or this number of prompts.
-          RuntimeError: The engine is broken or gone for good, or every trajectory failed before its first token.
+          RuntimeError: The engine is broken or gone for good.
           StoppedWaitingError: The run was asked to stop while responses were awaited.
         """
 
@@ -222,13 +223,16 @@ class Sampler:
     def sample(self, problems: Sequence[Problem], step: int, round_number: int = 0) -> SampledStep:
         """Samples the rollouts of ``step``. Step and round number decide the seed.
 
-        Raises the errors of ``ResponseSource.begin``, and RuntimeError if the engine returned too few responses.
+        Raises the errors of ``ResponseSource.begin``, and RuntimeError if the engine returned too few responses, or all
+        trajectories of the first round failed before their first token.
         """
         self.source.pop_metrics()  # the counts of a batch that was given up
         begun = self.source.begin(problems, self.n, self.params, step_seed(self.seed, step, round_number))
         by_place = {one.place: one for one in begun.scored}
         if len(by_place) != len(problems) * self.n:
             raise RuntimeError(f"the engine returned {len(by_place)} responses, expected {len(problems) * self.n}")
+        if round_number == 0 and (count := len(begun.silent)) == len(by_place):
+            raise RuntimeError(f"all {count} trajectories failed before their first token: {begun.silent[-1]}")
         groups = [[by_place[i, j] for j in range(self.n)] for i in range(len(problems))]
         rollouts = Rollouts(
             [[one.response for one in group] for group in groups],
@@ -249,10 +253,12 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
     """Returns the metrics of a batch; ``policy_version`` is the version that is trained from.
 
     Rewards and lengths cover all sampled responses, replaced groups included. Versions cover only the responses that
-    are trained on.
+    are trained on. Lengths leave out trajectories without a token, unless there are no others.
     """
     rewards, lengths, truncated = rollouts.all_outcomes()
     known = rewards[~np.isnan(rewards)]
+    if lengths.any():
+        lengths, truncated = lengths[lengths > 0], truncated[lengths > 0]
     sampled = [response for response in rollouts.all() if response.length] or [rollouts.responses[0][0]]
     staleness = np.asarray([policy_version - response.versions[0] for response in sampled])
     return {

@@ -152,11 +152,8 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
         smoothed, baseline = tracker.smoothed, tracker.baseline
         if smoothed is not None and baseline is not None:
             levels.append(SmoothedLength(step, smoothed / baseline, smoothed, baseline))
-    called = tracker.surge_step or math.inf
-    rates = (
-        controller.rate_from(law.init_value, step) if step >= called else law.init_value
-        for step in range(1, len(lengths) + 1)
-    )
+    rates = decay_rates(law.init_value, law.decay_factor, law.floor_ratio)
+    period = controller.decay_period or len(lengths) + 1  # longer than the log: no decay
     ratios = [math.nan] * len(lengths)
     for level in levels:
         ratios[level.step - 1] = level.ratio
@@ -166,7 +163,7 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
         crossing_step=tracker.crossing_step,
         decay_period=controller.decay_period,
         changes=rate_changes(controller.decay_period, law),
-        rates=tuple(rates),
+        rates=tuple(rates[min(step // period, len(rates) - 1)] for step in range(1, len(lengths) + 1)),
         ratios=tuple(ratios),
         nearest=max(levels, key=lambda level: level.ratio, default=None),
         ignored=tracker.ignored + missing,

@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
 
 def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[int, int, int]) -> Layout:
-    """Lays out sequences so that their micro-batches cost as little as possible.
+    """Lays out sequences in micro-batches, by first fit in the two orders of which the cheaper is taken.
 
     Sequences without loss fill the space that sequences in the loss leave free. If it costs less, they get
     micro-batches of their own, after the others, which take only a forward. Rows are dealt in turn to the micro-batches
@@ -100,8 +100,8 @@ class PackingConfig:
 
     row_tokens: int = 0
     """Length of a row (tokens), a multiple of mesh.context. 0: the longest possible sequence, rounded up to a multiple
-    of 64 and of mesh.context. Above 1024 it is rounded up to a multiple of 1024, because attention computes long rows
-    block by block, and of 256 x mesh.context."""
+    of 64 and of mesh.context. Above 1024 it is rounded up to a multiple of 1024 and of mesh.context, because attention
+    computes long rows block by block."""
     rows_per_micro_batch: int = 8
     """Rows of a micro-batch. It must be a multiple of the sizes of the mesh axes replica, fsdp and expert together."""
     tokens_per_device: int = 0
@@ -124,8 +124,7 @@ class PackingConfig:
           ValueError: A sequence of ``max_sequence_tokens`` does not fit, or the devices cannot share the row.
         """
         if self.row_tokens == 0:
-            is_short = max_sequence_tokens <= 1024
-            multiple = math.lcm(64, context) if is_short else math.lcm(1024, 256 * context)
+            multiple = math.lcm(64 if max_sequence_tokens <= 1024 else 1024, context)
             return -(-max_sequence_tokens // multiple) * multiple
         if self.row_tokens < max_sequence_tokens:
             raise ValueError(

@@ -220,7 +220,9 @@ class CheckedTrees(UpdateAround):
         return updated._replace(row=updated.row | {"perf/shared_token_fraction": shared_fraction(sequences, batch)})
 
     def _logprobs(self, state: TrainState, batch: PackedBatch, chosen: Sequence[TrainSequence]) -> np.ndarray:
-        return np.concatenate(unpack(fetch(self.forward(state.params, batch)[1].logprobs), batch, chosen))
+        """Returns the log-probabilities of the sampled tokens. An environment's tokens would hide a mistake."""
+        values = unpack(fetch(self.forward(state.params, batch)[1].logprobs), batch, chosen)
+        return np.concatenate([each[s.sampled] for each, s in zip(values, chosen, strict=True)])
 
 
 def largest_tree(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:

@@ -32,7 +32,8 @@ Baseline = Callable[[Sequence[TrainSequence], Sequence[np.ndarray]], list[TrainS
 Reference = Callable[[PackedBatch], np.ndarray]  # It returns the reference policy's log-probabilities [m, b, t].
 
 # The row of a step has the last mini-batch's value of these metrics.
-LAST_VALUES = ("optimizer/skipped_updates", "precision/", "schedule/")
+LAST_VALUES = ("optimizer/skipped_updates", "precision/loss_scale", "precision/overflows", "schedule/")
+LARGEST = "precision/activation_max"  # the largest of the separate forward and the updates
 NOISE = "optimizer/grad_noise"
 
 
@@ -149,7 +150,7 @@ class MultipleUpdates:
     epochs: int  # the number of passes over the sequences
     group_size: int  # the number of responses to a prompt
     reference: Reference | None = None  # as in ``SingleUpdate``
-    replays_own: bool = False  # whether separate rows take the forward's routes (``rollout.router_replay: r2``)
+    replays_own: bool = False  # whether tokens take the routes of the separate forward (``rollout.router_replay: r2``)
     baseline: Baseline | None = None  # the function for advantages of tokens; None: all have their response's
     for_dumps: bool = False  # whether the entropies of the tokens are kept for token dumps
 
@@ -183,7 +184,8 @@ class MultipleUpdates:
         of_batch, histograms = fetch_metrics(measured, noise=False)
         minis = [fetch_metrics(metrics, noise=noise)[0] for metrics, noise, _ in results]
         row = _combine(minis, [has_loss for *_, has_loss in results], self.epochs)
-        return Updated(state, row | of_batch | free, histograms, lambda: trainer)
+        largest = {LARGEST: max(row[LARGEST], of_batch[LARGEST])}
+        return Updated(state, row | of_batch | free | largest, histograms, lambda: trainer)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
         """Returns the mini-batches of all epochs. They have complete groups, and each epoch has its own order."""

@@ -173,6 +173,20 @@ def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
     assert made[-2:] == ["publish", "put_back"]
 
 
+def test_a_run_of_accept_starts_with_its_server_alone(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(accept, "ServerChecks", lambda inputs, *_: made.append(inputs.config) or SimpleNamespace(bar=1))
+    sections = ["checkpoint: {keep_best: true}", "eval: {at_start: true}", "data: {max_prompt_tokens: 8}"]
+    sections.append("rollout: {max_response_tokens: 8, engine: vllm, discovery: dns://other:8000, trajectories: rows}")
+    (tmp_path / "own.yaml").write_text("\n".join(sections))
+    server = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, started=[])
+    options = AcceptArguments(str(TOY_BASE), "http://nowhere:1", str(tmp_path / "own.yaml"), out=tmp_path)
+    Acceptance(options, server, "accept")
+    made[0].check_start()
+    assert not made[0].eval.is_wanted
+    assert (made[0].rollout.discovery, made[0].rollout.trajectories) == (None, None)
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", '{"reward": 1}', "not JSON"])
 def test_another_file_is_not_taken_for_a_report(tmp_path, content):
     path = tmp_path / "results.json"

@@ -8,6 +8,8 @@ import optax_loop
 import pytest
 
 from rljax.compare.importers import read_tokens
+from rljax.data.toy import addition_problems
+from rljax.errors import run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import RowLimits
@@ -49,7 +51,9 @@ def test_the_programs_print_their_tables(capsys):
     assert lines[0].startswith("step  mean length")
     assert offline_comparison.main([]) == 0
     assert "trainer / rollout  PASS" in capsys.readouterr().out
-    assert offline_comparison.main(["one"]) == 2
+    assert offline_comparison.main(["one", "two"]) == 2
+    assert run_cli(offline_comparison.main, ["one.jsonl#a", "two.jsonl#b"]) == 2
+    assert capsys.readouterr().err.endswith("error: one.jsonl: No such file or directory\n")
 
 
 @pytest.mark.parametrize(
@@ -60,12 +64,20 @@ def test_the_custom_reward_by_hand(response, truncated, expected):
     assert custom_reward.digits_right({"answer": "130"}, response, truncated) == expected
 
 
+def test_more_groups_than_the_trainer_ever_takes_are_refused(monkeypatch):
+    monkeypatch.setattr(external_rollouts, "ask", lambda url: {"waiting_groups": 0, "max_waiting_groups": 8})
+    external_rollouts.wait_for_room("http://trainer", 8)
+    with pytest.raises(SystemExit, match=r"at most 8 groups at once, not 9: give --at-once 8"):
+        external_rollouts.wait_for_room("http://trainer", 9)
+
+
 @pytest.mark.slow
 def test_the_other_program_writes_rows_that_a_run_takes(toy_base, tmp_path, monkeypatch, capsys):
-    options = ["--model", str(toy_base), "--groups", "4", "--at-once", "2", "--group-size", "3"]
+    options = ["--model", str(toy_base), "--groups", "3", "--at-once", "2", "--group-size", "3"]
     monkeypatch.setattr("sys.argv", ["external_rollouts.py", str(tmp_path / "run"), str(tmp_path), *options])
+    monkeypatch.setattr(external_rollouts, "addition_problems", lambda split: addition_problems(split)[:2])
     external_rollouts.main()
-    assert "sent groups 2 .. 3 of version 0" in capsys.readouterr().out
+    assert "sent groups 2 .. 2 of version 0" in capsys.readouterr().out
     files = TrajectoryQueue(tmp_path, RowLimits(16, 8, SamplingParams(36)), group_size=3, max_staleness=0)
     read = [one for path in sorted(tmp_path.glob("*.jsonl")) for one in files.read(path.name)]
-    assert [one.group for one in read] == [f"problem {i}" for i in range(4) for _ in range(3)]
+    assert [one.group for one in read] == [f"problem {i}" for i in range(3) for _ in range(3)]

@@ -34,7 +34,7 @@ def test_servers_and_trainer_of_a_run_get_one_key(tmp_path, launcher, own):
     skip = 'case "$*" in *"rljax.train "*" --dry-run") exit ;; esac'
     program(tmp_path / "venv/bin/python", f'{skip}\nexec {sys.executable} "$@"')
     key = "/secrets/key" if own else f"{tmp_path}/run-servers/api_key"
-    words = ["configs/quickstart.yaml", "--dry-run", "--", "--run.dir", str(tmp_path / "run")]
+    words = ["configs/quickstart.yaml", "--dry-run", "--", "--run.dir", f"{tmp_path}/run/"]
     words += ["--rollout.engine", "vllm"] if launcher == "slurm.sbatch" else []
     variables = {"PYTHONPATH": str(ROOT), "RLJAX_VENV": str(tmp_path / "venv")}
     variables |= {"RLJAX_API_KEY_FILE": key} if own else {}

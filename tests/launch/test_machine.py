@@ -229,6 +229,14 @@ def test_one_machine_refuses_an_old_driver(gpu_machine):
         process.kill()
 
 
+def test_settings_are_refused_before_servers_start(tmp_path):
+    words = ["--rollout.engine", "vllm", "--optimizer.eps", "0"]
+    own = {"RLJAX_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
+    words += ["--run.dir", tmp_path / "run"]
+    found = bash(ROOT / "launch/single_node.sh", "configs/quickstart.yaml", "--", *words, **own)
+    assert found == (2, "", "error: optimizer.eps must be above 0, because a gradient may be exactly 0\n")
+
+
 @pytest.mark.parametrize("step", [SLURM_STEP, OPEN_MPI], ids=["slurm", "open-mpi"])
 def test_the_only_task_of_a_step_trains_alone(step, monkeypatch):
     """jax.distributed would give such a process only the device of its local number."""

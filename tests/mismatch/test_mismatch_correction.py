@@ -188,6 +188,15 @@ def test_importance_statistics_on_the_device_and_of_nothing():
     assert nothing == dict.fromkeys(nothing, 0.0)
 
 
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_tiny_ratios_have_a_mean_and_a_sample_size(xp):
+    lr = np.array([[-17.0], [-19.0], [-19.0]])
+    ratio, found = np.exp(lr), importance(xp.asarray(lr), xp.zeros((3, 1)), xp.ones((3, 1)), threshold=2.0)
+    assert float(found["sequence_ratio_mean"]) == pytest.approx(ratio.mean(), rel=1e-5)
+    size = ratio.mean() ** 2 / (ratio**2).mean()
+    assert float(found["sequence_effective_sample_size"]) == pytest.approx(size, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

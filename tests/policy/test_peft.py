@@ -85,7 +85,7 @@ def test_names_of_a_model_that_reads_images_are_read(tmp_path):
 
 def test_a_directory_with_an_adapter_is_no_model(tmp_path):
     save_adapters(tmp_path, random_adapters(MIXTURE, OF_ATTENTION), MIXTURE, OF_ATTENTION, "some/base")
-    said = f"^{tmp_path} holds an adapter, .*: set lora.adapter to {tmp_path}, or move its files away$"
+    said = f"^{tmp_path} holds an adapter, .*: set model.path to .* and lora.adapter to {tmp_path}, or move its files"
     with pytest.raises(ValueError, match=said):
         read_config(tmp_path)
     save_params(tmp_path, init_params(MIXTURE, 0), MIXTURE)

@@ -153,9 +153,6 @@ def test_a_run_that_another_process_took_is_left_open(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"trackers": ("wandbb",)}, "trackers must name wandb, trackio, package.module:Class or FILE.py:Class, "),
-        ({"trackers": ("mlflow",)}, "mlflow_tracker.py:MlflowTracker of the repository's examples, got 'mlflow'"),
-        ({"trackers": ("a:",)}, "trackers must name"),
         ({"trackers": ("wandb", "wandb")}, "trackers must be different"),
         ({"project": ""}, "project must not be empty"),
     ],
@@ -176,6 +173,9 @@ def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("wandbb", "record.trackers must name wandb, trackio, package.module:Class or FILE.py:Class, "),
+        ("mlflow", "mlflow_tracker.py:MlflowTracker of the repository's examples, got 'mlflow'"),
+        ("a:", "record.trackers must name"),
         ("planted_trackers:Refuses", "record.trackers: planted_trackers:Refuses: not logged in"),
         ("planted_trackers:Absent", "planted_trackers:Absent: AttributeError"),
         ("no_such_module:Tracker", "no_such_module:Tracker: ModuleNotFoundError"),

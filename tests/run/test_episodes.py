@@ -16,7 +16,7 @@ from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.types import SamplingParams
 from rljax.run.episodes import Episodes
-from rljax.run.sampling import Sampler
+from rljax.run.sampling import Sampler, rollout_row
 from rljax.run.stop import StopRequest
 
 TOKENIZER = build_tokenizer()
@@ -46,11 +46,17 @@ class Scripted(RolloutEngine):
             yield response((key, turn - 1), ids, logprobs, len(self.asked), prompt=tokens, truncated=is_cut)
 
 
-def sample(problems, environment, engine, *, n=1, params=PARAMS, stop=None, limits=None, tokenizer=TOKENIZER, **config):
+def one_step(sampler, problems):
+    return sampler.sample(problems, 1)
+
+
+def sample(
+    problems, environment, engine, act=one_step, *, n=1, params=PARAMS, stop=None, limits=None, tokenizer=None, **config
+):
     hosts = EnvironmentHosts(f"counting_environments:{environment.__name__}", EpisodeConfig(**(limits or {})))
-    parts = engine, tokenizer, hosts, EpisodeConfig(**config)
+    parts = engine, tokenizer or TOKENIZER, hosts, EpisodeConfig(**config)
     with closing(Episodes(*parts, max_prompt_tokens=8, stop=stop or StopRequest())) as source:
-        return Sampler(source, params, n).sample(problems, 1)
+        return act(Sampler(source, params, n), problems)
 
 
 def problem(prompt, answer, **more):
@@ -106,9 +112,10 @@ def test_limits_end_a_trajectory():
     # Turns have three tokens and texts have two. So 3 + 2 + 3 fill eight, and a text of two more leaves no room.
     tokens = sample(problems, environments.Doubling, Scripted(), params=SamplingParams(10, 1.0, (STOP,)))
     assert len(tokens.rollouts.responses[0][0].response) == 8
-    # With eleven tokens the third turn has one.
-    cut = sample(problems, environments.Doubling, Scripted(), params=SamplingParams(11, 1.0, (STOP,)))
+    # With eleven tokens the third turn has one. The limit counts even where the environment ends the trajectory.
+    cut = sample([problem("1+1=", "3")], environments.Doubling, Scripted(), params=SamplingParams(11, 1.0, (STOP,)))
     assert cut.rollouts.responses[0][0].turns.tolist() == [1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 3]
+    assert cut.row["turns/limited"] == 1
     short = sample(problems, environments.Doubling, Scripted(), max_turns=2, max_turn_tokens=2)
     assert short.rollouts.responses[0][0].turns.tolist() == [1, 1, 0, 0, 2, 2]
 
@@ -122,12 +129,20 @@ def test_failed_trajectories_are_counted_and_have_no_reward():
     assert (row["turns/env_errors"], row["turns/env_timeouts"], row["turns/env_deaths"]) == (3, 1, 0)
     lengths = [group[0].length for group in rollouts.responses]
     assert lengths == [6, 6, 6, 6, 0]  # sampled tokens stay in the metrics
+    assert rollout_row(rollouts, 1)["response_length/mean"] == 6.0  # a trajectory without a token has no length
 
 
 def test_when_every_trajectory_fails_at_once_the_run_ends():
     problems = [problem("1+1=", "2", kind="reset")] * 2
     with pytest.raises(RuntimeError, match=r"all 2 trajectories failed before their first token: .*no such problem"):
         sample(problems, environments.Failing, Scripted())
+
+
+def test_a_further_round_or_an_evaluation_may_fail_at_once():
+    problems, played = [problem("1+1=", "2", kind="reset")], (environments.Failing, Scripted())
+    more = sample(problems, *played, lambda sampler, asked: sampler.sample(asked, 1, round_number=1))
+    (one,) = sample(problems, *played, lambda sampler, asked: list(sampler.scored(asked, 0)))
+    assert np.isnan([more.rollouts.rewards[0, 0], one.reward]).all()
 
 
 def test_a_prompt_that_is_too_long_fails_its_trajectory():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -70,6 +71,13 @@ def test_a_partial_reward_counts_and_solves_above_a_half():
     assert result["accuracy"] == pytest.approx(0.05)
     assert result["pass@1"] == pytest.approx(0.25)
     assert result["pass@2"] == pytest.approx(0.5)
+
+
+def test_a_trajectory_without_a_token_has_no_length():
+    silent = Scored(response((0, 1), []), "", math.nan)
+    result = summarize_scores([*scored([[1.0]]), silent], n=2)
+    assert (result["accuracy"], result["response_length"]) == (0.5, 1.0)
+    assert summarize_scores([silent], n=1)["response_length"] == 0.0
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])

@@ -63,6 +63,10 @@ def test_a_stop_needs_its_rows_in_a_row_and_survives_a_resume():
     second.load_state_dict(first.state_dict())
     assert second.check({"step": 3, "mismatch/k3_kl": 0.2})[1] != []
     assert Guard(config).check({"step": 3, "mismatch/k3_kl": 0.2})[1] == []
+    between, third = Guard(GuardConfig()), Guard(config)  # the rule was removed for a while
+    between.load_state_dict(second.state_dict())
+    third.load_state_dict(between.state_dict())
+    assert third.check({"step": 9, "mismatch/k3_kl": 0.2})[1] == []
 
 
 @pytest.mark.parametrize("value", [math.nan, None, math.inf])

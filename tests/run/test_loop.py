@@ -413,7 +413,7 @@ def test_dumps_and_transcripts_hold_what_was_said(go):
 def test_the_best_evaluated_step_is_kept_beside_the_newest(go):
     """The evaluated policy is right in its first evaluation after a step only.
 
-    The evaluation at the start has its own names.
+    The evaluation at the start has its own names. A pass@k changes no accuracy.
     """
     evaluations = []
 
@@ -426,6 +426,9 @@ def test_the_best_evaluated_step_is_kept_beside_the_newest(go):
     run = go(engine=ScriptedEngine(TOKENIZER, script), eval={"at_start": True}, checkpoint={"keep_best": True})
     assert run.rows[0]["eval/toy/accuracy_at_start"] == 0.0
     assert [run.rows[i]["eval/toy/accuracy"] for i in (1, 3)] == [1.0, 0.0]
+    more = {"run": {"steps": 6}, "eval": {"pass_k": (1,)}, "checkpoint": {"keep_best": True}}
+    again = go(engine=ScriptedEngine(TOKENIZER, script), last_row=run.rows[-1], **more)
+    assert again.rows[1]["eval/toy/accuracy"] == 0.0
     with contextlib.closing(Checkpointer(run.directory / "best", read_only=True)) as best:
         assert best.all_steps() == [2]
 

@@ -52,10 +52,11 @@ def test_a_run_that_began_with_separate_rows_keeps_them(tmp_path):
 
 
 @pytest.mark.parametrize(("packing", "shares"), [("row_tokens: 64", False), ("share_prefixes: true", True)])
-def test_a_run_that_resumes_another_one_keeps_its_rows(packing, shares, tmp_path):
+def test_a_run_that_resumes_another_one_keeps_its_rows(packing, shares, tmp_path, caplog):
     (tmp_path / "config.yaml").write_text(f"packing:\n  {packing}\n")
     config = changed(Config(), run={"dir": str(tmp_path / "new"), "resume": str(tmp_path)})
     assert settle_prefixes(config, POLICY).packing.share_prefixes == shares
+    assert (f"{tmp_path}/config.yaml has it off" in caplog.text) != shares
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "packing: 3", "packing: [share_prefixes]"])

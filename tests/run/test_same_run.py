@@ -16,6 +16,7 @@ from toy_texts import toy_config
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError
+from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.build import Inputs, build, load_problems
 from rljax.run.checkpoint import Checkpointer
@@ -239,6 +240,29 @@ def test_the_number_of_steps_may_change_where_it_sets_no_rate(tmp_path):
     check_same_run(changed(config, run={"steps": 30}), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "watching"),
+    [
+        ({"precision": {"remat": "blocks"}}, {"rollout": {"engine": "exact"}}),
+        ({"diagnosis": {"self_every": 5}}, {"schedule": {"metric": "mismatch_self/k3_kl"}}),
+        ({"run": {"steps": 30}}, {"run": {"steps": 21}, "schedule": {"metric": "eval/toy/accuracy"}}),
+    ],
+)
+def test_a_setting_is_bound_where_it_changes_the_training(tmp_path, changes, watching):
+    config = recorded(tmp_path)
+    check_same_run(changed(config, rollout={"episode": EpisodeConfig(max_rows=2, workers=2)}, **changes), tmp_path)
+    config = recorded(tmp_path, **watching)
+    with pytest.raises(ConfigError, match="holds a run with other settings: "):
+        check_same_run(changed(config, **changes), tmp_path)
+
+
+def test_a_setting_that_does_nothing_stays_but_is_not_added(tmp_path):
+    tops, idle = {"top_logprobs": 20}, {"kind": "policy_gradient", "old_logprobs": "rollout"}
+    check_same_run(changed(recorded(tmp_path, loss=idle), rollout=tops, loss=idle), tmp_path, FORK_MAY_DIFFER)
+    with pytest.raises(ConfigError, match="old_logprobs = rollout does nothing"):
+        check_same_run(changed(recorded(tmp_path), rollout=tops, loss=idle), tmp_path, FORK_MAY_DIFFER)
+
+
 def test_a_refusal_names_the_setting_that_gave_the_other_run(tmp_path):
     config = changed(recorded(tmp_path), rollout={"temperature": 0.5})
     for run, key in (
@@ -250,7 +274,7 @@ def test_a_refusal_names_the_setting_that_gave_the_other_run(tmp_path):
             check_same_run(changed(config, run=run), tmp_path)
 
 
-def test_a_run_goes_on_in_another_directory_with_its_best_step(tmp_path):
+def test_a_run_goes_on_in_another_directory_with_its_best_step(tmp_path, capsys):
     """The run there began as a fork. Once it has checkpoints of its own, the first directory is not needed."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -259,10 +283,18 @@ def test_a_run_goes_on_in_another_directory_with_its_best_step(tmp_path):
     (first / "metrics.jsonl").write_text('{"step": 1}\n')
     for folder in ("checkpoints/1", "best/1"):
         (first / folder).mkdir(parents=True)
-    config = changed(before, run={"resume": str(first)})
+    config = changed(before, run={"dir": str(second), "resume": str(first)})
+    with pytest.raises(ConfigError, match=r"no checkpoint of its own yet; give run.fork = elsewhere/checkpoints/1$"):
+        prepare_directory(config, second)
+    (first / "checkpoints/2").mkdir()
     prepare_directory(config, second)
-    assert sorted(path.name for path in second.iterdir()) == ["best", "checkpoints", "metrics.jsonl"]
+    assert sorted(path.name for path in second.iterdir()) == ["best", "checkpoints", "config.yaml", "metrics.jsonl"]
     assert (second / "best/1").is_dir()
-    (second / "config.yaml").write_text(config_to_yaml(config))
     shutil.rmtree(first)
     prepare_directory(config, second)
+    assert capsys.readouterr().err == ""
+    prepare_directory(changed(config, run={"resume": "a/third"}), second)
+    said = f"warning: run.resume = a/third is not read: {second} holds a run, which goes on\n"
+    assert capsys.readouterr().err == said
+    with pytest.raises(ConfigError, match=r"rollout.temperature \(1.0 there, 0.5 now\); give another run.dir$"):
+        prepare_directory(changed(config, rollout={"temperature": 0.5}), second)

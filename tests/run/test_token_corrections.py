@@ -6,6 +6,7 @@ from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
+from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.config import Config, EvalConfig
@@ -80,6 +81,13 @@ def test_settings_that_rule_a_correction_out(settings, message):
             "keep_best needs evaluations",
         ),
         ({"optimizer": OptimizerConfig(eps=0.0)}, "optimizer.eps must be above 0"),
+        (
+            {
+                "advantage": AdvantageConfig(estimator="optimal_token"),
+                "rollout": RolloutConfig(episode=EpisodeConfig(max_rows=2)),
+            },
+            "max_rows = 2 must be 1",
+        ),
     ],
 )
 def test_an_older_runs_settings_may_not_begin_a_run(settings, message):

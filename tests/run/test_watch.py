@@ -243,11 +243,17 @@ def test_no_response_at_all():
 
 
 def test_earlier_rows_are_those_without_a_jump():
-    """Rows of an rljax that did not watch have no such key, and rows of failed evaluations may lack the mismatch."""
-    row = {"rollout/staleness": 0.0, "mismatch/token_count": 9, "mismatch/logprob_abs_diff_mean": 1e-3}
+    """Rows of an rljax that did not watch have no such key, and rows of failed evaluations may lack the mismatch.
+
+    A fork has other rows before its own first step.
+    """
+    row = {"step": 3, "rollout/staleness": 0.0, "mismatch/token_count": 9, "mismatch/logprob_abs_diff_mean": 1e-3}
     watch, sampled = Watch(), responses()
     watch.read(
         [row, row | {"mismatch/jump": 0}, *[row | {"mismatch/jump": 1, "mismatch/logprob_abs_diff_mean": 3.0}] * 9]
     )
     watch.read([{"step": 4}, row | {"mismatch/logprob_abs_diff_mean": None}])
     assert look(watch, 12, sampled, noisy(sampled[2], 0.3))["mismatch/jump"] == 1
+    watch = Watch()
+    watch.read([row], "run/checkpoints/3")
+    assert look(watch, 12, sampled, noisy(sampled[2], 0.3)) == HEALTHY

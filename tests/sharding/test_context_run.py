@@ -39,8 +39,7 @@ def test_rows_are_as_long_and_as_many_as_the_devices_need():
 
     assert jax.device_count() == 8
     assert shape(1, 5000, rows_per_micro_batch=4) == (4, 5120)
-    # Each of 8 devices has a multiple of 256 tokens.
-    assert shape(8, 5000, rows_per_micro_batch=4) == (4, 6144)
+    assert shape(8, 5000, rows_per_micro_batch=4) == (4, 5120)
     assert shape(3, 100, rows_per_micro_batch=4) == (4, 192)
     # 4,096 tokens on a device are 2 rows of 8,192 on 4 devices, for both parts of fsdp.
     assert shape(4, 8192, tokens_per_device=4096) == (4, 8192)

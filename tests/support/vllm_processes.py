@@ -27,7 +27,8 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def kill_server(server: ServerProcess) -> None:
     """Ends every process of a server at once, as a crash would."""
-    os.kill(server.pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server.pid, signal.SIGTERM)
     server.stop()
 
 

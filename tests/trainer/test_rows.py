@@ -1,4 +1,4 @@
-"""Tests of sequences that share a row and a micro-batch: each is computed once, and as few as possible with loss."""
+"""Tests of sequences that share a row and a micro-batch: each is computed once, and padding is spread."""
 
 import numpy as np
 import pytest

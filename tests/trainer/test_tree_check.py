@@ -1,6 +1,7 @@
 """The first step of a run compares a tree with separate rows, and a mistake sends the run back to separate rows."""
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,6 +49,19 @@ def test_a_mistake_sends_the_run_back_to_separate_rows(pack_first, stays, capsys
     # The sequences have 273 tokens without their last ones, and the trees have 161.
     spared = 112 / 273 if stays else 0.0
     assert first["perf/shared_token_fraction"] == second["perf/shared_token_fraction"] == pytest.approx(spared)
+
+
+def test_tokens_of_an_environment_hide_no_mistake(capsys):
+    """Each log-probability is 1 in trees and 0 in separate rows, so the mean over sampled tokens is 1."""
+    update, state = checked(in_trees)
+    sequences = groups(turns=True)
+
+    def forward(params, batch):
+        return None, SimpleNamespace(logprobs=np.full(batch.segment_ids.shape, float(batch.trees is not None)))
+
+    update.forward = forward
+    update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
+    assert "Trees differ by 1 nats a token (at most 1) from" in capsys.readouterr().err
 
 
 def test_the_compared_sequences_begin_alike():

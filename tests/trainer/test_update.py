@@ -270,6 +270,7 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
         def __call__(self, state, batch, *rest):
             taken.append(batch)
             state, metrics, values = super().__call__(state, batch, *rest)
+            metrics |= {"precision/activation_max": jnp.float32(1e6 - len(taken))}
             return state, metrics | dict.fromkeys(("x", "x_max", "x_count"), jnp.float32(len(taken))), values
 
     precision, objective = PrecisionConfig("float32"), Objective(LossConfig(), UNCORRECTED, 6, LIMIT)
@@ -298,6 +299,7 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
     assert updated.row["optimizer/skipped_updates"] == 0
     # The four updates gave 1 to 4: their mean, the largest, and the sum of an epoch.
     assert [updated.row[key] for key in ("x", "x_max", "x_count")] == [2.5, 4.0, 5.0]
+    assert updated.row["precision/activation_max"] == 1e6 - 1
     assert step.compilations == 1
     expected = mismatch_metrics(*as_rows(given))
     assert updated.row["mismatch/k3_kl"] == pytest.approx(expected["k3_kl"], rel=1e-3)

@@ -66,8 +66,7 @@ def _kinds(comparison: LayerComparison) -> _TableRows:
 def _row(label: str, each: OperationDifference) -> list[str]:
     effect = "" if each.effect_mean is None else f"{each.effect_mean:.2g} (max {each.effect_max:.2g})"
     ratio = f"{each.ratio:.2g}" + (" ABOVE" if each.ratio > 1 else "")
-    note = each.hint
-    if not note and each.precisions[0] != each.precisions[1]:
-        note = f"{each.precisions[0]} / {each.precisions[1]}"
+    pair = " / ".join(each.precisions) if each.precisions[0] != each.precisions[1] else ""
+    note = "; ".join(filter(None, (each.hint, pair)))
     numbers = (f"{value:.2g}" if np.isfinite(value) else "" for value in (each.own, each.limit))
     return [label, *numbers, ratio, f"{each.up_to:.2g}", effect, note]

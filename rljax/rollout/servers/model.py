@@ -122,7 +122,8 @@ class ServedModel(RolloutEngine):
         if len(others):
             at = int(others[0])
             said = f"token {at} is {reply.response[at]}, expected {tokens[at]}"
-            raise ReplyError(f"{self.info.url} decoded other tokens than those given: {said}")
+            cause = "the server's log says why if rljax's hooks failed"
+            raise ReplyError(f"{self.info.url} decoded other tokens than those given: {said}; {cause}")
         return reply["rollout_logprobs"]
 
     def top_logprobs(self, sequence: np.ndarray, count: int) -> list[dict[int, float]]:

@@ -236,6 +236,17 @@ def test_a_trajectory_without_room(play, toy_server):
         assert one.reward > 0
 
 
+def test_an_agent_that_is_not_trained_leaves_no_trace(play, toy_server):
+    """Each turn of the other agent is cut after a token. Its first prompt is longer than the run's limit."""
+    settings = TURNS | {"both": True, "fixed": True, "other": {"sampling": {"max_tokens": 1}}}
+    played, output = play(toy_server, settings, max_prompt_tokens=4)
+    assert "failed" not in output
+    for one in played:
+        check_row(toy_server, one.response)
+        assert set(one.response.turns.tolist()) == {0, 1, 2, 3}
+        assert one.response.truncated == (one.response.response[-1] != EOS)
+
+
 def test_routes_are_sent_with_the_rows(play, toy_server):
     for one in play(toy_server, TURNS, routes=(1, 2, 16))[0]:
         row = one.response

@@ -35,11 +35,18 @@ class TurnsEnvConfig(vf.EnvConfig):
     other: vf.AgentConfig = vf.AgentConfig()
     turns: int = 3
     both: bool = False
-    """Whether a second agent plays, too, so that there is no single trained agent."""
+    """Whether a second agent plays, too, so that there is no single trained agent unless it is ``fixed``."""
+    fixed: bool = False
+    """Whether the second agent is not trained. It then plays before the first one, too, with a longer prompt."""
 
 
 class TurnsEnv(vf.Env[TurnsEnvConfig]):
+    async def setup(self, agents):
+        agents.other.trainable = not self.config.fixed
+
     async def run(self, task, agents):
+        if self.config.fixed:
+            await agents.other.run(TurnsTask(vf.TaskData(prompt="9+9+9+"), task.config))
         async with agents.agent.interaction(task) as chat:
             segment = await chat.turn()
             for _ in range(self.config.turns - 1):
