@@ -84,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
         check_engine(config.rollout)
         if options.dry_run:
             config.check_start()
+            Trackers(config.record)  # finds them
             describe_run(config, options)
             return 0
         check_new(config)

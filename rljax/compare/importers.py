@@ -79,7 +79,7 @@ def _documents(place: Path) -> list[Line]:
     try:
         return [(place, *line) for line in json_lines(place)]
     except ValueError as error:
-        if isinstance(error.__cause__, UnicodeDecodeError):  # no JSON either, and it may be of many gigabytes
+        if isinstance(error.__cause__, UnicodeDecodeError):  # It is no UTF-8, and may have many gigabytes.
             raise
         try:
             whole = parse_json(place.read_bytes())

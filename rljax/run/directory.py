@@ -95,12 +95,13 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
     if resume == "never" and holds_run:
         raise ConfigError(f"run.resume: {run_dir} already holds a run, and run.resume = never; give another run.dir")
     if holds_run:
-        check_same_run(config, run_dir)
+        is_new_fork = saved and Path(config.run.fork).name == str(max(saved))  # it has made no step of its own yet
+        check_same_run(config, run_dir, FORK_MAY_DIFFER[1:] if is_new_fork else ())
     elif config.run.fork or resume not in ("auto", "never"):
         source, step = _fork_point(config.run.fork) if config.run.fork else (Path(resume), None)
         if not saved_steps(source):
             raise ConfigError(f"run.resume: {source} holds no checkpoint (auto, never, or the path of another run)")
-        check_same_run(config, source, may_differ=FORK_MAY_DIFFER if step else ("run.fork",))
+        check_same_run(config, source, FORK_MAY_DIFFER if step else ("run.fork",))
         _copy_run(source, config, run_dir, step)
         recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     if not saved and recorded >= config.run.steps:
@@ -162,9 +163,9 @@ def _copy_run(source: Path, config: Config, run_dir: Path, step: int | None) -> 
         if step is None and (source / "best").is_dir():
             with replacing(run_dir / "best") as best:
                 shutil.copytree(source / "best", best, dirs_exist_ok=True)
+        write_whole(run_dir / "config.yaml", config_to_yaml(config))
         with replacing(run_dir / "metrics.jsonl") as rows:
             shutil.copyfile(source / "metrics.jsonl", rows)
-        write_whole(run_dir / "config.yaml", config_to_yaml(config))
 
 
 def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = ()) -> None:
@@ -175,7 +176,8 @@ def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = 
     """
     if not (run_dir / "config.yaml").exists():
         return
-    settings = recorded, _ = (recorded_config(run_dir), config)
+    recorded = recorded_config(run_dir)
+    settings = (recorded, config)
     old, new = (dict(dotted(dataclasses.asdict(each))) for each in settings)
     leaves = [key for key, value in new.items() if not isinstance(value, dict) and new[key] != old[key]]
     free = MAY_DIFFER + may_differ
@@ -189,7 +191,8 @@ def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = 
         raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another {key}")
     first = recorded.run.fork
     if not is_here and not config.run.fork and Path(first).name == str(max(saved_steps(run_dir), default=0)):
-        raise ConfigError(f"run.resume: {run_dir} has no checkpoint of its own yet; give run.fork = {first}")
+        own = run_dir / "checkpoints" / Path(first).name
+        raise ConfigError(f"run.resume: {run_dir} has no checkpoint of its own yet; give run.fork = {own}")
     if is_here and resume not in ("auto", "never", recorded.run.resume):
         print(f"warning: run.resume = {resume} is not read: {run_dir} holds a run, which goes on", file=sys.stderr)
     try:

@@ -184,7 +184,7 @@ class MultipleUpdates:
         of_batch, histograms = fetch_metrics(measured, noise=False)
         minis = [fetch_metrics(metrics, noise=noise)[0] for metrics, noise, _ in results]
         row = _combine(minis, [has_loss for *_, has_loss in results], self.epochs)
-        largest = {LARGEST: max(row[LARGEST], of_batch[LARGEST])}
+        largest = {LARGEST: float(np.maximum(row[LARGEST], of_batch[LARGEST]))}
         return Updated(state, row | of_batch | free | largest, histograms, lambda: trainer)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:

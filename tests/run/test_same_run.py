@@ -284,7 +284,7 @@ def test_a_run_goes_on_in_another_directory_with_its_best_step(tmp_path, capsys)
     for folder in ("checkpoints/1", "best/1"):
         (first / folder).mkdir(parents=True)
     config = changed(before, run={"dir": str(second), "resume": str(first)})
-    with pytest.raises(ConfigError, match=r"no checkpoint of its own yet; give run.fork = elsewhere/checkpoints/1$"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of its own yet; give run.fork = .*first/checkpoints/1$"):
         prepare_directory(config, second)
     (first / "checkpoints/2").mkdir()
     prepare_directory(config, second)
@@ -298,3 +298,19 @@ def test_a_run_goes_on_in_another_directory_with_its_best_step(tmp_path, capsys)
     assert capsys.readouterr().err == said
     with pytest.raises(ConfigError, match=r"rollout.temperature \(1.0 there, 0.5 now\); give another run.dir$"):
         prepare_directory(changed(config, rollout={"temperature": 0.5}), second)
+
+
+def test_a_fork_without_a_step_of_its_own_may_be_corrected(tmp_path):
+    """Its first start may have failed for the very setting, such as the dtype of the server's cache."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    before = recorded(first)
+    (first / "metrics.jsonl").write_text('{"step": 1}\n')
+    (first / "checkpoints/1").mkdir(parents=True)
+    fork = changed(before, run={"dir": str(second), "fork": f"{first}/checkpoints/1"})
+    prepare_directory(fork, second)
+    other = changed(fork, optimizer={"learning_rate": 2 * fork.optimizer.learning_rate})
+    prepare_directory(other, second)
+    (second / "checkpoints/2").mkdir()
+    with pytest.raises(ConfigError, match=r"other settings: optimizer.learning_rate .*; give another run.dir$"):
+        prepare_directory(other, second)
