@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
 LINES = 49_706
-TEST_LINES = 59_861
+TEST_LINES = 59_859
 EXPERIMENT_LINES = 7_204
 KEYS = 182
 WORDS = 80_000
