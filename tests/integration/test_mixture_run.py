@@ -64,7 +64,7 @@ def test_routes_of_another_program_are_replayed(base, tmp_path):
     ("dense", "options", "said"),
     [
         (None, ("r2",), "r2 is for several updates a batch"),
-        (None, ("r3", "--rollout.engine", "exact"), "which routes as the trainer does"),
+        (None, ("r3", "--rollout.engine", "exact"), "rollout.router_replay works with rollout.engine = "),
         (TOY_BASE, ("r3",), "is for a mixture of experts"),
     ],
 )
