@@ -81,7 +81,7 @@ def server_packages() -> Found:
     from rljax.rollout.servers.process import environment_python
 
     try:
-        python = environment_python("vllm")
+        python = environment_python("vLLM")
     except RuntimeError as error:
         return {"skipped": str(error)}
     words = "import importlib.metadata as m, json; print(json.dumps({n: m.version(n) for n in %s}))"
@@ -218,7 +218,7 @@ def sampled(
     longest = max(512, PROMPT + size.new_tokens)  # the probes of a publish are up to 512 tokens long
     config = VllmConfig(
         model=str(model),
-        python=str(environment_python("vllm")),
+        python=str(environment_python("vLLM")),
         dtype=dtype,
         max_model_len=longest,
         max_num_seqs=64,
