@@ -36,7 +36,6 @@ import sys
 
 from rljax.errors import caller_errors, run_cli
 from rljax.policy.hub import policy_shape
-from rljax.record.trackers import Trackers
 from rljax.rollout.build import check_engine, version_bytes
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
@@ -49,7 +48,6 @@ def main(words):
     with caller_errors(RuntimeError):
         check_engine(config.rollout)
         check_new(config)
-        Trackers(config.record)
         size = version_bytes(policy_shape(config.model.path), config.rollout.dtype)
         check_weight_room(config.rollout.transfer_dir, config.publish.versions * size)
     return 0

@@ -84,7 +84,6 @@ def main(argv: Sequence[str]) -> int:
         check_engine(config.rollout)
         if options.dry_run:
             config.check_start()
-            Trackers(config.record)  # finds them
             describe_run(config, options)
             return 0
         check_new(config)
@@ -209,7 +208,7 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
             after_save = AfterSave(command, run_dir, config.run.grace_s, parts.check_owner, stop)
         with stop, after_save:
             rows = recorded_rows(run_dir)
-            parts.watch.read(rows, config.run.fork)
+            parts.watch.read(rows, config.run.fork_step)
             parts.word.read(rows)
             del rows[:-1]  # a long run has many
             try:

@@ -352,7 +352,8 @@ def run(options: CompareArguments) -> int:
             how = {name: getattr(options, name) for name in ("temperature", "top_k")} | {"progress": bar.update}
             pairs = compare_distributions(options.scorer, dump, options.model, **how)
         comparison = dataclasses.replace(comparison, distributions=pairs)
-    write_dump(tokens, dump)
+    if dump is start:
+        write_dump(tokens, dump)
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
     (options.json or options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
     plot_comparison(comparison, options.picture or options.out / "report.png")

@@ -59,6 +59,14 @@ class RecordConfig:
         if not self.project:
             raise ValueError("project must not be empty")
 
+    def check_names(self) -> None:
+        """Raises ValueError for a name that no tracker can have. An older run's file may have one."""
+        for name in self.trackers:
+            if name not in SHIPPED and "" in name.partition(":"):
+                known = f"{', '.join(SHIPPED)}, package.module:Class or FILE.py:Class"
+                example = "mlflow_tracker.py:MlflowTracker of the repository's examples"
+                raise ValueError(f"record.trackers must name {known}, such as {example}, got {name!r}")
+
 
 @dataclass(frozen=True)
 class TrackedRun:
@@ -101,6 +109,7 @@ class Trackers:
 
     def __init__(self, config: RecordConfig) -> None:
         """Finds the trackers. Raises ValueError if one is not installed, cannot be imported or refuses its check."""
+        config.check_names()
         self._config = config
         self._makers = {kind: _find(kind) for kind in config.trackers}
         self._fed: list[str] = []  # the trackers that get rows; one that fails leaves
@@ -201,10 +210,6 @@ def _id_of(path: Path, project: str) -> str:
 
 def _find(kind: str) -> Callable[[TrackedRun], Tracker]:
     """Returns the class of a tracker after its check. Raises ValueError, in one line, if it cannot be used."""
-    if kind not in SHIPPED and "" in kind.partition(":"):
-        known = f"{', '.join(SHIPPED)}, package.module:Class or FILE.py:Class"
-        example = "mlflow_tracker.py:MlflowTracker of the repository's examples"
-        raise ValueError(f"record.trackers must name {known}, such as {example}, got {kind!r}")
     if kind in SHIPPED:
         found = importlib.util.find_spec(kind)
         if found is None or found.origin is None:  # a folder of this name, such as wandb's own, is not a package

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from rljax.algorithms.advantages import AdvantageConfig
@@ -71,6 +72,12 @@ class RunConfig:
         steps = self.profile_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(f"profile_steps must be two steps, the first at least 1, got {list(steps)}")
+
+    @property
+    def fork_step(self) -> int:
+        """The step of the checkpoint that ``fork`` names; 0 if it names none."""
+        name = Path(self.fork).name
+        return int(name) if name.isdecimal() else 0
 
 
 @dataclass(frozen=True)
@@ -252,6 +259,7 @@ class Config:
             raise ValueError(f"{compared}: rollout.episode.max_rows = {rows} must be 1")
         if self.optimizer.eps == 0.0:
             raise ValueError("optimizer.eps must be above 0, because a gradient may be exactly 0")
+        self.record.check_names()
 
     @property
     def max_sequence_tokens(self) -> int:

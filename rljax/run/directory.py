@@ -95,8 +95,8 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
     if resume == "never" and holds_run:
         raise ConfigError(f"run.resume: {run_dir} already holds a run, and run.resume = never; give another run.dir")
     if holds_run:
-        is_new_fork = saved and Path(config.run.fork).name == str(max(saved))  # it has made no step of its own yet
-        check_same_run(config, run_dir, FORK_MAY_DIFFER[1:] if is_new_fork else ())
+        has_no_step = config.run.fork_step == max(saved, default=-1)  # a fork without a checkpoint of its own
+        check_same_run(config, run_dir, FORK_MAY_DIFFER[1:] if has_no_step else ())
     elif config.run.fork or resume not in ("auto", "never"):
         source, step = _fork_point(config.run.fork) if config.run.fork else (Path(resume), None)
         if not saved_steps(source):
@@ -189,9 +189,9 @@ def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = 
         changes = name_changes(old, {key: new[key] for key in differing})
         key = "run.dir" if is_here else "run.fork" if config.run.fork else "run.resume"
         raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another {key}")
-    first = recorded.run.fork
-    if not is_here and not config.run.fork and Path(first).name == str(max(saved_steps(run_dir), default=0)):
-        own = run_dir / "checkpoints" / Path(first).name
+    first = recorded.run.fork_step
+    if not is_here and not config.run.fork and first == max(saved_steps(run_dir), default=-1):
+        own = run_dir / "checkpoints" / str(first)
         raise ConfigError(f"run.resume: {run_dir} has no checkpoint of its own yet; give run.fork = {own}")
     if is_here and resume not in ("auto", "never", recorded.run.resume):
         print(f"warning: run.resume = {resume} is not read: {run_dir} holds a run, which goes on", file=sys.stderr)

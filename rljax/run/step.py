@@ -6,7 +6,6 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,7 +94,7 @@ class RunParts:
             said = f"the checkpoint of step {host['step']} does not say with which it was trained: {unknown}"
             print(f"warning: {said}; an older rljax saved it, so they are not compared", file=sys.stderr)
         self.batches.load_state_dict(host["data"])
-        if Path(self.config.run.fork).name == str(host["step"]):
+        if self.config.run.fork_step == host["step"]:
             load_fork(self.controller, host["schedule"], self.config.schedule)
         else:
             self.controller.load_state_dict(host["schedule"])

@@ -13,7 +13,6 @@ import math
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,11 +58,10 @@ class Watch:
         self._earlier: defaultdict[int, list[float]] = defaultdict(list)  # by the rounded staleness
         self._fault, self._steps = "", 0  # the kind of the last step's fault, and how many steps in a row have had it
 
-    def read(self, rows: Iterable[Mapping[str, Any]], fork: str = "") -> None:
-        """Takes over the rows that the run has recorded before this process, but not those up to ``run.fork``."""
-        first = int(Path(fork).name) if fork else 0
+    def read(self, rows: Iterable[Mapping[str, Any]], after: int = 0) -> None:
+        """Takes over the rows after the step ``after`` that the run recorded before this process."""
         for row in rows:
-            if row["step"] > first and None not in (row.get("rollout/staleness"), row.get(_GAPS[1])):
+            if row["step"] > after and None not in (row.get("rollout/staleness"), row.get(_GAPS[1])):
                 self._keep(row)
 
     def __call__(

@@ -49,7 +49,7 @@ def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[i
     loss_first = sorted(longest_first, key=lambda i: not in_loss[i])
     layouts = [
         deal_rows(first_fit(lengths, order, row_tokens), in_loss, rows_per_micro_batch)
-        for order in (longest_first, loss_first)
+        for order in ([longest_first] if all(in_loss) else [longest_first, loss_first])
     ]
     fitting = [layout for layout in layouts if layout.used <= micro_batches]
     if not fitting:

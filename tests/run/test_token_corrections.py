@@ -6,6 +6,7 @@ from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
+from rljax.record.trackers import RecordConfig
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
@@ -81,6 +82,7 @@ def test_settings_that_rule_a_correction_out(settings, message):
             "keep_best needs evaluations",
         ),
         ({"optimizer": OptimizerConfig(eps=0.0)}, "optimizer.eps must be above 0"),
+        ({"record": RecordConfig(trackers=("wandbb",))}, "record.trackers must name wandb, trackio, "),
         (
             {
                 "advantage": AdvantageConfig(estimator="optimal_token"),

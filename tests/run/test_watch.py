@@ -255,5 +255,5 @@ def test_earlier_rows_are_those_without_a_jump():
     watch.read([{"step": 4}, row | {"mismatch/logprob_abs_diff_mean": None}])
     assert look(watch, 12, sampled, noisy(sampled[2], 0.3))["mismatch/jump"] == 1
     watch = Watch()
-    watch.read([row], "run/checkpoints/3")
+    watch.read([row], after=3)
     assert look(watch, 12, sampled, noisy(sampled[2], 0.3)) == HEALTHY
