@@ -88,8 +88,7 @@ class Publisher:
         sums = {name: array_checksum(array) for name, array in arrays.items()}
         version = self.files.write(arrays.items(), self.number, sums)
         self.number += 1
-        self.ask("rljax_pull", version.path.name)
-        while None in (pulled := self.ask("rljax_pulled", version.path.name)):
+        while None in (pulled := self.ask("rljax_pull", version.path.name)):
             time.sleep(0.1)
         if errors := [answer["error"] for answer in pulled if answer["error"]]:
             raise RuntimeError(f"{self.url} could not pull {version.tag}: {errors[0]}")

@@ -32,8 +32,7 @@ CHECKS: dict[str, tuple[str, int, Plant, str]] = {
 
 def told(source: Path, tokens: Path | None = None) -> dict[str, str | None]:
     """Returns the cause and the confidence of a diagnosis."""
-    read = diagnose.read_source(source, tokens)
-    found = diagnosis(source.name, diagnose.facts_of(read))
+    found = diagnosis(source.name, diagnose.facts_of(source, tokens))
     return {"cause": found["cause"], "confidence": found["confidence"]}
 
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from study_outcome import collapse_step, trailing_mean
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record import panel_style as style
+from rljax.record import figure as style
 from rljax.record.figure import PANELS, SMOOTH, Panel, PanelGrid, Run, plot_grid, read_runs
 from rljax.record.rows import Row, run_dumps
 from rljax.record.token_dumps import TokenDump, read_dump

@@ -39,6 +39,7 @@ SETTINGS = f"""
 --data.batch-size 8 --rollout.group-size 8 --rollout.dump-every {STEPS // 2} --optimizer.learning-rate 1e-4
 --schedule.kind constant --packing.rows-per-micro-batch 4 --data.reward-workers 0
 """
+EIGHT_BITS = "--rollout.inject.dtype bfloat16 --rollout.inject.quantize fp8 --rollout.kv-cache-dtype fp8_e4m3"
 KEPT = re.compile(
     r"step|reward/(mean|groups_with_signal)|response_length/.*|mismatch.*|policy/entropy|optimizer/grad_norm"
     r"|schedule/learning_rate|rollout/staleness"
@@ -59,7 +60,7 @@ class Plant:
 PLANTS: Mapping[str, tuple[Plant, str]] = {
     "healthy": (Plant(), "--diagnosis.self-every 10"),
     "head_dtype": (Plant(head="bfloat16"), "--precision.compute-dtype float32 --rollout.dtype float32"),
-    "eight_bits": (Plant(), "--rollout.weight-quantization fp8 --rollout.kv-cache-dtype fp8_e4m3"),
+    "eight_bits": (Plant(), EIGHT_BITS),
     "staleness": (Plant(), "--rollout.inject.staleness 2"),
     "temperature": (Plant(temperature=0.8), ""),
     "extreme_tokens": (Plant(extreme_share=0.004), ""),

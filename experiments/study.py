@@ -44,8 +44,7 @@ from study_rows import Runs, read_table, write_table
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.figure import plot_report
-from rljax.record.panel_style import COLORS
+from rljax.record.figure import COLORS, plot_report
 from rljax.record.rows import Row, read_rows
 from rljax.run.options import Positional, parse_arguments
 from rljax.run.rate import ScheduleConfig

@@ -40,7 +40,7 @@ from study_outcome import Outcome, outcome_of
 from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.panel_style import COLORS, INK, QUIET, save_figure, style_axis
+from rljax.record.figure import COLORS, INK, QUIET, save_figure, style_axis
 from rljax.record.rows import Row, last_value
 from rljax.run.options import Positional, parse_arguments
 

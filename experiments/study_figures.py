@@ -26,7 +26,7 @@ from study_outcome import outcome_of, trailing_mean
 from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.panel_style import COLORS, INK, QUIET, log_axis, save_figure, style_axis
+from rljax.record.figure import COLORS, INK, QUIET, log_axis, save_figure, style_axis
 from rljax.record.rows import Row
 from rljax.run.options import Positional, parse_arguments
 

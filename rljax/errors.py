@@ -250,17 +250,11 @@ def print_end(error: BaseException) -> None:
         traceback.print_exception(error)
 
 
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raises ValueError unless ``value`` is one of the values of ``choices``, a ``Literal``."""
-    if value not in get_args(choices):
-        raise ValueError(f"{name} must be one of {get_args(choices)}, got {value!r}")
-
-
 def check_choices(config: Any) -> None:
     """Raises ValueError unless each ``Literal`` field of the dataclass instance ``config`` has one of its choices."""
     for name, declared in get_type_hints(type(config)).items():
-        if get_origin(declared) is Literal:
-            check_choice(name, getattr(config, name), declared)
+        if get_origin(declared) is Literal and (value := getattr(config, name)) not in get_args(declared):
+            raise ValueError(f"{name} must be one of {get_args(declared)}, got {value!r}")
 
 
 def check_at_least(config: Any, least: int, *names: str) -> None:

@@ -25,9 +25,8 @@ from rljax.errors import describe
 _MODULE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 _FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+(\.\w+)*)", re.DOTALL)
 _OURS = os.path.join(os.path.dirname(__file__), "")
-_PYTHONS = sysconfig.get_path("stdlib")
+_NOT_THEIRS = (_OURS, "<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 _LOOPS = threading.local()  # the runner of each thread
-_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 def find(path: str, kind: str) -> Any:
@@ -122,17 +121,12 @@ def _searched(directory: str) -> Iterator[None]:
 def located(error: BaseException) -> str:
     """Describes an exception in one line, with the file and line of the person's code that was reached last.
 
-    For an error inside an installed package, they are the file and line that called the package.
+    Code of Python and of installed packages does not count. If no other code was reached, the line names no file.
     """
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    places = [place for place in frames if not _is_ours_or_pythons(place[0])]
+    places = [place for place in frames if not place[0].startswith(_NOT_THEIRS)]
     if not places:
         return describe(error)
-    own = [place for place in places if not place[0].startswith(_PACKAGES)]
-    file, line = (own or [place for place in places if place[0] == places[0][0]])[-1]
+    file, line = places[-1]
     near = os.path.relpath(file)
     return f"{describe(error)} ({file if near.startswith('..') else near}:{line})"
-
-
-def _is_ours_or_pythons(file: str) -> bool:
-    return file.startswith((_OURS, "<")) or (file.startswith(_PYTHONS) and not file.startswith(_PACKAGES))

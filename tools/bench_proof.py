@@ -29,6 +29,7 @@ from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.build import policy_functions
 from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.process import environment_python
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import VllmConfig, start
@@ -73,12 +74,8 @@ def measure(url: str, model: str, dtype: str, count: int) -> list[dict[str, floa
     functions, scored = policy_functions(policy, dtype), [0]
     functions = dataclasses.replace(functions, score=counting(functions.score, scored))
     rollout = RolloutConfig(engine="vllm", urls=(url,), dtype=dtype)
-    engine = ServedEngine(
-        *(rollout, VllmBackend(), functions),
-        hf_config=config_to_hf(policy, dtype),
-        max_tokens=400,
-        probe_prompts=prompts,
-    )
+    expected = Expectation(rollout, config_to_hf(policy, dtype), 400)
+    engine = ServedEngine(expected, VllmBackend(), functions, probe_prompts=prompts)
     try:
         params, rounds = load_params(model, policy), []
         engine.publish(params, 0)

@@ -25,7 +25,8 @@ import numpy as np
 
 from rljax.mismatch import mismatch_statistics, read_tokens
 from rljax.mismatch.correction import importance_statistics
-from rljax.policy.score import Scores
+from rljax.policy.head import TokenScores
+from rljax.policy.model import ForwardStats
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.measure import measure as measure_step
 from rljax.trainer.packing import PackedBatch
@@ -118,7 +119,10 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Any], tu
         "importance_packed": (lambda *rows: importance_statistics(read(*rows)), packed),
         "whole_step_packed": (
             lambda a, b, mask, ids: measure_step(
-                Scores(a, jnp.abs(a), jnp.float32(1.0)), _micro(b, mask, ids), number, DiagnosisConfig()
+                TokenScores(a, jnp.abs(a), stats=ForwardStats(jnp.float32(1.0), None)),
+                _micro(b, mask, ids),
+                number,
+                DiagnosisConfig(),
             ),
             packed,
         ),

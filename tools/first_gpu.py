@@ -142,7 +142,7 @@ def kernels(size: Size, model: Path | None) -> Found:
     for dtype in DTYPES:
         for name in ("auto", "xla"):
             given = (name, size.row_tokens, dtype, policy, size.repeats)
-            yield_to(found, f"attention {name} {dtype}", check.check_named_attention, *given)
+            yield_to(found, f"attention {name} {dtype}", check.check_attention, *given)
         yield_to(found, f"trees {dtype}", trees, dtype)
         rows, chunk = (64, 128) if size.tiny else (2048, MAX_CHUNK)
         yield_to(found, f"head {dtype}", check.check_head, rows, dtype, policy, size.repeats, chunk)

@@ -201,6 +201,7 @@ def sampled(
     from rljax.policy.score import make_scorer
     from rljax.record.token_dumps import after_prompts
     from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+    from rljax.rollout.servers.handshake import Expectation
     from rljax.rollout.servers.process import environment_python
     from rljax.rollout.servers.vllm.client import VllmBackend
     from rljax.rollout.servers.vllm.server import VllmConfig, start
@@ -229,7 +230,7 @@ def sampled(
     with running:
         hf_config = json.loads((model / "config.json").read_text())
         rollout = RolloutConfig(engine="vllm", urls=(running.url,), dtype=dtype, group_size=GROUP)
-        made = ServedEngine(rollout, VllmBackend(), functions, hf_config=hf_config, max_tokens=longest)
+        made = ServedEngine(Expectation(rollout, hf_config, longest), VllmBackend(), functions)
         with contextlib.closing(made) as engine:
             for version in range(PUBLISHES):
                 params = jax.tree.map(lambda leaf: leaf * 1.001, params)  # in place of a step of the optimizer

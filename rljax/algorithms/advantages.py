@@ -65,16 +65,16 @@ def compute_advantages(
 
     Raises:
       ValueError: A group has fewer than two responses under an estimator that compares them, the shapes are wrong,
-        rewards are infinite, or the overlong buffer is above the limit.
+        or rewards are infinite.
     """
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or np.shape(lengths) != rewards.shape:
         raise ValueError(f"rewards and lengths must both be [b, g], got {rewards.shape} and {np.shape(lengths)}")
     if np.isinf(rewards).any():
         raise ValueError(f"rewards must be finite, or NaN for failed ones, got {int(np.isinf(rewards).sum())} infinite")
-    if config.overlong_buffer_tokens:
-        buffer = config.overlong_buffer_tokens
-        rewards = rewards + overlong_penalty(lengths, max_response_tokens, buffer, config.overlong_factor)
+    if buffer := config.overlong_buffer_tokens:  # DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13)
+        over = np.asarray(lengths, np.float64) - (max_response_tokens - buffer)
+        rewards = rewards - config.overlong_factor * np.clip(over / buffer, 0.0, 1.0)
     known = ~np.isnan(rewards)
     if config.estimator == "reinforce":
         mean = rewards.mean() if known.all() else rewards[known].sum() / max(known.sum(), 1)
@@ -138,22 +138,6 @@ def optimal_token_advantages(
     reached = np.sort(lengths)[-2] if len(lengths) > 1 else 0
     baselines[reached:] = 0.0  # Beyond it at most one response goes on.
     return [(gain - baselines[:n]).astype(np.float32) for gain, n in zip(gains, lengths, strict=True)]
-
-
-def overlong_penalty(
-    lengths: Int[np.ndarray, "b g"], max_response_tokens: int, buffer_tokens: int, factor: float
-) -> Float[np.ndarray, "b g"]:
-    """Computes DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 .. -factor over the last buffer_tokens.
-
-    Raises:
-      ValueError: The buffer is not in 1 .. ``max_response_tokens``.
-    """
-    if not 1 <= buffer_tokens <= max_response_tokens:
-        raise ValueError(
-            f"overlong_buffer_tokens must be in 1 .. max_response_tokens = {max_response_tokens}, got {buffer_tokens}"
-        )
-    over = np.asarray(lengths, np.float64) - (max_response_tokens - buffer_tokens)
-    return -factor * np.clip(over / buffer_tokens, 0.0, 1.0)
 
 
 def groups_with_signal(rewards: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:

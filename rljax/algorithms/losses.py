@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.errors import check_at_least, check_choice, check_choices
+from rljax.errors import check_at_least, check_choices
 from rljax.mismatch import read_sequences
 from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x
 
@@ -45,13 +45,7 @@ def aggregation_weights(
 
     Returns:
       The weights [b, t] and the denominator [], both float32.
-
-    Raises:
-      ValueError: The aggregation is unknown, or the constant is below 1.
     """
-    check_choice("aggregation", aggregation, Aggregation)
-    if constant < 1:
-        raise ValueError(f"constant must be at least 1, got {constant}")
     mask = jnp.asarray(mask) != 0
     ones = mask.astype(jnp.float32)
     if aggregation == "token_mean":
@@ -291,7 +285,6 @@ def kl_penalty(
     The log-probabilities are in nats, and differentiable for the policy. Outside of ``mask`` (None: nowhere) the result
     is 0, even if the arrays hold NaN.
     """
-    check_choice("kind", kind, Estimate)
     if mask is not None:
         inside = jnp.asarray(mask) != 0
         logprobs, reference_logprobs = jnp.where(inside, logprobs, 0), jnp.where(inside, reference_logprobs, 0)

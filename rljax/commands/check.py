@@ -92,7 +92,7 @@ def make_parts(arguments: CheckArguments) -> Parts:
     for dtype in _DTYPES:
         for tokens, name in itertools.product((1152,) if tiny else (2048, 9216), _ATTENTIONS):
             given = (name, tokens, dtype, smallest, repeats)
-            parts[f"attention {name} {tokens} {dtype}"] = part(device.check_named_attention, *given)
+            parts[f"attention {name} {tokens} {dtype}"] = part(device.check_attention, *given)
         rows, chunk = (64, 128) if tiny else (2048, MAX_CHUNK)
         parts[f"head {dtype}"] = part(device.check_head, rows, dtype, smallest, repeats, chunk)
     for (model, policy), dtype in itertools.product(policies.items(), _DTYPES):

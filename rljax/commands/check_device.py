@@ -32,7 +32,7 @@ from rljax.distributed.gpus import unused_gpus
 from rljax.errors import ConfigError
 from rljax.plan.compile import memory_by_kind
 from rljax.plan.dry_run import beside_bytes, in_units, planned_bytes
-from rljax.policy.attention import PackedAttention, choose_attention, find_implementation
+from rljax.policy.attention import choose_attention, find_implementation
 from rljax.policy.attention_errors import MOST_ERROR, RESULTS, gradients, random_heads, reference, relative_error
 from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import token_logprobs
@@ -112,27 +112,20 @@ def median_ms(run: Callable[[], Any], repeats: int) -> float:
     return 1000 * statistics.median(seconds)
 
 
-def check_named_attention(
-    name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, repeats: int
-) -> CheckFacts:
-    """Checks one attention implementation. If auto means xla, it is skipped, because xla is checked anyway."""
+def check_attention(name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, repeats: int) -> CheckFacts:
+    """Measures the forward and backward pass of one row: errors against float32, the time, leaks between segments.
+
+    If auto means xla, it is skipped, because xla is checked anyway.
+    """
     here = (jax.devices()[0], dtype, policy.head_dim)
     picked = find_implementation(name, *here)
     if name != picked == "xla":
         return {"skipped": "auto is xla here"}
-    found = check_attention(choose_attention(name, *here), tokens, dtype, policy, repeats)
-    return found | {"implementation": picked, "says": f"{picked}: {found['says']}"}
-
-
-def check_attention(
-    attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int
-) -> CheckFacts:
-    """Measures the forward and backward pass of one row: errors against float32, the time, leaks between segments."""
     lengths = [int(share * tokens) for share in _SHARES]
     ends = np.zeros((1, tokens), np.int32)
     ends[0, : sum(lengths)] = np.repeat(np.cumsum(lengths), lengths)
     arrays = random_heads(ends, dtype, policy)
-    lowered = jax.jit(gradients(attention)).lower(*arrays, ends)
+    lowered = jax.jit(gradients(choose_attention(name, *here))).lower(*arrays, ends)
     program = lowered.compile()
     results = zip(RESULTS, program(*arrays, ends), reference(*arrays, ends), strict=True)
     errors = {what: float(relative_error(got, expected)) for what, got, expected in results}
@@ -140,7 +133,8 @@ def check_attention(
     problems = [f"relative error of {what} is {error:.2g}" for what, error in errors.items() if not error <= most]
     leaks = find_leaks(lowered, arrays, ends)
     return leaks | {
-        "says": f"error {max(errors.values()):.1e}, {ms:.2f} ms with backward, {leaks['says']}",
+        "says": f"{picked}: error {max(errors.values()):.1e}, {ms:.2f} ms with backward, {leaks['says']}",
+        "implementation": picked,
         "segments": lengths,
         "relative_error": errors,
         "forward_and_backward_ms": ms,

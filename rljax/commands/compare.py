@@ -30,7 +30,6 @@ import functools
 import itertools
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +42,9 @@ from rljax.compare.bench import REFERENCES, ROWS, Bench, BenchConfig, bench_rows
 from rljax.compare.distributions import compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
 from rljax.compare.layers.differences import compare_layers
-from rljax.compare.layers.findings import judge_layers
-from rljax.compare.layers.picture import plot_layers
-from rljax.compare.layers.tables import Judged, layers_json, layers_markdown, layers_text
+from rljax.compare.layers.findings import Judged, judge_layers, layers_json, layers_markdown, layers_text
 from rljax.compare.layers.tracers import check_traced, open_tracer
-from rljax.compare.picture import plot_comparison
+from rljax.compare.picture import plot_comparison, plot_layers
 from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import DTYPES, check_vocabulary, name_columns, score_column, split_spec
@@ -71,7 +68,7 @@ OF_BOTH |= {"seed", "trainer", "batch_size", "second_run", "out"}
 
 
 @dataclass(frozen=True)
-class CompareArguments:
+class CompareArguments(SampleConfig):
     """The arguments of the comparison."""
 
     tokens: Positional[Path | None] = None
@@ -79,8 +76,8 @@ class CompareArguments:
     toy_prompts: int | None = None
     """The number of toy problems whose prompts replace TOKENS, for --sample."""
     toy: bool = False
-    """Compare on the toy base of the package. It samples responses to 64 toy problems in bfloat16, and the trainer's
-    forward scores them in bfloat16 and in float32."""
+    """Compare on the toy base of the package. It samples responses of at most 36 tokens to 64 toy problems in bfloat16,
+    and the trainer's forward scores them in bfloat16 and in float32."""
     model: str | None = None
     """The Hugging Face directory of the model, or OWNER/NAME. The scorers vllm: and dump: do not need it."""
     scorer: Repeated[str] = ()
@@ -89,12 +86,6 @@ class CompareArguments:
     dump:FILE#COLUMN. It may be repeated."""
     sample: str | None = None
     """First sample new responses to the prompts, with jax-decode:DTYPE or vllm-decode:URL."""
-    responses: int = 1
-    """The number of responses sampled for each prompt."""
-    max_response_tokens: int = 256
-    """The longest sampled response (tokens). With --toy it is at most 36."""
-    seed: int = 0
-    """The seed of the sampling."""
     columns: tuple[str, ...] | None = None
     """The columns of TOKENS to compare. None: all of them."""
     trainer: Repeated[str] = ()
@@ -108,10 +99,6 @@ class CompareArguments:
     same_weights: bool = False
     """The model directories hold one model's weights in different forms, as after a conversion. Their hashes may
     differ, and only the numbers judge."""
-    temperature: float = 1.0
-    """The temperature of sampling and of scoring."""
-    batch_size: int = 8
-    """The number of sequences that are scored at the same time."""
     second_run: bool = True
     """Measure noise floors: score the tokens again in the ways that ``floors`` names."""
     floors: tuple[Cause, ...] = ("shape",)
@@ -209,24 +196,8 @@ def sequences(options: CompareArguments) -> TokenDump:
     dump = read_tokens(options.tokens) if options.tokens is not None else toy_prompts(options.toy_prompts or 0, model)
     if options.sample is None:
         return dump
-    config = SampleConfig(**{name.name: getattr(options, name.name) for name in dataclasses.fields(SampleConfig)})
     with tqdm(desc="sampling", unit="seq") as bar:
-        return sample_responses(dump, model, options.sample, config, progress=bar.update)
-
-
-def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarray:
-    """Returns the first ``longest`` tokens of a sequence, int32 [t]. None for ``name`` means the longest sequence.
-
-    Raises ConfigError if there is no such sequence, or it has fewer than 2 tokens.
-    """
-    if name is not None and name not in dump.sequence_ids:
-        raise ConfigError(f"--sequence: no sequence {name!r} among the {len(dump.sequence_ids)} there")
-    lengths = [len(ids) for ids in dump.token_ids]
-    place = int(np.argmax(lengths)) if name is None else list(dump.sequence_ids).index(name)
-    tokens = np.asarray(dump.token_ids[place][:longest], np.int32)
-    if len(tokens) < 2:
-        raise ConfigError(f"--layers needs a sequence of at least 2 tokens, got {len(tokens)}")
-    return tokens
+        return sample_responses(dump, model, options.sample, options, progress=bar.update)
 
 
 def run_layers(dump: TokenDump, options: CompareArguments) -> int:
@@ -238,7 +209,13 @@ def run_layers(dump: TokenDump, options: CompareArguments) -> int:
         raise ConfigError(f"--layer-tokens must be at least 2, got {options.layer_tokens}")
     for spec in scorers:
         check_traced(spec)
-    tokens = choose_sequence(dump, options.sequence, options.layer_tokens)
+    name, names = options.sequence, list(dump.sequence_ids)
+    if name is not None and name not in names:
+        raise ConfigError(f"--sequence: no sequence {name!r} among the {len(names)} there")
+    place = int(np.argmax([len(ids) for ids in dump.token_ids])) if name is None else names.index(name)
+    tokens = np.asarray(dump.token_ids[place][: options.layer_tokens], np.int32)
+    if len(tokens) < 2:
+        raise ConfigError(f"--layers needs a sequence of at least 2 tokens, got {len(tokens)}")
     judged: list[Judged] = []
     with open_tracer(scorers[0], model) as reference:
         check_vocabulary(dump, reference.config.vocab_size)
@@ -268,7 +245,7 @@ def run_bench(options: CompareArguments, argv: Sequence[str]) -> int:
     """Measures the scorers one by one in the directory OUT, which exists, and returns the exit status."""
     if options.model is None or (options.tokens and options.toy_prompts):
         raise ConfigError("--serve needs --model, and takes the prompts of either TOKENS or --toy-prompts N")
-    for name, least in (("lengths", 1), ("batch_size", 1), ("repeat", 0)):
+    for name, least in (("lengths", 1), ("repeat", 0)):
         if np.size(value := getattr(options, name)) == 0 or np.min(value) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     reference = options.trainer[0] if options.trainer else "jax"
@@ -334,14 +311,8 @@ def run(options: CompareArguments) -> int:
     given = sorted(dump.logprobs) if options.columns is None else options.columns
     roles = named_roles({*dump.logprobs, *columns.values()}, options.trainer, options.rollout)
     tokens, start = options.out / "tokens.parquet", dump
-    try:
-        for more in scored(start, jobs(start, columns, options), options):
-            dump = more
-            write_dump(tokens, dump)
-    except (KeyboardInterrupt, ConfigError):
-        if dump is not start and len(dump.first_runs) > 1:
-            print(f"rljax compare {tokens} reports the columns that are complete", file=sys.stderr)
-        raise
+    for dump in scored(start, jobs(start, columns, options), options):
+        write_dump(tokens, dump)
     compared = dict.fromkeys([*given, *columns.values()])
     names = [name for name in compared if not name.endswith(tuple(OTHER_RUNS.values()))]
     with caller_errors():

@@ -21,19 +21,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rljax.diagnose.course import Course, read_course
-from rljax.diagnose.evidence import Declared, Facts
+from rljax.diagnose.course import read_course
+from rljax.diagnose.evidence import Declared, Facts, cross
 from rljax.diagnose.page import diagnose, to_text
-from rljax.diagnose.signals import Log, choose_signals, read_signals, split_runs
-from rljax.diagnose.tables import cross
+from rljax.diagnose.signals import choose_signals, read_signals, split_runs
 from rljax.errors import ConfigError, MissingPackageError, caller_errors, import_for, parse_json
-from rljax.record.foreign_files import SUMMARY, foreign_kind
 from rljax.record.rows import finite_json, run_dumps
-from rljax.record.training_logs import flatten, read_log
+from rljax.record.training_logs import SUMMARY, Rows, flatten, foreign_kind, read_log
 from rljax.run.options import Positional, parse_arguments
 
 if TYPE_CHECKING:
@@ -71,56 +69,6 @@ def read_tokens(path: Path) -> TokenDump:
     return dump
 
 
-class ReadSource(NamedTuple):
-    """The contents of the files that the arguments name."""
-
-    log: Log | None  # the log, or None
-    dump: TokenDump | None  # the token dump, or None
-    config: Config | None  # the configuration of a run directory, or None
-    runs: tuple[str, ...] = ()  # the names of the runs in the log, if there are several and none was chosen
-    is_summary: bool = False  # whether the log is W&B's summary of a run
-
-
-def read_source(source: Path, tokens: Path | None, run: str | None = None) -> ReadSource:
-    """Reads the log, the token dump and the configuration that the arguments name. ``run`` is one of a log's runs.
-
-    Raises ConfigError or ValueError if neither a log nor a dump can be read, or the log has no such run.
-    """
-    dump, config = None, None
-    if not source.exists():
-        raise ConfigError(f"{source}: no such file or directory")
-    if tokens is not None:
-        dump = read_tokens(tokens)
-    elif source.is_dir() and (files := run_dumps(source)):
-        dump = read_tokens(files[-1])
-    if source.is_dir() and (source / "config.yaml").is_file() and (source / "metrics.jsonl").is_file():
-        config = needed("rljax.run.directory", source).recorded_config(source)
-    try:
-        if source.is_file() and foreign_kind(source) == SUMMARY:
-            return ReadSource(read_signals([flatten(parse_json(source.read_bytes()))]), dump, config, is_summary=True)
-        rows, _ = read_log(source, lambda columns: tuple(choose_signals(columns)[1].values()))
-        runs = split_runs(rows)
-        if run is not None and run not in runs:
-            known = ", ".join(runs) or "one run without a name"
-            raise ConfigError(f"{source}: no run {run!r} in the log, which has {known}")
-        if runs and run is None:
-            return ReadSource(None, dump, config, tuple(runs))
-        return ReadSource(read_signals(runs[run] if run is not None else rows), dump, config)
-    except ConfigError as reason:
-        if dump is not None or run is not None:
-            raise
-        try:
-            dump = read_tokens(source)
-        except MissingPackageError as missing:
-            raise ConfigError(f"{reason}; or is it a token file? {missing}") from missing
-        except ValueError as error:
-            raise (error if source.suffix == ".parquet" else reason) from None
-        if not dump.logprobs:
-            hint = "rljax docs compare lists the names of columns that are known"
-            raise ConfigError(f"{source} has token ids, but no log-probabilities: {hint}") from None
-        return ReadSource(None, dump, None)
-
-
 def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFacts | None) -> Declared:
     """Returns the declared dtypes and forms of both sides, from the configuration or else the header of the dump."""
     if config is not None:
@@ -133,21 +81,64 @@ def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFact
     return Declared(sides[0].dtype, sides[1].dtype, sides[1].form or ", ".join(filter(None, kinds)))
 
 
-def facts_of(source: ReadSource) -> Facts:
-    """Gathers the facts for the diagnosis from the log, the dump and the configuration."""
-    log, dump, config = source.log, source.dump, source.config
-    course: Course | None = read_course(log) if log is not None else None
+def facts_of(
+    source: Path,
+    tokens: Path | None = None,
+    run: str | None = None,
+    trainer: str | None = None,
+    rollout: str | None = None,
+) -> Facts:
+    """Gathers the facts of the log, the token dump and the configuration that the arguments name.
+
+    ``run`` is one of a log's runs, and ``trainer`` and ``rollout`` are columns of the dump.
+
+    Raises ConfigError or ValueError if neither a log nor a dump can be read, or one has no such run or column.
+    """
+    course, dump, config, runs, is_summary = None, None, None, dict[str, Rows](), False
+    if not source.exists():
+        raise ConfigError(f"{source}: no such file or directory")
+    if tokens is not None:
+        dump = read_tokens(tokens)
+    elif source.is_dir() and (files := run_dumps(source)):
+        dump = read_tokens(files[-1])
+    if source.is_dir() and (source / "config.yaml").is_file() and (source / "metrics.jsonl").is_file():
+        config = needed("rljax.run.directory", source).recorded_config(source)
+    try:
+        if source.is_file() and foreign_kind(source) == SUMMARY:
+            rows, is_summary = [flatten(parse_json(source.read_bytes()))], True
+        else:
+            rows, _ = read_log(source, lambda columns: tuple(choose_signals(columns)[1].values()))
+            runs = split_runs(rows)
+            if run is not None:
+                if run not in runs:
+                    known = ", ".join(runs) or "one run without a name"
+                    raise ConfigError(f"{source}: no run {run!r} in the log, which has {known}")
+                rows, runs = runs[run], {}
+        if not runs:
+            course = read_course(read_signals(rows))
+    except ConfigError as reason:
+        if dump is not None or run is not None:
+            raise
+        try:
+            dump = read_tokens(source)
+        except MissingPackageError as missing:
+            raise ConfigError(f"{reason}; or is it a token file? {missing}") from missing
+        except ValueError as error:
+            raise (error if source.suffix == ".parquet" else reason) from None
+        if not dump.logprobs:
+            hint = "rljax docs compare lists the names of columns that are known"
+            raise ConfigError(f"{source} has token ids, but no log-probabilities: {hint}") from None
     temperature = config.rollout.temperature if config is not None else 1.0
-    tokens: TokenFacts | None = None
-    if dump is not None and len(dump.logprobs) > 1:
-        tokens = importlib.import_module("rljax.diagnose.token_facts").read_facts(dump, temperature)
-    if log is not None and course is not None and course.gap_name:
-        crossings = cross(log.signals, log.steps)
-    elif tokens is not None:
-        crossings = cross({name: np.array([value]) for name, value in tokens.metrics.items()}, np.array([0]))
-    else:
-        crossings = []
-    return Facts(course, tokens, crossings, declared_of(config, dump, tokens), source.runs, source.is_summary)
+    of_tokens: TokenFacts | None = None
+    if dump is not None and (len(dump.logprobs) > 1 or trainer or rollout):
+        read_facts = importlib.import_module("rljax.diagnose.token_facts").read_facts
+        of_tokens = read_facts(dump, temperature, trainer, rollout)
+    crossings = []
+    if course is not None and course.gap_name:
+        crossings = cross(course.log.signals, course.log.steps)
+    elif of_tokens is not None:
+        crossings = cross({name: np.array([value]) for name, value in of_tokens.metrics.items()}, np.array([0]))
+    return Facts(course, of_tokens, crossings, declared_of(config, dump, of_tokens), tuple(runs), is_summary)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -157,12 +148,7 @@ def main(argv: Sequence[str]) -> int:
     )
     source = given.source
     with caller_errors():
-        read = read_source(source, given.tokens, given.run)
-        if read.dump is not None:
-            sides = [[column] if column else [] for column in (given.trainer, given.rollout)]
-            roles = needed("rljax.record.dump_facts", source).named_roles(read.dump.logprobs, *sides)
-            read = read._replace(dump=read.dump.with_roles(roles))
-        found = diagnose(str(source), facts_of(read))
+        found = diagnose(str(source), facts_of(source, given.tokens, given.run, given.trainer, given.rollout))
         text = finite_json(found)
         if given.json == Path("-"):
             print(text, end="")

@@ -22,9 +22,9 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.distributed.files import filled_directory
 from rljax.errors import ConfigError, caller_errors, parse_json
 from rljax.evaluate import find_policy
-from rljax.policy.adapter_files import CONFIG_NAME, WEIGHTS_NAME
+from rljax.policy.config import CONFIG_NAME
 from rljax.policy.hf import SafetensorError, save_params
-from rljax.policy.peft import save_adapters
+from rljax.policy.peft import WEIGHTS_NAME, save_adapters
 from rljax.run.options import Positional, parse_arguments
 from rljax.sharding import MeshConfig, make_mesh
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rljax.errors import ConfigError, caller_errors
 from rljax.record.figure import SMOOTH, plot_report
-from rljax.record.foreign_files import foreign_kind
+from rljax.record.training_logs import foreign_kind
 from rljax.run.options import Positional, parse_arguments
 
 

@@ -142,14 +142,13 @@ def near_misses(result: Replay) -> list[str]:
     """Returns lines about the length nearest to a call, and about the other rules."""
     outcome, config = result.in_use, result.in_use.rule.config
     assert config is not None  # the rule in use has one
-    level = outcome.nearest
-    if level is None:
+    if outcome.nearest is None:
         used = len(outcome.rates) - outcome.ignored - outcome.held_out
         lines = [f"nearest: none, because {used} usable steps are fewer than the warm-up of {config.warmup}"]
     else:
-        where = f"{level.ratio:.3g} times the baseline at step {level.step}"
-        lines = [f"nearest: {where} ({level.smoothed:.5g} against {level.baseline:.5g}); a call needs {config.ratio:g}"]
-        if level.ratio >= config.ratio:
+        step, ratio = outcome.nearest
+        lines = [f"nearest: {ratio:.3g} times the baseline at step {step}; a call needs {config.ratio:g}"]
+        if ratio >= config.ratio:
             lines[0] += f" with the newest {config.persistence} lengths at {config.held_ratio:g} or more"
     calls = [f"{one.rule.name} at step {one.surge_step}" for one in result.outcomes if one.crossing_step is not None]
     return [*lines, f"neighbour rules that would have called: {', '.join(calls) or 'none'}"]
@@ -162,7 +161,7 @@ def rules_table(result: Replay) -> list[list[str]]:
         mark = "* " if one.rule.config == result.in_use.rule.config else "  "
         first = one.changes[1][0] if len(one.changes) > 1 else None
         cells = [cell(value) for value in (one.surge_step, one.crossing_step, one.decay_period, first)]
-        nearest = cell(one.nearest.ratio if one.nearest else None, ".3g")
+        nearest = cell(one.nearest[1] if one.nearest else None, ".3g")
         rows.append([f"{mark}{one.rule.name}", *cells, f"{one.rates[-1]:.3g}", nearest])
     return rows
 
@@ -180,7 +179,7 @@ def logs_table(results: Sequence[Replay]) -> list[list[str]]:
 
 def outcome_numbers(outcome: RuleOutcome) -> dict[str, Any]:
     """Returns the entry of a rule in the JSON."""
-    config, level = outcome.rule.config, outcome.nearest
+    config, nearest = outcome.rule.config, outcome.nearest
     return {
         "rule": outcome.rule.name,
         "config": None if config is None else dataclasses.asdict(config),
@@ -188,7 +187,7 @@ def outcome_numbers(outcome: RuleOutcome) -> dict[str, Any]:
         "crossing_step": outcome.crossing_step,
         "decay_period": outcome.decay_period,
         "rates": [{"step": step, "learning_rate": rate} for step, rate in outcome.changes],
-        "nearest": None if level is None else level._asdict(),
+        "nearest": None if nearest is None else {"step": nearest[0], "ratio": nearest[1]},
         "ignored": outcome.ignored,
         "held_out": outcome.held_out,
     }

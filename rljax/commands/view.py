@@ -39,7 +39,7 @@ from rljax.view.page import Page, measure
 
 CURVES = (("mismatch",), ("length", "learning_rate", "reward"), ("accuracy", "grad_norm", "entropy"))
 """The panels of report.png in fewer rows."""
-TOKENIZER_FILES = ("tokenizer*", "*.jinja", "config.json", "special_tokens_map.json", "vocab*", "merges.txt")
+TOKENIZER_FILES = ("tokenizer*", "*.jinja", "config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,7 @@ def read_tokenizer(name: str | None, config: Config | None, facts: list[str]) ->
 
 def run_facts(run: Path) -> tuple[list[str], str]:
     """Returns sentences about a run, and its curves as SVG, which is empty if the run has no rows."""
-    from rljax.record.figure import SMOOTH, plot_grid, read_runs  # matplotlib, only for runs
-    from rljax.record.panel_style import svg_text
+    from rljax.record.figure import SMOOTH, plot_grid, read_runs, svg_text  # matplotlib, only for runs
 
     if not (run / "metrics.jsonl").is_file() or not (run / "metrics.jsonl").stat().st_size:
         return ["The run has no rows yet."], ""
@@ -133,15 +132,6 @@ def run_facts(run: Path) -> tuple[list[str], str]:
     called = f"The surge was called at step {surge}." if surge else "No surge was called."
     facts = [f"{len(runs[0].rows)} steps. {called}" + (f" The decay period is {period}." if period else "")]
     return facts, svg_text(plot_grid(CURVES, runs, SMOOTH, title=" "))
-
-
-def correction_text(correction: CorrectionConfig) -> str:
-    """Describes the correction of a run in a sentence."""
-    if correction.is_off:
-        return "The run has no correction: each token in the loss weighs 1."
-    default = CorrectionConfig()
-    changed = {name: value for name, value in vars(correction).items() if value != getattr(default, name)}
-    return "The run's correction: " + ", ".join(f"{name} {value}" for name, value in changed.items()) + "."
 
 
 def add_dumps(
@@ -156,8 +146,7 @@ def add_dumps(
         try:
             dump = read_tokens(path)
             columns = choose_pair(dump, given.trainer, given.rollout)
-            with tqdm(total=len(dump.sequence_ids), desc=path.name, unit="seq", delay=1, leave=False) as bar:
-                measured = measure(dump, columns, correction, progress=bar.update)
+            measured = measure(dump, columns, correction)
             limit = given.max_tokens // len(files)
             page.add(path.name, measured, tokens=limit, alternatives=given.alternatives)
         except (ValueError, OSError) as error:
@@ -186,8 +175,6 @@ def main(argv: Sequence[str]) -> int:
             facts.append(f"{len(files)} of its {count} token dumps are here.")
         if not files:
             facts.append("The run has no token dumps. Its configuration writes them with rollout.dump_every.")
-        if config is not None and files:
-            facts.append(correction_text(config.correction))
         failed = add_dumps(page, files, given, config.correction if config is not None else None)
         if not page.dumps and not curves:
             raise ConfigError(failed[0] if failed else f"{given.dump_or_run} has neither rows nor token dumps to show")

@@ -390,5 +390,4 @@ def _standing(row: Mapping[str, Any], parameters: int) -> str:
     if row["engine"].removesuffix(ON_TPU) not in _OTHERS:
         return ""
     dtype = f"{row['reference'].partition(':')[2]} / {row.get('form') or row['dtype']}"
-    found = normal_range(GAP, row[GAP], parameters=parameters / 1e9, tokens=row["length"], dtype=dtype)
-    return found.sentence if "parameters" in found.compared and found.standing != "unknown" else ""
+    return normal_range(GAP, row[GAP], parameters=parameters / 1e9, tokens=row["length"], dtype=dtype)

@@ -17,9 +17,8 @@ import numpy as np
 from rljax.compare.sequences import COLUMNS, IDS, Line, renamed, sequences_of
 from rljax.data.files import FileRow, json_lines
 from rljax.errors import naming, parse_json
-from rljax.record.foreign_files import TRL_TEXTS, foreign_kind
-from rljax.record.parquet_files import parquet_file
-from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
+from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, parquet_file, read_dump
+from rljax.record.training_logs import TRL_TEXTS, foreign_kind
 
 PRIME_RL_SCHEMA = 1
 """The ``schema_version`` of prime-rl's token export that this module reads."""

@@ -1,16 +1,31 @@
-"""Pictures of a comparison of columns: the matrix of the pairs, and the gap of each along the response."""
+"""Pictures of a comparison of columns, and of one by layers.
+
+The first has the matrix of the pairs, and the gap of each along the response. The second has own errors as a map,
+errors along depth, and effects.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from rljax.compare.layers.differences import LayerComparison
+from rljax.compare.layers.findings import Judged
+from rljax.compare.layers.operations import IN_BLOCK
 from rljax.compare.report import GAP, Comparison
+from rljax.record.figure import COLORS, GRID, head, note, save_figure
+
+_LOWEST, _HIGHEST = 1e-2, 1e2  # the range of the map, as multiples of the limit
+_SMALLEST = 1e-9  # an error of 0 is drawn here on a log axis
+_SHADES = [(0.0, "#f4f4f4"), (0.499, "#6fa8dc"), (0.501, "#fdb863"), (1.0, "#7f2704")]
+_MAP = LinearSegmentedColormap.from_list("ratio", _SHADES)
+"""Shades of blue below the limit and of orange above it."""
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
@@ -52,3 +67,75 @@ def plot_matrix(axes: Axes, comparison: Comparison) -> None:
             text = f"{value:.1e}".replace("e-0", "e-") if value else "0"
             axes.text(j, i, text, ha="center", va="center", fontsize=7, color="w" if value < 1e-2 else "k")
     axes.set_title(f"{GAP} (nats; diagonal: second run)", fontsize=10)
+
+
+def plot_layers(judged: Sequence[Judged], path: Path) -> None:
+    """Plots one row of three panels for each comparison into a file."""
+    figure = Figure(figsize=(17, 5.2 * len(judged)), layout="constrained")
+    grid = figure.subplots(len(judged), 3, squeeze=False)
+    for (left, middle, right), (comparison, verdict) in zip(grid, judged, strict=True):
+        plot_map(left, comparison)
+        plot_depth(middle, comparison)
+        plot_effects(right, comparison)
+        place = verdict.findings[0].place if verdict.findings else verdict.sentence
+        left.set_xlabel(f"layer\n\n{comparison.tested} against {comparison.reference}:\n{place:.100}", loc="left")
+    save_figure(figure, path)
+
+
+def plot_map(axis: Axes, comparison: LayerComparison) -> None:
+    """Plots the own error of each operation as a multiple of its limit. A cross marks an operation above its limit."""
+    head(axis, "Own error as a multiple of its limit", "")
+    kinds = [kind for kind in IN_BLOCK if any(each.operation.kind == kind for each in comparison.differences)]
+    layers = 1 + max((each.operation.layer or 0 for each in comparison.differences), default=0)
+    grid = np.full((len(kinds), layers), np.nan)
+    for each in comparison.differences:
+        if each.operation.layer is not None:
+            grid[kinds.index(each.operation.kind), each.operation.layer] = each.ratio
+    shown = np.log10(np.clip(grid, _LOWEST, _HIGHEST))
+    norm = TwoSlopeNorm(0.0, np.log10(_LOWEST), np.log10(_HIGHEST))
+    drawn = axis.imshow(shown, norm=norm, cmap=_MAP, aspect="auto", interpolation="nearest")
+    rows, columns = np.nonzero(grid > 1)
+    axis.plot(columns, rows, "x", color="k", markersize=7)
+    axis.set_yticks(range(len(kinds)), [IN_BLOCK[kind] for kind in kinds], fontsize=8)
+    axis.set_xticks(range(0, layers, max(1, layers // 12)))
+    ticks = [-2, -1, 0, 1, 2]
+    bar = axis.figure.colorbar(drawn, ax=axis, ticks=ticks, fraction=0.05)
+    bar.ax.set_yticklabels([f"{10.0**tick:g}" for tick in ticks], fontsize=8)
+
+
+def plot_depth(axis: Axes, comparison: LayerComparison) -> None:
+    """Plots the own errors, the errors up to each operation, and the limits, in the order of the operations."""
+    head(axis, "Along depth", "relative error")
+    differences, places = comparison.differences, np.arange(len(comparison.differences))
+    lines = {
+        "own error": ([each.own for each in differences], ".", COLORS[0]),
+        "error up to it": ([each.up_to for each in differences], "-", COLORS[1]),
+        "limit of the own error": ([each.limit for each in differences], ":", COLORS[5]),
+    }
+    for label, (values, form, color) in lines.items():
+        axis.plot(places, np.maximum(values, _SMALLEST), form, color=color, label=label)
+    above = [i for i, each in enumerate(differences) if each.ratio > 1 and np.isfinite(each.own)]
+    axis.plot(above, [max(differences[i].own, _SMALLEST) for i in above], "kx", label="above its limit")
+    first = [i for i, each in enumerate(differences) if each.operation.kind == "attention_norm"]
+    axis.set_xticks(first, [str(differences[i].operation.layer) for i in first], fontsize=8)
+    axis.set(yscale="log", xlabel="layer")
+    axis.grid(color=GRID)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def plot_effects(axis: Axes, comparison: LayerComparison) -> None:
+    """Plots the effect of the own errors of some operations on the reference's log-probabilities."""
+    head(axis, "Effect of one own error on log-probabilities", "")
+    known = [(each.effect_mean, each) for each in comparison.differences if each.effect_mean is not None]
+    known.sort(key=lambda pair: pair[0], reverse=True)
+    if not known:
+        note(axis, "no operation differs")
+        return
+    colors = ["k" if each.ratio > 1 else COLORS[0] for _, each in known]
+    axis.barh(range(len(known)), [effect for effect, _ in known], color=colors)
+    axis.set_yticks(range(len(known)), [each.operation.label for _, each in known], fontsize=8)
+    axis.invert_yaxis()
+    axis.axvline(comparison.logprob_mean, color=COLORS[1], linestyle="--")
+    axis.set_xlabel("mean change (nats); dashed: scorers", fontsize=8.5)
+    axis.set_axisbelow(True)
+    axis.grid(axis="x", color=GRID)

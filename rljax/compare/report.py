@@ -13,7 +13,7 @@ import numpy as np
 
 from rljax.compare.distributions import DistributionPair
 from rljax.compare.verdict import Verdict, judge
-from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position, mismatch_by_turn
+from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by, mismatch_by_turn
 from rljax.record.dump_facts import TokenPair, check_logprobs, turns_of
 from rljax.record.rows import finite_json, text_table
 from rljax.record.token_dumps import OTHER_RUNS, PLACES, ColumnSource, TokenDump
@@ -87,7 +87,7 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     for a, b in itertools.combinations(names, 2):
         pair = TokenPair(dump, a, b)
         verdict = judge(pair, same_weights=same_weights)
-        buckets = pair.measured(lambda tokens: mismatch_by_position(tokens, POSITION_EDGES))
+        buckets = pair.measured(lambda tokens: mismatch_by(tokens, tokens.sequences.position, POSITION_EDGES))
         growth = _by_bucket(finalize_buckets(buckets, bucket_labels(POSITION_EDGES)), OF_BUCKETS[:3])
         by_turn = _by_bucket(mismatch_by_turn(dump.logprobs[a], dump.logprobs[b], turns), OF_BUCKETS)
         pairs.append(Pair(a, b, roles[a] != roles[b], pair.metrics, growth, verdict, by_turn, ratio_bars(pair)))

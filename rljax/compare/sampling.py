@@ -29,12 +29,18 @@ class SampleConfig:
     runs sample from the same prefix up to the first token that differs.
     """
 
-    responses: int = 1  # the responses to each prompt; they are named <sequence id>/<number>
-    max_response_tokens: int = 256  # an end-of-sequence token of the model ends a response earlier
+    responses: int = 1
+    """The number of responses sampled for each prompt. They are named SEQUENCE/NUMBER."""
+    max_response_tokens: int = 256
+    """The longest sampled response (tokens)."""
     temperature: float = 1.0
+    """The temperature of sampling and of scoring."""
     seed: int = 0
-    batch_size: int = 8  # the requests to a server at a time; the embedded engine samples all responses at once
+    """The seed of the sampling."""
+    batch_size: int = 8
+    """The number of sequences that are scored, or requested of a server, at the same time."""
     second_run: bool = False
+    """Whether a server samples again, to measure its noise floor."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "responses", "batch_size")

@@ -25,12 +25,11 @@ from rljax.policy.score import make_scorer
 from rljax.record.token_dumps import ColumnSource, TokenDump, after_prompts, common_prefix
 from rljax.rollout.build import connect, load_jax_engine
 from rljax.rollout.embedded import JaxEngine
-from rljax.rollout.form import ServerForm
 from rljax.rollout.injected import CACHES
 from rljax.rollout.kinds import can, engines_that
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.requests import ServerInfo
-from rljax.rollout.types import ClientLimits
+from rljax.rollout.types import ClientLimits, ServerForm
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass
 from rljax.trainer.measure import Cause

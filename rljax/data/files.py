@@ -28,7 +28,7 @@ from rljax.data.forms import Alternatives, Form, NoAnswerError, as_alternatives,
 from rljax.data.shards import source_files
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
-from rljax.record.parquet_files import parquet_file
+from rljax.record.token_dumps import parquet_file
 
 FORMAT_VERSION = 1
 PASS_RATE = "pass_rate"
@@ -296,25 +296,24 @@ def _json_rows(path: Path) -> Iterator[tuple[int, FileRow]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, FileRow]]:
-    """Yields (line number, row) of a CSV file with commas, whose first row names the columns. Each value is a text."""
+    """Yields (number of its last line, row) for each row of a CSV file with commas. Each value is a text.
+
+    The first row of the file names the columns.
+    """
     csv.field_size_limit(_LONGEST_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        number = 1
+        reader = csv.DictReader(file, strict=True)
         try:
-            names = next(reader, [])
+            names = reader.fieldnames or []
             if len(set(names)) < len(names):
                 raise ValueError("two columns have the same name")
-            number = reader.line_num + 1
-            for values in reader:
-                if values and len(values) != len(names):
-                    raise ValueError(f"expected {len(names)} values, one for each column, got {len(values)}")
-                if values:
-                    yield number, dict(zip(names, values, strict=True))
-                number = reader.line_num + 1
+            for row in reader:
+                if None in row or None in row.values():
+                    raise ValueError(f"expected {len(names)} values, one for each column")
+                yield reader.line_num, row
         except (csv.Error, UnicodeDecodeError, ValueError) as error:
             reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
-            raise ValueError(f"{path}:{number}: {reason}") from error
+            raise ValueError(f"{path}:{max(1, reader.line_num)}: {reason}") from error
 
 
 def _message(value: Any) -> dict[str, Any]:

@@ -273,13 +273,11 @@ def render_problem(
         tools = {"tools": problem[CHAT_TOOLS]} if CHAT_TOOLS in problem else {}
         text = tokenizer.render_chat(messages, **{**tools, **arguments})
         return problem | {"prompt": text} | ({} if text == raw else {RAW_PROMPT: raw}) | {TEMPLATED: True}
-    missing = "the tokenizer has none" if tokenizer is None else tokenizer.missing_template
     if chat_template is True:
-        raise ValueError(f"chat_template = true, but {missing}; false gives the model the bare text")
-    if is_chat and tokenizer is not None and tokenizer.other_templates:
-        raise ValueError(f"a prompt is a chat, but {missing}; chat_template = false gives the model the bare text")
+        raise ValueError("chat_template = true, but the tokenizer has none; false gives the model the bare text")
     if arguments:
-        reason = missing if is_chat else "a prompt is plain text; chat_template = true puts it into the template"
+        plain = "a prompt is plain text; chat_template = true puts it into the template"
+        reason = "the tokenizer has none" if is_chat else plain
         raise ValueError(f"{', '.join(arguments)} is given for the chat template, but {reason}")
     text = prompt_text(raw)
     return problem | {"prompt": text} | ({} if text == raw else {RAW_PROMPT: raw})

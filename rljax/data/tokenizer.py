@@ -36,20 +36,15 @@ class Tokenizer:
     Attributes:
       pad_token_id: The id that fills unused positions; the end-of-sequence id if the tokenizer names no other.
       eos_token_id: The id that ends a response.
-      other_templates: The names of the chat templates, if there are several and none is the default.
     """
 
     def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        named: Mapping[str, str],
-        chat_template: str | None = None,
-        other_templates: Sequence[str] = (),
+        self, tokenizer: tokenizers.Tokenizer, named: Mapping[str, str], chat_template: str | None = None
     ) -> None:
         """Prepares the tokenizer of the ``tokenizers`` library, which is changed.
 
         ``named`` are the special tokens by the names in chat templates (``eos_token``, ``pad_token``, ...). The chat
-        template is a jinja2 text. If there are ``other_templates``, no template is the default.
+        template is a jinja2 text.
         """
         if "eos_token" not in named:
             raise ValueError("the tokenizer names no eos_token")
@@ -57,7 +52,6 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer, self._named, self._chat_template = tokenizer, dict(named), chat_template
-        self.other_templates = tuple(other_templates)
         self.eos_token_id = _id(tokenizer, named["eos_token"])
         self.pad_token_id = _id(tokenizer, named.get("pad_token", named["eos_token"]))
 
@@ -106,14 +100,6 @@ class Tokenizer:
         """Whether there is a chat template, which ``render_chat`` needs."""
         return bool(self._chat_template)
 
-    @property
-    def missing_template(self) -> str:
-        """The end of a sentence that says why there is no chat template."""
-        if self.other_templates:
-            named = ", ".join(self.other_templates)
-            return f"the tokenizer's list of chat templates has no entry default, only {named}"
-        return "the tokenizer has none"
-
     def render_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
         """Renders a chat with the tokenizer's template, up to the beginning of the model's answer.
 
@@ -139,7 +125,7 @@ class Tokenizer:
             in another way when messages follow.
         """
         if not self.has_chat_template:
-            raise ValueError(f"messages need a chat template, but {self.missing_template}; reply with a text")
+            raise ValueError("messages need a chat template, but the tokenizer has none; reply with a text")
         marks = [dict(message) | {"content": f"mark{i}of{len(messages)}"} for i, message in enumerate(messages)]
         text, marked = (
             self._behind_answer(chat, add_generation_prompt=True, **arguments) for chat in (messages, marks)
@@ -233,23 +219,20 @@ def _render(chat: list[dict[str, Any]], template: str, arguments: Mapping[str, A
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Reads the tokenizer of a Hugging Face directory; without tokenizer.json transformers converts its files.
+    """Reads the tokenizer of a Hugging Face directory.
 
     Raises:
-      ValueError: There is no tokenizer, or it cannot be read.
+      ValueError: There is no ``tokenizer.json``, or the tokenizer cannot be read.
     """
     directory = Path(directory)
-    forms = ((TOKENIZER_FILE,), (CONFIG_FILE, "tokenizer.model"), (CONFIG_FILE, "vocab.json", "merges.txt"))
-    if not any(all((directory / name).is_file() for name in names) for names in forms):
-        others = f"{CONFIG_FILE} with tokenizer.model, or with vocab.json and merges.txt"
-        raise ValueError(f"no tokenizer at {directory}: {TOKENIZER_FILE} does not exist, nor {others}")
+    if not (directory / TOKENIZER_FILE).is_file():
+        place = repr(str(directory))
+        remedy = f"AutoTokenizer.from_pretrained({place}).save_pretrained({place}) writes it"
+        raise ValueError(f"no tokenizer at {directory}: {TOKENIZER_FILE} does not exist; {remedy}")
     try:
-        return _read(directory) if (directory / TOKENIZER_FILE).is_file() else _convert(directory)
-    except (LookupError, TypeError, AttributeError, AssertionError) as error:
-        reason = f"a value of {CONFIG_FILE} is not of the form that transformers writes"
-        raise ValueError(f"the tokenizer at {directory} cannot be read: {reason}") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        reason = "a file of it is not UTF-8 text, or is nested too deeply"
+        return _read(directory)
+    except (LookupError, TypeError, AttributeError, AssertionError, UnicodeDecodeError) as error:
+        reason = "a file of it is not UTF-8 text, or not of the form that transformers writes"
         raise ValueError(f"the tokenizer at {directory} cannot be read: {reason}") from error
     except Exception as error:  # the tokenizers library raises plain Exception on a file it cannot parse
         raise ValueError(f"the tokenizer at {directory} cannot be read: {error}") from error
@@ -270,29 +253,25 @@ def _read(directory: Path) -> Tokenizer:
     if isinstance(more, Mapping):
         named |= {key: _content(token) for key, token in more.items()}
         more = []
-    made = Tokenizer(tokenizer, named, *_read_chat_template(directory, config))
+    made = Tokenizer(tokenizer, named, _read_chat_template(directory, config))
     _add_missing(tokenizer, [tokenizers.AddedToken(_content(token), special=True) for token in more])
     tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
     return made
 
 
-def _convert(directory: Path) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(directory)
-    template = theirs.get_chat_template() if theirs.chat_template else None
-    return Tokenizer(theirs.backend_tokenizer, theirs.special_tokens_map, template)
-
-
-def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> tuple[str | None, Sequence[str]]:
-    """Returns the default chat template, and the names of all if the configuration lists several without a default."""
-    file, template = directory / "chat_template.jinja", config.get("chat_template")
+def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the chat template. Raises ValueError if the configuration lists several without a default."""
+    file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8"), ()
-    if isinstance(template, list):
-        several = {one["name"]: one["template"] for one in template}
-        return several.get("default"), () if "default" in several else tuple(several)
-    return template, ()
+        return file.read_text(encoding="utf-8")
+    template: str | list[dict[str, str]] | None = config.get("chat_template")
+    if not isinstance(template, list):
+        return template
+    several = {one["name"]: one["template"] for one in template}
+    if "default" not in several:
+        said = f"the list of chat templates has no entry default, only {', '.join(several)}"
+        raise ValueError(f"{said}: write one into chat_template.jinja")
+    return several["default"]
 
 
 def _without_unset(value: Any) -> Any:

@@ -55,7 +55,7 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     findings = sorted(every, key=lambda finding: CONFIDENCES.index(finding.confidence))
     if findings and findings[0].confidence != POSSIBLE:
         return findings[0].cause, findings
-    crossed = {one.threshold.signal for one in facts.crossings if one.is_crossed}
+    crossed = {one.signal for one in facts.crossings if one.is_crossed}
     if facts.tokens is None and facts.course is not None:
         is_calm = facts.course.decline is None and not crossed & _NEVER_CROSSED
         is_sound = bool(facts.course.gap_name) and facts.is_normal and is_calm
@@ -92,7 +92,7 @@ def _comparable(facts: Facts) -> Iterator[Finding]:
         if verdict.cause == "other_weights" and verdict.status == "refused" and not facts.declared.forms:
             yield Finding("other_weights", SURE, verdict.reason)
     for one in facts.crossings:
-        if one.threshold.signal == "nonfinite_count" and one.is_crossed:
+        if one.signal == "nonfinite_count" and one.is_crossed:
             steps = f"{one.steps} of {one.measured} steps have tokens without a finite number on one side"
             yield Finding("missing_numbers", SURE, steps)
 
@@ -112,7 +112,7 @@ def _stale(facts: Facts) -> Iterator[Finding]:
     if course is not None and course.is_stale:
         names = (f"mismatch_{part}/logprob_abs_diff_mean" for part in ("numerics", "drift"))
         fresh, stale = (course.first.get(name, math.nan) for name in names)
-        buckets = course.gaps.get("mismatch_staleness", {})
+        buckets = course.staleness_gaps
         if math.isnan(stale) and len(buckets) > 1 and "0" in buckets:
             fresh, stale = buckets["0"], max(gap for label, gap in buckets.items() if label != "0")
         age = max(course.first["staleness"], course.last["staleness"], 0.0)

@@ -49,7 +49,7 @@ class Course:
     onsets: Mapping[str, Onset]  # the onsets of gap, grad_norm, entropy (its fall) and length
     # The error of the logits by bucket, over the whole log: group -> label -> effect.
     effects: Mapping[str, Mapping[str, float]]
-    gaps: Mapping[str, Mapping[str, float]]  # the mean gap by bucket
+    staleness_gaps: Mapping[str, float]  # the mean gap by staleness of a token
 
     def counts(self, group: str) -> dict[str, tuple[float, float]]:
         """Returns the tokens and the extreme tokens of all steps in each bucket of a group, if the log has both."""
@@ -127,7 +127,7 @@ def read_course(log: Log) -> Course:
         decline=None if decline is None else int(log.steps[decline]),
         onsets=onsets,
         effects={group: {label: effect(k3, gap) for label, k3, gap in means} for group, means in buckets.items()},
-        gaps={group: {label: gap for label, _, gap in means} for group, means in buckets.items()},
+        staleness_gaps={label: gap for label, _, gap in buckets.get("mismatch_staleness", ())},
     )
 
 

@@ -1,17 +1,30 @@
-"""The facts of a diagnosis, from a log, a dump and the declared settings, and the size of the mismatch."""
+"""The facts of a diagnosis, from a log, a dump and the declared settings, the size of the mismatch, and the tables.
+
+The tables (``causes.json``) are causes, limits of the field, remedies, and the options of projects. A cause has its
+kind, its words and its remedies, the best fitting first. A limit has the first four fields of ``Crossing``. A remedy
+has its words, and what serves any project ("" if nothing does). A project has its repository, and for each remedy the
+project's option with the file there that defines it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from rljax.diagnose.course import FEWEST_STEPS, Course
-from rljax.diagnose.tables import Crossing
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
 
+TABLES: Mapping[str, Any] = json.loads(Path(__file__).with_name("causes.json").read_bytes())
+"""The tables ``causes``, ``limits``, ``remedies`` and ``projects``."""
+CAUSES: Mapping[str, tuple[str, str]] = {name: (kind, words) for name, (kind, words, _) in TABLES["causes"].items()}
+"""The kind of each cause, and the cause in words."""
 SURE, LIKELY, POSSIBLE = "sure", "likely", "possible"
 CONFIDENCES = (SURE, LIKELY, POSSIBLE)
 
@@ -59,6 +72,24 @@ class Declared(NamedTuple):
         return max(both, key=DTYPES.index) if all(name in DTYPES for name in both) else ""
 
 
+class Crossing(NamedTuple):
+    """A limit of one signal, applied to a log or to a dump."""
+
+    signal: str  # the name of the signal, as in ``signals.MISMATCH``
+    limit: float
+    source: str  # a paper with its section, a project's rule, or "rljax" for our own limit
+    meaning: str  # the meaning of a larger number, in one clause
+    value: float  # the last value of a log (the median of its last steps), or the value of a dump
+    steps: int  # the number of steps beyond the limit; a dump counts as one step
+    measured: int  # the number of steps with a value
+    first: int | None  # the first step beyond the limit
+
+    @property
+    def is_crossed(self) -> bool:
+        """Whether the last value, or at least a tenth of the steps, is beyond the limit."""
+        return self.value > self.limit or self.steps * 10 >= max(self.measured, 1)
+
+
 class Finding(NamedTuple):
     """A cause that the facts support."""
 
@@ -83,7 +114,7 @@ class Facts(NamedTuple):
 
     course: Course | None  # the facts of the log
     tokens: TokenFacts | None  # the facts of the token dump
-    crossings: Sequence[Crossing]  # the thresholds, as applied to the log or else to the dump
+    crossings: Sequence[Crossing]  # the limits, as applied to the log or else to the dump
     declared: Declared = Declared()
     runs: Sequence[str] = ()  # the names of the runs in the file, if it has several and none was chosen
     is_summary: bool = False  # whether the log is a tracker's summary of a run, one value for each metric
@@ -162,3 +193,34 @@ def _origin(size: Size) -> str:
     if math.isnan(size.value):
         return ""
     return next((name for name, limit in size.limits.items() if size.value <= limit), BEYOND)
+
+
+def cross(signals: Mapping[str, np.ndarray], steps: np.ndarray) -> list[Crossing]:
+    """Applies every limit to its signal if the signal has a finite number.
+
+    The signals are float64 [n] each, NaN where there is no number, and the steps int64 [n].
+    """
+    found = []
+    for signal, limit, source, meaning in TABLES["limits"]:
+        values = signals.get(signal, np.zeros(0))
+        numbers, at = values[np.isfinite(values)], steps[: len(values)][np.isfinite(values)]
+        if count := len(numbers):
+            beyond = at[numbers > limit]
+            last = float(np.median(numbers[-max(1, min(5, count // 4 + 1)) :]))
+            first = int(beyond[0]) if len(beyond) else None
+            found.append(Crossing(signal, limit, source, meaning, last, len(beyond), count, first))
+    return found
+
+
+def first_remedy(cause: str, project: str) -> dict[str, str]:
+    """Returns the best fitting remedy of a cause for which a project has an option; {} of ``healthy``.
+
+    A project that is not in the table has what serves any project. The result has the ``remedy`` in words, its
+    ``option`` ("" if there is none) and the ``source`` of the option.
+    """
+    own, found = TABLES["projects"].get(project, {"repository": "", "options": {}}), list[dict[str, str]]()
+    for name in TABLES["causes"][cause][2]:
+        words, of_any = TABLES["remedies"][name]
+        option, path = own["options"].get(name, (of_any, ""))
+        found.append({"remedy": words, "option": option, "source": f"{own['repository']}: {path}" if path else ""})
+    return next((one for one in found if one["option"]), found[0] if found else {})

@@ -12,8 +12,7 @@ from typing import Any
 
 from rljax.diagnose.causes import DECISIVE, judge_cause
 from rljax.diagnose.course import FEWEST_STEPS, GAPS, Course
-from rljax.diagnose.evidence import Facts
-from rljax.diagnose.tables import CAUSES, first_remedy
+from rljax.diagnose.evidence import CAUSES, Facts, first_remedy
 from rljax.mismatch.atlas import normal_range
 from rljax.record.rows import finite_json
 
@@ -37,11 +36,7 @@ def diagnose(source: str, facts: Facts) -> dict[str, Any]:
         "verdict": words,
         "findings": [finding._asdict() | {"kind": CAUSES[finding.cause][0]} for finding in findings],
         "measured": _measured(facts),
-        "limits": [
-            {name: value for name, value in one._asdict().items() if name != "threshold"}
-            | {"crossed": one.is_crossed, **one.threshold._asdict()}
-            for one in facts.crossings
-        ],
+        "limits": [one._asdict() | {"crossed": one.is_crossed} for one in facts.crossings],
         "answers": {} if facts.runs else answers(facts),
         "first_remedy": first_remedy(cause, facts.project),
         "remedies": None if cause == "healthy" else f"rljax docs diagnose#{cause}",
@@ -158,8 +153,6 @@ def answers(facts: Facts) -> dict[str, str]:
         "a few tokens or all": _concentration(facts),
         "with length": _by_bucket(facts, "position"),
         "with entropy": _by_bucket(facts, "entropy"),
-        "with turns": _by_turn(course, "turns/turn"),
-        "after the environment's tokens": _by_turn(course, "turns/after"),
         "with step": _with_step(course),
         "before or after the collapse": _lead(course),
         "floor": _floor(facts),
@@ -199,12 +192,6 @@ def _by_bucket(facts: Facts, what: str) -> str:
             change = last / first if first > 0 else math.nan
             return f"{measure}: {_listed(values)} (last over first: {change:.1f})"
     return ""
-
-
-def _by_turn(course: Course | None, group: str) -> str:
-    """Returns the gap by turn, or by the distance from the environment's tokens, if the log has several turns."""
-    gaps = {} if course is None else course.gaps.get(group, {})
-    return f"{_listed(gaps)} (the gap, nats)" if len(gaps) > 1 else ""
 
 
 def _listed(values: Mapping[str, float]) -> str:
@@ -274,10 +261,8 @@ def _among(facts: Facts) -> str:
         names = {"tokens": "length", "entropy": "entropy"}
         known = {what: signals[name] for what, name in names.items() if signals.get(name, 0.0) > 0}
     for name in GAPS:
-        if math.isfinite(signals.get(name, math.nan)):
-            found = normal_range(name, signals[name], dtype=dtype, **known)
-            if found.standing != "unknown":
-                return f"{name} {found.sentence}"
+        if said := normal_range(name, signals.get(name, math.nan), dtype=dtype, **known):
+            return f"{name} {said}"
     return ""
 
 

@@ -86,14 +86,18 @@ class TokenFacts:
         return Size(self.effect_without, limits, "an error of the logits")
 
 
-def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
-    """Reads the facts of a dump. ``choose_pair`` chooses the columns.
+def read_facts(
+    dump: TokenDump, temperature: float = 1.0, trainer: str | None = None, rollout: str | None = None
+) -> TokenFacts:
+    """Reads the facts of a dump. ``choose_pair`` chooses the columns that are not named.
 
     ``temperature`` is the temperature of the sampling if the dump does not name it.
 
-    Raises ValueError if there are fewer than two columns, or a number is above 0.
+    Raises ValueError if a named column is missing, there are fewer than two columns, or a number is above 0.
     """
-    sides = choose_pair(dump)
+    sides = choose_pair(dump, trainer, rollout)
+    if trainer is not None or rollout is not None:
+        dump = dump.with_roles({sides[0]: "trainer", sides[1]: "rollout"})
     check_logprobs(dump, sides)
     pair = TokenPair(dump, *sides)
     roles_known = {"trainer", "rollout"} <= {dump.role(name) for name in dump.first_runs}

@@ -27,20 +27,14 @@ __all__ = [
     "zeros",
 ]
 
-_MODULES = {
-    "correction": ("importance_weights", "rejection_mask"),
-    "metrics": ("mismatch_metrics", "mismatch_statistics"),
-    "names": ("framework_metrics",),
-    "statistics": ("Statistics", "merge", "zeros"),
-    "tokens": ("read_sequences", "read_tokens"),
-}
+_MODULES = ("names", "correction", "metrics", "statistics", "tokens")
 
 
 def __getattr__(name: str) -> Any:
-    owner = next((module for module, names in _MODULES.items() if name in names), None)
-    if owner is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{owner}"), name)
+    modules = (importlib.import_module(f"{__name__}.{module}") for module in _MODULES)
+    value = globals()[name] = next(getattr(module, name) for module in modules if hasattr(module, name))
     return value
 
 

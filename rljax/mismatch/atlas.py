@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # The first pattern in "trainer / rollout" names the kind of numbers; "exact" kernels give both sides the same bits.
 _KINDS = {"exact": "exact", "4-bit": "int4|fp4", "8-bit": "int8|fp8|float8"}
@@ -32,15 +32,6 @@ def source_count(some: Sequence[Mapping[str, Any]]) -> int:
     return len({re.split(r", | \(", point["source"])[0] for point in some})
 
 
-class NormalRange(NamedTuple):
-    """The healthy points that are comparable with a run, and where the run's value lies."""
-
-    standing: str  # "below", "among" or "above" the points, or "unknown"
-    compared: tuple[str, ...]  # which of "parameters", "tokens" and "entropy" were compared
-    points: tuple[Mapping[str, Any], ...]
-    sentence: str  # for a reader, with the range and the number of points
-
-
 def normal_range(
     metric: str,
     value: float,
@@ -49,11 +40,11 @@ def normal_range(
     tokens: float | None = None,
     entropy: float | None = None,
     dtype: str | None = None,
-) -> NormalRange:
-    """Compares a run's gap with healthy points of the same metric and kind of numbers.
+) -> str:
+    """Says where a run's gap lies among healthy points of the same metric and kind of numbers; "" if too few fit.
 
     The points are within a factor of four of the run's size, length and entropy. Entropy is left out, then length,
-    then size, while fewer than five points of two sources fit. Toy models count only where the size is compared.
+    while fewer than five points of two sources fit. A known size is always compared. Toy models count only then.
 
     Args:
       metric: The name of a metric of the atlas.
@@ -66,24 +57,23 @@ def normal_range(
     kind = kind_of(dtype or "bfloat16")
     fitting = [p for p in points() if (p["metric"], p["health"], kind_of(p["dtype"])) == (metric, "healthy", kind)]
     known = {k: x for k, x in (("parameters", parameters), ("tokens", tokens), ("entropy", entropy)) if x is not None}
-    for count in range(len(known), -1, -1):
+    fewest = 0 if parameters is None else 1
+    for count in range(len(known), fewest - 1, -1):
         compared = {k: (x / _SPREAD, x * _SPREAD) for k, x in list(known.items())[:count]}
-        near = tuple(p for p in fitting if all(a <= (p[k] or math.inf) <= b for k, (a, b) in compared.items()))
-        near = near if "parameters" in compared else tuple(p for p in near if not p.get("toy"))
+        near = [p for p in fitting if all(a <= (p[k] or math.inf) <= b for k, (a, b) in compared.items())]
+        near = near if "parameters" in compared else [p for p in near if not p.get("toy")]
         if is_enough := len(near) >= _POINTS and source_count(near) >= _SOURCES:
             break
-    found = f"{len(near)} healthy {kind} measurements from {source_count(near)} sources"
     if not is_enough or not math.isfinite(value):
-        text = f"{found} do not say whether {metric} {value:.3g} is normal"
-        return NormalRange("unknown", tuple(compared), near, text)
+        return ""
     low, high = min(p["value"] for p in near), max(p["value"] for p in near)
     standing = "below" if value < low else "above" if value > high else "among"
     units = {"parameters": "B parameters", "tokens": "tokens", "entropy": "nats of entropy"}
-    limits = [f"of {_span([p[name] for p in near])} {units[name]}" for name in compared]
+    limits = [f"{len(near)} healthy {kind} measurements from {source_count(near)} sources"]
+    limits += [f"of {_span([p[name] for p in near])} {units[name]}" for name in compared]
     if left_out := [name for name in known if name not in compared]:
         limits.append(f"{' and '.join(left_out)} left out")
-    text = f"{value:.3g} lies {standing} {', '.join([found, *limits])} ({_span([low, high])})"
-    return NormalRange(standing, tuple(compared), near, text)
+    return f"{value:.3g} lies {standing} {', '.join(limits)} ({_span([low, high])})"
 
 
 def _span(numbers: Sequence[float]) -> str:

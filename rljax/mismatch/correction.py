@@ -114,15 +114,11 @@ def rejection_mask(
     tokens = read_tokens(
         trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences
     )
-    xp, mask, counted = tokens.xp, tokens.xp.asarray(response_mask), tokens.sequences.present
-    keep, passed = _reject(tokens, statistic, threshold)
-    kept = tokens.mask & tokens.mask_sequences.spread(passed)
-    stats = {
-        "rejected_sequence_fraction": count(xp, counted & ~keep) / xp.maximum(count(xp, counted), 1),
-        "rejected_token_fraction": count(xp, tokens.mask & ~kept) / xp.maximum(count(xp, tokens.mask), 1),
-        "nonfinite_count": count(xp, tokens.nonfinite),
-    }
-    return xp.where(kept, mask, xp.zeros_like(mask)), scalars(xp, stats)
+    _, kept, statistics = correct_tokens(tokens, rejections=[(statistic, threshold)])
+    names = ("rejected_sequence_fraction", "rejected_token_fraction", "nonfinite_count")
+    stats = {name: value for name, value in finalize_correction(statistics).items() if name in names}
+    mask = tokens.xp.asarray(response_mask)
+    return tokens.xp.where(kept, mask, tokens.xp.zeros_like(mask)), stats
 
 
 def correct_tokens(
@@ -145,7 +141,7 @@ def correct_tokens(
         weights, each, counted, changed = _weigh(tokens, *weighting)
     present = passed = tokens.mask_sequences.present
     for statistic, threshold in rejections:
-        passed = passed & _reject(tokens, statistic, threshold)[1]
+        passed = passed & _reject(tokens, statistic, threshold)
     kept = tokens.mask & tokens.mask_sequences.spread(passed) if rejections else tokens.mask
     weighs = tokens.mask_sequences.sums((weights > 0).astype(weights.dtype)) > 0
     flags = {"weight_count": counted, "changed_count": changed, "nonfinite_count": tokens.nonfinite}
@@ -218,8 +214,8 @@ def _weigh(
     return weights, weight, counted, counted & ~inside
 
 
-def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
-    """Marks the sequences that pass, [b, s] bool, twice: as ``sequences`` and ``mask_sequences`` number them."""
+def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float, float]) -> Any:
+    """Marks the sequences that pass, [b, s] bool, as ``mask_sequences`` numbers them."""
     _check_choice("statistic", statistic, Rejection)
     lowest, highest = _bounds(statistic == "geometric", threshold)
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences
@@ -239,7 +235,7 @@ def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float
         keep = sequences.means(below.astype(lr.dtype)) == 0
     # A sequence passes as a whole: its nonfinite tokens follow the verdict of its valid tokens.
     kept = tokens.valid & sequences.spread(keep & sequences.present)
-    return keep, tokens.mask_sequences.sums(kept.astype(lr.dtype)) > 0
+    return tokens.mask_sequences.sums(kept.astype(lr.dtype)) > 0
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

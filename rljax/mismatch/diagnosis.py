@@ -24,50 +24,28 @@ ENTROPY_EDGES = (0.01, 0.1, 0.5, 1.0, 2.0)
 """Lowest entropies (nats) of the buckets after the first."""
 
 
-def mismatch_by_position(tokens: Tokens, edges: Sequence[int] = POSITION_EDGES) -> Statistics:
-    """Computes statistics by position in the response, arrays [len(edges) + 1].
+def mismatch_by(tokens: Tokens, values: ArrayLike, edges: Sequence[float], least: float = -np.inf) -> Statistics:
+    """Computes statistics by a number of each token, int or float [b, t], arrays [len(edges) + 1].
 
-    Bucket i holds edges[i - 1] <= position < edges[i]. Positions count the valid tokens of a sequence from 1: tokens
-    that an environment wrote between them take no position. Raises ValueError unless the edges increase.
+    Bucket i holds edges[i - 1] <= number < edges[i]. Tokens whose number is not finite or is below ``least`` are in no
+    bucket. Raises ValueError unless the edges increase and the shapes agree.
     """
-    return _buckets(tokens, _digitize(tokens.sequences.position, edges), len(edges) + 1)
-
-
-def mismatch_by_count(tokens: Tokens, counts: ArrayLike, edges: Sequence[int]) -> Statistics:
-    """Computes statistics by a whole number of each token, [b, t] int, arrays [len(edges) + 1].
-
-    Bucket i holds edges[i - 1] <= number < edges[i]. Tokens whose number is below 1 are in no bucket. Raises ValueError
-    unless the edges increase and the shapes agree.
-    """
-    check_shape("counts", counts, tokens.valid.shape)
-    values = tokens.xp.asarray(counts)
-    return _buckets(tokens, tokens.xp.where(values < 1, -1, _digitize(values, edges)), len(edges) + 1)
-
-
-def mismatch_by_entropy(tokens: Tokens, entropy: ArrayLike, edges: Sequence[float] = ENTROPY_EDGES) -> Statistics:
-    """Computes statistics by the policy's entropy at the token ([b, t] float, nats), arrays [len(edges) + 1].
-
-    Tokens whose entropy is not finite are in no bucket. Raises ValueError unless the edges increase and the shapes
-    agree.
-    """
-    check_shape("entropy", entropy, tokens.valid.shape)
-    xp, values = tokens.xp, as_float(tokens.xp, entropy)
-    finite = xp.isfinite(values)
-    index = _digitize(xp.where(finite, values, 0), edges)
-    return _buckets(tokens, xp.where(finite, index, -1), len(edges) + 1)
-
-
-def mismatch_by_staleness(tokens: Tokens, staleness: ArrayLike, num_buckets: int = 4) -> Statistics:
-    """Computes statistics by the number of policy versions between sampler and trainer, arrays [num_buckets].
-
-    ``staleness``, [b, t] int and 0 or more, is the number of versions by which each token's sampler was behind the
-    trainer. Bucket 0 contains only the numerical mismatch. The other buckets contain off-policy drift as well, and the
-    last one all values from num_buckets - 1 up. Raises ValueError if there is no bucket or the shapes differ.
-    """
-    if num_buckets < 1:
-        raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
-    check_shape("staleness", staleness, tokens.valid.shape)
-    return _buckets(tokens, tokens.xp.clip(tokens.xp.asarray(staleness), 0, num_buckets - 1), num_buckets)
+    check_edges("edges", edges)
+    check_shape("values", values, tokens.valid.shape)
+    xp, numbers = tokens.xp, as_float(tokens.xp, values)
+    index = sum((numbers >= edge).astype(np.int32) for edge in edges)
+    counted = tokens.valid & xp.isfinite(numbers) & (numbers >= least)
+    inside = counted[None] & (index[None] == xp.arange(len(edges) + 1, dtype=np.int32)[:, None, None])
+    lr = tokens.log_ratio
+    size = xp.abs(lr)[None]
+    terms = {"log_ratio_abs": size, "k3": tokens.k3[None]}
+    flags = {"token_count": inside, "extreme_count": inside & (size > EXTREME_LOG_RATIO)}
+    return Statistics(
+        sums={name: count(xp, flag, (1, 2)) for name, flag in flags.items()}
+        | {name: xp.sum(xp.where(inside, term, 0), axis=(1, 2)) for name, term in terms.items()},
+        totals={"log_ratio": total_over(xp, xp.where(inside, lr[None], 0), (1, 2))},
+        maxima={"largest": xp.max(xp.where(inside, size, 0), axis=(1, 2), initial=0)},
+    )
 
 
 def finalize_buckets(statistics: Statistics, labels: Sequence[str]) -> dict[str, Any]:
@@ -100,25 +78,6 @@ def check_edges(name: str, edges: Sequence[float]) -> None:
     """Raises ValueError unless there is at least one edge and the edges increase."""
     if not edges or any(low >= high for low, high in itertools.pairwise(edges)):
         raise ValueError(f"{name} must hold at least one number and increase, got {list(edges)}")
-
-
-def _digitize(values: Any, edges: Sequence[float]) -> Any:
-    check_edges("edges", edges)
-    return sum((values >= edge).astype(np.int32) for edge in edges)
-
-
-def _buckets(tokens: Tokens, index: Any, num_buckets: int) -> Statistics:
-    xp, lr = tokens.xp, tokens.log_ratio
-    size = xp.abs(lr)[None]
-    inside = tokens.valid[None] & (index[None] == xp.arange(num_buckets, dtype=np.int32)[:, None, None])
-    terms = {"log_ratio_abs": size, "k3": tokens.k3[None]}
-    flags = {"token_count": inside, "extreme_count": inside & (size > EXTREME_LOG_RATIO)}
-    return Statistics(
-        sums={name: count(xp, flag, (1, 2)) for name, flag in flags.items()}
-        | {name: xp.sum(xp.where(inside, term, 0), axis=(1, 2)) for name, term in terms.items()},
-        totals={"log_ratio": total_over(xp, xp.where(inside, lr[None], 0), (1, 2))},
-        maxima={"largest": xp.max(xp.where(inside, size, 0), axis=(1, 2), initial=0)},
-    )
 
 
 def sign_skew(tokens: Tokens, advantages: ArrayLike) -> Statistics:
@@ -242,7 +201,7 @@ def mismatch_by_turn(
         vectors = [np.concatenate([each[i] for i in chosen]) for each in (trainer, rollout, turns)]
         ours, others, turn, distance = (vector[own][None] for vector in (*vectors, after))
         tokens = read_tokens(ours, others, np.ones(ours.shape, np.bool_))
-        found = mismatch_by_count(tokens, turn, TURN_EDGES), mismatch_by_count(tokens, distance, AFTER_EDGES)
+        found = mismatch_by(tokens, turn, TURN_EDGES, least=1), mismatch_by(tokens, distance, AFTER_EDGES, least=1)
         totals = tuple(map(merge, totals, found)) if totals else found
     metrics: dict[str, float] = {}
     for kind, edges, total in zip(("turn", "after"), (TURN_EDGES, AFTER_EDGES), totals, strict=False):

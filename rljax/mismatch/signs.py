@@ -53,12 +53,6 @@ def is_no_chance(logprobs: np.ndarray) -> bool:
     return len(np.unique(logprobs[np.abs(logprobs) > _UNCERTAIN])) >= _FEWEST
 
 
-def find_constants(logprobs: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the indices, int64 [n], of the vectors [r] that hold one number ``FILL_TOKENS`` times or more."""
-    lengths = np.fromiter(map(len, logprobs), np.int64)
-    of_enough = np.flatnonzero(lengths >= FILL_TOKENS)
-    if not len(of_enough):
-        return of_enough
-    joined, starts = np.concatenate([logprobs[i] for i in of_enough.tolist()]), np.cumsum(lengths[of_enough])
-    starts -= lengths[of_enough]
-    return of_enough[np.maximum.reduceat(joined, starts) == np.minimum.reduceat(joined, starts)]
+def find_constants(logprobs: Sequence[np.ndarray]) -> list[int]:
+    """Returns the indices of the vectors [r] that hold one number ``FILL_TOKENS`` times or more."""
+    return [i for i, vector in enumerate(logprobs) if len(vector) >= FILL_TOKENS and (vector == vector[0]).all()]

@@ -210,7 +210,7 @@ def host_demand(
         "arrays of an update": devices.on_host * max(training, sampling) * on_cpu,
         # The state is there twice for a moment.
         "arrays between updates": (devices.on_host * resident + state) * (config.rollout.colocated and not on_cpu),
-        # On a CPU the state is copied only where there is room for it.
+        # On a CPU a save makes no copy of the state.
         "a checkpoint on its way": state * (not on_cpu),
     }
     parts = {name: size for name, size in parts.items() if size}

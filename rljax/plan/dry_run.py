@@ -35,7 +35,6 @@ from rljax.rollout.build import version_bytes
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.packing import batch_shape, flat_rows, micro_batch_shape, settle_prefixes
-from rljax.run.sampling import REFILL_LIMIT
 from rljax.run.training import has_separate_forward, wanted_state
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
 
@@ -67,12 +66,10 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     lines |= {demand.label: _describe(demand) for demand in demands}
     head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
     in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
-    rows = {name: map(in_units, pair) for name, pair in (sizes | {"sum": (in_all, per_device)}).items()}
-    table = [(name, *pair) for name, pair in ({"bytes": ("in all", "per device")} | rows).items()]
-    column = max(len(name) for name, *_ in table)
+    rows = (sizes | {"sum": (in_all, per_device)}).items()
+    table = [("bytes", "in all", "per device"), *((name, *map(in_units, pair)) for name, pair in rows)]
     missing = [f"does not fit  {_describe_lack(each)}" for each in demands if not each.fits]
-    bytes_lines = [f"{name:<{column}}  {whole:>12}  {part:>12}" for name, whole, part in table]
-    return "\n".join([head, text_table(list(lines.items())), *bytes_lines, *missing])
+    return "\n".join([head, text_table(list(lines.items())), text_table(table), *missing])
 
 
 def find_demands(
@@ -229,11 +226,8 @@ def _batch(config: Config) -> dict[str, str]:
     of_update, updates = count // config.loss.mini_batches, config.loss.mini_batches * config.loss.epochs
     micro, rows, tokens = batch_shape(config, of_update)
     each = f", {updates} updates of {of_update}" if updates > 1 else ""
-    at_most = prompts * (1 + REFILL_LIMIT)
-    refill = {"refill": f"a step samples {prompts} to {at_most} prompts"} if config.rollout.refill else {}
     return {
         "a step": f"{prompts} prompts x {group} responses = {count:,} responses{each}",
-        **refill,
         "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "
         f"{config.rollout.max_response_tokens:,} each",
         "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens",

@@ -1,9 +1,10 @@
-"""The shape of a policy, and the choices of its computation."""
+"""The shape of a policy, the choices of its computation, and directories that hold an adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,8 @@ from rljax.policy.rotary import RopeScaling
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 ExpertsName = Literal["auto", "xla", "mosaic", "ragged"]
+CONFIG_NAME = "adapter_config.json"
+"""The file with the settings of an adapter in the layout of Hugging Face PEFT."""
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -130,3 +133,11 @@ def choose_kernel(key: str, name: str, refusals: Mapping[str, str | None]) -> st
     if refusal := refusals.get(name):
         raise ValueError(f"{key} = {name} {refusal}; auto chooses one that fits")
     return name
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Raises ValueError if a directory holds an adapter of PEFT, which transformers adds to a model there."""
+    if (directory / CONFIG_NAME).is_file():
+        cause = f"{directory} holds an adapter, which transformers adds to a model there"
+        remedy = f"set model.path to the model that it was made for and lora.adapter to {directory}"
+        raise ValueError(f"{cause}: {remedy}, or move its files away")

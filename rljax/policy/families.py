@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from rljax.errors import naming, parse_json
-from rljax.policy.adapter_files import refuse_adapter
-from rljax.policy.config import SIZES, PolicyConfig
+from rljax.policy.config import SIZES, PolicyConfig, refuse_adapter
 from rljax.policy.delta_net import DeltaNet
 from rljax.policy.experts import Experts
 from rljax.policy.layers import MLP, RMSNorm

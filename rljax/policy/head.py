@@ -26,12 +26,16 @@ _Chunk = tuple[Array, Array, Array | None]  # rows [c, d], their indices [c], an
 
 
 class TokenScores(NamedTuple):
-    """The scores of tokens, float32."""
+    """The scores of tokens, float32, and what else a forward gives. A value that was not asked for is None."""
 
     logprobs: Float[Array, "*b"]  # the log-probability of each target (nats)
-    entropy: Float[Array, "*b"]  # the entropy of its distribution (nats)
+    entropy: Any = None  # float32 [*b], the entropy of its distribution (nats)
     tops: Float[Array, "*b k"] | None = None  # the log-probabilities of given ids (nats); -inf for no token
     collision: Float[Array, "*b"] | None = None  # the sum of the squared probabilities of all tokens, without gradient
+    stats: Any = None  # the ``ForwardStats`` of a forward over packed rows
+    # The log-probabilities of all tokens that may follow each place, without gradient. Only the exact pass gives them.
+    log_softmax: Float[Array, "*b v"] | None = None
+    routes: Any = None  # the ``PackedBatch.routes`` that the forward chose
 
 
 class _Static(NamedTuple):

@@ -27,8 +27,7 @@ from safetensors.numpy import save_file
 
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
-from rljax.policy.adapter_files import refuse_adapter
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import PolicyConfig, refuse_adapter
 from rljax.policy.families import config_to_hf
 from rljax.policy.layers import Declarations
 from rljax.policy.model import Params, declared_params
@@ -126,7 +125,7 @@ class Leaf(NamedTuple):
                     np.copyto(whole, part, casting="unsafe")
                 else:
                     np.copyto(whole.reshape(part.shape[::-1]), part.T, casting="unsafe")
-            _check_finite(name, part, whole, computes_in)
+            _check_finite(name, whole, computes_in)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(fill, result, np.ravel(names)))
@@ -159,19 +158,16 @@ def _file_layout(layers: jax.Array, stacked: int, inputs: int | None, dtype: Any
     return jnp.swapaxes(cast.reshape(-1, math.prod(shape[:inputs]), math.prod(shape[inputs:])), 1, 2)
 
 
-def _check_finite(name: str, stored: np.ndarray, read: np.ndarray, computes_in: Any) -> None:
-    """Raises ValueError if a value is not finite: as ``stored``, as ``read``, or after a cast to ``computes_in``."""
+def _check_finite(name: str, read: np.ndarray, computes_in: Any) -> None:
+    """Raises ValueError if a value is not finite, as ``read`` or after a cast to ``computes_in``."""
     flat, largest = read.reshape(-1), float(jnp.finfo(computes_in).max)
     blocks = (flat[start : start + _BLOCK].astype(np.float32, copy=False) for start in range(0, flat.size, _BLOCK))
     if all(-largest <= block.min() and block.max() <= largest for block in blocks):  # False if one of them is NaN
         return
     with np.errstate(over="ignore"):
-        forms = {"NaN or infinite values": stored}
-        for values in (read, read.astype(computes_in)):
-            forms[f"values that are infinite in {values.dtype.name}"] = values
-    for said, values in forms.items():
-        if not np.isfinite(values.astype(float)).all():
-            raise ValueError(f"tensor {name!r} holds {said}")
+        cast = read.astype(computes_in)
+    if not np.isfinite(cast.astype(float)).all():
+        raise ValueError(f"tensor {name!r} holds values that are NaN, infinite, or beyond the range of {cast.dtype}")
 
 
 def leaves_of(params: Declarations) -> Iterator[Leaf]:

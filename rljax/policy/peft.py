@@ -11,12 +11,13 @@ from safetensors.numpy import save_file
 
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
-from rljax.policy.adapter_files import CONFIG_NAME, WEIGHTS_NAME
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import CONFIG_NAME, PolicyConfig
 from rljax.policy.hf import host_tensors, leaves_of, open_tensors, read_leaves
 from rljax.policy.lora import LoraConfig, declared_adapters
 from rljax.policy.model import Params
 
+WEIGHTS_NAME = "adapter_model.safetensors"
+"""The file with the matrices of an adapter."""
 _FIXED = {
     "peft_type": "LORA",
     "bias": "none",

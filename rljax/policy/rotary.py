@@ -36,10 +36,6 @@ _OPTIONAL = {
     "llama3": (_LENGTH,),
     "yarn": (_LENGTH, "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
 }
-_OF_ATTN_FACTOR = (
-    ": transformers and vLLM ignore it; delete it, or, to apply it, set attention_factor to its product with "
-    "0.1 ln(factor) + 1"
-)
 _TYPES = {"truncate": (bool,), _LENGTH: (int,)}
 """The types of the values that are not any number."""
 BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")
@@ -90,8 +86,7 @@ def read_rope(rope: Mapping[str, Any], longest: int) -> RopeScaling | None:
     known = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
     for name, value in given.items():
         if name not in known and value != {"type": kind}.get(name):
-            remedy = _OF_ATTN_FACTOR if (kind, name) == ("yarn", "attn_factor") else ""
-            raise ValueError(f"{name} = {value!r:.60} is not supported with rope_type = {kind!r}{remedy}")
+            raise ValueError(f"{name} = {value!r:.60} is not supported with rope_type = {kind!r}")
         if name in known and (type(value) not in _TYPES.get(name, (int, float)) or value < 0):
             raise ValueError(f"{name} cannot be {value!r:.60}")
     if missing := [name for name in _NEEDED[kind] if name not in given]:

@@ -60,18 +60,6 @@ def states_at(hidden: Float[Array, "b t d"], places: Int[Array, "b s"]) -> Float
 _NEVER = -1e30  # The log-probability of a token outside the support: exp gives 0.
 
 
-class Scores(NamedTuple):
-    """The results of a forward over packed rows, float32."""
-
-    logprobs: Float[Array, "b t"]  # nats; 0 at position 0 of a segment and on padding
-    entropy: Float[Array, "b t"]  # nats; 0 at position 0 of a segment and on padding
-    stats: ForwardStats
-    tops: Float[Array, "b t k"] | None = None  # log-probabilities of given token ids; -inf where the id is -1
-    collision: Float[Array, "b t"] | None = None  # the sum of squared probabilities, without gradient
-    # The log-probabilities of all tokens that may follow each place, without gradient. Only the exact pass gives them.
-    log_softmax: Float[Array, "b t v"] | None = None
-
-
 def over_support(
     logprobs: Float[Array, "*b"], tops: Float[Array, "*b k"], ids: Int[Array, "*b k"], *, collision: bool = False
 ) -> TokenScores:
@@ -132,7 +120,7 @@ def packed_logprobs(
     cut: bool = False,
     collision: bool = False,
     trees: PrefixTrees | None = None,
-) -> Scores:
+) -> TokenScores:
     """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
     Args:
@@ -147,7 +135,8 @@ def packed_logprobs(
         tokens of the trees. None: the policy computes the segments, which begin with their prompts.
 
     Returns:
-      The scores. ``logprobs[b, t]`` belongs to ``tokens[b, t]``, and ``tops[b, t]`` to ``top_ids[b, t]``.
+      The scores with the statistics of the forward pass. ``logprobs[b, t]`` belongs to ``tokens[b, t]``, and
+      ``tops[b, t]`` to ``top_ids[b, t]``. The first token of a segment and padding have 0.
 
     Raises:
       ValueError: The distributions are cut, and ``top_ids`` is None; or several devices share a row of trees, or
@@ -179,7 +168,7 @@ def packed_logprobs(
     if parts > 1:
         scored, stats = _unfold_scores(scored, parts), _unfold_choices(stats, parts)
     scored = align(scored, rows[2], rows[1]) if trees is None else where_inside(scored, segment_ids > 0)
-    return Scores(scored.logprobs, scored.entropy, stats, scored.tops, scored.collision)
+    return scored._replace(stats=stats)
 
 
 def _next(x: Int[Array, "b t *k"], parts: int) -> Array:

@@ -62,11 +62,8 @@ def named_roles(columns: Collection[str], trainer: Collection[str], rollout: Col
 class TokenPair:
     """Two columns of a dump at its r response tokens, one sequence after the other."""
 
-    def __init__(
-        self, dump: TokenDump, trainer: str, rollout: str, progress: Callable[[int], object] = lambda count: None
-    ) -> None:
-        """``progress`` gets the number of newly measured sequences."""
-        self.dump, self.trainer, self.rollout, self._progress = dump, trainer, rollout, progress
+    def __init__(self, dump: TokenDump, trainer: str, rollout: str) -> None:
+        self.dump, self.trainer, self.rollout = dump, trainer, rollout
         self._sides = dump.logprobs[trainer], dump.logprobs[rollout]
         counts = [mask.sum() for mask in dump.response_mask]
         self.sequence = np.repeat(np.arange(len(counts)), np.asarray(counts, int))  # the index of the sequence, [r]
@@ -105,10 +102,9 @@ class TokenPair:
     def measured(self, of: Callable[[Any], Any]) -> Any:
         """Returns the statistics ``of`` the tokens of all sequences."""
         total = None
-        for rows, sides in self.chunks():
+        for _, sides in self.chunks():
             found = of(read_tokens(*sides))
             total = found if total is None else merge(total, found)
-            self._progress(len(rows))
         return total
 
     @functools.cached_property

@@ -137,10 +137,9 @@ def format_summary(summary: Mapping[str, Any]) -> str:
         "rows with non-finite": say("rows_with_nonfinite"),
         "wall time": _duration(summary["wall_seconds"]),
     }
-    width = max(map(len, lines))
-    notes = f"first and last: means over {EDGE_STEPS} steps"
-    rule = "-" * max(len(notes), *(width + 2 + len(text) for text in lines.values()))
-    return "\n".join([rule, *(f"{label:<{width}}  {text}" for label, text in lines.items()), rule, notes])
+    table, notes = text_table(list(lines.items())), f"first and last: means over {EDGE_STEPS} steps"
+    rule = "-" * max(map(len, [notes, *table.splitlines()]))
+    return "\n".join([rule, table, rule, notes])
 
 
 def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:

@@ -13,13 +13,14 @@ neither. Reading a dump executes nothing in it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ import pyarrow.parquet as pq
 
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
-from rljax.record.parquet_files import parquet_file
 from rljax.record.token_arrays import to_float32, to_int32, to_mask
 
 FORMAT_VERSION = 1
@@ -244,6 +244,28 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
         # Hardly any number occurs twice, so a dictionary would take most of the time and make the file larger.
         pq.write_table(table, partial, compression="zstd", use_dictionary=False, write_page_checksum=True)
     return out
+
+
+@contextlib.contextmanager
+def parquet_file(path: str | os.PathLike[str]) -> Iterator[pq.ParquetFile]:
+    """Opens a Parquet file. The checksums of its pages are verified when they are read; not every file has them.
+
+    Arrow opens the file itself. If it read a file of Python, its threads would need the interpreter's lock to free
+    memory. That aborts the process if the interpreter ends meanwhile.
+
+    Raises:
+      OSError: The file cannot be opened.
+      ValueError: It is not a Parquet file, or it is damaged; errors of Arrow in the block become this error, too.
+    """
+    Path(path).open("rb").close()  # an OSError of Python names the file
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            rows = sum(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+            if rows != file.metadata.num_rows:
+                raise OSError(f"its row groups have {rows} rows, and its footer says {file.metadata.num_rows}")
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from error
 
 
 def read_dump(path: str | os.PathLike[str]) -> TokenDump:

@@ -39,20 +39,6 @@ _OBJECTS = {
 
 _OWN_KEYS = ("templated", "alternatives", "truth", "columns", "chat_tools")  # keys of a problem that are no columns
 _CUT = re.compile(r"trunc|(^|_)cut|clip|overlong|incomplete|unfinished")
-_OF_PROMPT = r"prompt|question|quer(y|ies)|instruction|message|conversation"
-_OF_ANSWER = r"answer|truth|gold|label|target|solution|expect|referenc|correct|^(gt|ref)$"
-_OF_RESPONSE = r"response|completion|output|text|generat|predict"
-_OF_OTHERS = r"data_source|info|completions|^args$|sample|state|_ids?$|^tests?$|test_cases"
-_OF_ROW = r"problem|row|example|task|^data|meta|extra|config|option|kwargs|weight|token|step|time|score|model"
-# The names in the first three places that mean something else than the problem, the response and "truncated".
-_NOT_OURS = tuple(
-    re.compile("|".join(names))
-    for names in (
-        (_OF_PROMPT, _OF_ANSWER, _OF_RESPONSE, _OF_OTHERS),
-        (_OF_PROMPT, _OF_ANSWER, _OF_OTHERS, _OF_ROW),
-        (_OF_PROMPT, _OF_ANSWER, _OF_OTHERS, _OF_ROW, _OF_RESPONSE),
-    )
-)
 
 
 class NamedReward:
@@ -68,7 +54,7 @@ class NamedReward:
         """
         self._function = function
         try:
-            self._parameters: Mapping[str, inspect.Parameter] = _parameters(function)
+            self._parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
             self._form = _form_of(self._parameters)
         except ValueError:  # some builtins have no signature; the first call shows whether it fits
             self._parameters, self._form = {}, "rljax"
@@ -177,10 +163,10 @@ _VALUES: Mapping[FormName, Callable[[Mapping[str, Any], str], dict[str, Any]]] =
 def _form_of(parameters: Mapping[str, inspect.Parameter]) -> FormName | None:
     names = set(parameters)
     places = [one for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    takes_three = _takes_three(parameters)
     is_cut = len(places) > 2 and bool(_CUT.search(places[2].name))
     marks = _VERL | _VERL_BATCH | _OPENRLHF | {"completions"}
-    if takes_three and is_cut and not marks & {one.name for one in places[:2]}:
+    takes_three = not any(map(_is_required, [*parameters.values()][3:]))
+    if is_cut and takes_three and not marks & {one.name for one in places[:2]}:
         return "rljax"
     if "queries" in names:
         return "openrlhf"
@@ -188,29 +174,7 @@ def _form_of(parameters: Mapping[str, inspect.Parameter]) -> FormName | None:
         return None if "prompt" in names else "trl"  # AReaL's functions take one prompt
     if names & _VERL_BATCH:
         return "verl_batch"
-    if names & (_VERL - {"extra_info"}):
-        return "verl"
-    return "rljax" if takes_three and _is_neutral(places) else None
-
-
-def _takes_three(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    try:
-        inspect.Signature(list(parameters.values())).bind({}, "", False)
-    except TypeError:
-        return False
-    kinds = [one.kind for one in parameters.values()]
-    # Nothing is known of a function that takes all and names nothing.
-    return kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
-
-
-def _is_neutral(places: list[inspect.Parameter]) -> bool:
-    """Returns whether the first three names can mean the problem, the response and whether it was truncated.
-
-    A third parameter with a default is an option of the function, unless its name has a single letter.
-    """
-    if len(places) > 2 and places[2].default is not places[2].empty and len(places[2].name) > 1:
-        return False
-    return not any(words.search(one.name.lower()) for words, one in zip(_NOT_OURS, places, strict=False))
+    return "verl" if names & (_VERL - {"extra_info"}) else None
 
 
 def _lacking(parameters: Mapping[str, inspect.Parameter], form: FormName | None) -> set[str]:
@@ -234,14 +198,3 @@ def _response_names(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
 def _is_required(parameter: inspect.Parameter) -> bool:
     named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return named and parameter.default is parameter.empty
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function, or of the function that a wrapper ``(*args, **kwargs)`` encloses."""
-    parameters = inspect.signature(function).parameters
-    kinds = [one.kind for one in parameters.values()]
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    inner = [one for one in cells if inspect.isfunction(one)]
-    if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD] and len(inner) == 1:
-        return _parameters(inner[0])
-    return parameters

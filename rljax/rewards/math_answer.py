@@ -18,9 +18,10 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 from rljax.rewards.final_answer import final_answer
-from rljax.rewards.math_form import form_of, matches, without_label
 from rljax.rewards.math_text import (
     braces_balance,
+    form_of,
+    matches,
     option_letter,
     option_letters,
     rewrite_numbers,
@@ -28,6 +29,7 @@ from rljax.rewards.math_text import (
     split_label,
     split_unit,
     tidy,
+    without_label,
     without_money,
     without_words,
 )

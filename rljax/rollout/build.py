@@ -24,14 +24,15 @@ from rljax.rollout.engine import RolloutEngine, Stopping
 from rljax.rollout.exact import ExactEngine, Executable
 from rljax.rollout.external.queue import is_address, parse_address
 from rljax.rollout.injected import InjectedEngine
-from rljax.rollout.kinds import can, check_wishes, named_engines
+from rljax.rollout.kinds import can, check_wishes
 from rljax.rollout.servers.discovery import make_lookup
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig
+from rljax.rollout.types import ClientLimits, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import check_weight_room
@@ -80,8 +81,6 @@ def check_engine(config: RolloutConfig) -> None:
             raise ValueError(f"{said}: no response is under way when weights come; give rollout.max_staleness above 0")
         if config.router_replay == "r3":
             raise ValueError(f"{said}: the experts of tokens before new weights are not reported; give wait")
-    if config.weight_quantization != "none" and config.inject.quantize != "none":
-        raise ValueError("rollout.weight_quantization and rollout.inject.quantize both round the weights: give one")
     if can(config.engine, "serves"):
         if config.discovery is not None:
             make_lookup(config.discovery)
@@ -130,17 +129,14 @@ def make_engine(
         count = 1 if publish.store in ("shared", "directory") else jax.process_count()  # the parts of a version
         try:
             check_weight_room(config.transfer_dir, publish.versions * size * min(tasks_here(), count) // count)
+            head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
             return ServedEngine(
-                config,
-                _backend(config.engine),
+                Expectation(config, config_to_hf(policy, config.dtype), max_tokens, head_dtype, size),
+                BACKENDS[config.engine](),
                 functions or policy_functions(policy, config.dtype),
-                hf_config=config_to_hf(policy, config.dtype),
-                max_tokens=max_tokens,
                 publish=publish,
-                head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
                 stop=stop,
                 probe_prompts=probe_prompts,
-                version_bytes=size,
             )
         except RuntimeError as error:
             raise ConfigError(error) from error
@@ -163,10 +159,6 @@ def make_engine(
     if is_exact:
         assert make_executable is not None
         engine = ExactEngine(make_executable(), inject=config.inject, drafts=embedded)
-    if config.weight_quantization != "none":  # of the weights in the rollout dtype, as in a server
-        dtype: Any = "same" if config.dtype == "float32" else config.dtype
-        inject = InjectConfig(dtype=dtype, quantize=config.weight_quantization)
-        engine = InjectedEngine(engine, inject, policy, mesh, published=config.dtype)
     return InjectedEngine(engine, config.inject, policy, mesh) if config.inject.changes_weights else engine
 
 
@@ -188,12 +180,6 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"vllm": VllmBackend, "sglang": Sgl
 """The kinds of servers, by the name of the engine."""
 
 
-def _backend(kind: str) -> Backend:
-    if kind not in BACKENDS:
-        raise ValueError(f"the kind of a server must be {named_engines('serves')}, got {kind!r}")
-    return BACKENDS[kind]()
-
-
 def connect(
     urls: Sequence[str], limits: ClientLimits | None = None, *, kind: str = "vllm", api_key_file: str | None = None
 ) -> ServedModel:
@@ -205,4 +191,4 @@ def connect(
       ServerError: A server does not answer.
       ValueError: A server is of another kind, or does not serve exactly one model, or the servers' models differ.
     """
-    return ServedModel(urls, _backend(kind), limits=limits, api_key_file=api_key_file)
+    return ServedModel(urls, BACKENDS[kind](), limits=limits, api_key_file=api_key_file)

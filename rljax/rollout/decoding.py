@@ -12,7 +12,7 @@ rows, except that products of another shape may round differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -99,14 +99,18 @@ class Queue:
             yield self._prompts[known], self._lengths[known], rows, into, numbers
 
 
-def attention_with_cache(
-    mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
-) -> Callable[[Array, Array, Array, BlockState | None], tuple[Array, BlockState]]:
-    """Returns the function ``Where.attend`` of rows whose keys and values are in a cache.
+def cached(
+    config: PolicyConfig,
+    positions: Int[Array, "b t"],
+    valid: Bool[Array, "b t"],
+    mask: Bool[Array, "b t s"],
+    write_at: Int[Array, ""] | int,
+) -> Where:
+    """Returns the tokens of rows whose keys and values are in a cache. ``valid`` are those that are not padding.
 
-    It writes the new ones in the dtype of the cache, from place ``write_at`` on. Then it reads all keys and values from
-    the cache. So even the new ones are rounded to the dtype of the cache. ``mask`` says which places each query attends
-    to.
+    Attention writes the new ones in the dtype of the cache, from place ``write_at`` on. Then it reads all keys and
+    values from the cache. So even the new ones are rounded to the dtype of the cache. ``mask`` says which places each
+    query attends to.
     """
 
     def attend_to_cache(q: Array, k: Array, v: Array, state: BlockState | None) -> tuple[Array, BlockState]:
@@ -115,18 +119,7 @@ def attention_with_cache(
         k_all, v_all = state.read()
         return attend(q, k_all.astype(k.dtype), v_all.astype(v.dtype), mask), state
 
-    return attend_to_cache
-
-
-def cached(
-    config: PolicyConfig,
-    positions: Int[Array, "b t"],
-    valid: Bool[Array, "b t"],
-    mask: Bool[Array, "b t s"],
-    write_at: Int[Array, ""] | int,
-) -> Where:
-    """Returns the tokens of rows with a cache. ``valid`` are those that are not padding."""
-    return Where(rotation(config, positions), attention_with_cache(mask, write_at), positions, valid)
+    return Where(rotation(config, positions), attend_to_cache, positions, valid)
 
 
 def _zeros(spec: CacheSpec) -> States:

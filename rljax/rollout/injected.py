@@ -7,7 +7,6 @@ comes on top of that engine's own mismatch.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,13 +69,13 @@ def quantize(params: Params, logical: Params, kind: str) -> Params:
     return jax.tree.map(stored, params, logical)
 
 
-def restore(params: Params, dtype: Any = jnp.float32) -> Params:
-    """Returns the weights in ``dtype`` from the result of ``quantize`` or of a cast."""
+def restore(params: Params) -> Params:
+    """Returns the weights in float32 from the result of ``quantize`` or of a cast."""
 
     def plain(weight: Any) -> Array:
         if isinstance(weight, Quantized):
-            weight = weight.values.astype(jnp.float32) * weight.scale
-        return weight.astype(dtype)
+            return weight.values.astype(jnp.float32) * weight.scale
+        return weight.astype(jnp.float32)
 
     return jax.tree.map(plain, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
@@ -118,18 +117,8 @@ class InjectedEngine(RolloutEngine):
     The k + 1 newest versions are kept on the devices.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        inject: InjectConfig,
-        config: PolicyConfig,
-        mesh: Mesh,
-        published: Any = jnp.float32,
-    ):
-        """Wraps ``engine``, which is closed together with this one. ``config`` is the shape of the policy.
-
-        ``published`` is the dtype of weights that were cast or quantized.
-        """
+    def __init__(self, engine: RolloutEngine, inject: InjectConfig, config: PolicyConfig, mesh: Mesh):
+        """Wraps ``engine``, which is closed together with this one. ``config`` is the shape of the policy."""
         self._engine, self._inject, self._mesh = engine, inject, mesh
         logical, shardings = logical_axes(config), param_shardings(config, mesh)
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)
@@ -137,7 +126,7 @@ class InjectedEngine(RolloutEngine):
         # Storing and restoring are two executables: inside one XLA may drop a pair of casts.
         self._quantize = jax.jit(lambda params: quantize(params, logical, inject.quantize))
         self._cast = jax.jit(lambda params: jax.tree.map(lambda p: p.astype(inject.dtype), params))
-        self._restore = jax.jit(functools.partial(restore, dtype=published), out_shardings=shardings)
+        self._restore = jax.jit(restore, out_shardings=shardings)
         self._kept: deque[tuple[int, Params]] = deque(maxlen=inject.staleness + 1)
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:

@@ -74,7 +74,6 @@ WISHES = (
     Wish("trajectories", "lags", lambda c: c.trajectories is not None),
     Wish("max_staleness", "lags", lambda c: c.max_staleness > 0),
     Wish("update", "updates_in_flight", lambda c: c.update != "wait"),
-    Wish("weight_quantization", "decodes", lambda c: c.weight_quantization != "none"),
     Wish("kv_cache_dtype", "decodes", lambda c: c.kv_cache_dtype != "auto"),
     Wish("decode_tokens", "decodes", lambda c: c.decode_tokens > 0),
     Wish("server_form", "cache_form", lambda c: c.server_form.is_rounded),

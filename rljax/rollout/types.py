@@ -9,9 +9,39 @@ import numpy as np
 
 from rljax.errors import check_at_least, check_finite, check_positive
 from rljax.rollout.episodes.config import EpisodeConfig
-from rljax.rollout.form import ServerForm
 from rljax.rollout.kinds import Engine, can
 from rljax.tokens import TokenRecord
+
+
+@dataclass(frozen=True)
+class ServerForm:
+    """The number formats in which servers hold weights and key-value cache. By default nothing is rounded.
+
+    A server with other formats is refused. The weights are published in ``rollout.dtype``, and their bits are verified
+    before the server rounds them.
+    """
+
+    weights: str = "none"
+    """The quantization that the servers are started with, by vLLM's name, such as fp8_per_channel or
+    int8_per_channel_weight_only. none: weights in ``rollout.dtype``."""
+    kv_cache: str = "auto"
+    """The dtype of the servers' cached keys and values, such as fp8_e4m3 or fp8_e5m2. auto: ``rollout.dtype``."""
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether weights or cache are rounded to another form than the rollout dtype."""
+        return self != ServerForm()
+
+    def __str__(self) -> str:
+        return f"weights {self.weights}, key-value cache {self.kv_cache}"
+
+    @property
+    def label(self) -> str:
+        """The name of the form in a comparison, such as "fp8_e5m2 cache"; empty if nothing is rounded."""
+        plain = ServerForm()
+        parts = [f"{self.weights} weights"] if self.weights != plain.weights else []
+        parts += [f"{self.kv_cache} cache"] if self.kv_cache != plain.kv_cache else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -105,10 +135,6 @@ class RolloutConfig:
     of files ``*.url``, or dns://HOST:PORT for a server at each address of HOST. ``urls`` is not used then."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """The dtype that the engine computes in. It must be the dtype of the weights published to it."""
-    weight_quantization: Literal["none", "int8", "fp8"] = "none"
-    """The 8-bit format that the published matrices of the transformer blocks are rounded to: symmetric, with one scale
-    for each output channel; fp8 is float8_e4m3fn. Embedding, LM head, norms and activations stay in ``dtype``. Only for
-    the embedded engine."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """The dtype of the cached keys and values, with scale 1. auto: ``dtype``. Only for the embedded engine."""
     decode_tokens: int = 0
@@ -226,7 +252,7 @@ class RolloutConfig:
     @property
     def engine_form(self) -> ServerForm:
         """The form in which the engine holds weights and cache, for every kind of engine."""
-        own = ServerForm(self.weight_quantization, self.kv_cache_dtype)
+        own = ServerForm(self.inject.quantize, self.kv_cache_dtype)
         return self.server_form if can(self.engine, "serves") else own
 
 

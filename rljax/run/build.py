@@ -48,7 +48,7 @@ from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
-from rljax.run.sampling import REFILL_LIMIT, RefillingSampler, ResponseSource, Sampler, SampleStep, SingleTurn
+from rljax.run.sampling import RefillingSampler, ResponseSource, Sampler, SampleStep, SingleTurn
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
@@ -154,9 +154,6 @@ def look_at_data(config: Config, problems: Problems) -> str:
             "correct the answers, or set data.check_answers = 0"
         )
     text = table(list(zip(problems.tallies, found, strict=True)), data.max_prompt_tokens)
-    if config.rollout.refill:
-        most = data.batch_size * (1 + REFILL_LIMIT)
-        text += f"\nrollout.refill: a step takes {data.batch_size} to {most} problems"
     print(text, file=sys.stderr)
     return text
 
@@ -219,11 +216,7 @@ def make_source(
 
 
 def make_batches(
-    inputs: Inputs,
-    engine: RolloutEngine,
-    source: ResponseSource,
-    problems: Problems,
-    stop: StopRequest,
+    inputs: Inputs, engine: RolloutEngine, source: ResponseSource, problems: Problems, stop: StopRequest
 ) -> Batches:
     """Returns the batches of the run: taken from another program, sampled ahead of the trainer, or sampled in turn.
 
@@ -258,18 +251,14 @@ def make_batches(
 
 
 def build(
-    inputs: Inputs,
-    engine: RolloutEngine,
-    checkpointer: Checkpointer,
-    problems: Problems,
-    stop: StopRequest | None = None,
+    inputs: Inputs, engine: RolloutEngine, checkpointer: Checkpointer, problems: Problems, stop: StopRequest
 ) -> RunParts:
-    """Builds the objects of a run in their state before step 1. ``stop``: None if nobody can ask the run to stop.
+    """Builds the objects of a run in their state before step 1.
 
     Raises OSError or ValueError if the reward, the environment, frozen weights, or the trajectories of another program
     cannot be used.
     """
-    (config, policy, tokenizer, mesh), stop = inputs, stop or StopRequest()
+    config, policy, tokenizer, mesh = inputs
     scorer = make_scorer(config.data, config.rollout)
     source = make_source(config.data, config.rollout, engine, tokenizer, scorer, stop)
     update, weights, of_weights = make_trainer(config, policy, mesh)

@@ -13,7 +13,6 @@ import functools
 import gc
 import json
 import logging
-import math
 import os
 import shlex
 import shutil
@@ -26,9 +25,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from rljax.distributed.files import free_memory
 from rljax.distributed.processes import is_of_devices
 from rljax.errors import NotWrittenError, StartAgainError, check_at_least, describe, printable
 from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
@@ -44,7 +41,6 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT, errno.ENO
 # These words stand in an error when a whole checkpoint cannot be read just now.
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", *map(os.strerror, _PASSING))
 _LOGGERS = ("asyncio", "concurrent.futures")  # the event loops of orbax log to these
-ROOM = 0.5  # the share of the free memory that a copy of the state may take while it is written
 _GIVEN_UP_S = 0.2  # the time that is waited for abandoned reads to end in their own threads
 
 
@@ -122,9 +118,9 @@ class Checkpointer:
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts a save and returns. The run goes on, and may donate ``state``, while files are written.
 
-        On a CPU this needs a copy of the state. If the memory has no room for a copy, the files are complete when this
-        method returns. ``host`` is the host state as JSON. Older checkpoints are deleted once this one is complete.
-        Raises NotWrittenError if this checkpoint or the one before could not be written.
+        On a CPU the files are complete when this method returns. ``host`` is the host state as JSON. Older checkpoints
+        are deleted once this one is complete. Raises NotWrittenError if this checkpoint or the one before could not be
+        written.
         """
         self.wait()
         if self._best is not None:  # each save under way holds a copy of the state in pinned memory of the host
@@ -133,15 +129,12 @@ class Checkpointer:
         place = self._directory / str(step)
         if place.is_symlink() or place.is_file():
             self._set_aside(step, self._damaged(step, "it is not a folder"))
-        copied = _on_cpu_bytes(state)
-        goes_on = copied < ROOM * (free_memory() or math.inf)
-        frozen = jax.tree.map(jnp.copy, state) if copied and goes_on else state
-        content = host | {ARRAYS: array_checksums(frozen)}
+        content = host | {ARRAYS: array_checksums(state)}
         content[SELF] = json_checksum(content)
         args = self._ocp.args
         with self._written(step):
-            self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(content)))
-        if not goes_on:
+            self._manager.save(step, args=args.Composite(state=args.StandardSave(state), host=args.JsonSave(content)))
+        if is_on_cpu(state):
             self.wait()
 
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any], of: str = "") -> bool:
@@ -351,11 +344,9 @@ def _give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _on_cpu_bytes(state: Any) -> int:
-    """Returns the size in bytes of the arrays on a CPU, which orbax reads after ``save`` has returned."""
-    # From an accelerator orbax copies to the host before its ``save`` returns; on a CPU its copy is only a view.
-    on_cpu = (leaf for leaf in jax.tree.leaves(state) if any(d.platform == "cpu" for d in leaf.devices()))
-    return sum(shard.data.nbytes for leaf in on_cpu for shard in leaf.addressable_shards)
+def is_on_cpu(state: Any) -> bool:
+    """Returns whether arrays are on a CPU, where orbax reads their own memory after its ``save`` has returned."""
+    return any(device.platform == "cpu" for leaf in jax.tree.leaves(state) for device in leaf.devices())
 
 
 @functools.cache

@@ -282,17 +282,13 @@ def read_document(file: Path, places: dict[str, str]) -> Any:
         return json.loads(json.dumps(document, default=str, ensure_ascii=False).encode())
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except UnicodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text") from error
+    except (RecursionError, LookupError, AttributeError, TypeError) as error:  # their texts name no fault of the file
+        raise ConfigError(f"{file}: not valid YAML: {type(error).__name__}") from error
+    except (yaml.YAMLError, ValueError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {problem}") from error
-    except UnicodeError as error:  # an escape such as "\ud800" ends here, too
-        raise ConfigError(f"{file}: not valid YAML: text that is not UTF-8") from error
-    except RecursionError as error:
-        raise ConfigError(f"{file}: not valid YAML: nested too deeply") from error
-    except (LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{file}: not valid YAML: a value that is not of its tag (!!bool, !!timestamp)") from error
-    except ValueError as error:  # a number or a date that is none
-        raise ConfigError(f"{file}: not valid YAML: {error}") from error
 
 
 def _find_keys(node: yaml.Node | None, file: Path, prefix: str, places: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from rljax.data.files import Problem, Tally, right_answers
 from rljax.data.gym_problems import REWARD as _GYM
 from rljax.data.prompts import prompt_key
+from rljax.record.rows import text_table
 from rljax.rewards.pool import RewardPool
 from rljax.rewards.resolve import CHEAP, SHIPPED
 
@@ -206,15 +207,10 @@ def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> st
         ]
         if tally.unread:
             notes.append(f"keys not read: {', '.join(key for key, _ in tally.unread.most_common(12))}")
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = []
-    for first, *others in lines:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        rows.append("  ".join([first.ljust(widths[0]), *cells]))
-    rows[:0] = [f"warning: {tally.name}: {check.control}" for tally, check in tallies if check.control]
+    warnings = [f"warning: {tally.name}: {check.control}" for tally, check in tallies if check.control]
     if any(len(check.failed) > TOLERATED * check.checked for _, check in tallies):
-        rows.insert(0, "warning: right answers get no reward when they are given as the response")
-    return "\n".join([*rows, *notes])
+        warnings.insert(0, "warning: right answers get no reward when they are given as the response")
+    return "\n".join([*warnings, text_table(lines), *notes])
 
 
 def short(text: object, longest: int = 40) -> str:

@@ -37,7 +37,7 @@ FORK_MAY_DIFFER = (
     *("run.fork", "schedule.kind", "schedule.decay_period", "schedule.multiplier", "schedule.decay_factor"),
     *("schedule.floor_ratio", "schedule.horizon", "schedule.ess_base"),
     *("optimizer.learning_rate", "optimizer.weight_decay", "rollout.top_logprobs"),
-    *("correction.", "loss.", "rollout.engine", "rollout.weight_quantization", "rollout.kv_cache_dtype"),
+    *("correction.", "loss.", "rollout.engine", "rollout.inject.", "rollout.kv_cache_dtype"),
     *("rollout.refill", "rollout.trajectories", "rollout.server_form.", "rollout.batch_invariant"),
 )
 

@@ -13,7 +13,7 @@ from rljax.errors import StoppedWaitingError
 from rljax.record.rows import Row, is_accuracy
 from rljax.run.config import EvalConfig
 from rljax.run.sampling import Sampler, Scored
-from rljax.run.timers import Timers
+from rljax.run.stop import Timers
 
 EVAL_SEED = 0  # the seed of the sampling in an evaluation
 SOLVED = 0.5  # the reward above which a response solves its problem, for pass@k

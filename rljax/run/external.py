@@ -30,9 +30,8 @@ from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
 from rljax.run.directory import saved_steps
 from rljax.run.pipeline import Batches
-from rljax.run.sampling import Rollouts, SampledStep, SampleStep
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.sampling import Rollouts, SampleStep
+from rljax.run.stop import StopRequest, Timers
 
 if TYPE_CHECKING:
     from rljax.rollout.external.receiver import Receiver
@@ -73,21 +72,21 @@ class ExternalBatches(Batches):
                 self._has_started = True
                 print(f"trajectories are received at {self.receiver.url}/trajectories", file=sys.stderr, flush=True)
 
-    def take(self, timers: Timers) -> SampledStep:
+    def take(self, timers: Timers) -> Rollouts:
         """Returns the batch of the next step; received files that no checkpoint needs any more are deleted."""
         sampled = super().take(timers)
         if self.receiver is not None and (kept := saved_steps(self.run_dir)):
             self.receiver.delete_finished(kept[0])
         return sampled
 
-    def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
+    def sample(self, problems: Sequence[Problem], step: int) -> Rollouts:
         """Waits for as many complete groups as there are ``problems``. Only the number of ``problems`` matters.
 
         Raises StoppedWaitingError as soon as the run is asked to stop, and ConfigError if a row cannot be used.
         """
         began, count = time.perf_counter(), len(problems)
         next_line, interval = began + _FIRST_LINE_S, _FIRST_LINE_S
-        while (batch := self.queue.take(count, step)) is None:
+        while (groups := self.queue.take(count, step)) is None:
             if self.stop.is_requested():
                 raise StoppedWaitingError("asked to stop while the run waited for trajectories of another program")
             with caller_errors():
@@ -102,21 +101,20 @@ class ExternalBatches(Batches):
             if self.queue.wait(_TICK_S):
                 self.stop.progress()
         waited_s = time.perf_counter() - began
+        dropped_rows, self.queue.dropped_rows = self.queue.dropped_rows, 0
         responses = [
             [dataclasses.replace(one.response, prompt_index=i, sample_index=j) for j, one in enumerate(group)]
-            for i, group in enumerate(batch.groups)
+            for i, group in enumerate(groups)
         ]
-        rewards = np.asarray([[one.reward for one in group] for group in batch.groups], np.float32)
-        return SampledStep(
-            Rollouts(responses, rewards),
-            {
-                "rollout/dropped_stale_rows": batch.dropped_rows,
-                "rollout/failed_trajectories": int(np.isnan(rewards).sum()),
-                "rollout/waiting_groups": sum(self.queue.counts()),
-                "time/wait_s": waited_s,
-                **self._count_doubts(batch.groups, step),
-            },
-        )
+        rewards = np.asarray([[one.reward for one in group] for group in groups], np.float32)
+        row = {
+            "rollout/dropped_stale_rows": dropped_rows,
+            "rollout/failed_trajectories": int(np.isnan(rewards).sum()),
+            "rollout/waiting_groups": sum(self.queue.counts()),
+            "time/wait_s": waited_s,
+            **self._count_doubts(groups, step),
+        }
+        return Rollouts(responses, rewards, row=row)
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
@@ -179,11 +177,7 @@ class ExternalBatches(Batches):
 
 
 def make_external_batches(
-    config: Config,
-    policy: PolicyConfig,
-    stream: PromptStream,
-    sampling: SamplingParams,
-    stop: StopRequest,
+    config: Config, policy: PolicyConfig, stream: PromptStream, sampling: SamplingParams, stop: StopRequest
 ) -> ExternalBatches:
     """Builds the batches of ``rollout.trajectories``.
 

@@ -17,9 +17,6 @@ from rljax.policy.config import SIZES, PolicyConfig
 from rljax.sharding import fetch, on_devices
 from rljax.weights.sums import mixed
 
-OF_DATA = ("tokenizer", "chat_template", "problems", "extra_info")
-"""The keys of fingerprints that every run has. A checkpoint of an older rljax lacks some of them."""
-
 
 def array_checksums(tree: Any) -> dict[str, str]:
     """Computes a checksum of each array of a pytree, the same for any sharding.
@@ -82,8 +79,8 @@ def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> N
 def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:
     """Raises ValueError if frozen weights, tokenizer, template or problems are not the checkpoint's.
 
-    The keys of the dictionaries are ``reference``, ``base`` and the keys in ``OF_DATA``; any may be absent.
-    ``recorded`` and ``now`` hold checksums, and ``names`` the path or task for the message.
+    Any key may be absent. ``recorded`` and ``now`` hold checksums, and ``names`` the path or task
+    for the message.
     """
     began = "the run began with"
     model = "has other weights than before: give the model that the run began with as model.path"

@@ -20,7 +20,6 @@ from rljax.record.writers import Recorder
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.evaluation import mean_accuracy
 from rljax.run.step import NewestStep, Progress, RunParts, is_due, one_step
-from rljax.run.timers import StepProfiler
 from rljax.trainer.state import TrainState
 
 
@@ -124,10 +123,9 @@ def train(
 
 def _make_and_save_steps(parts: RunParts, newest: NewestStep, record: Recorder) -> None:
     """Makes the steps that are left. The newest finished step is also saved after a step that is given up or fails."""
-    config, progress, checkpointer = parts.config, newest.progress, parts.checkpointer
+    progress, checkpointer = newest.progress, parts.checkpointer
     try:
-        with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
-            _make_steps(parts, newest, record, profiler)
+        _make_steps(parts, newest, record)
         checkpointer.wait()
     except StoppedWaitingError as error:
         print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
@@ -146,24 +144,33 @@ def _make_and_save_steps(parts: RunParts, newest: NewestStep, record: Recorder) 
         raise
 
 
-def _make_steps(parts: RunParts, newest: NewestStep, record: Recorder, profiler: StepProfiler) -> None:
+def _make_steps(parts: RunParts, newest: NewestStep, record: Recorder) -> None:
+    """Makes, records and saves the steps that are left, and profiles those of ``run.profile_steps``."""
     config, progress, is_save_due = parts.config, newest.progress, False
-    while progress.step < config.run.steps:
-        with profiler.step(progress.step + 1):
-            one_step(parts, newest)
-        for line in _record_step(parts, newest, record):
-            print(f"\nwarning: guard: {line}", file=sys.stderr)
-        skips_too_many = 0 < config.guard.max_skipped_updates <= progress.not_finite
-        stopping = parts.stop.is_requested() or bool(progress.stopped_by) or skips_too_many
-        # While updates are skipped the weights stay as they are, and the checkpoint from before stays the last.
-        is_save_due |= is_due(config.checkpoint.every, progress.step)
-        if stopping or progress.step == config.run.steps or (is_save_due and not progress.not_finite):
-            _save(parts, newest, record)
-            is_save_due = False
-        if skips_too_many:
-            progress.stopped_by.append(_skipped_line(parts, progress))
-        if config.checkpoint.keep_best and (accuracy := mean_accuracy(newest.row)) is not None:
-            of = repr(dataclasses.replace(config.eval, every=0, at_start=False, pass_k=()))
-            parts.checkpointer.save_best(progress.step, accuracy, newest.state, newest.host, of)
-        if stopping:
-            break
+    first, last = config.run.profile_steps or (0, -1)
+    begin = max(first, progress.step + 1)
+    with contextlib.ExitStack() as profile:
+        while progress.step < config.run.steps:
+            step = progress.step + 1
+            if step == begin <= last:
+                profile.enter_context(jax.profiler.trace(Path(config.run.dir) / "profile"))
+            with jax.profiler.StepTraceAnnotation("step", step_num=step):
+                one_step(parts, newest)
+            if step == last:
+                profile.close()
+            for line in _record_step(parts, newest, record):
+                print(f"\nwarning: guard: {line}", file=sys.stderr)
+            skips_too_many = 0 < config.guard.max_skipped_updates <= progress.not_finite
+            stopping = parts.stop.is_requested() or bool(progress.stopped_by) or skips_too_many
+            # While updates are skipped the weights stay as they are, and the checkpoint from before stays the last.
+            is_save_due |= is_due(config.checkpoint.every, progress.step)
+            if stopping or progress.step == config.run.steps or (is_save_due and not progress.not_finite):
+                _save(parts, newest, record)
+                is_save_due = False
+            if skips_too_many:
+                progress.stopped_by.append(_skipped_line(parts, progress))
+            if config.checkpoint.keep_best and (accuracy := mean_accuracy(newest.row)) is not None:
+                of = repr(dataclasses.replace(config.eval, every=0, at_start=False, pass_k=()))
+                parts.checkpointer.save_best(progress.step, accuracy, newest.state, newest.host, of)
+            if stopping:
+                break

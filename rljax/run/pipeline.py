@@ -23,9 +23,8 @@ from rljax.data.prompts import Problem, PromptStream
 from rljax.errors import ServersLostError
 from rljax.policy.model import Params
 from rljax.rollout.engine import AHEAD, RolloutEngine, check_wanted
-from rljax.run.sampling import TICK_S, SampledStep, SampleStep
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.sampling import TICK_S, Rollouts, SampleStep
+from rljax.run.stop import StopRequest, Timers
 
 _END_S = 60.0  # the longest wait for a batch to end once it is given up
 
@@ -42,7 +41,7 @@ class Batches:
         """Allows sampling to begin, now that the policy after ``step`` is published."""
         self.taken = step
 
-    def take(self, timers: Timers) -> SampledStep:
+    def take(self, timers: Timers) -> Rollouts:
         """Returns the batch of the next step. Raises the errors of ``ResponseSource.begin``."""
         self.taken += 1
         with timers.phase("rollout"):
@@ -102,7 +101,7 @@ class BatchesAhead(Batches):
         self._version = self._begun = 0
         self._data: dict[str, Any] | None = None  # the state of the stream to save; None before the start
         # The sampled batches by step, with the time at which the sampling of each began.
-        self._ready: dict[int, tuple[SampledStep, _Job, float]] = {}
+        self._ready: dict[int, tuple[Rollouts, _Job, float]] = {}
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
         self._error: BaseException | None = None
@@ -113,7 +112,7 @@ class BatchesAhead(Batches):
         self._version = self.taken = self._begun = step
         self._data = self.stream.state_dict()
 
-    def take(self, timers: Timers) -> SampledStep:
+    def take(self, timers: Timers) -> Rollouts:
         """Waits for the batch of the next step; ``time/ahead_s`` says how long before this call its sampling began."""
         step, asked = self.taken + 1, time.perf_counter()
         if self._thread.ident is None:
@@ -133,7 +132,8 @@ class BatchesAhead(Batches):
                 raise self._error
             sampled, job, began = self._ready.pop(step)
             self.taken, self._data = step, job.data
-            return sampled._replace(row=sampled.row | {"time/ahead_s": asked - began})
+            sampled.row["time/ahead_s"] = asked - began
+            return sampled
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
@@ -212,7 +212,7 @@ class BatchesAhead(Batches):
     def _finish(self, job: _Job) -> None:
         """Samples the batch that is under way, on the caller's thread."""
         began = time.perf_counter()
-        outcome: SampledStep | BaseException
+        outcome: Rollouts | BaseException
         self.stream.load_state_dict(job.data)  # A lost batch may have taken further problems. They are taken again.
         try:
             outcome = self.sample_step(job.problems, job.step)
@@ -221,7 +221,7 @@ class BatchesAhead(Batches):
             outcome = error
         with self._changed:
             self._under_way = None
-            if isinstance(outcome, SampledStep):
+            if isinstance(outcome, Rollouts):
                 self._ready[job.step] = (outcome, job._replace(data=self.stream.state_dict()), began)
             elif isinstance(outcome, ServersLostError) and threading.current_thread() is self._thread:
                 self._lost = job

@@ -54,8 +54,8 @@ def write_tokens(
     """Writes the token dump ``rollouts/step_<step>.parquet`` with the columns ``rollout`` and ``trainer``.
 
     The header has under ``sampling`` the temperature and the length limit, and these settings where they are on:
-    ``rollout.inject``, an 8-bit form of the engine's weights or cache, and the cuts of the sampling. Weights that a
-    setting changes have a name of their own. Weights of an older version, or of several versions, have no name.
+    ``rollout.inject``, an 8-bit cache of the engine, and the cuts of the sampling. Weights that a setting
+    changes have a name of their own. Weights of an older version, or of several versions, have no name.
 
     Each response token has an advantage, unless ``advantage.estimator`` is optimal_token. It has the policy version
     that sampled it, and whether it is in the loss (1 or 0). It has the entropy of the trainer's distribution (nats) if
@@ -99,9 +99,7 @@ def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, Colum
     weights = f"{config.run.dir} version {version}"
     injected = rollout.inject.given
     changes = [f"{name} {injected[name]}" for name in ("weight_noise", "quantize", "dtype") if name in injected]
-    forms = {name: getattr(rollout, name) for name in ("weight_quantization", "kv_cache_dtype")}
-    eight_bits = {name: kind for name, kind in forms.items() if kind not in ("none", "auto")}
-    changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
+    eight_bits = {"kv_cache_dtype": rollout.kv_cache_dtype} if rollout.kv_cache_dtype != "auto" else {}
     sampler = f"{trainer} decode" if can(rollout.engine, "decodes") else rollout.engine
     sampled = "" if stale else ", ".join([weights, *changes])  # weights of several versions have no one name
     temperature, form, cut = rollout.temperature, rollout.engine_form.label, rollout.is_cut

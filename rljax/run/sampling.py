@@ -62,11 +62,12 @@ class Outcomes(NamedTuple):
 
 @dataclass
 class Rollouts:
-    """The responses that a step trains on."""
+    """The responses that a step trains on, and the measurements of their sampling."""
 
-    responses: list[list[Response]]  # the g responses to each of b prompts
+    responses: list[list[Response]]  # the g responses to each of b problems, in their order unless some were replaced
     rewards: np.ndarray  # the rewards, float32 [b, g]; NaN for a trajectory that failed
     dropped: Outcomes | None = None  # the outcomes of groups that were sampled for the step and then replaced, if any
+    row: Row = field(default_factory=dict)  # the counts, seconds and fractions of the sampling, for the row of the step
 
     def all(self) -> list[Response]:
         """Returns all responses, prompt by prompt."""
@@ -88,14 +89,7 @@ class Rollouts:
         return int(self.all_outcomes().lengths.sum())
 
 
-class SampledStep(NamedTuple):
-    """The rollouts of one step, and the measurements of their sampling."""
-
-    rollouts: Rollouts  # the responses, in the order of the problems unless groups were replaced
-    row: Row  # the counts, seconds and fractions of the sampling, for the row of the step
-
-
-SampleStep = Callable[[Sequence[Problem], int], SampledStep]
+SampleStep = Callable[[Sequence[Problem], int], Rollouts]
 """A function (problems, step) -> the rollouts of the step, as many groups as there are problems.
 
 It raises the errors of ``ResponseSource.begin``."""
@@ -220,7 +214,7 @@ class Sampler:
     seed: int = 0
     counts_mixed: bool = False  # whether a batch reports ``rollout/mixed_fraction``
 
-    def sample(self, problems: Sequence[Problem], step: int, round_number: int = 0) -> SampledStep:
+    def sample(self, problems: Sequence[Problem], step: int, round_number: int = 0) -> Rollouts:
         """Samples the rollouts of ``step``. Step and round number decide the seed.
 
         Raises the errors of ``ResponseSource.begin``, and RuntimeError if the engine returned too few responses, or all
@@ -239,10 +233,10 @@ class Sampler:
             np.asarray([[one.reward for one in group] for group in groups], np.float32),
         )
         counts = self.source.pop_metrics()
-        row: Row = {**counts, "reward/error_fraction": counts["reward/errors"] / len(by_place), **begun.metrics}
+        rollouts.row = {**counts, "reward/error_fraction": counts["reward/errors"] / len(by_place), **begun.metrics}
         if self.counts_mixed:
-            row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
-        return SampledStep(rollouts, row)
+            rollouts.row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
+        return rollouts
 
     def scored(self, problems: Sequence[Problem], seed: int) -> Iterator[Scored]:
         """Yields scored responses in the order of arrival. Raises the errors of ``ResponseSource.begin``."""
@@ -332,18 +326,18 @@ class RefillingSampler:
     stream: PromptStream  # the problems of further rounds are its next ones
     config: Config
 
-    def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
+    def sample(self, problems: Sequence[Problem], step: int) -> Rollouts:
         """Samples the rollouts of ``step``, as many groups as there are ``problems``.
 
         The groups with signal come first, in the order of their problems. After ``REFILL_LIMIT`` further rounds the
         earliest groups without signal fill up the batch. Raises the errors of ``ResponseSource.begin``.
         """
-        rollouts, row = self.sampler.sample(problems, step)
+        rollouts = self.sampler.sample(problems, step)
         signal = groups_with_loss(advantages_of(rollouts, self.config))
-        rows, counts = [row], [len(problems)]
+        rows, counts = [rollouts.row], [len(problems)]
         while not signal.all() and len(rows) <= REFILL_LIMIT:
-            more, row = self.sampler.sample(self.stream.take(int((~signal).sum())), step, len(rows))
-            rows.append(row)
+            more = self.sampler.sample(self.stream.take(int((~signal).sum())), step, len(rows))
+            rows.append(more.row)
             counts.append(len(more.responses))
             signal = np.concatenate([signal, groups_with_loss(advantages_of(more, self.config))])
             order = np.argsort(~signal, kind="stable")
@@ -354,7 +348,8 @@ class RefillingSampler:
             "rollout/refill_rounds": len(rows) - 1,
             "rollout/refilled_tokens": 0 if dropped is None else int(dropped.lengths.sum()),
         }
-        return SampledStep(rollouts, sum_rows(rows, counts) | replaced)
+        rollouts.row = sum_rows(rows, counts) | replaced
+        return rollouts
 
 
 def exchanged(rollouts: Rollouts, more: Rollouts, order: np.ndarray) -> Rollouts:

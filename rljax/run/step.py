@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +18,13 @@ from rljax.rollout.engine import RolloutEngine
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import Evaluation
-from rljax.run.fingerprint import OF_DATA, check_fingerprints, check_policy, policy_record
+from rljax.run.fingerprint import check_fingerprints, check_policy, policy_record
 from rljax.run.guard import Guard
 from rljax.run.pipeline import Batches
 from rljax.run.rate import RateController, ess_row, load_fork, observed_value, schedule_row, share_row
 from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import ResponseSource, rollout_row, step_seed, training_sequences
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.stop import StopRequest, Timers
 from rljax.run.watch import Watch, Word, declared_by
 from rljax.trainer.measure import without_empty_buckets
 from rljax.trainer.packing import useful_fraction
@@ -87,12 +85,9 @@ class RunParts:
         """
         check_policy(host["policy"], self.policy, self.config.model.path)
         model, data = self.config.model.path, self.config.data
-        source, recorded = data.path or data.task, host.get("fingerprints", {})
+        source = data.path or data.task
         names = dict.fromkeys(self.fingerprints, model) | {"problems": source, "extra_info": source}
-        check_fingerprints(recorded, self.fingerprints, names)
-        if unknown := ", ".join(kind for kind in OF_DATA if kind not in recorded):
-            said = f"the checkpoint of step {host['step']} does not say with which it was trained: {unknown}"
-            print(f"warning: {said}; an older rljax saved it, so they are not compared", file=sys.stderr)
+        check_fingerprints(host.get("fingerprints", {}), self.fingerprints, names)
         self.batches.load_state_dict(host["data"])
         if self.config.run.fork_step == host["step"]:
             load_fork(self.controller, host["schedule"], self.config.schedule)
@@ -142,8 +137,8 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     row: Row = {"step": step} | parts.evaluation.at_start(step, timers)
 
     # 1 and 2
-    rollouts, sampling_row = parts.batches.take(timers)
-    row |= rollout_row(rollouts, version) | sampling_row
+    rollouts = parts.batches.take(timers)
+    row |= rollout_row(rollouts, version) | rollouts.row
 
     # 3
     observed = observed_value(config.schedule.metric, row, newest.row)

@@ -1,4 +1,4 @@
-"""The request to stop a run. All code that waits asks this one object whether to go on."""
+"""The request to stop a run, which all code that waits asks whether to go on, and the seconds of a step's phases."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rljax.distributed.processes import ALONE, Processes
+from rljax.record.rows import Row
 from rljax.rollout.engine import AHEAD
 from rljax.run.checkpoint import Checkpointer
 
@@ -116,3 +119,24 @@ class StopRequest:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+class Timers:
+    """Measures the phases of one step; ``row`` has the seconds of each finished phase, under ``time/<phase>_s``."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        """Starts the clock of the step. ``stop`` is told of each phase that begins."""
+        self.row: Row = {}
+        self._stop, self._start = stop, time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures the block as the phase ``name``."""
+        self._stop.at(name)
+        start = time.perf_counter()
+        yield
+        self.row[f"time/{name}_s"] = time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Returns the seconds since the step began."""
+        return time.perf_counter() - self._start

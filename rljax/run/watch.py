@@ -1,15 +1,14 @@
 """Watches the responses of each step, and says in one line if they do not belong to their prompts or tokens.
 
 There are three signs. Responses to different prompts are equal to the bit. Responses have one log-probability at all
-their tokens. The mean of abs(log-ratio) jumps. A step without a sign reads only the sampler's numbers, which are on the
-host. A line has the cause that ``rljax diagnose`` names.
+their tokens. The mean of abs(log-ratio) jumps. A step reads the sampler's numbers, which are on the host. The trainer's
+are fetched only at a jump, or for the second sign. A line has the cause that ``rljax diagnose`` names.
 
 The *word* of a run is what ``rljax diagnose`` says of its last rows, while it runs.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +19,9 @@ import numpy as np
 from rljax.compare.verdict import judge
 from rljax.diagnose.causes import OF_VERDICTS, judge_cause
 from rljax.diagnose.course import read_course
-from rljax.diagnose.evidence import Declared, Facts
+from rljax.diagnose.evidence import Declared, Facts, cross
 from rljax.diagnose.signals import read_signals
-from rljax.diagnose.tables import cross
-from rljax.mismatch.signs import FILL_SPREAD, FILL_TOKENS, find_constants, find_repeats, is_no_chance
+from rljax.mismatch.signs import FILL_SPREAD, find_constants, find_repeats, is_no_chance
 from rljax.record.dump_facts import pair_of
 from rljax.record.rows import Row
 from rljax.rollout.kinds import can
@@ -80,7 +78,7 @@ class Watch:
         repeated = sum(len(equal) for equal in sets if is_no_chance(rollout[equal[0]]))
         flat, jump = find_constants(rollout), self._jump(row)
         constant, signature = 0, ""
-        if jump or (len(flat) and len(flat) >= _SHARE * count and _may_vary(row, _SHARE * count)):
+        if jump or (len(flat) and len(flat) >= _SHARE * count):
             own = _sampled(sequences, trainer().logprobs)
             constant = sum(float(np.std(own[i])) > FILL_SPREAD for i in flat)
             signature = _signature(own, rollout) if jump else ""
@@ -134,15 +132,6 @@ def _gap(row: Mapping[str, Any]) -> tuple[str, float]:
     """Returns the key and the value of the mean of abs(log-ratio), without the drift of the policy if that is known."""
     name = next(name for name in _GAPS if row.get(name) is not None)
     return name, row[name]
-
-
-def _may_vary(row: Mapping[str, Any], responses: float) -> bool:
-    """Returns whether the trainer's numbers may vary in ``responses`` responses whose sampler's numbers are constant.
-
-    The sum of abs(log-ratio) over n tokens is at least the standard deviation of the trainer's numbers times sqrt(n).
-    """
-    summed = row["mismatch/logprob_abs_diff_mean"] * row["mismatch/token_count"]
-    return summed >= responses * FILL_SPREAD * math.sqrt(FILL_TOKENS)
 
 
 def _has_no_drift(row: Mapping[str, Any]) -> bool:

@@ -30,25 +30,19 @@ __all__ = [
     "set_learning_rate",
 ]
 
-_WITH_OPTAX = {
-    "in_graph": ("length_decay_schedule", "length_triggered_schedule", "scaled_by_sample_size"),
-    "inject": ("get_learning_rate", "inject_learning_rate", "set_learning_rate"),
-}
-
 
 def __getattr__(name: str) -> Any:
-    owner = next((module for module, names in _WITH_OPTAX.items() if name in names), None)
-    if owner is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"{__name__}.{owner}")
+        modules = [importlib.import_module(f"{__name__}.{module}") for module in ("in_graph", "inject")]
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib", "optax"):
             raise
         remedy = "pip install '.[optax]' in a checkout of rljax, or 'WHEEL[optax]' with its wheel"
         message = f"{__name__}.{name} needs {error.name}, which is not installed: {remedy}"
         raise ModuleNotFoundError(message, name=error.name) from error
-    value = globals()[name] = getattr(module, name)
+    value = globals()[name] = next(getattr(module, name) for module in modules if hasattr(module, name))
     return value
 
 

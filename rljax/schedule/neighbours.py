@@ -41,15 +41,6 @@ class RateLaw(NamedTuple):
     floor_ratio: float = 0.1
 
 
-class SmoothedLength(NamedTuple):
-    """The smoothed length and the baseline of a step."""
-
-    step: int  # 1-based
-    ratio: float  # smoothed length / baseline
-    smoothed: float
-    baseline: float
-
-
 @dataclass(frozen=True)
 class RuleOutcome:
     """The result of a replay under one rule.
@@ -61,8 +52,8 @@ class RuleOutcome:
       changes: The steps at which the rate changes, each with its new rate, from (1, initial rate) down to the floor.
         The last ones may lie behind the end of the log.
       rates: The rate of each step of the log.
-      ratios: The ratio of each step of the log. It is NaN after the call, and at steps without a level.
-      nearest: The level with the largest ratio up to the call, or None if the rule has no level.
+      ratios: The smoothed length over the baseline at each step of the log. It is NaN after the call, and at steps
+        without a level.
       ignored: The number of steps without a finite, positive length.
       held_out: The number of steps that were left out because of ``max_truncated``.
     """
@@ -74,9 +65,14 @@ class RuleOutcome:
     changes: tuple[tuple[int, float], ...]
     rates: tuple[float, ...]
     ratios: tuple[float, ...]
-    nearest: SmoothedLength | None
     ignored: int
     held_out: int
+
+    @property
+    def nearest(self) -> tuple[int, float] | None:
+        """The step with the largest ratio, from 1, and the ratio; None if no step has one."""
+        known = [(step, ratio) for step, ratio in enumerate(self.ratios, 1) if not math.isnan(ratio)]
+        return max(known, key=lambda level: level[1], default=None)
 
 
 class FirstLengthsTracker(SurgeTracker):
@@ -141,8 +137,7 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
     """
     tracker = rule.tracker()
     controller = LengthTriggeredLR(tracker=tracker, **law._asdict())
-    levels: list[SmoothedLength] = []
-    missing = 0
+    ratios, missing = [math.nan] * len(lengths), 0
     for step, (length, fraction) in enumerate(zip(lengths, truncated, strict=True), 1):
         if not math.isfinite(length) and step != tracker.config.max_wait:
             missing += 1  # The tracker would only count the step, so long stretches of missing steps cost nothing.
@@ -151,12 +146,9 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
         controller.step(length, fraction)
         smoothed, baseline = tracker.smoothed, tracker.baseline
         if smoothed is not None and baseline is not None:
-            levels.append(SmoothedLength(step, smoothed / baseline, smoothed, baseline))
+            ratios[step - 1] = smoothed / baseline
     rates = decay_rates(law.init_value, law.decay_factor, law.floor_ratio)
     period = controller.decay_period or len(lengths) + 1  # longer than the log: no decay
-    ratios = [math.nan] * len(lengths)
-    for level in levels:
-        ratios[level.step - 1] = level.ratio
     return RuleOutcome(
         rule=rule,
         surge_step=tracker.surge_step,
@@ -165,7 +157,6 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
         changes=rate_changes(controller.decay_period, law),
         rates=tuple(rates[min(step // period, len(rates) - 1)] for step in range(1, len(lengths) + 1)),
         ratios=tuple(ratios),
-        nearest=max(levels, key=lambda level: level.ratio, default=None),
         ignored=tracker.ignored + missing,
         held_out=tracker.held_out,
     )

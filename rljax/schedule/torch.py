@@ -112,10 +112,8 @@ class LengthTriggeredScheduler(OfController, LRScheduler):
         check_keys(state_dict, _STATE_KEYS)
         groups = len(self.optimizer.param_groups)
         base_lrs, last_lr = (_rates(key, state_dict[key], groups) for key in ("base_lrs", "last_lr"))
-        last_epoch, count = (
-            as_int("last_epoch", state_dict["last_epoch"], -1),
-            as_int("step_count", state_dict["step_count"]),
-        )
+        last_epoch = as_int("last_epoch", state_dict["last_epoch"], -1)
+        count = as_int("step_count", state_dict["step_count"])
         self._controller.load_state_dict(state_dict["controller"])
         self.base_lrs, self._last_lr = [*base_lrs], [*last_lr]
         self.last_epoch, self._step_count = last_epoch, count

@@ -27,10 +27,10 @@ from rljax.policy.head import TokenScores, head_operands, matmul_precision
 from rljax.policy.kernels import Kernels, choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
 from rljax.policy.model import Params, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
-from rljax.policy.score import Scores, align, over_support, segment_ends
+from rljax.policy.score import align, over_support, segment_ends
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
-from rljax.trainer.objective import MicroSums, Objective, TokenValues, micro_gradients, values_of
+from rljax.trainer.objective import MicroSums, Objective, micro_gradients, values_of
 from rljax.trainer.packing import PackedBatch, TrainSequence, fill, trajectories
 from rljax.trainer.state import PrecisionConfig, TrainState, abstract_state
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
@@ -42,7 +42,7 @@ class ExactOutput(NamedTuple):
 
     grads: Params  # the gradients of the scaled loss over the provisional denominator, in the compute dtype
     loss: Statistics  # the statistics of Objective.micro_loss
-    scores: Scores  # the scores of the rows, with ``log_softmax``
+    scores: TokenScores  # the scores of the rows, with ``log_softmax``
 
 
 def full_scores(
@@ -55,7 +55,7 @@ def full_scores(
     *,
     cut: bool = False,
     tops: bool = False,
-) -> Scores:
+) -> TokenScores:
     """Scores a micro-batch [b, t], which has one sequence in a row, at a positive float32 temperature.
 
     The log-softmax of the whole vocabulary is computed before any token is picked from it. With ``cut`` the scores are
@@ -78,7 +78,7 @@ def full_scores(
         scored = scored._replace(tops=jnp.where(ids >= 0, of_ids, -jnp.inf))
         scored = over_support(picked, of_ids, ids) if cut else scored
     scored = align(scored, micro.positions, micro.segment_ids)
-    return Scores(*scored[:2], stats, scored.tops, log_softmax=jax.lax.stop_gradient(log_softmax))
+    return scored._replace(stats=stats, log_softmax=jax.lax.stop_gradient(log_softmax))
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ class ExactPass:
         asked = {"cut": self.cut, "tops": objective.correction.needs_tops}
 
         def run(params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array) -> Any:
-            def score(compute: Params, micro: PackedBatch) -> Scores:
+            def score(compute: Params, micro: PackedBatch) -> TokenScores:
                 return full_scores(compute, config, micro, temperature, precision, kernels, **asked)
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
@@ -126,7 +126,7 @@ class ExactPass:
         everywhere: Any = replicated(mesh)
         by_rows: Any = named_sharding(mesh, ("rows", "tokens"), (rows, row_tokens))
         by_vocabulary: Any = named_sharding(mesh, ("rows", "tokens", "vocab"), (rows, row_tokens, config.vocab_size))
-        by_scores = Scores(by_rows, by_rows, everywhere, log_softmax=by_vocabulary)
+        by_scores = TokenScores(by_rows, by_rows, stats=everywhere, log_softmax=by_vocabulary)
         self._jitted = jax.jit(
             run,
             in_shardings=(by_param, by_rows, everywhere, everywhere, everywhere),
@@ -263,7 +263,7 @@ class ExactUpdate:
         scale, provisional = exact.scalar(state.loss_scale.scale), exact.scalar(exact.objective.provisional(batch))
         has_loss = any(s.in_loss for s in sequences)
         controls = place_controls(options.learning_rate, has_loss, noise, self._everywhere)
-        values: list[TokenValues] = []
+        values: list[TokenScores] = []
         totals, needed = None, self._needed(state.params)
         weights = state.params if self.merged is None else self.merged(state.params)
         with jax.set_mesh(exact.mesh):

@@ -23,8 +23,8 @@ from rljax.trainer.packing import PackedBatch
 
 Cause = Literal["shape", "mesh", "remat"]
 """The difference between two programs of the trainer that are compared."""
-STALENESS_BUCKETS = 4
-"""The number of buckets of ``mismatch_staleness/``: 0, 1, ... policy versions behind. The last one has no upper end."""
+STALENESS_EDGES = (1, 2, 3)
+"""First policy versions behind of the buckets of ``mismatch_staleness/`` after the first, which has no drift."""
 HISTOGRAM = "mismatch/logprob_abs_diff"
 """The name of the histogram among the metrics of a step. ``rljax.mismatch.metrics.bin_edges`` gives its bins."""
 
@@ -79,9 +79,9 @@ def measure(
     return forward | {
         "mismatch": mismatch_statistics(read, scores.entropy),
         "is": importance_statistics(read, config.is_threshold),
-        "mismatch_position": diagnosis.mismatch_by_position(read, config.position_edges),
-        "mismatch_entropy": diagnosis.mismatch_by_entropy(read, scores.entropy, diagnosis.ENTROPY_EDGES),
-        "mismatch_staleness": diagnosis.mismatch_by_staleness(read, micro.staleness, STALENESS_BUCKETS),
+        "mismatch_position": diagnosis.mismatch_by(read, read.sequences.position, config.position_edges),
+        "mismatch_entropy": diagnosis.mismatch_by(read, scores.entropy, diagnosis.ENTROPY_EDGES),
+        "mismatch_staleness": diagnosis.mismatch_by(read, micro.staleness, STALENESS_EDGES),
         "mismatch_sign": diagnosis.sign_skew(read, micro.advantages),
     }
 
@@ -94,11 +94,10 @@ def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig |
         row |= {f"router/{name}": value for name, value in finalize_router(measured["router"]).items()}
     if config is None:
         return row
-    staleness = [*map(str, range(STALENESS_BUCKETS - 1)), f"ge_{STALENESS_BUCKETS - 1}"]
     labels = {
         "mismatch_position": diagnosis.bucket_labels(config.position_edges),
         "mismatch_entropy": diagnosis.bucket_labels(diagnosis.ENTROPY_EDGES),
-        "mismatch_staleness": staleness,
+        "mismatch_staleness": ("0", *diagnosis.count_labels(STALENESS_EDGES[1:])),
     }
     groups = {
         "mismatch": finalize_mismatch(measured["mismatch"]),

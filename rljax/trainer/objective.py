@@ -30,8 +30,8 @@ from rljax.algorithms.losses import LossConfig, aggregation_weights, kl_penalty,
 from rljax.mismatch import Statistics
 from rljax.mismatch.correction import finalize_correction
 from rljax.mismatch.regions import moment_bound
+from rljax.policy.head import TokenScores
 from rljax.policy.model import Params
-from rljax.policy.score import Scores
 from rljax.sharding import constrain
 from rljax.trainer.measure import balance_loss
 from rljax.trainer.packing import PackedBatch
@@ -68,7 +68,7 @@ class Objective:
 
     def micro_loss(
         self,
-        scores: Any,
+        scores: TokenScores,
         micro: PackedBatch,
         provisional: Float[Array, ""],
         numbers: BatchNumbers = NO_NUMBERS,
@@ -85,8 +85,8 @@ class Objective:
         - ``loss_tokens``: the number of tokens in the loss after rejection;
         - ``denominator``: the micro-batch's part of the denominator.
 
-        ``scores`` are the ``Scores`` of the micro-batch under the trained parameters, with ``tops`` if the correction
-        needs them. ``provisional`` is the value of that method, and ``numbers`` the value of ``batch_numbers``.
+        ``scores`` belong to the micro-batch under the trained parameters, with ``tops`` if the correction needs them.
+        ``provisional`` is the value of that method, and ``numbers`` the value of ``batch_numbers``.
         ``balance`` is the ``router.balance_loss`` of the micro-batch, which weighs by the micro-batch's share of the
         denominator.
         """
@@ -222,7 +222,7 @@ def micro_gradients(
     scale: jax.Array,
     provisional: jax.Array,
     numbers: BatchNumbers = NO_NUMBERS,
-) -> tuple[Params, Statistics, Scores]:
+) -> tuple[Params, Statistics, TokenScores]:
     """Computes the forward and backward of one micro-batch [b, t].
 
     ``compute`` has the parameters in the compute dtype, with respect to which the gradient is taken. ``score`` is a
@@ -231,7 +231,7 @@ def micro_gradients(
     compute dtype, the statistics of the loss, and the scores.
     """
 
-    def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:
+    def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, TokenScores]]:
         scores = score(compute, micro)
         balance: jax.Array | float = 0.0
         if objective.loss.router_balance and scores.stats.router is not None:
@@ -243,17 +243,7 @@ def micro_gradients(
     return grads, statistics, scores
 
 
-class TokenValues(NamedTuple):
-    """The values of the tokens of a batch that a forward keeps. A value that was not asked for is None."""
-
-    logprobs: Any  # float32 [m, b, t], the trainer's log-probabilities
-    routes: Any = None  # the ``PackedBatch.routes`` that the forward chose
-    collision: Any = None  # float32 [m, b, t], the sums of the squared probabilities
-    entropy: Any = None  # float32 [m, b, t], the entropies of the scored distributions (nats)
-    tops: Any = None  # float32 [m, b, t, k], the trainer's log-probabilities of ``PackedBatch.top_ids``
-
-
-def values_of(scores: Any, for_dumps: bool) -> TokenValues:
-    """Returns the values of tokens from their scores. ``for_dumps``: Whether to keep entropies and ``tops``."""
-    values = TokenValues(scores.logprobs)
+def values_of(scores: TokenScores, for_dumps: bool) -> TokenScores:
+    """Returns only the log-probabilities of tokens, and with ``for_dumps`` the entropies and ``tops``, too."""
+    values = TokenScores(scores.logprobs)
     return values._replace(entropy=scores.entropy, tops=scores.tops) if for_dumps else values

@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rljax.mismatch import mismatch_metrics
+from rljax.policy.head import TokenScores
 from rljax.policy.model import Remat
 from rljax.record.token_arrays import to_rows
 from rljax.sharding import fetch
 from rljax.trainer.measure import Cause
-from rljax.trainer.objective import TokenValues
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch, TrainSequence, shared_fraction, unpack
 from rljax.trainer.state import TrainState
 from rljax.trainer.trees import common_prefixes, in_tree_order
@@ -80,7 +80,7 @@ def at_other_shape(forward: Forward, pack_other: Pack, *, sample: int) -> Check:
 
 
 def in_other_program(
-    score: Callable[[TrainState, PackedBatch], TokenValues], *, sample: int, stand_ins: Sequence[OptionalLogprobs] = ()
+    score: Callable[[TrainState, PackedBatch], TokenScores], *, sample: int, stand_ins: Sequence[OptionalLogprobs] = ()
 ) -> Check:
     """Returns a check that scores the update's first micro-batches, unchanged, in another program.
 

@@ -22,11 +22,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
-from rljax.policy.head import matmul_precision
+from rljax.policy.head import TokenScores, matmul_precision
 from rljax.policy.kernels import choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams, with_targets
 from rljax.policy.model import Params, abstract_params, cast_params, gathered_axes, logical_axes, param_shardings
-from rljax.policy.score import Scores, packed_logprobs
+from rljax.policy.score import packed_logprobs
 from rljax.sharding import compiler_options, constrain, constrain_tree, named_sharding, narrow_gradient_sums, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, replayed_choices, routes_of
 from rljax.trainer.micro_batches import (
@@ -38,7 +38,7 @@ from rljax.trainer.micro_batches import (
     over_micro_batches,
     place_batch,
 )
-from rljax.trainer.objective import MicroSums, Objective, TokenValues, micro_gradients, values_of
+from rljax.trainer.objective import MicroSums, Objective, micro_gradients, values_of
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch
 from rljax.trainer.state import PrecisionConfig, TrainState, abstract_state
 from rljax.trainer.totals import (
@@ -104,7 +104,7 @@ class TrainStep:
         return TrainedParams(self.config, self.lora)
 
     def score(self, *, tops: bool = False, collision: bool = False) -> Any:
-        """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens.
+        """Returns a function ``score(compute, micro) -> TokenScores``. Each device gets the scores of all tokens.
 
         If the distributions are ``cut``, scores are normalised over ``PackedBatch.top_ids``. ``tops`` adds the
         log-probabilities of ``top_ids`` to the scores, and ``collision`` the sums of squared probabilities.
@@ -112,7 +112,7 @@ class TrainStep:
         precision, asked = self.precision, self.cut or tops
         kernels = choose_kernels(self.options, self.config, precision.compute_dtype, self.mesh)
 
-        def score(compute: Params, micro: PackedBatch) -> Scores:
+        def score(compute: Params, micro: PackedBatch) -> TokenScores:
             tokens, top_ids = micro.tokens, micro.top_ids
             if top_ids is not None:
                 # Losses need both whole. The policy works on the rows of each device.
@@ -163,7 +163,7 @@ class TrainStep:
     ) -> Any:
         """Returns a function of a micro-batch that returns its statistics and token values, without a gradient."""
 
-        def each(micro: PackedBatch) -> tuple[dict[str, Statistics], TokenValues]:
+        def each(micro: PackedBatch) -> tuple[dict[str, Statistics], TokenScores]:
             scores = score(compute, micro)
             routes = routes_of(scores.stats.router, self.config) if with_routes else None
             values = values_of(scores, for_dumps)._replace(routes=routes, collision=scores.collision)
@@ -173,7 +173,7 @@ class TrainStep:
 
     def sums(
         self, batch: PackedBatch, counts: tuple[Any, Any], compute: Params, needed: Any, noise: Any, *of_loss: Any
-    ) -> tuple[Totals, TokenValues]:
+    ) -> tuple[Totals, TokenScores]:
         """Adds up the gradients and statistics of the micro-batches of one replica; returns them and the token values.
 
         ``counts`` are the numbers of micro-batches with loss and with sequences. ``compute`` has the weights in the
@@ -184,10 +184,10 @@ class TrainStep:
         trained, objective = self.trained, self.objective
         score = self.score(tops=objective.correction.needs_tops)
 
-        def score_part(part: Params, micro: PackedBatch) -> Scores:
+        def score_part(part: Params, micro: PackedBatch) -> TokenScores:
             return score(with_targets(compute, part), micro)
 
-        def each(micro: PackedBatch) -> tuple[MicroSums, TokenValues]:
+        def each(micro: PackedBatch) -> tuple[MicroSums, TokenScores]:
             targets = trained.targets(compute)
             grads, loss, scores = micro_gradients(targets, micro, objective, score_part, *of_loss)
             measured = measure(scores, micro, objective.num_sequences, self.diagnosis)
@@ -208,7 +208,7 @@ class TrainStep:
 
     def gradients(
         self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None
-    ) -> tuple[Totals, TokenValues]:
+    ) -> tuple[Totals, TokenScores]:
         """Adds up the gradients and the statistics of a batch over micro-batches and replicas."""
         # A single micro-batch needs no loop. So neither the copy of the weights nor the total of the gradients has to
         # be kept across a loop, which saves four bytes a parameter.
@@ -234,7 +234,7 @@ class TrainStep:
 
     def train_step(
         self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
+    ) -> tuple[TrainState, dict[str, jax.Array], TokenScores]:
         """Makes one step; returns the new state, the metrics of the row, and the token values before the update."""
         totals, values = self.gradients(state, batch, controls, weights)
         state, row = update_state(state, totals, batch, self.tx, self.objective, controls, dynamic=self.dynamic)
@@ -242,7 +242,7 @@ class TrainStep:
 
     def loss_values(
         self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
-    ) -> tuple[TokenValues, jax.Array]:
+    ) -> tuple[TokenScores, jax.Array]:
         """Returns the token values of a step's forward and backward, and the squared norm of the gradients."""
         totals, values = self.gradients(state, batch, controls, weights)
         return values, square_norm(totals.grads)  # without a use the compiler would leave the backward out
@@ -257,11 +257,11 @@ class TrainStep:
         with_routes: bool = False,
         with_collision: bool = False,
         for_dumps: bool = False,
-    ) -> tuple[dict[str, jax.Array], TokenValues]:
+    ) -> tuple[dict[str, jax.Array], TokenScores]:
         """Computes the metrics of the row and the token values of a batch, with forwards only."""
         score = self.score(collision=with_collision)
 
-        def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], TokenValues]:
+        def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], TokenScores]:
             each = self.alone(compute, score, num_sequences, diagnosis, for_dumps=for_dumps, with_routes=with_routes)
             return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
 
@@ -297,7 +297,7 @@ class TrainStep:
         learning_rate: float,
         apply_update: bool,
         measure_noise: bool = False,
-    ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
+    ) -> tuple[TrainState, dict[str, jax.Array], TokenScores]:
         """Trains on one batch of the shape ``batch_shape``. The state is donated.
 
         Without ``apply_update`` parameters and moments do not change, not even by weight decay. The same happens if
@@ -311,7 +311,7 @@ class TrainStep:
         controls = place_controls(learning_rate, apply_update, measure_noise, self.everywhere)
         return self._run(self.programs.step, state, batch, controls)
 
-    def loss_forward(self, state: TrainState, batch: PackedBatch) -> TokenValues:
+    def loss_forward(self, state: TrainState, batch: PackedBatch) -> TokenScores:
         """Computes the values of the tokens by the forward and backward of the step, without an update.
 
         The batch may have another number of micro-batches than the steps. The state is not donated.
@@ -338,11 +338,11 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return programs.step.lower(programs.abstract_state, batch, controls, *programs.abstract_weights)
 
-    def forward(self, params: Params, batch: PackedBatch, **wanted: Any) -> tuple[dict[str, jax.Array], TokenValues]:
+    def forward(self, params: Params, batch: PackedBatch, **wanted: Any) -> tuple[dict[str, jax.Array], TokenScores]:
         """Measures the mismatch of a batch under the parameters of a whole policy, without a gradient.
 
         The batch may have another number of micro-batches than the steps. ``wanted`` are keywords of ``measure_batch``:
-        the number of responses, the settings of the metrics, and a flag for each further value in ``TokenValues``.
+        the number of responses, the settings of the metrics, and ``FLAGS`` for further values of the tokens.
         Returns the metrics of the row, and the values of the tokens.
         """
         program, placed = self.programs.forward, place_batch(batch, self.by_rows, self.everywhere)
@@ -353,9 +353,9 @@ class TrainStep:
 class Programs(NamedTuple):
     """The jitted functions of a ``TrainStep``, and the shapes of their arguments."""
 
-    step: Any  # a function (state, batch, controls, merged weights of adapters) -> (new state, row, ``TokenValues``)
-    loss_forward: Any  # a function of the arguments of ``step`` -> (``TokenValues``, squared norm of the gradients)
-    forward: Any  # a function (parameters, batch) -> (row, ``TokenValues``)
+    step: Any  # a function (state, batch, controls, merged weights of adapters) -> (new state, row, ``TokenScores``)
+    loss_forward: Any  # a function of the arguments of ``step`` -> (``TokenScores``, squared norm of the gradients)
+    forward: Any  # a function (parameters, batch) -> (row, ``TokenScores``)
     abstract_state: TrainState  # the state, with a jax.ShapeDtypeStruct and a sharding at each leaf
     abstract_weights: list[Params]  # the merged weights of adapters, in the same form; empty without adapters
 

@@ -17,15 +17,15 @@ from rljax.algorithms.advantages import optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.mismatch import importance_weights
 from rljax.mismatch.diagnosis import mismatch_by_turn
+from rljax.policy.head import TokenScores
 from rljax.policy.model import Params
 from rljax.sharding import fetch, on_devices, on_host
-from rljax.trainer.objective import TokenValues
 from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, trajectories, unpack, unpack_whole
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
-Forward = Callable[..., tuple[dict[str, jax.Array], TokenValues]]  # The type of ``TrainStep.forward``.
+Forward = Callable[..., tuple[dict[str, jax.Array], TokenScores]]  # The type of ``TrainStep.forward``.
 # A function that gives sequences with ``old_logprobs`` the advantages of their tokens, from the sums of the squared
 # probabilities, float32 [r] for each sequence.
 Baseline = Callable[[Sequence[TrainSequence], Sequence[np.ndarray]], list[TrainSequence]]
@@ -46,7 +46,7 @@ class TrainerValues(NamedTuple):
     tops: list[np.ndarray] | None = None
 
 
-def unpack_values(values: TokenValues, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> TrainerValues:
+def unpack_values(values: TokenScores, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> TrainerValues:
     """Fetches the values of the tokens of a packed batch from the devices, and splits them by sequence."""
     fetched = (None if x is None else fetch(x) for x in (values.logprobs, values.entropy, values.tops))
     logprobs, *others = (None if x is None else unpack(x, batch, sequences) for x in fetched)

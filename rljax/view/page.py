@@ -9,7 +9,7 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -31,7 +31,7 @@ LISTED = 2000
 """The most sequences in the list of a dump."""
 
 _NONE = 2**32 - 1  # the id that stands for an absent token
-_COLUMNS = ("share", "sum", "mean", "largest", "tokens", "position")
+_COLUMNS = ("share", "sum", "mean", "largest", "tokens")
 _HIDDEN = {"entropy", "in_loss"}  # values that the page shows in another form
 
 METRICS = (
@@ -70,25 +70,20 @@ class Measured:
     notes: list[str]  # sentences on numbers that are left out or not known
 
 
-def measure(
-    dump: TokenDump,
-    columns: tuple[str, str],
-    correction: CorrectionConfig | None = None,
-    progress: Callable[[int], object] = lambda count: None,
-) -> Measured:
+def measure(dump: TokenDump, columns: tuple[str, str], correction: CorrectionConfig | None = None) -> Measured:
     """Measures every sequence of a dump.
 
     ``columns`` are the trainer's and the rollout engine's column, from ``choose_pair``. ``correction`` is the
-    correction of the run that wrote the dump. Without it the weights are unknown. ``progress`` is called with the
-    number of newly measured sequences. The contribution of a sequence is its share of the sum of k3 = exp(lr) - 1 - lr
-    over all tokens (Schulman, "Approximating KL Divergence", 2020). Here lr is the log-ratio.
+    correction of the run that wrote the dump. Without it the weights are unknown. The contribution of a sequence is its
+    share of the sum of k3 = exp(lr) - 1 - lr over all tokens (Schulman, "Approximating KL Divergence", 2020). Here lr
+    is the log-ratio.
 
     Raises:
       ValueError: The dump has no sequence.
     """
     if not len(dump.sequence_ids):
         raise ValueError("there is no sequence in the dump")
-    pair = TokenPair(dump, *columns, progress)
+    pair = TokenPair(dump, *columns)
     metrics = {name: pair.metrics[name] for name in METRICS}
     entropy, turns = list(dump.values.get("entropy", ())), turns_of(dump)
     after = [after_environment(each) for each in turns]
@@ -97,7 +92,7 @@ def measure(
     charted |= {k: pair.of_tokens(v) for k, v in {"entropy": entropy, "turn": turns, "after": after}.items() if v}
     histograms = {name: _histogram(pair, name, charted) for name in EDGES}
     growth = {name: _histogram(pair, name, charted, np.abs(pair.lr)) for name in GROWING}
-    sequences, order = _of_sequences(pair, position)
+    sequences, order = _of_sequences(pair)
     weights, unknown = _weigh(pair, correction)
     values = {
         "entropy": entropy,
@@ -120,19 +115,17 @@ def _histogram(
     return np.bincount(index, None if weights is None else weights[known], len(EDGES[name]) + 1)
 
 
-def _of_sequences(pair: TokenPair, position: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _of_sequences(pair: TokenPair) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Returns the numbers of the sequences by name, and the order of the sequences with a response token."""
     count, size = len(pair.dump.sequence_ids), np.abs(pair.lr)
     names = {"sum": pair.lr, "size": size, "k3": pair.k3, "tokens": pair.valid, "nonfinite": ~pair.valid}
     of: dict[str, np.ndarray] = {name: np.bincount(pair.sequence, weights, count) for name, weights in names.items()}
-    present, starts = np.unique(pair.sequence, return_index=True)
-    worst = np.lexsort((-size, pair.sequence))[starts]  # the first token with the largest size in each sequence
-    of["largest"], of["position"] = np.zeros(count), np.zeros(count)
-    of["largest"][present], of["position"][present] = size[worst], position[worst] * (size[worst] > 0)
+    of["largest"] = np.zeros(count)
+    np.maximum.at(of["largest"], pair.sequence, size)
     of["share"] = of["k3"] / (of["k3"].sum() or 1.0)
     of["mean"] = of["size"] / np.maximum(of["tokens"], 1)
     order = np.lexsort((-of["size"], -of["k3"]))
-    return of, order[np.isin(order, present)]
+    return of, order[np.isin(order, pair.sequence)]
 
 
 def _notes(pair: TokenPair, of: dict[str, np.ndarray]) -> list[str]:

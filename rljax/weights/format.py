@@ -26,7 +26,7 @@ import xxhash
 
 from rljax.distributed.files import write_whole
 
-PROTOCOL = 9
+PROTOCOL = 10
 """The number of the protocol between trainer and server's plugin; both must have the same one."""
 VERSION_FILE = "version.json"
 PREFIX = "rljax-weights-"

@@ -79,6 +79,7 @@ class WorkerWeights:
                 if self._pulls is not None:
                     self._pulls.close()
                 self._pulls = Pulls(source, probe_text)
+            self._pulls.forget()
             if self._pulls.mirror.version is None:
                 check_room(self._pulls.mirror.root, 2 * version_bytes, MIRROR_DIR)
             return
@@ -134,26 +135,30 @@ class Pulls:
         self._thread = threading.Thread()  # asks for the pull of ``_name``
         self._name, self._result = "", Pulled()
 
-    def begin(self, name: str) -> None:
-        """Starts to pull the version ``name`` (``pull.pull``), unless this pull already runs. Ends any other pull."""
-        if self._thread.is_alive():
-            if self._name == name:
-                return
-            self._child.stop()
-            self._thread.join()
-            self._child = self._start()
-        self._name = name
-        self._thread = threading.Thread(target=self._pull, args=(name,), name="pull", daemon=True)
-        self._thread.start()
+    def pulled(self, name: str) -> dict[str, Any] | None:
+        """Returns the fields of ``pull.Pulled``, or None while the version ``name`` is being pulled.
 
-    def result(self, name: str) -> dict[str, Any] | None:
-        """Returns the fields of ``pull.Pulled``, or None while the pull of ``name`` runs. May be called several times.
-
-        If ``name`` is not being pulled, ``error`` says so.
+        The first call with a name starts its pull (``pull.pull``) and ends any other pull. After an error, and after
+        :meth:`forget`, the next call starts it again.
         """
         if self._name != name:
-            return asdict(Pulled(error=f"{name} is not being pulled"))
-        return None if self._thread.is_alive() else asdict(self._result)
+            if self._thread.is_alive():
+                self._child.stop()
+                self._thread.join()
+                self._child = self._start()
+            self._name = name
+            self._thread = threading.Thread(target=self._pull, args=(name,), name="pull", daemon=True)
+            self._thread.start()
+        if self._thread.is_alive():
+            return None
+        if self._result.error:
+            self.forget()
+        return asdict(self._result)
+
+    def forget(self) -> None:
+        """Forgets the last pull, because the mirror may have changed since. A pull that runs goes on."""
+        if not self._thread.is_alive():
+            self._name = ""
 
     def close(self) -> None:
         """Ends a running pull and leaves the mirror, which its last user removes. May be called twice."""

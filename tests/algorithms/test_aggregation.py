@@ -44,10 +44,3 @@ def test_mean_over_sequence_by_hand_with_its_gradient():
     np.testing.assert_array_equal(means, [[4, 0, 4, 4, 5, 0], [3, 3, 0, 0, 0, 0]])
     cotangent = np.array([[3.0, 9.0, 0.0, 6.0, 2.0, np.nan], [1.0, 0.0, 9.0, 9.0, 9.0, 9.0]], np.float32)
     np.testing.assert_array_equal(pull(cotangent)[0], [[3, 0, 3, 3, 2, 0], [0.5, 0.5, 0, 0, 0, 0]])
-
-
-def test_mistakes_are_quoted():
-    with pytest.raises(ValueError, match=r"aggregation must be one of .*, got 'mean'"):
-        aggregation_weights("mean", MASK, constant=1, sequence_ids=IDS, num_sequences=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="constant must be at least 1, got 0"):
-        aggregation_weights("sequence_sum", MASK, constant=0, sequence_ids=IDS, num_sequences=5)

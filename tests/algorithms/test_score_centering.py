@@ -11,7 +11,7 @@ from micro_batches import micro_batch
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.mismatch.centering import center
-from rljax.policy.score import Scores
+from rljax.policy.head import TokenScores
 from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch
 
@@ -55,7 +55,7 @@ def scores_of(logits, micro):
     logprobs = jax.nn.log_softmax(logits)
     tops = jnp.where(micro.top_ids >= 0, logprobs[jnp.maximum(micro.top_ids, 0)], -jnp.inf)
     of_tokens = jnp.where(micro.loss_mask, logprobs[micro.tokens], 0.0)
-    return Scores(of_tokens, jnp.zeros_like(of_tokens), None, tops)
+    return TokenScores(of_tokens, jnp.zeros_like(of_tokens), tops)
 
 
 @functools.cache

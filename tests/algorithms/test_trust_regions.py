@@ -12,7 +12,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig, policy_loss
 from rljax.mismatch import merge, rejection_mask
 from rljax.mismatch.regions import Region, binary_kl, moment_bound, probability_gap, tops_distance
-from rljax.policy.score import Scores
+from rljax.policy.head import TokenScores
 from rljax.trainer.objective import Objective, loss_row
 
 B, T, K, V = 3, 8, 3, 7
@@ -38,7 +38,7 @@ def compiled(correction):
     objective = Objective(LossConfig(kind="policy_gradient"), correction.resolved(), B, T)
 
     def run(logprobs, tops, micro):
-        return objective.micro_loss(Scores(logprobs, 0 * logprobs, None, tops), micro, jnp.float32(1.0))
+        return objective.micro_loss(TokenScores(logprobs, 0 * logprobs, tops), micro, jnp.float32(1.0))
 
     return objective, jax.jit(jax.value_and_grad(run, has_aux=True))
 
@@ -102,7 +102,7 @@ def test_the_second_moment_by_hand(preset, objective, count, outside):
     numbers = jax.jit(made.batch_numbers)(whole)
 
     def statistics(i):
-        scores = Scores(old[i : i + 1], 0 * old[i : i + 1], None)
+        scores = TokenScores(old[i : i + 1], 0 * old[i : i + 1])
         return made.micro_loss(scores, jax.tree.map(lambda array: array[i], whole), jnp.float32(1.0), numbers)[1]
 
     total = functools.reduce(merge, map(statistics, range(B)))
@@ -176,7 +176,7 @@ def test_sequence_masks_by_hand():
     ]:
         found, stats = rejection_mask(lr, zeros, mask, statistic=statistic, threshold=threshold)
         np.testing.assert_array_equal(found[:, 0], kept)
-        assert stats["rejected_sequence_fraction"] == pytest.approx(1 - sum(kept) / 4)  # the last sequence has no token
+        assert stats["rejected_sequence_fraction"] == pytest.approx(1 - sum(kept) / 5)
         run = jax.jit(functools.partial(rejection_mask, statistic=statistic, threshold=threshold))
         on_device, _ = run(lr, zeros, mask)
         np.testing.assert_array_equal(on_device, found)

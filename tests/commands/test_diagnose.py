@@ -16,11 +16,11 @@ from toy_runs import outcome, refused
 from rljax.commands import compare, plot, replay, view
 from rljax.commands.diagnose import declared_of, main
 from rljax.compare.importers import read_tokens
+from rljax.diagnose.evidence import CAUSES, TABLES, first_remedy
 from rljax.diagnose.signals import PROJECTS
-from rljax.diagnose.tables import CAUSES, TABLES, THRESHOLDS, first_remedy
 from rljax.diagnose.token_facts import read_facts
-from rljax.rollout.form import ServerForm
-from rljax.rollout.types import RolloutConfig
+from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
+from rljax.rollout.types import InjectConfig, RolloutConfig, ServerForm
 from rljax.run.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def test_the_example_of_the_docs_is_what_is_printed(log, monkeypatch):
 def test_the_limits_of_the_docs_are_those_in_use():
     text = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
     written = {(name, float(limit)) for name, limit in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE)}
-    known = {(one.signal, round(one.limit, 6)) for one in THRESHOLDS}
+    known = {(signal, round(limit, 6)) for signal, limit, *_ in TABLES["limits"]}
     assert written == known
     assert all(f"`{cause}`" in text for cause in CAUSES)
 
@@ -93,7 +93,7 @@ def test_a_run_directory_brings_its_newest_dump(tmp_path):
 def test_the_form_of_a_server_is_declared():
     servers = RolloutConfig(engine="vllm", server_form=ServerForm(kv_cache="fp8_e5m2"))
     assert declared_of(Config(rollout=servers), None, None).forms == "fp8_e5m2 cache"
-    own = RolloutConfig(weight_quantization="int8")
+    own = RolloutConfig(inject=InjectConfig(quantize="int8"))
     assert declared_of(Config(rollout=own), None, None).forms == "int8 weights"
     dump = read_tokens(LOGS / "healthy.parquet")
     sources = dict(dump.sources) | {"rollout": dataclasses.replace(dump.sources["rollout"], form="fp8_e5m2 cache")}
@@ -202,9 +202,19 @@ def test_a_mistake_is_one_line(tmp_path, name, text, said):
 
 def test_a_column_that_is_not_there_or_has_two_roles_is_named():
     words = [LOGS / "healthy.parquet", "--trainer"]
-    assert "no column 'hf', but rollout, trainer" in refused(main, [*words, "hf"])
+    assert "no column 'hf' in the dump, which has ['rollout', 'trainer']" in refused(main, [*words, "hf"])
     both = refused(main, [*words, "rollout", "--rollout", "rollout"])
-    assert "a column cannot be both --trainer and --rollout" in both
+    assert "expected two different columns, got 'rollout' twice" in both
+
+
+def test_a_named_column_comes_before_a_declared_one(tmp_path):
+    """The file says that b is the trainer's and c the engine's."""
+    columns = {name: [[-1.0, -2.0]] for name in "bac"}
+    sources = {"b": ColumnSource(role="trainer"), "c": ColumnSource(role="rollout")}
+    path = write_dump(tmp_path / "three.parquet", make_dump(["x"], [[5, 6]], [[True] * 2], columns, sources))
+    for words, sides in (([], "bc"), (["--trainer", "a"], "ac"), (["--rollout", "a"], "ba")):
+        found = json.loads(outcome(main, [path, *words, "--json", "-"])[1])["measured"]["tokens"]
+        assert (found["trainer"] + found["rollout"], found["roles_known"]) == (sides, True)
 
 
 def test_the_remedies_of_the_docs_are_those_of_the_table():

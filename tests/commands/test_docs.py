@@ -7,7 +7,7 @@ import pytest
 from toy_runs import outcome, refused
 
 from rljax.commands.docs import main, part_of
-from rljax.diagnose.tables import THRESHOLDS
+from rljax.diagnose.evidence import TABLES
 
 ROOT = Path(__file__).parents[2]
 PAGE = """# Top
@@ -66,4 +66,4 @@ def test_messages_name_pages_that_are_there():
     assert {"compare", "diagnose", "studies"} <= named
     assert [name for name in named if not (ROOT / f"docs/{name}.md").is_file()] == []
     assert not any("rljax's page" in text for text in texts)
-    assert any("rljax docs studies" in one.source for one in THRESHOLDS)
+    assert any("rljax docs studies" in source for _, _, source, _ in TABLES["limits"])

@@ -124,7 +124,7 @@ def test_a_published_file_is_looked_at_and_rewritten(tmp_path, capsys):
     table = [
         "warning: right answers get no reward when they are given as the response",
         "data      rows  no answer  over length  repeated prompts  answers that fail",
-        "in.jsonl     7          1            -                 1             1 of 5",
+        "in.jsonl  7     1          -            1                 1 of 5",
         "fails: '7 So it is.' to '6+1?'",
         "keys not read: level",
     ]

@@ -163,7 +163,7 @@ def test_mistakes_of_the_caller_are_named(tmp_path):
     for words, said in (
         (["--serve"], "--serve needs --model"),
         ([*WORDS, "--lengths", "0"], "--lengths must be at least 1"),
-        ([*WORDS, "--batch-size", "0"], "--batch-size must be at least 1"),
+        ([*WORDS, "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         ([*WORDS, "--trainer", "vllm:http://x"], "--serve takes one --trainer of jax"),
         ([*WORDS, "--layers"], "--layers does not go with --serve"),
         (["--toy", "--repeat", "3"], "--repeat goes with --serve"),

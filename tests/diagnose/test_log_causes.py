@@ -9,10 +9,9 @@ import pytest
 from rljax.diagnose import log_causes
 from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import read_course
-from rljax.diagnose.evidence import Facts, Finding
+from rljax.diagnose.evidence import CAUSES, Facts, Finding, cross
 from rljax.diagnose.log_causes import find_log_causes
 from rljax.diagnose.signals import Log
-from rljax.diagnose.tables import CAUSES, cross
 
 STEPS = np.arange(1, 41)
 WAVE = 1 + 0.1 * np.sin(STEPS)  # what a mean varies by from step to step

@@ -40,8 +40,7 @@ def folder(tmp_path_factory):
 
 
 def found(source, tokens=None):
-    read = diagnose.read_source(source, tokens)
-    return diagnosis(source.name, diagnose.facts_of(read))
+    return diagnosis(source.name, diagnose.facts_of(source, tokens))
 
 
 @pytest.mark.parametrize("planted", CAUSES)

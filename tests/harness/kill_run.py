@@ -152,7 +152,7 @@ def mark_phases(phase: Any) -> None:
     """Wraps the parts of a step so that ``phase`` always holds the index in ``PHASES`` of the current part."""
     from rljax.record.writers import Recorder
     from rljax.run.checkpoint import Checkpointer
-    from rljax.run.timers import Timers
+    from rljax.run.stop import Timers
 
     places = {"rollout": 1, "wait": 1, "train": 2, "publish": 3, "eval": 6}
     timed, write, save = Timers.phase, Recorder.write, Checkpointer.save
@@ -222,8 +222,7 @@ class Runs:
 def kill_once(process: Any, phase: Any, aim: int, pause_s: float, passes: int, run_dir: Path) -> str | None:
     """Kills the process ``pause_s`` after the phase ``aim`` began for the time ``passes`` + 1; returns the phase hit.
 
-    It returns None if the run ended before. A checkpoint is saved beside the next step, so a kill counts for the
-    checkpoint while its files exist.
+    It returns None if the run ended before. A kill counts for the checkpoint while its files are under way.
     """
     deadline, before = time.monotonic() + LONGEST_S, OTHER
     while passes >= 0:

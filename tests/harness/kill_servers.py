@@ -148,7 +148,7 @@ def pace(gate: Any, handed_on: Path) -> None:
     A line of ``handed_on`` has the seed of a step and the place of a response in it.
     """
     from rljax.rollout.servers.engine import ServedEngine
-    from rljax.run.timers import Timers
+    from rljax.run.stop import Timers
 
     timed, generate = Timers.phase, ServedEngine.generate
 

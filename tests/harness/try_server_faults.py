@@ -40,7 +40,6 @@ from rljax.rollout.build import make_engine
 from rljax.rollout.engine import Samples
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.process import environment_python
-from rljax.rollout.servers.requests import Retries
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS, VllmConfig, start
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
@@ -345,7 +344,7 @@ def table(rows: Sequence[dict[str, Any]], asked: int) -> str:
 def main(argv: Sequence[str]) -> int:
     options = tyro.cli(Arguments, args=argv, description=__doc__)
     logging.basicConfig(level=logging.ERROR)
-    VllmBackend.retries = Retries(attempts=4, first_s=0.05, longest_s=0.5)
+    VllmBackend.attempts, VllmBackend.first_wait_s, VllmBackend.longest_wait_s = 4, 0.05, 0.5
     asked = options.prompts * options.responses
     rows = []
     opened = scripted_server(options.stall) if options.scripted else real_server(options.stall)

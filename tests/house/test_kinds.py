@@ -71,8 +71,6 @@ def test_a_comparison_is_found(text):
 def test_an_unknown_engine_is_an_error():
     with pytest.raises(ValueError, match="the engine must be exact, jax, vllm or sglang, got 'vlm'"):
         can("vlm", "serves")
-    with pytest.raises(ValueError, match="the kind of a server must be vllm or sglang, got 'jax'"):
-        build.connect(["http://127.0.0.1:1"], kind="jax")
 
 
 def test_each_engine_of_servers_has_a_maker():

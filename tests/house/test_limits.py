@@ -12,10 +12,10 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 49_716
-TEST_LINES = 59_861
-EXPERIMENT_LINES = 7_204
-KEYS = 182
+LINES = 48_985
+TEST_LINES = 59_739
+EXPERIMENT_LINES = 7_203
+KEYS = 181
 WORDS = 80_000
 PAGE_COUNT = 46
 FILE_LINES = 405

@@ -22,6 +22,7 @@ from rljax.policy.published import hf_checksums
 from rljax.policy.rotary import RopeScaling
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import VllmConfig, start
@@ -137,14 +138,12 @@ class Served:
         **config,
     ) -> ServedEngine:
         """Returns an engine for this server, which stops if the server ends. ``config`` is as RolloutConfig has it."""
+        settings = RolloutConfig(engine="vllm", urls=(self.url,), **{"dtype": self.dtype, **config})
         return ServedEngine(
-            RolloutConfig(engine="vllm", urls=(self.url,), **{"dtype": self.dtype, **config}),
+            Expectation(settings, hf_config or self.model.hf_config, max_tokens, head_dtype),
             VllmBackend(),
             PolicyFunctions(tensors or self.model.tensors(self.dtype), self.model.checksums(self.dtype), self.score),
-            hf_config=hf_config or self.model.hf_config,
-            max_tokens=max_tokens,
             publish=publish,
-            head_dtype=head_dtype,
             stop=stop or StopWhen(lambda: not self.server.alive()),
         )
 

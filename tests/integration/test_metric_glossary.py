@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 # run/test_external.py has trajectories of another program. test_self_check_run.py has several devices.
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers|servers_(joined|left|brought_back|rejected)"
-    r"|responses_without_version|mixed_fraction|executable_runs|cached_prompt_fraction)"
+    r"|mixed_fraction|executable_runs|cached_prompt_fraction)"
     r"|mismatch_self/mesh/<name>|turns/.*|router/.*|policy/router_balance|mismatch_free_routing/.*"
     r"|response_length/missed_stop_fraction|rollout/refill(ed_groups|_rounds|ed_tokens)"
     r"|rollout/(waiting_groups|dropped_stale_rows|failed_trajectories|mixed_prompts|constant_logprobs|after_stop)"

@@ -88,7 +88,7 @@ def ask(url, token_ids=(3, 4, 5), **settings):
     body = [{"token_ids": list(token_ids), "sampling_params": PLAIN | settings}]
     reply = httpx.post(url + ROLLOUTS, json=body, timeout=60)
     number, status, content = reply.text.split(" ", 2)
-    assert (reply.status_code, number) == (200, "0")
+    assert (reply.status_code, number, reply.content.isascii()) == (200, "0", True)
     return int(status), json.loads(content)
 
 
@@ -104,7 +104,7 @@ WRONG = {
     "bias of a text": {"logit_bias": {"a": 1.0}},
     "large bias": {"logit_bias": {"3": 1e300}},
     "forced token": {"extra_args": {"rljax_tokens": [256]}},
-    "unknown key": {"evil": 1},
+    "unknown key with a line break": {"evil\u2028": 1},
     "stop token that is a text": {"stop_token_ids": ["a"]},
     "tokens that are a number": {"allowed_token_ids": 3},
 }

@@ -15,9 +15,9 @@ from rljax.compare.report import compare_columns
 from rljax.compare.scorers import score_column
 from rljax.errors import VerificationError
 from rljax.record.token_dumps import read_dump
-from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.verify import ROUNDED_BAND
 from rljax.rollout.servers.vllm.server import VllmConfig, start
+from rljax.rollout.types import ServerForm
 from tests.integration.conftest import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]

@@ -27,6 +27,10 @@ def own_metrics():
     return {*ours, "ratio_mean"} | {name for _, name in PUBLISHED_BARS if name == "token_mult_prob_error"}
 
 
+def healthy(metric, kind):
+    return [p for p in points() if (p["metric"], p["health"], kind_of(p["dtype"])) == (metric, "healthy", kind)]
+
+
 def test_each_point_has_a_source_and_a_known_metric():
     assert len(points()) >= 80
     for point in points():
@@ -68,7 +72,7 @@ def test_the_coarser_side_names_the_kind(dtype, kind):
 
 # The healthy float16 points are 0.0031 of SmolLM2-135M, and 0.0026, 0.0021, 0.0019, 0.0014, 0.0013, 0.0011 and 0.00082
 # of a model of 0.5 B. The window of 0.2 B, 0.05 to 0.8 B, holds all; that of 0.6 B, 0.15 to 2.4 B, lacks SmolLM2.
-# No point has 2 to 32 tokens, so length is left out; none has 17.5 to 280 B, so size is left out, too.
+# No point has 2 to 32 tokens, so length is left out.
 @pytest.mark.parametrize(
     ("value", "known", "standing", "count", "end"),
     [
@@ -81,36 +85,40 @@ def test_the_coarser_side_names_the_kind(dtype, kind):
             ", of 0.5 B parameters, tokens left out (0.00082 to 0.0026)",
         ),
         (0.0027, {"parameters": 0.6}, "above", 7, ", of 0.5 B parameters (0.00082 to 0.0026)"),
-        (0.0027, {"parameters": 70, "tokens": 8}, "among", 8, ", parameters and tokens left out (0.00082 to 0.0031)"),
+        (0.0027, {"tokens": 8}, "among", 8, ", tokens left out (0.00082 to 0.0031)"),
         (0.0031, {}, "among", 8, " (0.00082 to 0.0031)"),
     ],
 )
 def test_a_run_is_compared_with_its_like(value, known, standing, count, end):
-    result = normal_range("logprob_abs_diff_mean", value, dtype="float16 / float16", **known)
-    assert (result.standing, len(result.points)) == (standing, count)
-    assert result.sentence == f"{value} lies {standing} {count} healthy float16 measurements from 2 sources{end}"
+    said = normal_range("logprob_abs_diff_mean", value, dtype="float16 / float16", **known)
+    assert said == f"{value} lies {standing} {count} healthy float16 measurements from 2 sources{end}"
 
 
 def test_few_points_or_one_source_say_nothing():
-    result = normal_range("ratio_mean", 0.9, dtype="float16")
-    assert (result.standing, result.points) == ("unknown", ())
-    assert "do not say whether ratio_mean 0.9 is normal" in result.sentence
-    one_thread = normal_range("kl", 1.0, dtype="fp8")  # six points, all of one pull request
-    assert (one_thread.standing, source_count(one_thread.points)) == ("unknown", 1)
-    assert len(one_thread.points) >= 5
-    assert normal_range("logprob_abs_diff_mean", float("nan")).standing == "unknown"
+    assert normal_range("ratio_mean", 0.9, dtype="float16") == ""
+    one_thread = healthy("kl", "8-bit")  # six points, all of one pull request
+    assert (len(one_thread) >= 5, source_count(one_thread)) == (True, 1)
+    assert normal_range("kl", 1.0, dtype="fp8") == ""
+    assert normal_range("logprob_abs_diff_mean", float("nan")) == ""
+    # No point has 17.5 to 280 B, and a known size is not left out.
+    assert normal_range("logprob_abs_diff_mean", 0.0027, parameters=70, dtype="float16") == ""
 
 
 def test_toys_count_only_where_the_size_is_compared():
-    toys = [p for p in normal_range("logprob_abs_diff_mean", 0.01, parameters=0.6).points if p.get("toy")]
-    assert [p["parameters"] for p in toys] == [0.596]
-    assert not any(p.get("toy") for p in normal_range("logprob_abs_diff_mean", 0.01).points)
+    like = healthy("logprob_abs_diff_mean", "bfloat16")
+    near = [p for p in like if p["parameters"] and 0.15 <= p["parameters"] <= 2.4]
+    assert [p["parameters"] for p in near if p.get("toy")] == [0.596]
+    assert f" {len(near)} healthy" in normal_range("logprob_abs_diff_mean", 0.01, parameters=0.6)
+    others = [p for p in like if not p.get("toy")]
+    assert f" {len(others)} healthy" in normal_range("logprob_abs_diff_mean", 0.01)
 
 
 def test_what_is_not_said_is_bfloat16_or_does_not_fit():
     assert normal_range("k3_kl", 1e-3) == normal_range("k3_kl", 1e-3, dtype="bfloat16 / bfloat16")
-    assert all(p["tokens"] for p in normal_range("logprob_abs_diff_mean", 0.02, tokens=4000).points)
-    assert "entropy left out" in normal_range("k3_kl", 1e-3, entropy=0.0).sentence
+    like = healthy("logprob_abs_diff_mean", "bfloat16")
+    near = [p for p in like if p["tokens"] and 1000 <= p["tokens"] <= 16_000 and not p.get("toy")]
+    assert f" {len(near)} healthy" in normal_range("logprob_abs_diff_mean", 0.02, tokens=4000)
+    assert "entropy left out" in normal_range("k3_kl", 1e-3, entropy=0.0)
 
 
 def table():

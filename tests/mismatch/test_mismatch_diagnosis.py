@@ -14,10 +14,7 @@ from rljax.mismatch.diagnosis import (
     count_labels,
     finalize_buckets,
     finalize_sign_skew,
-    mismatch_by_count,
-    mismatch_by_entropy,
-    mismatch_by_position,
-    mismatch_by_staleness,
+    mismatch_by,
     mismatch_by_turn,
     sign_skew,
     split_sum_rise,
@@ -31,6 +28,10 @@ MASK = np.array([[1, 0, 1, 1], [1, 1, 1, 0]])
 
 def k3(values):
     return [math.expm1(x) - x for x in values]
+
+
+def by_positions(tokens, edges):
+    return mismatch_by(tokens, tokens.sequences.position, edges)
 
 
 def assert_buckets(buckets, members):
@@ -53,17 +54,16 @@ def assert_named(found, members):
 def test_buckets_by_hand():
     trainer = ROLLOUT + LR
     tokens = read_tokens(trainer, ROLLOUT, MASK)
-    by_position = mismatch_by_position(tokens, (2, 3))  # the token outside the mask takes no position
+    by_position = by_positions(tokens, (2, 3))  # the token outside the mask takes no position
     assert_buckets(by_position, [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
     entropy = np.array([[0.05, 9.0, 0.5, np.nan], [3.0, 0.5, 0.0, 0.0]])
-    assert_buckets(mismatch_by_entropy(tokens, entropy, edges=(0.1, 1.0)), [[0.1, -0.7], [0.3, 0.4], [0.0]])
+    assert_buckets(mismatch_by(tokens, entropy, (0.1, 1.0)), [[0.1, -0.7], [0.3, 0.4], [0.0]])
     staleness = np.array([[0, 0, 1, 5], [2, 0, 1, 0]])
     counts = np.array([[1, 5, 0, 2], [0, 3, 2, 1]])
-    assert_buckets(mismatch_by_count(tokens, counts, (2, 3)), [[0.1], [0.6, -0.7], [0.4]])
-    by_staleness = mismatch_by_staleness(tokens, staleness, num_buckets=4)
-    assert_buckets(by_staleness, [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
+    assert_buckets(mismatch_by(tokens, counts, (2, 3), least=1), [[0.1], [0.6, -0.7], [0.4]])
+    assert_buckets(mismatch_by(tokens, staleness, (1, 2, 3)), [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
     rows = [[a[i : i + 1] for a in (trainer, ROLLOUT, MASK, staleness)] for i in (1, 0)]
-    halves = [mismatch_by_staleness(read_tokens(*row), stale) for *row, stale in rows]
+    halves = [mismatch_by(read_tokens(*row), stale, (1, 2, 3)) for *row, stale in rows]
     assert_buckets(merge(*halves), [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
 
 
@@ -71,12 +71,12 @@ def test_packed_positions_restart_with_each_sequence():
     trainer, rollout = (ROLLOUT + LR).reshape(1, 8), ROLLOUT.reshape(1, 8)
     ids = np.array([[0, -1, 0, 0, 1, 1, 1, 0]])
     packed = read_tokens(trainer, rollout, MASK.reshape(1, 8), sequence_ids=ids, num_sequences=2)
-    assert_buckets(mismatch_by_position(packed, edges=(2, 3)), [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
+    assert_buckets(by_positions(packed, (2, 3)), [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
 
 
 def test_buckets_on_the_device():
     def of(*arrays):
-        return finalize_buckets(mismatch_by_position(read_tokens(*arrays), (2, 3)), "abc")
+        return finalize_buckets(by_positions(read_tokens(*arrays), (2, 3)), "abc")
 
     found = jax.jit(of)(*map(jnp.asarray, (ROLLOUT + LR, ROLLOUT, MASK)))
     for name, values in of(ROLLOUT + LR, ROLLOUT, MASK).items():
@@ -92,7 +92,7 @@ def test_labels_name_every_bucket():
 
 
 def test_labelled_numbers():
-    buckets = mismatch_by_position(read_tokens(ROLLOUT + LR, ROLLOUT, MASK), edges=(2,))
+    buckets = by_positions(read_tokens(ROLLOUT + LR, ROLLOUT, MASK), (2,))
     found = finalize_buckets(buckets, bucket_labels((2,)))
     assert found["lt_2/kl"] == pytest.approx(-0.05)
     assert found["ge_2/token_count"] == 4.0
@@ -143,9 +143,9 @@ def test_the_rise_of_the_summed_form_is_split_exactly():
 
 def test_mistakes_say_what_was_expected():
     with pytest.raises(ValueError, match=r"edges must hold at least one number and increase, got \[2, 2\]"):
-        mismatch_by_position(read_tokens(LR, LR, MASK), edges=(2, 2))
-    with pytest.raises(ValueError, match="num_buckets must be at least 1, got 0"):
-        mismatch_by_staleness(read_tokens(LR, LR, MASK), MASK, num_buckets=0)
+        mismatch_by(read_tokens(LR, LR, MASK), LR, (2, 2))
+    with pytest.raises(ValueError, match=r"values must have the shape .*\(2, 4\), got \(2,\)"):
+        mismatch_by(read_tokens(LR, LR, MASK), np.ones(2), (2, 3))
     with pytest.raises(ValueError, match=r"advantages must have the shape .*\(2, 4\), got \(2,\)"):
         sign_skew(read_tokens(LR, LR, MASK), np.ones(2))
 

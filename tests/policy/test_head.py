@@ -105,7 +105,7 @@ def test_values_and_gradients_match_float64_and_the_plain_form(max_chunk, temper
     head, reference = functools.partial(token_logprobs, **how), functools.partial(plain, temperature=temperature)
     size = max(1, scale)  # logits reach 60 at scale 3
     with jax.default_matmul_precision("highest"):
-        for found, expected in zip(jax.jit(head)(*arrays), exact(*arrays, temperature), strict=True):
+        for found, expected in zip(jax.jit(head)(*arrays)[:4], exact(*arrays, temperature), strict=True):
             assert found.dtype == jnp.float32
             np.testing.assert_allclose(found, expected, atol=1e-5 * size, rtol=1e-5)
         ours, theirs = (gradients(way)(*arrays) for way in (head, reference))
@@ -171,14 +171,14 @@ def test_leading_axes_are_kept():
     head = jax.jit(functools.partial(token_logprobs, collision=True))
     scores = head(hidden[:12].reshape(3, 4, D), table, targets[:12].reshape(3, 4), ids[:12].reshape(3, 4, K))
     flat = head(hidden[:12], table, targets[:12], ids[:12])
-    assert [x.shape for x in scores] == [(3, 4), (3, 4), (3, 4, K), (3, 4)]
-    for found, expected in zip(scores, flat, strict=True):
+    assert [x.shape for x in scores[:4]] == [(3, 4), (3, 4), (3, 4, K), (3, 4)]
+    for found, expected in zip(scores[:4], flat[:4], strict=True):
         np.testing.assert_array_equal(found.reshape(expected.shape), expected)
 
 
 def test_nothing_else_is_computed_unless_asked():
     hidden, table, targets, ids = example()
-    assert token_logprobs(hidden, table, targets)[2:] == (None, None)
+    assert not any(x is not None for x in token_logprobs(hidden, table, targets)[2:])
     assert token_logprobs(hidden, table, targets, ids).collision is None
 
     def text(*more):

@@ -99,21 +99,21 @@ def test_packed_experts_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "file", "computes_in", "said"),
+    ("name", "value", "file", "computes_in", "beyond"),
     [
-        ("model.norm.weight", np.nan, torch.float32, "float32", "NaN or infinite values"),
-        ("model.layers.1.mlp.up_proj.weight", np.inf, torch.bfloat16, "bfloat16", "NaN or infinite values"),
-        ("model.layers.0.self_attn.k_proj.weight", -np.inf, torch.float16, None, "NaN or infinite values"),
-        ("model.embed_tokens.weight", 1e300, torch.float64, None, "values that are infinite in float32"),
-        ("model.embed_tokens.weight", -65_520.0, torch.float32, "float16", "values that are infinite in float16"),
+        ("model.norm.weight", np.nan, torch.float32, "float32", "float32"),
+        ("model.layers.1.mlp.up_proj.weight", np.inf, torch.bfloat16, "bfloat16", "bfloat16"),
+        ("model.layers.0.self_attn.k_proj.weight", -np.inf, torch.float16, None, "float32"),
+        ("model.embed_tokens.weight", 1e300, torch.float64, None, "float32"),
+        ("model.embed_tokens.weight", -65_520.0, torch.float32, "float16", "float16"),
         ("model.embed_tokens.weight", 65_519.0, torch.float32, "float16", None),
         ("model.embed_tokens.weight", 3.39e38, torch.float32, "bfloat16", None),
-        ("model.embed_tokens.weight", 3.4e38, torch.float32, "bfloat16", "values that are infinite in bfloat16"),
+        ("model.embed_tokens.weight", 3.4e38, torch.float32, "bfloat16", "bfloat16"),
     ],
 )
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_value_that_is_not_finite_is_refused_by_its_tensor(
-    name, value, file, computes_in, said, is_sharded, tmp_path, recwarn
+    name, value, file, computes_in, beyond, is_sharded, tmp_path, recwarn
 ):
     config = small_config()
     save_params(tmp_path, init_params(config, 0), config)
@@ -122,10 +122,11 @@ def test_a_value_that_is_not_finite_is_refused_by_its_tensor(
     tensors[name].view(-1)[-1] = value
     safetensors.torch.save_file(tensors, tmp_path / SINGLE_NAME)
     shardings = param_shardings(config, make_mesh(MeshConfig(1, 1), jax.devices()[:1])) if is_sharded else None
-    if said is None:
+    if beyond is None:
         load_params(tmp_path, config, shardings, computes_in=computes_in)
     else:
-        with pytest.raises(ValueError, match=f"^{tmp_path}: tensor '{name}' holds {said}$"):
+        said = f"tensor '{name}' holds values that are NaN, infinite, or beyond the range of {beyond}"
+        with pytest.raises(ValueError, match=f"^{tmp_path}: {said}$"):
             load_params(tmp_path, config, shardings, computes_in=computes_in)
     assert not [warning for warning in recwarn if "cast" in str(warning.message)]
 

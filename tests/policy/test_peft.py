@@ -112,7 +112,7 @@ BAD_TENSORS = [
     (lambda t: t.pop(K_A), "k_proj.lora_A.weight' is missing"),
     (lambda t: t.update({K_A: t[K_A][:, 1:].copy()}), "has shape .2, 31."),
     (lambda t: t.update({"more": t[K_A]}), "'more' belongs to no layer"),
-    (lambda t: t.update({K_A: t[K_A] * np.inf}), "k_proj.lora_A.weight' holds NaN or infinite values"),
+    (lambda t: t.update({K_A: t[K_A] * np.inf}), "k_proj.lora_A.weight' holds values that are NaN, infinite"),
 ]
 BAD_FILES = [
     (CONFIG_NAME, None, "adapter_config.json does not exist"),

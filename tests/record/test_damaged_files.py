@@ -146,7 +146,7 @@ def test_no_thread_of_arrow_aborts_a_process(tmp_path):
     """A table that Arrow reads through a file of Python aborts one process in ten when its interpreter ends."""
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"step": [1] * 64, "completion": [f"It is {i} " * 100 for i in range(64)]}), path)
-    words = "from rljax.record.parquet_files import parquet_file\n"
+    words = "from rljax.record.token_dumps import parquet_file\n"
     words += f"with parquet_file({str(path)!r}) as file: file.read().to_pylist()"
     root = Path(__file__).parents[2]
     for _ in range(6):

@@ -19,8 +19,8 @@ from rljax.record.figure import (
     plot_report,
     read_runs,
     short_names,
+    svg_text,
 )
-from rljax.record.panel_style import svg_text
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -110,7 +110,7 @@ def test_resuming_cuts_the_record_to_the_steps_before(tmp_path_factory, recorded
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"step": 99, "x": 0.12345678901234567890}'[:torn])
     if first_step > recorded + 1:
-        with pytest.raises(RuntimeError, match=f"expected {first_step - 1} rows from step 1 to {first_step - 1}"):
+        with pytest.raises(RuntimeError, match=f"expected the rows of steps 1 to {first_step - 1} in order"):
             record(directory, [], first_step)
         return
     record(directory, steps(first_step, 12, x=0.1), first_step)
@@ -128,9 +128,9 @@ def test_a_last_row_that_lacks_only_its_newline_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 1}\n{"step": 3}\n', r"expected 3 rows from step 1 to 3 before step 4, got 2 rows .* before step 3"),
-        ('{"step": 1}\n{"step": 1}\n{"step": 2}\n', r"got 3 rows from step 1 to 2 with a break before step 1"),
-        ("", r"expected 3 rows from step 1 to 3 before step 4, got no rows"),
+        ('{"step": 1}\n{"step": 3}\n', r"expected the rows of steps 1 to 3 in order, got 2 up to step 3"),
+        ('{"step": 1}\n{"step": 1}\n{"step": 2}\n', r"got 3 up to step 2"),
+        ("", r"expected the rows of steps 1 to 3 in order, got 0 up to step 0"),
         ('{"step": 1}\nrubbish\n{"step": 3}\n', r"metrics.jsonl:2: not a row"),
         ('{"step": 1}\n[2]\n{"step": 3}\n', r"metrics.jsonl:2: expected an object with a step"),
     ],
@@ -145,7 +145,7 @@ def test_a_damaged_record_is_refused_and_left_unchanged(tmp_path, text, message)
 def test_a_missing_record_is_a_gap(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_rows(tmp_path / "metrics.jsonl")
-    with pytest.raises(RuntimeError, match="got no rows"):
+    with pytest.raises(RuntimeError, match="got 0 up to step 0"):
         record(tmp_path, [], first_step=2)
 
 

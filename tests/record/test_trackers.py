@@ -163,7 +163,7 @@ def test_settings_that_name_no_tracker_are_refused(options, said):
 
 
 def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHIPPED, "absent_tracker", "planted_trackers:Kept")
+    monkeypatch.setitem(SHIPPED, "absent_tracker", None)
     (tmp_path / "absent_tracker").mkdir()  # such a folder, like the one that wandb makes, is no package
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"absent_tracker is not installed: pip install '\.\[absent_tracker\]'"):

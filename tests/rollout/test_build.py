@@ -13,9 +13,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.rollout.build import check_engine, connect, make_engine, policy_functions, version_bytes
 from rljax.rollout.embedded import JaxEngine
-from rljax.rollout.form import ServerForm
 from rljax.rollout.injected import InjectedEngine
-from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, SamplingParams, VerifyConfig
+from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, SamplingParams, ServerForm, VerifyConfig
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
@@ -39,10 +38,6 @@ def make(config, **options):
         (VLLM | {"inject": InjectConfig(staleness=1)}, "rollout.inject works with rollout.engine = exact or jax"),
         (VLLM | {"inject": InjectConfig(logit_noise=0.1)}, "rollout.inject works with rollout.engine = exact or jax"),
         (
-            {"engine": "exact", "weight_quantization": "int8"},
-            "rollout.weight_quantization works with rollout.engine = jax, not with exact",
-        ),
-        (
             VLLM | {"kv_cache_dtype": "fp8_e5m2"},
             "rollout.kv_cache_dtype works with rollout.engine = jax, not with vllm",
         ),
@@ -65,10 +60,6 @@ def make(config, **options):
         (
             VLLM | {"update": "keep", "max_staleness": 1, "router_replay": "r3"},
             "the experts of tokens before new weights",
-        ),
-        (
-            {"weight_quantization": "fp8", "inject": InjectConfig(quantize="fp8")},
-            "rollout.weight_quantization and rollout.inject.quantize both round the weights: give one",
         ),
     ],
 )

@@ -225,11 +225,6 @@ def test_wrong_rows_of_a_trajectory_are_refused():
     assert "expected at most 8" in refusal(one, one | {"prompt_ids": [1] * 5})
 
 
-def test_a_token_dump_of_a_run_is_told_apart():
-    dump = {"sequence_id": "step1/0", "token_ids": [1, 2], "response_mask": [False, True], "logprobs_rollout": [0, -1]}
-    assert "token dump (rollouts/step_*.parquet)" in refusal(dump)
-
-
 def test_a_logprob_just_above_zero_is_rounding():
     (one,) = read(ROW | {"logprobs": [1e-6, -1.0, 5.0, -2.0]})
     assert one.response["rollout_logprobs"][0] == 0.0

@@ -11,7 +11,7 @@ import pytest
 from served_engines import PARAMS, PROMPTS, published
 from waiting import until
 
-from rljax.errors import ReplyError, ServerError, ServersLostError, VerificationError
+from rljax.errors import ServerError, ServersLostError, VerificationError
 from rljax.rollout.types import SamplingParams
 
 TOKENS = 40
@@ -145,11 +145,11 @@ def test_where_no_server_passes_nothing_is_handed_on(fake, elsewhere):
         assert given == []
 
 
-@pytest.mark.parametrize("update", ["keep", "abort"])
+@pytest.mark.parametrize("update", ["wait", "keep", "abort"])
 def test_replies_that_do_not_name_their_weights_are_refused(fake, elsewhere, update):
     with published(fake.url, update=update, max_staleness=1) as engine:
         fake.names_versions = False
-        with pytest.raises(ReplyError, match=r"does not name the weights that sampled a response; set rollout\.update"):
+        with pytest.raises(ServerError, match="does not name the weights that sampled a response"):
             sampled(engine)
 
 

@@ -12,7 +12,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.mixers import BlockState
 from rljax.policy.model import cast_params, init_params, logical_axes
 from rljax.rollout.build import make_engine
-from rljax.rollout.decoding import attention_with_cache
+from rljax.rollout.decoding import cached
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.injected import InjectedEngine, quantize, restore, summed_axes, to_cache
 from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
@@ -99,7 +99,8 @@ def test_attention_reads_what_the_cache_stores(kind):
     empty = jnp.zeros((1, 2, 5, 2, 8), kind)
     mask = jnp.asarray(np.tril(np.ones((3, 5), bool))[None].repeat(2, 0))
     cache = BlockState((empty, empty), jnp.int32(0))
-    out, ((keys, values), _) = jax.jit(attention_with_cache(mask, 0))(q, k, v, cache)
+    where = cached(CONFIG, jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool), mask, 0)
+    out, ((keys, values), _) = jax.jit(where.attend)(q, k, v, cache)
     assert keys.dtype == values.dtype == jnp.dtype(kind)
     dtype = getattr(ml_dtypes, kind)
     rounded = [jnp.asarray(np.asarray(x).astype(np.float32).astype(dtype).astype(np.float32), q.dtype) for x in (k, v)]
@@ -127,7 +128,8 @@ def test_the_engine_samples_from_weights_in_eight_bits(kind, dtype):
     """
     params = init_params(CONFIG, 0)
     rounded = restore(quantize(cast_params(params, dtype), LOGICAL, kind))
-    config = RolloutConfig(dtype=dtype, weight_quantization=kind)
+    inject = InjectConfig(dtype="same" if dtype == "float32" else dtype, quantize=kind)
+    config = RolloutConfig(dtype=dtype, inject=inject)
     engine = make_engine(config, CONFIG, MESH, max_prompt_tokens=6, max_tokens=16)
     engine.publish(params, 0)
     found = sample(engine)

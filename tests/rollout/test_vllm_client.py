@@ -73,7 +73,7 @@ def test_body_leaves_no_default_to_the_server(route):
 
 @pytest.mark.parametrize("top", [0, 2, 3])
 def test_a_reply_is_read_as_pythons_json_reads_it(top):
-    """All bits of 2,000 log-probabilities are read. Fields that no one asked for may hold anything.
+    """All bits of 2,000 log-probabilities are read. Unknown fields may hold anything.
 
     vLLM lists the sampled token first, which is the third likeliest here.
     """
@@ -84,7 +84,7 @@ def test_a_reply_is_read_as_pythons_json_reads_it(top):
     tops = [[((i + 1) % 2**31, x / 4), ((i + 2) % 2**31, x / 2), (i, x)] for i, x in pairs]
     listed = [[{"token_id": i, "logprob": x, "rank": 1} for i, x in (each[2], *each[:2])] for each in tops]
     content = [
-        {"token_id": i, "logprob": x, "rank": None, "top_logprobs": each if top else "unread"}
+        {"token_id": i, "logprob": x, "rank": "unread", "top_logprobs": each if top else []}
         for i, x, each in zip(ids, logprobs, listed, strict=True)
     ]
     choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}

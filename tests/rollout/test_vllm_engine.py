@@ -18,15 +18,12 @@ from waiting import until
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.policy.rotary import described_rope, read_rope
-from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.types import ClientLimits, SamplingParams
+from rljax.rollout.types import ClientLimits, SamplingParams, ServerForm
 from rljax.weights.format import PROTOCOL
 
-SERVED_METRICS = re.compile(
-    r"publish/.*|rollout/(requests|retries|servers|server_losses|servers_brought_back|responses_without_version)"
-)
+SERVED_METRICS = re.compile(r"publish/.*|rollout/(requests|retries|servers|server_losses|servers_brought_back)")
 OF_A_PULL = {
     "publish/pull_s",
     "publish/fetch_s",
@@ -277,19 +274,6 @@ def test_the_row_says_what_share_of_prompts_was_cached(another, route):
         samples = engine.generate(prompts, 4, SamplingParams(2), seed=0)
         assert len(list(samples)) == 8
         assert samples.metrics["rollout/cached_prompt_fraction"] == 3 * 8 / (4 * 9)
-
-
-def test_replies_without_version_are_counted(fake, caplog):
-    fake.names_versions = False
-    with closing(make(fake.url)) as engine:
-        engine.publish(PARAMS, 6)
-        samples = engine.generate(PROMPTS, 3, SamplingParams(2), seed=0)
-        responses = list(samples)
-        assert all(r["version"].tolist() == [6] * 2 for r in responses)
-        assert samples.metrics["rollout/responses_without_version"] == 6
-        again = engine.generate(PROMPTS, 1, SamplingParams(2), seed=0)
-        assert len(list(again)) == again.metrics["rollout/responses_without_version"] == 2
-    assert caplog.text.count("do not name the weights that sampled them; they are taken for version 6") == 1
 
 
 def test_seeds_differ_by_place_and_repeat_by_call(fake):
@@ -566,7 +550,7 @@ def test_a_server_is_recovered_and_all_metrics_are_explained(fake, another, capl
         metrics |= samples.metrics | engine.fleet.report()
     assert metrics["rollout/servers_brought_back"] == 1
     explained = {key for key in glossary() if SERVED_METRICS.fullmatch(key)} - OF_A_PULL - OF_ROUNDING
-    assert len(explained) == 18
+    assert len(explained) == 17
     assert {key for key in metrics if not key.startswith("time/")} == explained
 
 

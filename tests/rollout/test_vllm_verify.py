@@ -7,10 +7,9 @@ import pytest
 from records import completion
 
 from rljax.errors import VerificationError
-from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.requests import ServerInfo
 from rljax.rollout.servers.verify import Verifier, joined_prompts, limits, lower_third, probe_lengths, random_prompts
-from rljax.rollout.types import VerifyConfig
+from rljax.rollout.types import ServerForm, VerifyConfig
 
 
 class Server:

@@ -6,8 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rljax.rollout.servers.vllm import forced  # noqa: E402
-from rljax.rollout.servers.vllm.hooks import Hooks  # noqa: E402
+from rljax.rollout.servers.vllm.hooks import ForcedDecoding, Hooks  # noqa: E402
 from rljax.rollout.servers.vllm.server import FORCED_TOKENS  # noqa: E402
 from rljax.rollout.servers.vllm.taps import Taps  # noqa: E402
 
@@ -32,7 +31,7 @@ def worker(*given, done=(), **config):
         for i, tokens in enumerate(given)
     }
     runner = SimpleNamespace(sampler=Sampler(), requests=requests, input_batch=SimpleNamespace(req_ids=list(requests)))
-    made = forced.ForcedDecoding()
+    made = ForcedDecoding()
     made.model_runner = runner
     model = SimpleNamespace(enable_trace_replay=config.get("replays", False))
     made.vllm_config = SimpleNamespace(speculative_config=config.get("speculates"), model_config=model)
@@ -58,21 +57,13 @@ def test_a_given_token_takes_the_place_of_the_drawn_one():
     assert drawn(made) == [(0, 0.5), (2, 0.7)]
 
 
-def test_the_hooks_go_some_time_after_the_last_forced_token(monkeypatch):
+def test_the_hooks_are_there_once():
     """Two clients may ask for them. A request without given tokens is sampled as without hooks."""
-    now = [0.0]
-    monkeypatch.setattr(forced, "time", SimpleNamespace(monotonic=lambda: now[0]))
     made = worker([1], None)
     for _ in range(2):
         made.rljax_force()
-    for passed in (0.0, 2 * forced.IDLE_S):
-        now[0] += passed
-        assert drawn(made) == [(1, 0.25), (2, 0.7)]
-    made.model_runner.requests["0"].output_token_ids.append(1)
-    for passed, hooks in ((forced.IDLE_S, 2), (1.0, 0)):
-        now[0] += passed
-        assert drawn(made) == [(0, 0.5), (2, 0.7)]
-        assert count(made.model_runner.sampler) == hooks
+    assert drawn(made) == [(1, 0.25), (2, 0.7)]
+    assert count(made.model_runner.sampler) == 2
 
 
 @pytest.mark.parametrize("tokens", [[3], [-1], ["x"]])

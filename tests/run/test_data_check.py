@@ -153,8 +153,8 @@ def test_the_table_by_hand():
     assert text.splitlines() == [
         "warning: right answers get no reward when they are given as the response",
         "data       rows  no answer  over 16 tokens  repeated prompts  answers that fail",
-        "a.jsonl       5          1               1                 1             2 of 3",
-        "eval sums     1          0               0                 0        not checked",
+        "a.jsonl    5     1          1               1                 2 of 3",
+        "eval sums  1     0          0               0                 not checked",
         "fails: 'xxxxxxxxxxxxxxxxxxx ... xxxxxxxxxxxxxxxxxxx' to 'p0'",
         "fails: '2' to 'p1'",
         "keys not read: ability, year",
@@ -173,15 +173,11 @@ GOOD = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 
 def test_a_run_leaves_out_what_it_cannot_use_and_says_so(tmp_path):
     rows = [*GOOD, {"prompt": "7+1=", "answer": ""}, {"prompt": "1234567+1=", "answer": "8"}, GOOD[0] | {"year": 1}]
-    words = tiny(
-        TOY_BASE, tmp_path / "run", 1, *sums(tmp_path / "x.jsonl", rows), "addition", "--rollout.refill", "true"
-    )
-    output = completed(words)
+    output = completed(tiny(TOY_BASE, tmp_path / "run", 1, *sums(tmp_path / "x.jsonl", rows), "addition"))
     lines = [
         "data     rows  no answer  over 8 tokens  repeated prompts  answers that fail",
-        "x.jsonl     9          1              1                 1             0 of 7",
+        "x.jsonl  9     1          1              1                 0 of 7",
         "keys not read: year",
-        "rollout.refill: a step takes 2 to 10 problems",
     ]
     assert "\n".join(lines) in output
     assert (tmp_path / "run" / "data.txt").read_text().splitlines() == lines

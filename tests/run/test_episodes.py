@@ -66,7 +66,7 @@ def problem(prompt, answer, **more):
 def test_tokens_and_masks_recounted():
     engine = Scripted()
     problems = [problem("1+1=", "1"), problem("2+2=", "3", columns={"opening": "9=", "answer": "no"})]
-    rollouts, row = sample(problems, environments.Doubling, engine, n=2)
+    rollouts = sample(problems, environments.Doubling, engine, n=2)
     seven, three = TOKENIZER.encode("7")[0], TOKENIZER.encode("2")[0]
     turn, text = [seven, seven, STOP], [three, three]  # the decoded turn has two characters
     assert rollouts.responses[0][1].response.tolist() == turn
@@ -77,6 +77,7 @@ def test_tokens_and_masks_recounted():
     assert long["version"].tolist() == [1] * 5 + [2] * 5 + [3] * 3
     assert (long.length, long.truncated, long.prompt.tolist()) == (9, False, TOKENIZER.encode("9=").tolist())
     assert rollouts.rewards.tolist() == [[2, 2], [6, 6]]
+    row = rollouts.row
     assert (row["turns/limited"], row["reward/errors"], row["time/generate_s"]) == (0, 0, 3.0)
     # Each turn's prompt is all tokens before it. Nothing is encoded again.
     first, second, third = engine.asked
@@ -96,7 +97,7 @@ def test_only_first_prompts_begin_with_the_prefix(tmp_path):
     made.save(str(file))
     engine = Scripted()
     problems = [problem("1+1=", "1"), problem("2+2=", "3", opening="9=")]
-    rollouts, _ = sample(problems, environments.Doubling, engine, tokenizer=load_tokenizer(tmp_path))
+    rollouts = sample(problems, environments.Doubling, engine, tokenizer=load_tokenizer(tmp_path))
     first, *_ = engine.asked
     assert first == [[pad, *TOKENIZER.encode("1+1=")], [pad, *TOKENIZER.encode("9=")]]
     assert all(pad not in one.response for (one,) in rollouts.responses)
@@ -105,26 +106,27 @@ def test_only_first_prompts_begin_with_the_prefix(tmp_path):
 def test_limits_end_a_trajectory():
     problems = [problem("1+1=", "9")]
     turns = sample(problems, environments.Doubling, Scripted(), max_turns=2)
-    assert turns.rollouts.responses[0][0].turns.max() == 2
-    assert turns.rollouts.responses[0][0].response[-1] == STOP  # no text follows the last turn
-    assert (turns.row["turns/limited"], turns.rollouts.responses[0][0].truncated) == (1, True)
-    assert turns.rollouts.rewards[0, 0] == 4  # a limited trajectory is scored
+    assert turns.responses[0][0].turns.max() == 2
+    assert turns.responses[0][0].response[-1] == STOP  # no text follows the last turn
+    assert (turns.row["turns/limited"], turns.responses[0][0].truncated) == (1, True)
+    assert turns.rewards[0, 0] == 4  # a limited trajectory is scored
     # Turns have three tokens and texts have two. So 3 + 2 + 3 fill eight, and a text of two more leaves no room.
     tokens = sample(problems, environments.Doubling, Scripted(), params=SamplingParams(10, 1.0, (STOP,)))
-    assert len(tokens.rollouts.responses[0][0].response) == 8
+    assert len(tokens.responses[0][0].response) == 8
     # With eleven tokens the third turn has one. The limit counts even where the environment ends the trajectory.
     cut = sample([problem("1+1=", "3")], environments.Doubling, Scripted(), params=SamplingParams(11, 1.0, (STOP,)))
-    assert cut.rollouts.responses[0][0].turns.tolist() == [1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 3]
+    assert cut.responses[0][0].turns.tolist() == [1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 3]
     assert cut.row["turns/limited"] == 1
     short = sample(problems, environments.Doubling, Scripted(), max_turns=2, max_turn_tokens=2)
-    assert short.rollouts.responses[0][0].turns.tolist() == [1, 1, 0, 0, 2, 2]
+    assert short.responses[0][0].turns.tolist() == [1, 1, 0, 0, 2, 2]
 
 
 def test_failed_trajectories_are_counted_and_have_no_reward():
     kinds = ["well", "raises", "hangs", "unscored", "reset"]
     problems = [problem("1+1=", "2", kind=kind) for kind in kinds]
-    rollouts, row = sample(problems, environments.Failing, Scripted(), limits={"call_timeout_s": 1.0})
+    rollouts = sample(problems, environments.Failing, Scripted(), limits={"call_timeout_s": 1.0})
     assert np.isnan(rollouts.rewards[:, 0]).tolist() == [False, True, True, True, True]
+    row = rollouts.row
     assert (row["reward/errors"], row["reward/timeouts"]) == (4, 1)
     assert (row["turns/env_errors"], row["turns/env_timeouts"], row["turns/env_deaths"]) == (3, 1, 0)
     lengths = [group[0].length for group in rollouts.responses]
@@ -142,14 +144,14 @@ def test_a_further_round_or_an_evaluation_may_fail_at_once():
     problems, played = [problem("1+1=", "2", kind="reset")], (environments.Failing, Scripted())
     more = sample(problems, *played, lambda sampler, asked: sampler.sample(asked, 1, round_number=1))
     (one,) = sample(problems, *played, lambda sampler, asked: list(sampler.scored(asked, 0)))
-    assert np.isnan([more.rollouts.rewards[0, 0], one.reward]).all()
+    assert np.isnan([more.rewards[0, 0], one.reward]).all()
 
 
 def test_a_prompt_that_is_too_long_fails_its_trajectory():
     problems = [problem("1+1=", "1"), problem("1+1=", "1", opening="1" * 9)]
-    rollouts, row = sample(problems, environments.Doubling, Scripted())
+    rollouts = sample(problems, environments.Doubling, Scripted())
     assert np.isnan(rollouts.rewards[:, 0]).tolist() == [False, True]
-    assert row["reward/errors"] == 1
+    assert rollouts.row["reward/errors"] == 1
 
 
 def test_a_stop_gives_up_what_is_sampled():
@@ -164,7 +166,7 @@ def test_a_stop_gives_up_what_is_sampled():
 def test_hundreds_of_trajectories_end_without_a_thread_each():
     rng = np.random.default_rng(0)
     problems = [problem("1+1=", str(rng.integers(1, 5))) for _ in range(200)]
-    rollouts, row = sample(problems, environments.Doubling, Scripted(lambda tokens: 1 + len(tokens) % 2), n=2)
+    rollouts = sample(problems, environments.Doubling, Scripted(lambda tokens: 1 + len(tokens) % 2), n=2)
     turns = [[response.turns.max() for response in group] for group in rollouts.responses]
     assert turns == [[int(each["answer"])] * 2 for each in problems]
-    assert row["turns/limited"] == 0
+    assert rollouts.row["turns/limited"] == 0

@@ -19,8 +19,7 @@ from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
 from rljax.run.config import Config, RunConfig
 from rljax.run.external import make_external_batches
 from rljax.run.sampling import rollout_row, training_sequences
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.stop import StopRequest, Timers
 
 PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(100, 110)]
 STOP = StopRequest()
@@ -55,7 +54,7 @@ def take(batches):
 
 
 def rewards_of(sampled):
-    return sampled.rollouts.rewards.tolist()
+    return sampled.rewards.tolist()
 
 
 def test_hand_worked_rows_become_sequences(place):
@@ -69,7 +68,7 @@ def test_hand_worked_rows_become_sequences(place):
     write_file(place / "x.jsonl", rows)
     config = make_config(place, max_staleness=2)
     sampled = take(make_batches(config, step=3))
-    one, two, three, four = training_sequences(sampled.rollouts, config, 3)
+    one, two, three, four = training_sequences(sampled, config, 3)
     assert [s.advantage for s in (one, two, three, four)] == [1.0, -1.0, 0.0, 0.0]
     assert [s.in_loss for s in (one, two, three, four)] == [True, True, False, False]
     assert one["staleness"].tolist() == [2, 1, 1]
@@ -79,7 +78,7 @@ def test_hand_worked_rows_become_sequences(place):
     assert two.sampled.tolist() == [True, False, False, True]
     assert two["rollout_logprobs"].tolist() == [-1.0, 0.0, 0.0, -2.0]
     assert [s.prompt.tolist() for s in (one, two, three, four)] == [[1, 2], [1, 2], [1, 2], [9]]
-    row = rollout_row(sampled.rollouts, 3)
+    row = rollout_row(sampled, 3)
     assert (row["response_length/mean"], row["reward/mean"]) == ((3 + 2 + 3 + 3) / 4, pytest.approx(2 / 3))
     assert (row["rollout/policy_version"], row["rollout/staleness"]) == (1, 1.5)
     assert sampled.row["rollout/failed_trajectories"] == 1

@@ -185,6 +185,22 @@ def test_an_evaluation_added_at_a_resume_changes_no_number(go, whole):
     assert all("eval/toy/accuracy" in row for row in second.rows)
 
 
+def profiled_steps(run):
+    """Returns the numbers of the steps in the one profile of a run."""
+    (file,) = run.directory.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events]
+    return [dict(event.stats)["step_num"] for event in events if event.name == "step"]
+
+
+def test_the_profile_is_of_the_steps_asked_for(go, whole):
+    assert not (whole.directory / "profile").exists()
+    assert profiled_steps(go("two", run={"profile_steps": (2, 3)})) == [2, 3]
+    # A run goes on from the middle of these steps, and ends before the last of them.
+    first = go("cut", stop_after=2)
+    assert profiled_steps(go("cut", last_row=first.rows[-1], run={"profile_steps": (2, 9)})) == [3, 4]
+
+
 def test_a_guard_warns_and_stops_saved(go, capsys):
     run = go(guard={"warn": ("reward/mean < 0.6",), "stop": ("response_length/mean > 1 for 2",)})
     assert (len(run.rows), run.saved) == (2, [2])

@@ -13,9 +13,8 @@ from rljax.data.prompts import PromptStream
 from rljax.distributed.processes import Processes
 from rljax.errors import ServersLostError, StoppedWaitingError
 from rljax.run.pipeline import Batches, BatchesAhead
-from rljax.run.sampling import SampledStep
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.sampling import Rollouts
+from rljax.run.stop import StopRequest, Timers
 
 PROBLEMS = [{"prompt": str(i), "answer": ""} for i in range(10)]
 SEED = 3
@@ -75,7 +74,7 @@ class Engine:
             if failure is not None:
                 raise failure
             assert self.version == version
-            return SampledStep(([problem["prompt"] for problem in problems], step, version), {"sampled": 1})
+            return Rollouts(([problem["prompt"] for problem in problems], step, version), None, row={"sampled": 1})
 
     def prepare(self, params, version):
         pass
@@ -145,7 +144,7 @@ def test_batches_come_once_in_order_and_none_is_too_old(k, slow):
     trained, states = go_on(make(engine, k), engine, 1, 8, training_s=training_s)
     in_order, expected = stream_at(), []
     for step, (sampled, state) in enumerate(zip(trained, states, strict=True), 1):
-        prompts, of_step, version = sampled.rollouts
+        prompts, of_step, version = sampled.responses
         expected.append([problem["prompt"] for problem in in_order.take()])
         assert (prompts, of_step) == (expected[-1], step)
         assert 0 <= step - 1 - version <= k
@@ -208,7 +207,7 @@ def test_a_lost_batch_is_sampled_again_after_the_publish():
     assert [call[:2] for call in engine.calls[:5]] == [(1, 0), (2, 0), (3, 1), (3, 2), (4, 2)]
     in_order = stream_at()
     expected = [[problem["prompt"] for problem in in_order.take()] for _ in range(5)]
-    assert [sampled.rollouts[0] for sampled in trained] == expected
+    assert [sampled.responses[0] for sampled in trained] == expected
 
 
 def test_a_lost_batch_that_is_awaited_is_sampled_in_take():
@@ -216,7 +215,7 @@ def test_a_lost_batch_that_is_awaited_is_sampled_in_take():
     engine.failures[1] = ServersLostError("none is left")
     trained, _ = go_on(make(engine, 1), engine, 1, 3)
     assert engine.calls[:2] == [(1, 0, False), (1, 0, True)]
-    assert [sampled.rollouts[1] for sampled in trained] == [1, 2, 3]
+    assert [sampled.responses[1] for sampled in trained] == [1, 2, 3]
 
 
 def test_progress_counts_while_the_run_waits_for_it():
@@ -241,7 +240,7 @@ def test_a_batch_that_no_step_will_use_is_given_up(how):
     began = time.monotonic()
     batches = make(engine, 2)
     batches.start(0)
-    assert take(batches, engine).rollouts[1] == 1
+    assert take(batches, engine).responses[1] == 1
     if how == "asked":
         engine.stop.is_asked = True
         with paused(batches, engine, 1):
@@ -258,7 +257,7 @@ def test_an_awaited_batch_is_not_given_up_at_a_stop():
     batches = make(engine, 1)
     batches.start(0)
     threading.Timer(0.1, lambda: setattr(engine.stop, "is_asked", True)).start()
-    assert take(batches, engine).rollouts[1] == 1
+    assert take(batches, engine).responses[1] == 1
     batches.close()
 
 
@@ -276,7 +275,7 @@ class Sharing(Engine):
         first = self.version
         self.calls.append((step, first))
         time.sleep(self.sampling_s(step))
-        return SampledStep(([problem["prompt"] for problem in problems], step, first, self.version), {})
+        return Rollouts(([problem["prompt"] for problem in problems], step, first, self.version), None)
 
     def publish(self, version):
         time.sleep(0.06)
@@ -309,10 +308,10 @@ def test_a_batch_goes_on_across_publishes(k, slow):
     trained, _ = go_on(batches, engine, 1, 8, training_s=lambda step: training_s, drains=False)
     assert [call[0] for call in engine.calls] == list(range(1, 9))
     for step, sampled in enumerate(trained, 1):
-        _, of_step, first, last = sampled.rollouts
+        _, of_step, first, last = sampled.responses
         assert of_step == step
         assert 0 <= step - 1 - last <= step - 1 - first <= k
-    crossed = [first < last for sampled in trained for _, _, first, last in [sampled.rollouts]]
+    crossed = [first < last for sampled in trained for _, _, first, last in [sampled.responses]]
     assert any(crossed) or slow == "training"
 
 
@@ -334,7 +333,7 @@ def test_no_batch_begins_during_a_publish():
 def test_an_evaluation_waits_for_the_batch_under_way():
     engine = Sharing(lambda step: 0.1)
     trained, _ = go_on(make(engine, 1, always_drains=False), engine, 1, 4)
-    assert [sampled.rollouts[2:] for sampled in trained] == [(0, 0), (0, 0), (1, 1), (2, 2)]
+    assert [sampled.responses[2:] for sampled in trained] == [(0, 0), (0, 0), (1, 1), (2, 2)]
 
 
 def test_a_signal_to_another_process_is_noticed_on_any_thread():

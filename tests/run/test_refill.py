@@ -16,8 +16,7 @@ from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.sampling import REFILL_LIMIT, RefillingSampler, Sampler, SingleTurn, rollout_row, step_seed, sum_rows
-from rljax.run.stop import StopRequest
-from rljax.run.timers import Timers
+from rljax.run.stop import StopRequest, Timers
 
 PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(100, 117)]
 SEED, SIZE = 5, 4
@@ -64,7 +63,7 @@ def refilling(engine, **advantage):
 
 
 def prompts_of(sampled):
-    return [TOKENIZER.decode(group[0].prompt) for group in sampled.rollouts.responses]
+    return [TOKENIZER.decode(group[0].prompt) for group in sampled.responses]
 
 
 def sample(signal, size=SIZE, **advantage):
@@ -89,12 +88,12 @@ def test_further_rounds_replace_groups_until_none_lacks():
     assert sampled.row["rollout/refilled_tokens"] == 3 * 2 * 8
     assert sampled.row["rollout/requests"] == 14
     assert sampled.row["reward/errors"] == 0
-    np.testing.assert_array_equal(sampled.rollouts.rewards, [[1.0, 0.0]] * 4)
+    np.testing.assert_array_equal(sampled.rewards, [[1.0, 0.0]] * 4)
 
 
 def test_the_row_measures_all_that_was_sampled():
     """Four groups have 4 and 2 tokens, and three have 8 and 8: 14 responses of 72 tokens, and 4 of them are right."""
-    rollouts = sample("S.S..SS")[0].rollouts
+    rollouts = sample("S.S..SS")[0]
     row = rollout_row(rollouts, policy_version=0)
     assert row["response_length/mean"] == pytest.approx(72 / 14)
     assert row["response_length/max"] == 8.0
@@ -111,7 +110,7 @@ def test_at_the_limit_the_earliest_groups_fill_the_batch():
     assert places == [1, 6, 0, 2]
     assert (drawn, len(engine.asked)) == (13, 5)
     assert sampled.row["rollout/refilled_groups"] == 9
-    assert rollout_row(sampled.rollouts, 0)["reward/groups_with_signal"] == pytest.approx(2 / 13)
+    assert rollout_row(sampled, 0)["reward/groups_with_signal"] == pytest.approx(2 / 13)
 
 
 def test_no_signal_at_all_gives_the_first_batch_back():
@@ -126,7 +125,7 @@ def test_a_batch_with_signal_is_sampled_as_without_refilling():
     assert (places, drawn, engine.seeds) == ([0, 1, 2, 3], 4, [step_seed(SEED, 3)])
     counts = ("refilled_groups", "refill_rounds", "refilled_tokens")
     assert [sampled.row[f"rollout/{name}"] for name in counts] == [0, 0, 0]
-    assert sampled.rollouts.dropped is None
+    assert sampled.dropped is None
 
 
 def test_a_group_that_the_penalty_gives_loss_is_kept():

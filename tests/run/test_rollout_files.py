@@ -49,12 +49,10 @@ def test_a_dump_names_the_weights_that_sampled(tmp_path, inject, staleness, expe
     assert dump.sampling.get("inject") == said
 
 
-def test_a_dump_names_the_eight_bits_of_the_engine(tmp_path):
-    eight_bits = {"weight_quantization": "int8", "kv_cache_dtype": "fp8_e4m3"}
-    dump = dumped(tmp_path, [train_sequence(IDS, IDS, LOGPROBS, 0.5)], **eight_bits)
-    assert dump.sources["rollout"].weights_hash == f"{tmp_path} version 3, weight_quantization int8"
-    assert dump.sources["trainer"].weights_hash == f"{tmp_path} version 3"
-    assert (dump.sampling["weight_quantization"], dump.sampling["kv_cache_dtype"]) == ("int8", "fp8_e4m3")
+def test_a_dump_names_the_eight_bits_of_the_cache(tmp_path):
+    dump = dumped(tmp_path, [train_sequence(IDS, IDS, LOGPROBS, 0.5)], kv_cache_dtype="fp8_e4m3")
+    assert dump.sources["rollout"].weights_hash == dump.sources["trainer"].weights_hash == f"{tmp_path} version 3"
+    assert dump.sampling["kv_cache_dtype"] == "fp8_e4m3"
 
 
 def test_a_dump_of_a_cut_sampling_has_its_support(tmp_path):

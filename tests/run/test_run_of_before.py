@@ -13,10 +13,9 @@ from toy_runs import comparable, completed, outcome, printed
 
 from rljax.commands.config import main
 from rljax.record.rows import read_rows
-from rljax.run.config import Config
+from rljax.run.config import REMOVED, Config
 from rljax.run.config_file import dotted
 from rljax.run.directory import recorded_config
-from rljax.run.removed_keys import REMOVED
 
 BEFORE = Path(__file__).parents[1] / "data/run_of_a478350f"
 

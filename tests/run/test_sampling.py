@@ -185,7 +185,7 @@ def sample(engine, pool):
 @pytest.mark.parametrize("seed", range(2))
 def test_rewards_stand_where_their_responses_do(seed, pool):
     engine = Landing(seed)
-    rollouts = sample(engine, pool).rollouts
+    rollouts = sample(engine, pool)
     answers = [int(build_tokenizer().decode(prompt)[0]) for prompt in engine.prompts]
     assert sorted(answers) == [1, 2, 3, 4]
     np.testing.assert_array_equal(rollouts.rewards, np.outer(answers, [1, 2, 3]).astype(np.float32))

@@ -79,7 +79,7 @@ def test_runs_of_missing_steps_change_no_outcome(max_wait):
 def test_the_nearest_level_of_a_rule_that_never_calls():
     """At step 11 the median of three is 200, and the baseline is 100."""
     outcome = replay_rule(Rule("", SMALL), [100.0] * 9 + [200.0] * 5, [0.0] * 14, RateLaw())
-    assert outcome.nearest == (11, 2.0, 200.0, 100.0)
+    assert outcome.nearest == (11, 2.0)
     assert [step for step, ratio in enumerate(outcome.ratios, 1) if math.isnan(ratio)] == list(range(1, 8))
     assert (outcome.surge_step, outcome.changes) == (None, ((1, 1e-6),))
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rljax.trainer.objective import TokenValues
+from rljax.policy.head import TokenScores
 from rljax.trainer.packing import pack
 from rljax.trainer.update import TrainerValues, Updated
 
@@ -23,7 +23,7 @@ class NumberUpdate:
 
     def forward(self, params, batch):
         self.asked.append((params, batch))
-        return {}, TokenValues(np.full(batch.tokens.shape, -float(params), np.float32))
+        return {}, TokenScores(np.full(batch.tokens.shape, -float(params), np.float32))
 
     def __call__(self, state, batch, sequences, options):
         values = TrainerValues([np.full(len(s.response), self.own) for s in sequences])

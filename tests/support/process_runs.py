@@ -163,5 +163,5 @@ def without_publish(run_dir):
 
     The server's probes are sampled anew in each run.
     """
-    anew = ("publish/", "rollout/re")  # requests, retries, responses_without_version
+    anew = ("publish/", "rollout/re")  # requests, retries
     return [{key: value for key, value in row.items() if not key.startswith(anew)} for row in comparable(run_dir)]

@@ -7,6 +7,7 @@ from quick_backends import quick
 from vllm_fake import SHAPE
 
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.types import RolloutConfig
 from rljax.weights.sums import array_checksum
 
@@ -33,15 +34,13 @@ def make(
     def checksums(params):
         return {name: array_checksum(array) for name, array in params.items()}
 
-    config = {"server_wait_s": 10.0, **config}
+    settings = {"server_wait_s": 10.0, "dtype": dtype, "transfer_dir": tmp_path and str(tmp_path), **config}
+    hf_config = SHAPE | ({"rope_parameters": rope} if rope else {})
     return ServedEngine(
-        RolloutConfig(engine="vllm", urls=urls, dtype=dtype, transfer_dir=tmp_path and str(tmp_path), **config),
+        Expectation(RolloutConfig(engine="vllm", urls=urls, **settings), hf_config, 100, head_dtype),
         backend or quick(),
         PolicyFunctions(tensors, checksums, score),
-        hf_config=SHAPE | ({"rope_parameters": rope} if rope else {}),
-        max_tokens=100,
         publish=publish,
-        head_dtype=head_dtype,
         stop=stop,
     )
 

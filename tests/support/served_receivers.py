@@ -41,8 +41,8 @@ class Served:
         return sorted(path.name for path in self.spool.iterdir())
 
     def rewards(self, step=1):
-        batch = self.queue.take(1, step)
-        return batch and [[one.reward for one in group] for group in batch.groups]
+        groups = self.queue.take(1, step)
+        return groups and [[one.reward for one in group] for group in groups]
 
 
 def rubbish(size):

@@ -16,6 +16,7 @@ from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.published import hf_checksums
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.process import environment_python
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.sglang.server import SglangConfig, start
@@ -65,11 +66,9 @@ class Policy:
         settings = {"engine": "sglang", "urls": urls, "dtype": self.dtype, "server_wait_s": 240.0} | config
         checksums = functools.partial(hf_checksums, config=self.config, dtype=jnp.dtype(self.dtype))
         return ServedEngine(
-            RolloutConfig(**settings),
+            Expectation(RolloutConfig(**settings), config_to_hf(self.config, self.dtype), max_tokens),
             SglangBackend(),
             PolicyFunctions(tensors or self.tensors, checksums, self.scorer()),
-            hf_config=config_to_hf(self.config, self.dtype),
-            max_tokens=max_tokens,
             publish=publish,
         )
 

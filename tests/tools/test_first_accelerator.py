@@ -83,7 +83,7 @@ def test_a_late_section_ends_with_its_children(tmp_path):
 
 
 def test_kernels_try_the_trees_of_default_runs(monkeypatch):
-    for name in ("check_named_attention", "check_head"):
+    for name in ("check_attention", "check_head"):
         monkeypatch.setattr(f"rljax.commands.check_device.{name}", lambda *given: {})
     monkeypatch.setattr("rljax.policy.attention_errors.why_no_trees", lambda name, device, dtype, policy: dtype)
     found = first_gpu.kernels(first_gpu.TINY, None)

@@ -10,9 +10,9 @@ from records import train_sequence
 
 from rljax.mismatch import merge, zeros
 from rljax.mismatch.metrics import bin_edges
+from rljax.policy.head import TokenScores
 from rljax.policy.layers import RoutingRecord
 from rljax.policy.model import ForwardStats
-from rljax.policy.score import Scores
 from rljax.trainer.measure import (
     HISTOGRAM,
     DiagnosisConfig,
@@ -50,7 +50,7 @@ def row_of_arrays(batch, logprobs, entropy, *, used, count):
     total = None
     for i in range(used):
         micro = jax.tree.map(lambda array, i=i: array[i], batch)
-        scores = Scores(logprobs[i], entropy[i], ForwardStats(jnp.float32(i + 1), None))
+        scores = TokenScores(logprobs[i], entropy[i], stats=ForwardStats(jnp.float32(i + 1), None))
         found = measure(scores, micro, count, DIAGNOSIS)
         total = merge(zeros(found) if total is None else total, found)
     return finalize_measured(total, DIAGNOSIS)

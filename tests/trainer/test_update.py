@@ -18,9 +18,10 @@ from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
 from rljax.mismatch import importance_weights, mismatch_metrics
 from rljax.policy.config import PolicyConfig
+from rljax.policy.head import TokenScores
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
-from rljax.policy.score import Scores, make_scorer, packed_logprobs
+from rljax.policy.score import make_scorer, packed_logprobs
 from rljax.record.token_arrays import to_rows
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config, ModelConfig
@@ -373,7 +374,7 @@ def test_a_sequence_sum_is_divided_by_the_length_limit():
     def loss(constant):
         chosen = LossConfig(kind="policy_gradient", aggregation="sequence_sum", sequence_constant=constant)
         objective = Objective(chosen, UNCORRECTED, COUNT, max_response_tokens=512)
-        scores = Scores(-jnp.ones(micro.tokens.shape), jnp.zeros(micro.tokens.shape), stats=None)
+        scores = TokenScores(-jnp.ones(micro.tokens.shape), jnp.zeros(micro.tokens.shape))
         return float(jax.jit(lambda: objective.micro_loss(scores, micro, jnp.float32(1.0))[0])())
 
     assert loss(100) != 0.0

@@ -39,7 +39,7 @@ def test_sequences_stand_by_contribution_with_their_numbers(tmp_path):
     np.testing.assert_allclose(dump["sequences"]["share"], np.asarray(K3[::-1]) / sum(K3), rtol=1e-5)
     assert dump["sequences"] | {"share": None} == {
         **{"share": None, "sum": [-0.5, -0.25], "mean": [0.75, 0.25], "largest": [1.0, 0.25]},
-        **{"tokens": [2, 1], "position": [2, 1]},
+        "tokens": [2, 1],
     }
     metrics = dict(dump["metrics"])
     assert metrics["k3_kl"] == pytest.approx(sum(K3) / 3, rel=1e-5)
@@ -227,7 +227,6 @@ def test_a_run_has_its_curves_its_tokenizer_and_dumps(tmp_path):
     text = (tmp_path / "page.html").read_text()
     for words in ("surge at 3, period 5", "Response length", "12 steps. The surge was called at step 3."):
         assert words in text
-    assert "level token" in text
     assert "2 of its 4 token dumps are here." in text
     assert "://" not in text.partition("<script")[0]
     status, out, _ = outcome(main, [run])

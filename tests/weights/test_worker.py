@@ -39,8 +39,9 @@ def pulling(tmp_path, files, monkeypatch):
 
 
 def ended(pulling, name):
-    until(lambda: pulling.result(name) is not None)
-    return pulling.result(name)
+    found = []
+    until(lambda: found.append(pulling.pulled(name)) or found[-1] is not None)
+    return found[-1]
 
 
 def shown(files):
@@ -60,47 +61,40 @@ def test_a_probe_that_a_server_may_be_reading_stays(files):
 
 def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
     """A finished worker is asked again while another worker of its server is not finished."""
-    names = []
     for number in range(2):
         tensor = TENSOR + number
         version = files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
-        names.append(version.path.name)
-        pulling.begin(names[-1])
-        first = ended(pulling, names[-1])
+        first = ended(pulling, version.path.name)
         assert (first["error"], first["tag"]) == ("", version.tag)
-        assert pulling.result(names[-1]) == first
-    assert pulling.result(names[0])["error"] == f"{names[0]} is not being pulled"
-    pulling.begin(names[1])
-    assert ended(pulling, names[1])["bytes"] == 0
+        assert pulling.pulled(version.path.name) == first
+    pulling.forget()
+    assert ended(pulling, version.path.name)["bytes"] == 0
     assert pulling.mirror.root.is_dir()
     pulling.close()
     assert not pulling.mirror.root.exists(), "the last user takes the mirror with it"
 
 
-def test_a_pull_that_fails_says_why_and_may_be_begun_again(files, pulling):
+def test_a_pull_that_fails_says_why_and_is_begun_again(files, pulling):
     version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
     (version.path / "version.json").rename(version.path / "elsewhere.json")
-    pulling.begin(version.path.name)
-    failed = ended(pulling, version.path.name)
-    assert "version.json cannot be read" in failed["error"]
-    assert pulling.result(version.path.name) == failed
+    assert "version.json cannot be read" in ended(pulling, version.path.name)["error"]
     (version.path / "elsewhere.json").rename(version.path / "version.json")
-    pulling.begin(version.path.name)
     assert ended(pulling, version.path.name)["error"] == ""
 
 
-def test_a_pull_whose_process_dies_may_be_begun_again(files, pulling):
+def test_a_pull_whose_process_dies_is_begun_again(files, pulling):
     """The mirror is locked meanwhile, so that the pull waits and can be killed."""
     version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
     with pulling.mirror.locked():
-        pulling.begin(version.path.name)
+        assert pulling.pulled(version.path.name) is None
         until(lambda: holders(pulling.mirror))
         for pid in holders(pulling.mirror):
             os.kill(pid, signal.SIGKILL)
         assert ended(pulling, version.path.name)["error"] == "the pull failed: LostError: died (exit status -9)"
-        pulling.begin(version.path.name)
+        assert pulling.pulled(version.path.name) is None
         time.sleep(0.5)
-        assert pulling.result(version.path.name) is None
+        pulling.forget()
+        assert pulling.pulled(version.path.name) is None
     assert ended(pulling, version.path.name)["error"] == ""
 
 
@@ -109,8 +103,8 @@ def test_another_pull_ends_the_one_that_runs(files, pulling):
     version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
     with pulling.mirror.locked():
         for number in range(5):
-            pulling.begin(f"v0000000{number}-9")
-        pulling.begin(version.path.name)
+            pulling.pulled(f"v0000000{number}-9")
+        pulling.pulled(version.path.name)
     assert ended(pulling, version.path.name)["error"] == ""
 
 
@@ -124,7 +118,7 @@ def test_a_pull_ends_with_its_server_and_takes_any_processor(files, pulling):
     words += "last = max(os.sched_getaffinity(0))\n"
     words += "os.environ['GOMP_CPU_AFFINITY'] = str(last)\n"
     words += "os.sched_setaffinity(0, {last})\n"
-    words += "pulls = Pulls(*sys.argv[1:3]); pulls.begin(sys.argv[3]); time.sleep(60)"
+    words += "pulls = Pulls(*sys.argv[1:3]); pulls.pulled(sys.argv[3]); time.sleep(60)"
     named = [files.source, files.run_tag, version.path.name]
     with pulling.mirror.locked(), subprocess.Popen([sys.executable, "-c", words, *named]) as server:
         until(lambda: holders(pulling.mirror))

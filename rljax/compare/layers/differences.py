@@ -14,15 +14,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from rljax.compare.layers.operations import (
-    IN_BLOCK,
-    PRODUCTS,
-    Operation,
-    OperationValues,
-    Tracer,
-    logprobs,
-    operations,
-)
+from rljax.compare.layers.operations import IN_BLOCK, PRODUCTS, Operation, OperationValues, Tracer, logprobs, operations
 from rljax.policy.config import PolicyConfig
 
 LIMITS = {"float32": 2e-6, "float16": 6.25e-4, "bfloat16": 5e-3}

@@ -1,19 +1,28 @@
-"""The verdict on two scorers: even rounding, or the layers and operations at which they differ by more."""
+"""The verdict on two scorers: even rounding, or the layers and operations at which they differ by more.
+
+The report is the verdict with tables for a terminal, as Markdown and as JSON.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from rljax.compare.layers.differences import LayerComparison, OperationDifference
 from rljax.compare.layers.operations import IN_BLOCK, PRODUCTS
+from rljax.compare.report import markdown_table
+from rljax.record.rows import finite_json, text_table
 
 EVEN = "rounding, evenly"
 _MANY = 4  # so many products of one block above their limits mean that the block has other weights
 _COARSENESS = ("bfloat16", "float16", "float32")  # the coarsest dtype first
 _NAMED = 6  # the number of findings that the sentence names
+_HEAD = ["operation", "own error", "limit", "error / limit", "error up to it", "effect (nats)", "note"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,9 @@ class LayerVerdict:
     def passed(self) -> bool:
         """Whether rounding explains every difference."""
         return not self.findings
+
+
+Judged = tuple[LayerComparison, LayerVerdict]
 
 
 def judge_layers(comparison: LayerComparison) -> LayerVerdict:
@@ -103,3 +115,57 @@ def _other_dtype(difference: OperationDifference, comparison: LayerComparison) -
     sides = {ours: comparison.reference, theirs: comparison.tested}
     coarse = min(sides, key=lambda name: _COARSENESS.index(name))
     return f"rounded to {coarse} in {sides[coarse]} only"
+
+
+def layers_text(judged: Sequence[Judged]) -> str:
+    """Formats the verdicts and a table of the kinds of operations for a terminal."""
+    parts = [f"{_title(pair[0])}\n{text_table(_kinds(pair[0]))}\n{_sentence(*pair)}" for pair in judged]
+    return "\n\n".join(parts) + "\n"
+
+
+def layers_markdown(judged: Sequence[Judged]) -> str:
+    """Formats the verdicts, a table of the kinds of operations and a table of all operations as Markdown."""
+    parts = []
+    for comparison, verdict in judged:
+        rows = [_HEAD, *(_row(each.operation.label, each) for each in comparison.differences)]
+        tables = f"{markdown_table(_kinds(comparison))}\n\n{markdown_table(rows)}"
+        parts.append(f"## {_title(comparison)}\n\n{_sentence(comparison, verdict)}\n\n{tables}")
+    return "\n\n".join(parts) + "\n"
+
+
+def layers_json(judged: Sequence[Judged]) -> str:
+    """Formats the comparisons and verdicts as one JSON list; numbers that are not finite become null."""
+    plain = []
+    for comparison, verdict in judged:
+        differences = [dataclasses.asdict(each) | {"operation": each.operation.name} for each in comparison.differences]
+        document = dataclasses.asdict(comparison) | {"differences": differences}
+        plain.append({"passed": verdict.passed, "verdict": dataclasses.asdict(verdict), **document})
+    return finite_json(plain)
+
+
+def _title(comparison: LayerComparison) -> str:
+    return f"{comparison.tested} against {comparison.reference}, {comparison.tokens} tokens"
+
+
+def _sentence(comparison: LayerComparison, verdict: LayerVerdict) -> str:
+    gap = f"mean {comparison.logprob_mean:.3g}, largest {comparison.logprob_max:.3g} nats"
+    return f"log-probabilities differ by {gap}\nverdict: {verdict.sentence}"
+
+
+def _kinds(comparison: LayerComparison) -> list[list[str]]:
+    """Returns one row for each kind of operation: the layer with the largest error for its limit."""
+    order = ["embedding", *IN_BLOCK, "final_norm", "logits"]
+    by_kind: dict[str, list[OperationDifference]] = {kind: [] for kind in order}
+    for each in comparison.differences:
+        by_kind[each.operation.kind].append(each)
+    worst = [max(group, key=lambda each: each.ratio) for group in by_kind.values() if group]
+    return [_HEAD, *(_row(each.operation.label, each) for each in worst)]
+
+
+def _row(label: str, each: OperationDifference) -> list[str]:
+    effect = "" if each.effect_mean is None else f"{each.effect_mean:.2g} (max {each.effect_max:.2g})"
+    ratio = f"{each.ratio:.2g}" + (" ABOVE" if each.ratio > 1 else "")
+    pair = " / ".join(each.precisions) if each.precisions[0] != each.precisions[1] else ""
+    note = "; ".join(filter(None, (each.hint, pair)))
+    numbers = (f"{value:.2g}" if np.isfinite(value) else "" for value in (each.own, each.limit))
+    return [label, *numbers, ratio, f"{each.up_to:.2g}", effect, note]

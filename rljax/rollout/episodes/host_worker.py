@@ -31,8 +31,7 @@ from rljax.errors import describe
 from rljax.rollout.episodes import tools
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Environment, find_environment
-from rljax.rollout.episodes.outcomes import HostMessage, Outcome, ToolEnded, ToolUnasked, check_outcome
-from rljax.rollout.episodes.progress import ProgressBoard
+from rljax.rollout.episodes.outcomes import HostMessage, Outcome, ProgressBoard, ToolEnded, ToolUnasked, check_outcome
 from rljax.rollout.episodes.tools import ToolArguments, ToolResult
 
 TICK_S = 0.1

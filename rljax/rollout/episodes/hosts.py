@@ -27,10 +27,10 @@ from rljax.rollout.episodes.outcomes import (
     UTF8_BYTES,
     HostMessage,
     Outcome,
+    ProgressBoard,
     ToolEnded,
     check_outcome,
 )
-from rljax.rollout.episodes.progress import ProgressBoard
 
 log = logging.getLogger(__name__)
 

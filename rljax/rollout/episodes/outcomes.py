@@ -1,11 +1,16 @@
 """The outcome of one call of an environment, the checks of the returned value, and the messages of a host process.
 
-The parent of a host process decodes its messages into these types and executes none of them.
+The parent of a host process decodes its messages into these types and executes none of them. Both share a few bytes of
+memory, too: the running trajectory, and a count of progress.
 """
 
 from __future__ import annotations
 
+import mmap
 import numbers
+import os
+import struct
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,6 +27,7 @@ LONGEST_MESSAGE = 500
 """The most characters of the message of a failure."""
 Failure = Literal["raised", "timeout", "died", "bad_reply"]
 ToolFailure = Literal["error", "timeout", "died"]
+_FORM = struct.Struct("<qq")
 
 
 class Outcome(msgspec.Struct, tag=True, frozen=True):
@@ -131,3 +137,28 @@ class ToolUnasked(msgspec.Struct, tag=True):
 
 HostMessage = Outcome | ToolEnded | ToolUnasked
 HOST_MESSAGE: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(HostMessage)
+
+
+class ProgressBoard:
+    """The shared memory with two numbers. The host process writes them; the parent can read them after a crash."""
+
+    def __init__(self, descriptor: int | None = None):
+        """Opens the memory of an inherited ``descriptor``, or makes a new one."""
+        if descriptor is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the board
+            self._file.truncate(mmap.PAGESIZE)
+            descriptor = self._file.fileno()
+        os.set_inheritable(descriptor, False)
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._moves = 0
+
+    def write(self, running: int) -> None:
+        """Records which trajectory runs from now on; 0 means none."""
+        self._moves += 1
+        _FORM.pack_into(self._memory, 0, running, self._moves)
+
+    def read(self) -> tuple[int, int]:
+        """Returns the trajectory that runs now (0: none), and the number of writes, which grows with all progress."""
+        running, moves = _FORM.unpack_from(self._memory)
+        return running, moves

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from rljax.data.files import read_rows
@@ -17,21 +17,6 @@ from rljax.weights.access import private_address
 
 SUFFIXES = (".jsonl", ".parquet")
 WaitingGroup = list[tuple[str, Trajectory]]  # trajectories of one group name, each behind the name of its file
-
-
-class GroupCounts(NamedTuple):
-    """The numbers of groups that wait."""
-
-    ready: int  # complete groups, whose policies are not newer than the trainer's
-    newer: int  # complete groups with a token of a policy that is newer than the trainer's
-    incomplete: int  # groups with too few trajectories yet
-
-
-class PostedGroups(NamedTuple):
-    """The groups of a step."""
-
-    groups: list[list[Trajectory]]
-    dropped_rows: int  # the number of rows that were dropped as too old since the batch before
 
 
 class TrajectoryQueue:
@@ -46,7 +31,7 @@ class TrajectoryQueue:
       limits: The limits of each row.
       version: The version of the trainer's policy.
       highest: The highest version that any process of the run may have published; None: it is not known.
-      dropped_rows: The number of rows that were dropped since the last batch was taken.
+      dropped_rows: The number of rows that ``take`` has dropped as too old since its caller set this to 0.
     """
 
     def __init__(self, directory: Path, limits: RowLimits, *, group_size: int, max_staleness: int) -> None:
@@ -145,7 +130,7 @@ class TrajectoryQueue:
             self._changed.notify_all()
             return True
 
-    def take(self, count: int, step: int) -> PostedGroups | None:
+    def take(self, count: int, step: int) -> list[list[Trajectory]] | None:
         """Takes the ``count`` groups of a step, or returns None while fewer are ready. Drops groups that are too old.
 
         The trainer's policy has version ``step`` - 1. Groups are taken in the order in which they became complete.
@@ -164,15 +149,16 @@ class TrajectoryQueue:
             self._complete = [group for group in self._complete if not any(group is one for one in ready)]
             for group in ready:
                 self._use(group, step)
-            batch = PostedGroups([[one for _, one in group] for group in ready], self.dropped_rows)
-            self.dropped_rows = 0
-            return batch
+            return [[one for _, one in group] for group in ready]
 
-    def counts(self) -> GroupCounts:
-        """Returns the numbers of groups that wait."""
+    def counts(self) -> tuple[int, int, int]:
+        """Returns the numbers of groups that wait: (ready, newer, incomplete).
+
+        Ready and newer groups are complete; a newer one has a token of a policy that is newer than the trainer's.
+        """
         with self._changed:
             ready = sum(_newest(group) <= self.version for group in self._complete)
-            return GroupCounts(ready, len(self._complete) - ready, len(self._open))
+            return ready, len(self._complete) - ready, len(self._open)
 
     def wait(self, timeout_s: float) -> bool:
         """Waits at most ``timeout_s`` seconds for another thread to add trajectories. Returns whether one did."""

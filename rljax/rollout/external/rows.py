@@ -93,16 +93,10 @@ def typed_rows(
     """Yields the numbered rows of a file as ``PostedRow``. Raises ValueError if a column has a wrong type."""
     kind = row_type(limits)
     for number, row in numbered:
-        place = f"{where}: row {number}"
-        if "response_mask" in row and "prompt_ids" not in row:
-            raise ValueError(
-                f"{place} is one of a token dump (rollouts/step_*.parquet), which has no rewards, groups or prompts "
-                f"of their own: write rows with the columns {', '.join(PostedRow.__struct_fields__[:7])}"
-            )
         try:
             yield number, msgspec.convert(row, kind)
         except msgspec.ValidationError as error:
-            raise ValueError(f"{place}: {error}") from error
+            raise ValueError(f"{where}: row {number}: {error}") from error
 
 
 def read_trajectories(numbered: Iterable[tuple[int, PostedRow]], where: str, limits: RowLimits) -> list[Trajectory]:

@@ -121,7 +121,7 @@ class Dispatcher(ABC):
         ``take`` is called once, and at each change of ``turns`` until these are over. Further requests are sent while
         the caller waits for the next item. Closing the iterator gives up the other responses. A token id of
         ``vocab_size`` or more makes a reply invalid; None allows any. ``metrics`` counts ``rollout/requests`` and
-        ``rollout/retries``. It raises ServerError, in one line with the URL, if a response failed ``Retries.attempts``
+        ``rollout/retries``. It raises ServerError, in one line with the URL, if a response failed ``Backend.attempts``
         times or was refused, and the errors of :meth:`tend` and ``take``.
         """
         metrics = {} if metrics is None else metrics
@@ -160,10 +160,10 @@ class Dispatcher(ABC):
         """Returns the completion of a request. Raises ServerError if it is refused or all attempts failed."""
         failure, failures = "", 0
         parts: list[Completion] = []
-        while failures < self.kind.retries.attempts:
+        while failures < self.kind.attempts:
             if failure:
                 metrics["rollout/retries"] += 1
-                await asyncio.sleep(self.kind.retries.wait_s(failures))
+                await asyncio.sleep(self.kind.wait_s(failures))
             server = await self._take(ask.group)
             metrics["rollout/requests"] += 1
             try:
@@ -190,7 +190,7 @@ class Dispatcher(ABC):
             finally:
                 self._give_back(server)
             failures += 1
-        raise ServerError(f"{ask.name} failed {self.kind.retries.attempts} times; the last: {failure}")
+        raise ServerError(f"{ask.name} failed {self.kind.attempts} times; the last: {failure}")
 
     async def _take(self, group: Group) -> Server:
         """Waits for an open server with room for a request, counts the request there, and returns the server."""

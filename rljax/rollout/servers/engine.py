@@ -35,9 +35,9 @@ from rljax.rollout.servers.requests import (
     shortest,
     turn_asks,
 )
-from rljax.rollout.servers.server import Proof, Published, Server
-from rljax.rollout.servers.verify import Score, Verifier
-from rljax.rollout.types import Response, RolloutConfig, SamplingParams
+from rljax.rollout.servers.server import Published, Server
+from rljax.rollout.servers.verify import Look, Score, Verifier
+from rljax.rollout.types import Response, SamplingParams
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
 from rljax.weights.publish_config import PublishConfig
@@ -66,56 +66,47 @@ class ServedEngine(Admission, RolloutEngine):
 
     def __init__(
         self,
-        config: RolloutConfig,
+        expected: Expectation,
         backend: Backend,
         functions: PolicyFunctions,
         *,
-        hf_config: Mapping[str, Any],
-        max_tokens: int,
         publish: PublishConfig | None = None,
-        head_dtype: str | None = None,
         stop: Stopping | None = None,
         probe_prompts: Sequence[np.ndarray] = (),
-        version_bytes: int = 0,
     ) -> None:
         """Waits for the servers and shakes hands with each; ``publish`` must be called before ``generate``.
 
         Args:
-          config: The servers, the dtype of weights and servers, and the engine's settings.
+          expected: The settings of the engine, and everything that the servers must fit.
           backend: The kind of the servers.
-          hf_config: The policy's ``config.json`` as a mapping.
-          max_tokens: The longest prompt plus response of any request (tokens).
           publish: The way in which weights come to the servers; None for ``PublishConfig()``.
-          head_dtype: The dtype in which the servers' LM heads must compute, or None for any.
           stop: The object that tells when to give up waits for servers and responses. None: they are never given up.
           probe_prompts: The prompts of the run from which the probes are made, int32 [s] each. Empty: random tokens.
-          version_bytes: The size of one version of the weights. Mirrors must have room for two. 0: not known.
 
         Raises:
           HandshakeError: A server does not fit. The message has one line for each difference.
           RuntimeError: A server did not answer within ``server_wait_s``.
           ValueError: ``urls`` or ``api_key_file`` cannot be used.
         """
-        self._config, self._backend, self._publish = config, backend, publish or PublishConfig()
-        self._functions = functions
-        self._expected = Expectation(config, hf_config, max_tokens, head_dtype, version_bytes)
+        config, publish = expected.config, publish or PublishConfig()
+        self._expected, self._config, self._backend, self._functions = expected, config, backend, functions
         self._current: Published | None = None
         self._prepared: Published | None = None  # the version that is published next
-        self._verified = self._warned = False
+        self._verified = False
         self.fleet = Fleet(config, backend, self, stop)
         self._metrics = self.fleet.metrics
         with contextlib.ExitStack() as opened:
             opened.callback(self.fleet.close)
             key_file, writer = find_key_file(config.api_key_file), functions.writer
-            self.files = WeightDirectory(self._publish, config.transfer_dir, api_key_file=key_file, writer=writer)
+            self.files = WeightDirectory(publish, config.transfer_dir, api_key_file=key_file, writer=writer)
             opened.callback(self.files.close)
             # Until all servers of ``urls`` have shaken hands, or the first one that discovery lists.
             while not self.fleet.answering() or (self.fleet.discovery is None and self.fleet.down()):
                 self.fleet.recover()
-            infos, mixture = self.fleet.infos(), "num_experts" in hf_config
+            infos, mixture = self.fleet.infos(), "num_experts" in expected.hf_config
             block_size = max(each.block_size or 0 for each in infos)
             info = replace(shortest(infos), block_size=block_size)
-            check_room(info, block_size, self._expected)
+            check_room(info, block_size, expected)
             opened.pop_all()
         self.verifier = Verifier(
             config.verify, functions.score, info, dtype=config.dtype, mixture=mixture, prompts=probe_prompts
@@ -209,7 +200,6 @@ class ServedEngine(Admission, RolloutEngine):
 
     def _responses(self, take: TakeAsks, turns: TurnQueue | None, metrics: dict[str, float]) -> Iterator[Response]:
         began, cached, told = time.monotonic(), 0, 0
-        metrics["rollout/responses_without_version"] = 0.0
         if asleep := self.fleet.all_in("asleep"):
             self._renew_all(asleep)
         if self._config.update == "wait":  # otherwise a publish may be under way, and replies name their weights
@@ -219,7 +209,7 @@ class ServedEngine(Admission, RolloutEngine):
                 for place, reply in stream:
                     if reply.cached is not None:
                         cached, told = cached + reply.cached, told + reply.prompt_length
-                    yield self._response(place, reply, metrics)
+                    yield self._response(place, reply)
         finally:
             if self._config.colocated and self._current is not None:
                 self.fleet.side_by_side(lambda server: server.sleep(self.verifier), self.fleet.all_in("open"))
@@ -227,22 +217,9 @@ class ServedEngine(Admission, RolloutEngine):
             if told:
                 metrics["rollout/cached_prompt_fraction"] = cached / told
 
-    def _response(self, place: tuple[int, int], reply: Completion, metrics: dict[str, float]) -> Response:
-        """Returns ``reply`` as a response. Raises ReplyError if it should name several versions and names none."""
-        if reply.spans is None:
-            if self._config.update != "wait":
-                remedy = "set rollout.update to wait"
-                raise ReplyError(f"{self._backend.name} does not name the weights that sampled a response; {remedy}")
-            metrics["rollout/responses_without_version"] += 1
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "replies do not name the weights that sampled them; they are taken for version %d and counted in "
-                    "rollout/responses_without_version",
-                    self.files.policy_version(self.version.tag),
-                )
+    def _response(self, place: tuple[int, int], reply: Completion) -> Response:
         versions = np.zeros(len(reply.response), np.int32)
-        for tag, start, end in reply.spans or ((self.version.tag, 0, len(versions)),):
+        for tag, start, end in reply.spans or ():
             versions[start:end] = self.files.policy_version(tag)
         columns = reply.add({"version": versions}).columns
         return Response(reply.ids, reply.prompt_length, columns, *place, reply.finish_reason == "length")
@@ -261,7 +238,7 @@ class ServedEngine(Admission, RolloutEngine):
 
     # ---- What a server must show (Admission) ----
 
-    async def recover(self, server: Server) -> Proof:
+    async def recover(self, server: Server) -> list[Look]:
         """Makes a server that answers again hold the current weights.
 
         Before the first publish it only passes the handshake. If only the connection broke and the server still has the
@@ -278,7 +255,8 @@ class ServedEngine(Admission, RolloutEngine):
                 if info.is_broken:
                     raise HandshakeError(f"{server.url}: its last update broke off and left mixed weights; restart it")
                 await check_logprobs(server, info, hint)
-                return Proof((), info)
+                server.info = info
+                return []
             except ReplyError as error:  # no server of this kind: waiting would not make it one
                 raise HandshakeError(error) from error
         if not await server.wake() and await server.serves(published.version):
@@ -293,20 +271,21 @@ class ServedEngine(Admission, RolloutEngine):
             if self._current is not published:
                 raise ServerGoneError(f"{server.url} was recovered for weights that are not the current ones any more")
             await server.load(published.version, self._config.update)
-            proof = await server.prove(published, self.verifier, info)
+            looks = await server.prove(published, self.verifier)
             await check_logprobs(server, info, hint)
         except HandshakeError as error:
             raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
-        return proof
+        server.info = info
+        return looks
 
-    def admit(self, server: Server, proof: Proof) -> Callable[[], None]:
+    def admit(self, server: Server, looks: list[Look]) -> Callable[[], None]:
         """Opens the server to rollouts if its probes agree with the current weights, or raises VerificationError."""
-        server.info, current = proof.info or server.info, self._current
+        current = self._current
         if current is None:
             return server.pause
         began, verifier = time.monotonic(), self.verifier
         difference = verifier.judge(
-            server.url, proof.looks, current.params, lambda: self.fleet.wait(verifier.sample(server, whole=True))
+            server.url, looks, current.params, lambda: self.fleet.wait(verifier.sample(server, whole=True))
         )
         self._metrics.add("publish/score_s", time.monotonic() - began)
         assert verifier.band is not None

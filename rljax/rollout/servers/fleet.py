@@ -118,7 +118,7 @@ class Fleet(Dispatcher):
         return [server.url for server in self.all_in("open")]
 
     def infos(self) -> list[ServerInfo]:
-        """Returns the description of each server that was admitted once."""
+        """Returns the description of each server that gave a proof once."""
         return [server.info for server in list(self._known.values()) if server.info is not None]
 
     def down(self) -> dict[str, str]:
@@ -241,12 +241,13 @@ class Fleet(Dispatcher):
         """Calls ``work`` for each of ``servers``, and closes a server that fails or is much slower.
 
         After the first success, the other calls may take as long again as that call took, and at least ``patience_s``
-        seconds. ``work`` raises ServerError if the server fails.
+        seconds, and are then cancelled. ``work`` raises ServerError if the server fails.
         """
         futures = [self.start(work(server)) for server in servers]
         wait_for_most(futures, patience_s, self._stop)
         for server, future in zip(servers, futures, strict=True):
             error = future.exception() if future.done() else ServerError(_LATE.format(server.url, patience_s))
+            future.cancel()  # late work must not go on beside the work for the next version
             if isinstance(error, ServerError):
                 self.on_loop(server.close, str(error))
             elif error is not None:

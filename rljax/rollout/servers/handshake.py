@@ -12,11 +12,10 @@ import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
 from rljax.policy.rotary import BESIDE_SCALING, read_rope
-from rljax.rollout.form import ServerForm
 from rljax.rollout.kinds import can, platform_differences
 from rljax.rollout.servers.requests import Remote, ServerInfo
 from rljax.rollout.servers.verify import probe_lengths, probe_tokens, sharpening
-from rljax.rollout.types import RolloutConfig
+from rljax.rollout.types import RolloutConfig, ServerForm
 
 # The names of ``ServerForm.kv_cache``, by the servers' names, if these differ.
 _CACHES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
@@ -99,7 +98,8 @@ def form_differences(described: Mapping[str, Any], expected: Expectation) -> lis
                 f"the server's form of the {what} is {theirs}, expected {wanted}: set rollout.server_form.{key} = "
                 f"{theirs}, or start the server {other}"
             )
-    if expected.config.batch_invariant and not described.get("batch_invariant"):
+    is_possible = can(expected.config.engine, "is_invariant", described.get("platform", ""))
+    if expected.config.batch_invariant and is_possible and not described.get("batch_invariant"):
         lines.append("its bits depend on the batch (rollout.batch_invariant): start it with --batch-invariant")
     return lines
 

@@ -125,10 +125,10 @@ class Http:
                     for _, answer in batch:
                         _give(answer, refused)
                     return
-                async for line in _lines(reply):
+                async for line in reply.aiter_lines():
                     try:
-                        number, status, said = line.split(b" ", 2)
-                        _give(batch[int(number)][1], (int(status), said))
+                        number, status, said = line.split(" ", 2)
+                        _give(batch[int(number)][1], (int(status), said.encode()))
                     except (ValueError, IndexError) as error:
                         raise ReplyError(f"{url} sent an invalid line in a reply: {line[:200]!r}") from error
             raise httpx.RemoteProtocolError("the reply ended before all responses")
@@ -141,16 +141,6 @@ class Http:
 def _give(answer: asyncio.Future[list[_Reply]], reply: _Reply) -> None:
     if not answer.done():
         answer.set_result([reply])
-
-
-async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
-    parts: list[bytes] = []
-    async for chunk in reply.aiter_bytes():
-        *lines, rest = chunk.split(b"\n")
-        for line in lines:
-            yield b"".join((*parts, line))
-            parts.clear()
-        parts.append(rest)
 
 
 @contextlib.asynccontextmanager

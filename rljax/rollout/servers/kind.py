@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -13,7 +14,7 @@ import numpy as np
 from rljax.errors import HandshakeError, ReplyError, ServerRefusedError
 from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.replies import without_ties
-from rljax.rollout.servers.requests import Completion, Remote, Request, Retries, ServerInfo
+from rljax.rollout.servers.requests import Completion, Remote, Request, ServerInfo
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
@@ -33,7 +34,9 @@ class Backend(ABC):
     route: str  # the path that samples a response
     own_route = ""  # the better path of rljax's plugin, which a server may lack, or "" if there is none
     without_route = ""  # the remedy if a server lacks ``route``
-    retries = Retries()  # the attempts at a request that a server refuses or answers wrongly
+    attempts = 6  # the most attempts at a request that a server refuses or answers wrongly
+    first_wait_s = 0.25  # the wait before the second attempt, which is doubled before each further one (seconds)
+    longest_wait_s = 8.0  # the longest wait (seconds)
     logprobs_hint: str  # the remedy if log-probabilities belong to another distribution than the server samples from
     without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
     version_route: str  # the path at which a server says which weights it holds
@@ -106,6 +109,10 @@ class Backend(ABC):
     async def wake(self, server: Remote) -> None:
         """Makes a sleeping server allocate its memory again, but load no weights. Raises RuntimeError if it cannot."""
         raise RuntimeError(f"{server.url}: rollout.colocated works with vLLM servers")
+
+    def wait_s(self, failures: int) -> float:
+        """Returns the time to wait after so many failures (seconds). It is random, to spread the requests."""
+        return min(self.longest_wait_s, self.first_wait_s * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads the bytes of a reply of ``route`` to ``request``, which have a log-probability for each token.

@@ -69,7 +69,8 @@ def make_tops(
         rows = np.flatnonzero(is_likely | (scores[:, 2:] > scores[:, 1:-1]).any(axis=1))
     of_rows = scores[rows]
     of_rows[is_twice[rows], 0] = -np.inf
-    kept[rows], kept_scores[rows] = _first_of(tokens[rows], of_rows, k)
+    order = np.argsort(-of_rows, axis=1, kind="stable")[:, :k]  # the highest scores first
+    kept[rows], kept_scores[rows] = (np.take_along_axis(x, order, axis=1) for x in (tokens[rows], of_rows))
     is_none = kept_scores <= _NEVER
     kept[is_none], kept_scores[is_none] = -1, -np.inf
     return whole
@@ -80,12 +81,6 @@ def _spread(values: np.ndarray, is_reported: np.ndarray, gap: float) -> np.ndarr
     spread = np.full(is_reported.shape, gap, values.dtype)
     spread[is_reported] = values
     return spread
-
-
-def _first_of(tokens: np.ndarray, scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ``k`` entries of each row with the highest scores, in order."""
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    return np.take_along_axis(tokens, order, axis=1), np.take_along_axis(scores, order, axis=1)
 
 
 def _as_integers(values: Iterable[int], dtype: Any) -> np.ndarray:

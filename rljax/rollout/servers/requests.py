@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rljax.errors import ReplyError
 from rljax.rollout.engine import TurnQueue
-from rljax.rollout.form import ServerForm
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import SamplingParams, ServerForm
 from rljax.tokens import TokenRecord, join
 
 
@@ -64,19 +61,6 @@ class ServerInfo:
     form: ServerForm = field(default_factory=ServerForm)  # the form in which the server holds weights and cache
     is_broken: bool = False  # whether its last update broke off, so that it cannot sample before a whole one
     has_first_weights: bool = False  # whether the server still has the weights of ``root`` that it was started with
-
-
-@dataclass(frozen=True)
-class Retries:
-    """The attempts at one request, and the waits between them."""
-
-    attempts: int = 6  # the most attempts, after which the error is raised
-    first_s: float = 0.25  # the wait before the second attempt, which is doubled before each further one (seconds)
-    longest_s: float = 8.0  # the longest wait (seconds)
-
-    def wait_s(self, failures: int) -> float:
-        """Returns the time to wait after so many failures (seconds). It is random, to spread the requests."""
-        return min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
 class Remote(Protocol):
@@ -193,14 +177,11 @@ def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
 def join_parts(parts: Sequence[Completion]) -> Completion:
     """Returns one completion from parts, each of which continues the one before.
 
-    The scores of the prompt and the routes are dropped. ``cached`` is of the first part. It raises ReplyError if a part
-    with tokens does not name the weights that sampled it.
+    The scores of the prompt and the routes are dropped. ``cached`` is of the first part.
     """
     *before, last = parts
     if not before:
         return last
-    if any(part.spans is None and len(part.response) for part in parts):
-        raise ReplyError("the weights that sampled a part of a response are not named")
     spans: list[tuple[str, int, int]] = []
     at = 0
     for part in parts:

@@ -81,14 +81,6 @@ class Published:
     sums: Mapping[str, Checksum]
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The answers by which a server shows that it samples from a version. The policy has yet to judge them."""
-
-    looks: Sequence[Look]  # the completions of the probes, one look for each round; there are none before a publish
-    info: ServerInfo | None = None  # the server's description if it had to pass the handshake
-
-
 @dataclass
 class _LoadedAnswer:
     tag: str  # the tag of the version that the last update brought to the worker
@@ -144,7 +136,7 @@ class Server(Remote):
     def open(self, version: str | None) -> None:
         """Admits rollouts, whose replies must name weight ``version``; None allows any version.
 
-        A reply may also name a version that the server was opened with since the request was sent, or no version.
+        A reply may also name a version that the server was opened with since the request was sent.
         Another version marks the server down.
         """
         if version is not None and self.versions[-1:] != [version]:
@@ -208,6 +200,8 @@ class Server(Remote):
         completion = self._read(reply, request)
         is_updated = self.is_renewed or len(self.versions) - 1 > first
         check_completion(self.url, completion, request, vocab_size, may_be_part=is_updated)
+        if self.versions and completion.spans is None and len(completion.response):
+            raise ReplyError(f"{self.url} does not name the weights that sampled a response")
         tags = {tag for tag, _, _ in completion.spans or ()} if self.versions else set()
         while (others := tags.difference(self.versions[first:])) and self.is_renewed:
             await self._changed.wait()
@@ -226,15 +220,15 @@ class Server(Remote):
 
     async def _probe(self, request: Request) -> Completion:
         """Returns a completion. Asks again if the reply cannot be read or the refusal may pass."""
-        retries, failures = self._kind.retries, 0
+        failures = 0
         while True:
             try:
                 return self._read(await self._send(request, min(_PROBE_S, self._timeout_s)), request)
             except (ReplyError, ServerRefusedError) as error:
                 failures += 1
-                if failures >= retries.attempts or not may_pass(error):
+                if failures >= self._kind.attempts or not may_pass(error):
                     raise
-            await asyncio.sleep(retries.wait_s(failures))
+            await asyncio.sleep(self._kind.wait_s(failures))
 
     def _send(self, request: Request, timeout_s: float) -> Coroutine[Any, Any, bytes]:
         """Returns the exchange of a request for one response, which it counts."""
@@ -298,9 +292,8 @@ class Server(Remote):
         if not version.source:
             return
         name, began = version.path.name, time.monotonic()
-        await self._kind.ask_plugin(self, "rljax_pull", name)
         while True:
-            answers: list[Pulled | None] = await self._kind.ask(self, Pulled | None, "rljax_pulled", name)
+            answers: list[Pulled | None] = await self._kind.ask(self, Pulled | None, "rljax_pull", name)
             done = [answer for answer in answers if answer is not None]
             if failed := [answer.error for answer in done if answer.error]:
                 raise ServerGoneError(f"{self.url} could not pull {version.tag}: {failed[0]}")
@@ -341,8 +334,8 @@ class Server(Remote):
         if not await self.serves(version):
             raise ServerGoneError(f"{self.url} does not hold {version.tag}: it was restarted or updated by others")
 
-    async def prove(self, published: Published, verifier: Verifier, info: ServerInfo | None = None) -> Proof:
-        """Compares the weights that each worker loaded with the trainer's, and samples the probes.
+    async def prove(self, published: Published, verifier: Verifier) -> list[Look]:
+        """Compares the weights that each worker loaded with the trainer's, and returns the completions of the probes.
 
         It raises VerificationError if a tensor differs, or a worker's last update brought another version.
         """
@@ -358,9 +351,9 @@ class Server(Remote):
         self._metrics.highest("publish/verified_tensors", len(published.sums))
         self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
         with self._metrics.slowest("publish/probe_s"):
-            return Proof(await verifier.sample(self), info)
+            return await verifier.sample(self)
 
-    async def renew(self, published: Published, verifier: Verifier, in_flight: InFlight) -> Proof:
+    async def renew(self, published: Published, verifier: Verifier, in_flight: InFlight) -> list[Look]:
         """Loads weights that the server's machine has, and asks for the proof. The probes are cached before that."""
         slept = await self.wake()  # the whole server wakes first: a part that wakes later could change the weights
         with self._metrics.slowest("publish/warm_s"):

@@ -134,18 +134,11 @@ async def sharpening(server: Remote, vocab_size: int, temperature: float) -> flo
     replies = [await server.sample(requests) for requests in asked]
     gaps = np.zeros(2)
     for pair in zip(*replies, strict=True):
-        tops = [_first(reply) for reply in pair]
-        common = tops[0].keys() & tops[1].keys()
-        gaps += [np.ptp([top[token] for token in common]) if common else 0.0 for top in tops]
+        tops = np.concatenate([reply["top_logprobs"][:1] for reply in pair])  # in the same order at both temperatures
+        tops = tops[:, ~np.isneginf(tops).any(axis=0)]  # without tokens that a server leaves out
+        if len(tops) == 2 and tops.size:
+            gaps += np.ptp(tops, axis=1)
     return float(gaps[1] / gaps[0]) if np.isfinite(gaps).all() and gaps[0] > 0 else float("nan")
-
-
-def _first(reply: Completion) -> dict[int, float]:
-    """Returns the log-probability of each of the likeliest tokens at the first position of a response."""
-    if not len(reply.response) or "top_ids" not in reply.columns:
-        return {}
-    pairs = zip(reply["top_ids"][0].tolist(), reply["top_logprobs"][0].tolist(), strict=True)
-    return {token: logprob for token, logprob in pairs if token >= 0}
 
 
 class Verifier:

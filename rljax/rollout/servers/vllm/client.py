@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,12 +40,9 @@ log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 
-S = TypeVar("S")
-T = TypeVar("T")
-
 
 # The fields of a reply that are read. The decoder skips other fields and makes no Python object of them. ``gc`` is off
-# for objects that come by the thousand, which would start the garbage collector. None of them can be part of a cycle.
+# for numbers that come by the thousand, which would start the garbage collector. None of them can be part of a cycle.
 class _Scored(msgspec.Struct, gc=False):
     logprob: float
 
@@ -55,17 +52,17 @@ class _Sampled(_Scored, gc=False):
 
 
 class _SampledAmongTops(_Sampled):
-    top_logprobs: list[_Sampled]
+    top_logprobs: list[_Sampled] = []
 
 
-class _Content(msgspec.Struct, Generic[T]):
-    content: list[T]
+class _Content(msgspec.Struct):
+    content: list[_SampledAmongTops]
 
 
-class _Choice(msgspec.Struct, Generic[S], kw_only=True):
+class _Choice(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     finish_reason: str | None
-    logprobs: S
+    logprobs: _Content | None
     index: int = 0
     weight_versions: list[Span] | None = None
     routed_experts: bytes | None = None  # a .npy file in base64
@@ -79,8 +76,8 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None  # None without --enable-prompt-tokens-details
 
 
-class _VllmReply(msgspec.Struct, Generic[S]):
-    choices: list[_Choice[S]]
+class _VllmReply(msgspec.Struct):
+    choices: list[_Choice]
     prompt_logprobs: list[dict[int, _Scored] | None] | None = None
     usage: _Usage | None = None
 
@@ -107,11 +104,7 @@ class _ForceAnswer(msgspec.Struct):
     reason: str  # the reason why the worker cannot decode given tokens
 
 
-# The decoders of GENERATE, by whether the likeliest tokens are read.
-_DECODERS: dict[bool, msgspec.json.Decoder[Any]] = {
-    False: msgspec.json.Decoder(_VllmReply[_Content[_Sampled] | None]),
-    True: msgspec.json.Decoder(_VllmReply[_Content[_SampledAmongTops] | None]),
-}
+_DECODER = msgspec.json.Decoder(_VllmReply)
 _ROLLOUT_DECODER = msgspec.json.Decoder(_Rollout)
 
 
@@ -164,18 +157,24 @@ class VllmBackend(Backend):
             own_hash = prompt_hash(request.prompt.astype("<i4", copy=False).tobytes())
             check_own_prompt(route, rollout.prompt_hash == own_hash)
             return _read_rollout(route, rollout, request)
-        read = _DECODERS[request.sampling.reported > 0].decode(reply)
+        read = _DECODER.decode(reply)
         (choice,) = read.choices
         if choice.index != 0:
             raise ValueError(f"its choice has index {choice.index}, expected 0")
-        are_others, arrays = _read_content(choice, request)
+        content = choice.logprobs.content if choice.logprobs else []
+        arrays = {"rollout_logprobs": as_floats(map(attrgetter("logprob"), content))}
+        if k := request.sampling.reported:
+            lists = list(map(attrgetter("top_logprobs"), content))
+            entries = list(chain.from_iterable(lists))
+            ids, logprobs = map(attrgetter("token_id"), entries), map(attrgetter("logprob"), entries)
+            arrays |= make_tops(map(len, lists), ids, logprobs, k, len(request.prompt))
         details = read.usage and read.usage.prompt_tokens_details
         return make_completion(
             route,
             request,
             np.array(choice.token_ids, np.int32),
             arrays,
-            are_others=are_others,
+            are_others=list(map(attrgetter("token_id"), content)) != choice.token_ids,
             experts=_read_routes(choice.routed_experts) if request.routes else None,
             finish_reason=str(choice.finish_reason),
             spans=as_spans(choice.weight_versions),
@@ -194,7 +193,7 @@ class VllmBackend(Backend):
             raise ReplyError(f"{server.url}/collective_rpc answered without {error}: {str(answer)[:300]}") from error
 
     async def force(self, server: Remote) -> Callable[[np.ndarray], Mapping[str, Any]]:
-        """Makes the workers decode given tokens, by hooks that are removed later or by vLLM's own trace replay."""
+        """Makes the workers decode given tokens, by hooks or by vLLM's own trace replay."""
         if not can("vllm", "decodes_given", server.platform):
             raise ValueError(f"{server.url} decodes no given tokens: vLLM on a TPU samples its own")
         try:
@@ -377,19 +376,3 @@ def _by_position(counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> t
     ends = np.cumsum(counts).tolist()
     entries = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
     return tuple(dict(entries[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True))
-
-
-def _read_content(choice: Any, request: Request) -> tuple[bool, dict[str, np.ndarray]]:
-    """Reads the scores of a choice of GENERATE, and the likeliest tokens.
-
-    Returns whether other tokens than the sampled ones are scored, and the arrays of the scores.
-    """
-    content = choice.logprobs.content if choice.logprobs else []
-    are_others = list(map(attrgetter("token_id"), content)) != choice.token_ids
-    arrays = {"rollout_logprobs": as_floats(map(attrgetter("logprob"), content))}
-    if k := request.sampling.reported:
-        lists = list(map(attrgetter("top_logprobs"), content))
-        entries = list(chain.from_iterable(lists))
-        ids, logprobs = map(attrgetter("token_id"), entries), map(attrgetter("logprob"), entries)
-        arrays |= make_tops(map(len, lists), ids, logprobs, k, len(request.prompt))
-    return are_others, arrays

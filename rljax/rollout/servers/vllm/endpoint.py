@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
@@ -111,13 +112,13 @@ async def _leave(receive: Any) -> bytes:
 
 
 async def _line(engine: Any, number: int, asked: Asked) -> bytes:
-    """Samples one response. Returns the line with its reply, or with the error that vLLM would answer with."""
+    """Samples one response. Returns the line with its reply or with the error that vLLM would answer with, in ASCII."""
     try:
-        status, reply = 200, await _sample(engine, asked)
+        status, reply = 200, msgspec.json.encode(await _sample(engine, asked))
     except Exception as error:
         answered = create_error_response(error)
-        status, reply = int(answered.error.code), answered.model_dump()
-    return b"%d %d %b\n" % (number, status, msgspec.json.encode(reply))
+        status, reply = int(answered.error.code), json.dumps(answered.model_dump()).encode()
+    return b"%d %d %b\n" % (number, status, reply)
 
 
 async def _sample(engine: Any, asked: Asked) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from vllm.platforms import current_platform
 
 from rljax.rollout.servers.loaded import ModelTensors, has_tied_head
 from rljax.rollout.servers.vllm.description import describe, describe_tokens
-from rljax.rollout.servers.vllm.forced import ForcedDecoding
+from rljax.rollout.servers.vllm.hooks import ForcedDecoding
 from rljax.rollout.servers.vllm.server import BACKEND
 from rljax.rollout.servers.vllm.taps import TapMethods
 from rljax.weights.format import Checksum
@@ -328,13 +328,9 @@ class WorkerExtension(ForcedDecoding, TapMethods):
         """Returns the end-of-sequence tokens and a hash of the tokenizer, as plain JSON."""
         return describe_tokens(self.vllm_config.model_config)
 
-    def rljax_pull(self, name: str) -> None:
-        """Begins to pull the version ``name`` into this machine's mirror (``weights.worker.Pulls.begin``)."""
-        self.weight_transfer_engine.weights.pulls.begin(name)
-
-    def rljax_pulled(self, name: str) -> dict[str, Any] | None:
-        """Returns the result of the pull of ``name``, or None while it runs (``weights.worker.Pulls.result``)."""
-        return self.weight_transfer_engine.weights.pulls.result(name)
+    def rljax_pull(self, name: str) -> dict[str, Any] | None:
+        """Pulls the version ``name`` into this machine's mirror (``weights.worker.Pulls.pulled``)."""
+        return self.weight_transfer_engine.weights.pulls.pulled(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
         """Returns tag, checksums and seconds of the last update as plain JSON. Before the first, the tag is empty."""

@@ -51,13 +51,6 @@ class VllmConfig(process.ServerConfig):
     # The variable opens the endpoints that pause a server and update its weights.
     needed_environment: ClassVar[Mapping[str, str]] = {"VLLM_SERVER_DEV_MODE": "1"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.on_tpu and self.head_dtype != "model":
-            raise ValueError(f"head_dtype must be model, got {self.head_dtype}: vLLM on a TPU has no other head")
-        if self.on_tpu and self.batch_invariant:
-            raise ValueError("batch_invariant must be false: vLLM on a TPU has no such mode")
-
     @property
     def on_tpu(self) -> bool:
         """Whether the environment has vLLM's build for TPUs, which serves nowhere else."""

@@ -104,13 +104,9 @@ class TpuWorker(TPUWorker):
         said = describe(self.vllm_config, tied=tied)
         return said | own | {"head_dtype": said["dtype"]}
 
-    def rljax_pull(self, name: str) -> None:
-        """Begins to pull the version ``name`` into this machine's mirror (``weights.worker.Pulls.begin``)."""
-        self.rljax_weights.pulls.begin(name)
-
-    def rljax_pulled(self, name: str) -> dict[str, Any] | None:
-        """Returns the result of the pull of ``name``, or None while it runs (``weights.worker.Pulls.result``)."""
-        return self.rljax_weights.pulls.result(name)
+    def rljax_pull(self, name: str) -> dict[str, Any] | None:
+        """Pulls the version ``name`` into this machine's mirror (``weights.worker.Pulls.pulled``)."""
+        return self.rljax_weights.pulls.pulled(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
         """Returns tag, checksums and seconds of the last update as plain JSON. Before the first, the tag is empty."""
