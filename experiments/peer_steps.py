@@ -1,4 +1,4 @@
-"""The training steps that ``bench_peers.py`` compares, one side in each process, and that ``bench_step.py`` takes.
+"""The training steps that ``bench_peers.py`` compares, one side in each process.
 
 All sides get the same tokens and first weights. Every advantage is 1, which makes the loss the mean of -log p. The
 process answers each line of its input with one JSON object: a case is compiled, and null makes one step. The first step
@@ -39,7 +39,6 @@ class Case(NamedTuple):
     remat: str = "blocks"  # which activations rljax computes again; tunix computes each block again
     prompt: int = 0  # tokens before those of ``tokens``, which each ``group`` sequences share; 0: an eighth of them
     group: int = 1
-    value_heads: int = 0  # those of delta nets, which then are three blocks in four, as in Qwen3.5; only for rljax
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -105,16 +104,11 @@ def packed(case: Case) -> Any:
 
 
 def policy_of(case: Case) -> Any:
-    """Returns the configuration of a tied Qwen3 policy of the case's shape, or of a hybrid with the same attention."""
+    """Returns the configuration of a tied Qwen3 policy of the case's shape."""
     from rljax.policy.config import PolicyConfig
 
     shape = (case.vocab, case.width, 3 * case.width, case.layers, *case.heads, case.head_dim)
-    more: dict[str, Any] = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
-    if case.value_heads:
-        heads = {"delta_value_heads": case.value_heads, "delta_key_heads": case.value_heads // 2}
-        more |= heads | {"delta_key_dim": 128, "delta_value_dim": 128, "conv_width": 4}
-        more |= {"family": "qwen3_5_text", "rotary_share": 0.25}
-    return PolicyConfig(*shape, **more)
+    return PolicyConfig(*shape, rope_theta=1_000_000.0, rms_norm_eps=1e-6, tie_word_embeddings=True)
 
 
 @functools.lru_cache(maxsize=1)
@@ -142,10 +136,6 @@ def first_weights(case: Case) -> Any:
     """Returns the first weights as arrays of JAX."""
     import jax
 
-    if case.value_heads:
-        from rljax.policy.model import init_params
-
-        return init_params(policy_of(case), 1)
     return jax.tree.map(jax.numpy.asarray, host_weights(case))
 
 

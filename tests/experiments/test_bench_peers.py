@@ -4,8 +4,6 @@ import bench_peers
 import numpy as np
 import peer_steps
 
-from rljax.policy.config import SIZES
-
 
 def test_packed_and_padded_rows_have_the_same_tokens():
     case = peer_steps.Case(width=64, layers=1, vocab=64, tokens=0)
@@ -24,12 +22,6 @@ def test_a_card_gets_the_shape_of_qwen3():
     assert (policy.num_heads, policy.num_kv_heads, policy.head_dim) == (16, 8, 128)
     assert max(map(sum, case.lengths())) == 2296
     assert sum(map(sum, case.lengths())) == 10_416
-
-
-def test_a_hybrid_has_the_attention_of_the_dense_policy():
-    dense, hybrid = (peer_steps.policy_of(peer_steps.Case(width=512, value_heads=n)) for n in (0, 8))
-    assert all(getattr(dense, name) == getattr(hybrid, name) for name in SIZES)
-    assert (dense.delta_key_heads, hybrid.delta_key_heads, hybrid.delta_value_heads) == (0, 4, 8)
 
 
 class Card:

@@ -1,5 +1,6 @@
 """Tests of the order of the engine's actions, against stand-in servers whose log-probability is always -1."""
 
+import asyncio
 import itertools
 import logging
 import re
@@ -366,6 +367,24 @@ def test_bits_that_differ_stop_the_run_and_are_named(fake):
             engine.publish(PARAMS, 2)
         sent.clear()
         engine.publish(PARAMS, 3)
+
+
+def test_late_work_does_not_go_on(fake, another):
+    """Work for one version that polls on beside the work for the next would end that work's pulls."""
+    other, calls = another(), []
+
+    async def poll(server):
+        while server.url == other.url:
+            calls.append(server.url)
+            await asyncio.sleep(0.01)
+
+    with published(fake.url, other.url) as engine:
+        engine.fleet.side_by_side(poll, engine.fleet.all_in("open"), 0.1)
+        assert engine.fleet.opened() == [fake.url]
+        time.sleep(0.05)
+        count = len(calls)
+        time.sleep(0.1)
+        assert len(calls) == count > 0
 
 
 def test_an_unproven_server_is_left_out_until_the_next_version(fake, caplog, another):
