@@ -313,7 +313,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, FileRow]]:
                 yield reader.line_num, row
         except (csv.Error, UnicodeDecodeError, ValueError) as error:
             reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
-            raise ValueError(f"{path}:{max(1, reader.line_num)}: {reason}") from error
+            raise ValueError(f"{path}:{max(1, reader.reader.line_num)}: {reason}") from error
 
 
 def _message(value: Any) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def parquet_file(path: str | os.PathLike[str]) -> Iterator[pq.ParquetFile]:
             if rows != file.metadata.num_rows:
                 raise OSError(f"its row groups have {rows} rows, and its footer says {file.metadata.num_rows}")
             yield file
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from error
 
 
