@@ -76,7 +76,7 @@ def opened_parts(config, engine, *, update=None, stop=None, checkpointer=Checkpo
     """Yields the parts of a run that saves in its directory, and its checkpoints. ``update``: None for its own one."""
     with contextlib.closing(checkpointer(Path(config.run.dir) / "checkpoints", keep=keep)) as saves:
         problems = load_once(config, TOKENIZER)
-        parts = build(Inputs(config, POLICY, TOKENIZER, MESH), engine, saves, problems, stop)
+        parts = build(Inputs(config, POLICY, TOKENIZER, MESH), engine, saves, problems, stop or StopRequest())
         with contextlib.closing(parts.source):
             yield dataclasses.replace(parts, update=update or parts.update), saves
 
