@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
 LINES = 48_985
-TEST_LINES = 59_683
+TEST_LINES = 59_723
 EXPERIMENT_LINES = 6_246
 KEYS = 181
 WORDS = 80_000
