@@ -22,7 +22,7 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.distributed.files import filled_directory
 from rljax.errors import ConfigError, caller_errors, parse_json
 from rljax.evaluate import find_policy
-from rljax.policy.config import CONFIG_NAME
+from rljax.policy.config import ADAPTER_CONFIG
 from rljax.policy.hf import SafetensorError, save_params
 from rljax.policy.peft import WEIGHTS_NAME, save_adapters
 from rljax.run.options import Positional, parse_arguments
@@ -51,7 +51,7 @@ class ExportArguments:
 def main(argv: Sequence[str]) -> int:
     """Writes the Hugging Face directory and returns the exit status."""
     arguments = parse_arguments(ExportArguments, argv, prog="rljax export", description=__doc__ or "")
-    out, other = arguments.out, "config.json" if arguments.adapter else CONFIG_NAME
+    out, other = arguments.out, "config.json" if arguments.adapter else ADAPTER_CONFIG
     with caller_errors(SafetensorError), filled_directory(out):  # safetensors has its own error for a full disk
         if (out / other).exists():
             raise ConfigError(f"{out} has {other}, and transformers would load both together: name another directory")

@@ -14,7 +14,7 @@ from rljax.policy.rotary import RopeScaling
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 ExpertsName = Literal["auto", "xla", "mosaic", "ragged"]
-CONFIG_NAME = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 """The file with the settings of an adapter in the layout of Hugging Face PEFT."""
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
@@ -137,7 +137,7 @@ def choose_kernel(key: str, name: str, refusals: Mapping[str, str | None]) -> st
 
 def refuse_adapter(directory: Path) -> None:
     """Raises ValueError if a directory holds an adapter of PEFT, which transformers adds to a model there."""
-    if (directory / CONFIG_NAME).is_file():
+    if (directory / ADAPTER_CONFIG).is_file():
         cause = f"{directory} holds an adapter, which transformers adds to a model there"
         remedy = f"set model.path to the model that it was made for and lora.adapter to {directory}"
         raise ValueError(f"{cause}: {remedy}, or move its files away")

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
-from rljax.policy.config import CONFIG_NAME, PolicyConfig
+from rljax.policy.config import ADAPTER_CONFIG, PolicyConfig
 from rljax.policy.hf import host_tensors, leaves_of, open_tensors, read_leaves
 from rljax.policy.lora import LoraConfig, declared_adapters
 from rljax.policy.model import Params
@@ -67,7 +67,7 @@ def save_adapters(
         "lora_dropout": 0.0,
         "target_modules": sorted(lora.targets),
     }
-    (out / CONFIG_NAME).write_text(json.dumps(settings, indent=2, sort_keys=True))
+    (out / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
 def load_adapters(
@@ -82,11 +82,11 @@ def load_adapters(
       ValueError: A file is missing or cannot be used, or the adapters have another kind, rank, alpha or other targets.
     """
     folder = Path(directory)
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
+    for name in (ADAPTER_CONFIG, WEIGHTS_NAME):
         if not (folder / name).is_file():
             made = "peft's save_pretrained makes it, also from adapter_model.bin"
             raise ValueError(f"no adapters at {folder}: {folder / name} does not exist; {made}")
-    _check_config(folder / CONFIG_NAME, lora)
+    _check_config(folder / ADAPTER_CONFIG, lora)
     sources = open_tensors(folder / WEIGHTS_NAME)
     leaves = list(leaves_of(declared_adapters(config, lora)))
     unknown = sorted(set(sources) - {name for leaf in leaves for name in leaf.names})

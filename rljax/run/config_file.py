@@ -285,7 +285,8 @@ def read_document(file: Path, places: dict[str, str]) -> Any:
     except UnicodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text") from error
     except (RecursionError, LookupError, AttributeError, TypeError) as error:  # their texts name no fault of the file
-        raise ConfigError(f"{file}: not valid YAML: {type(error).__name__}") from error
+        reason = "nested too deeply, or a value that is not of its tag"
+        raise ConfigError(f"{file}: not valid YAML: {reason}") from error
     except (yaml.YAMLError, ValueError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {problem}") from error

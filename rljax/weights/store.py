@@ -15,8 +15,8 @@ from typing import Any
 from rljax.distributed.files import OwnedDirectory, check_room
 from rljax.errors import NotWrittenError
 from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, write_version
+from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.source import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.writer import PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
 
 log = logging.getLogger(__name__)

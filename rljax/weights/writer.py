@@ -19,8 +19,8 @@ from rljax.errors import ConfigError
 from rljax.weights.access import own_address
 from rljax.weights.delta import Delta, encode
 from rljax.weights.format import PREFIX, FileRecord, Piece, TensorRegion, write_tensors
+from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.source import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.sums import bits_of
 
 SEEN_AFTER_S = 30.0  # the longest wait until another process's file is seen; NFS shows it late

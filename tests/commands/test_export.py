@@ -8,7 +8,7 @@ from tiny_adapters import CONFIG, LORA, random_adapters
 from toy_runs import printed, refused
 
 from rljax.commands.export import main
-from rljax.policy.peft import CONFIG_NAME
+from rljax.policy.peft import ADAPTER_CONFIG
 
 
 @pytest.mark.parametrize(("file", "more"), [("adapter_config.json", ()), ("config.json", ("--adapter",))])
@@ -40,4 +40,4 @@ def test_names_that_vllm_reads_otherwise_are_said(shape, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(shape))
     said = printed(main, ["a run", tmp_path / "out", "--adapter"])
     assert ("for vLLM, rename model.layers to model.language_model.layers" in said) == bool(shape)
-    assert json.loads((tmp_path / "out" / CONFIG_NAME).read_text())["base_model_name_or_path"] == str(tmp_path)
+    assert json.loads((tmp_path / "out" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] == str(tmp_path)

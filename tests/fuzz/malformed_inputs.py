@@ -22,7 +22,7 @@ import yaml
 from hypothesis import strategies as st
 from sound_inputs import POLICIES, ROOT, sound_adapters, sound_model
 
-from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME
+from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
@@ -390,7 +390,7 @@ def weight_cases() -> Iterator[st.SearchStrategy[Case]]:
 def adapter_cases() -> Iterator[st.SearchStrategy[Case]]:
     """Yields a directory of adapters in PEFT's layout with its files damaged."""
     config, file = sound_adapters()
-    files = inside("adapters", {CONFIG_NAME: Document(config), WEIGHTS_NAME: safetensors(file)})
+    files = inside("adapters", {ADAPTER_CONFIG: Document(config), WEIGHTS_NAME: safetensors(file)})
     yield spoilt("adapters", ("adapters",), files, [*files])
 
 

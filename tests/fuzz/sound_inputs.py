@@ -12,7 +12,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.lora import LoraConfig, init_adapters
 from rljax.policy.model import init_params
-from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, save_adapters
+from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME, save_adapters
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2}
@@ -40,7 +40,7 @@ def sound_adapters() -> tuple[dict[str, Any], bytes]:
     config = POLICIES["qwen3"]
     with tempfile.TemporaryDirectory() as made:
         save_adapters(made, init_adapters(config, LORA, 0), config, LORA, "model")
-        return _read(Path(made), CONFIG_NAME, WEIGHTS_NAME)
+        return _read(Path(made), ADAPTER_CONFIG, WEIGHTS_NAME)
 
 
 def _read(folder: Path, config: str, weights: str) -> tuple[dict[str, Any], bytes]:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 DOORS = {
     "httpx": {"rollout.servers.http", "weights.source"},
     "starlette": {
-        "weights.source",
+        "weights.outlets",
         "weights.http_limits",
         "rollout.external.receiver",
         "rollout.servers.vllm.endpoint",

@@ -14,7 +14,7 @@ from rljax import train
 from rljax.commands.export import main as export_main
 from rljax.policy.families import read_config
 from rljax.policy.hf import SINGLE_NAME, load_params, open_tensors
-from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME
+from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
 
 pytestmark = pytest.mark.slow
 SIZE = ("--data.reward", "parity_reward:reward", "--optimizer.learning-rate", "1e-3")
@@ -89,7 +89,7 @@ def test_adapters_of_delta_nets_are_trained(base, tmp_path):
     (wrapped / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
     said = printed(export_main, [tmp_path / "run", tmp_path / "again", "--adapter", "--model", wrapped])
     assert "for vLLM, rename model.layers to model.language_model.layers" in said
-    assert json.loads((tmp_path / "again" / CONFIG_NAME).read_text())["base_model_name_or_path"] == str(wrapped)
+    assert json.loads((tmp_path / "again" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] == str(wrapped)
 
 
 def test_a_dry_run_counts_its_parameters_and_states(base, tmp_path):

@@ -16,7 +16,7 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params, save_params
 from rljax.policy.lora import LoraConfig, TrainedParams, declared_adapters, merge_adapters, with_targets
 from rljax.policy.model import cast_params
-from rljax.policy.peft import CONFIG_NAME, load_adapters, save_adapters
+from rljax.policy.peft import ADAPTER_CONFIG, load_adapters, save_adapters
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +98,7 @@ def test_exports_are_the_merged_policy_and_its_adapters(whole, toy_base, tmp_pat
         changed += not np.array_equal(leaf, np.asarray(flatten_dict(base)[path], np.float32))
     assert changed == 7
     assert (tmp_path / "hf/tokenizer.json").exists()
-    assert json.loads((tmp_path / "adapter" / CONFIG_NAME).read_text())["r"] == 4
+    assert json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())["r"] == 4
 
 
 def test_a_checkpoint_is_evaluated_as_the_merged_policy(whole, toy_base, tmp_path):

@@ -17,7 +17,7 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params, save_params
 from rljax.policy.lora import LoraConfig, TrainedParams, merge_adapters, with_targets
 from rljax.policy.model import init_params
-from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, load_adapters, save_adapters
+from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME, load_adapters, save_adapters
 
 OF_ATTENTION = LoraConfig(rank=2, targets=ATTENTION)
 OF_DELTA_NETS = LoraConfig(rank=2, targets=("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "up_proj"))
@@ -69,7 +69,7 @@ def test_the_file_has_the_layout_of_peft_by_hand(tmp_path):
     a, b = (np.asarray(adapters["layers"]["attention"]["output"][part][1]) for part in "ab")  # [h, k, r], [r, d]
     np.testing.assert_array_equal(tensors[f"{name}.lora_A.weight"], a.reshape(32, 2).T, strict=True)
     np.testing.assert_array_equal(tensors[f"{name}.lora_B.weight"], b.T, strict=True)
-    said = json.loads((tmp_path / CONFIG_NAME).read_text())
+    said = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
     assert (said["r"], said["lora_alpha"], said["target_modules"]) == (2, 3.0, ["o_proj"])
     assert said["base_model_name_or_path"] == "some/base"
 
@@ -115,15 +115,15 @@ BAD_TENSORS = [
     (lambda t: t.update({K_A: t[K_A] * np.inf}), "k_proj.lora_A.weight' holds values that are NaN, infinite"),
 ]
 BAD_FILES = [
-    (CONFIG_NAME, None, "adapter_config.json does not exist"),
+    (ADAPTER_CONFIG, None, "adapter_config.json does not exist"),
     (WEIGHTS_NAME, None, "adapter_model.safetensors does not exist; peft's save_pretrained .* adapter_model.bin"),
     (WEIGHTS_NAME, b"x" * 40, "cannot be read"),
-    (CONFIG_NAME, b"[]", "expected an object, got list"),
+    (ADAPTER_CONFIG, b"[]", "expected an object, got list"),
 ]
 
 
 def with_values(folder, values):
-    file = folder / CONFIG_NAME
+    file = folder / ADAPTER_CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 

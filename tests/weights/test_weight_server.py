@@ -16,8 +16,9 @@ from cutting_proxy import CuttingProxy
 
 from rljax.weights.access import KEY_FILE
 from rljax.weights.format import PROTOCOL, FileRecord
+from rljax.weights.outlets import HttpOutlet
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.source import HttpOutlet, HttpSource, SourceError, open_source
+from rljax.weights.source import HttpSource, SourceError, open_source
 from rljax.weights.store import WeightDirectory
 from rljax.weights.worker import WorkerWeights
 
@@ -166,7 +167,7 @@ def test_a_server_that_cannot_be_started_fails_the_publish(tmp_path, monkeypatch
 
 def test_the_server_ends_with_the_run(tmp_path):
     """However the run ends, its end of the connection is closed."""
-    words = "import sys; from pathlib import Path; from rljax.weights.source import HttpOutlet\n"
+    words = "import sys; from pathlib import Path; from rljax.weights.outlets import HttpOutlet\n"
     words += "print(HttpOutlet(Path(sys.argv[1]), host='127.0.0.1', port=0, api_key_file=None).url, flush=True)\n"
     words += "sys.stdin.read()"
     pipe = subprocess.PIPE

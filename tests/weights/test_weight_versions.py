@@ -18,8 +18,8 @@ from rljax.distributed.messages import Announcement
 from rljax.distributed.processes import Processes
 from rljax.errors import NotWrittenError
 from rljax.weights.mirror import Mirror
+from rljax.weights.outlets import Outlet
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.source import Outlet
 from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum, bits_of
 from rljax.weights.writer import PartWriter, whole_parts

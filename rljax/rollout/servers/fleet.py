@@ -118,7 +118,7 @@ class Fleet(Dispatcher):
         return [server.url for server in self.all_in("open")]
 
     def infos(self) -> list[ServerInfo]:
-        """Returns the description of each server that gave a proof once."""
+        """Returns the description of each server that once fitted the run."""
         return [server.info for server in list(self._known.values()) if server.info is not None]
 
     def down(self) -> dict[str, str]:
