@@ -1,12 +1,4 @@
-"""Exact tests and exact intervals for few runs. They use counts of all patterns, and no approximation.
-
-sign_flip_p: Compares two arms by the differences of their paired runs.
-shift_interval: Bounds the difference that such pairs have in common.
-paired_test: Tests the differences of one of several planned comparisons.
-table_cells: Formats such a test for a table.
-fisher_p: Compares two shares of runs.
-share_interval: Bounds one share of runs.
-"""
+"""Exact tests and exact intervals for few runs. They use counts of all patterns, and no approximation."""
 
 from __future__ import annotations
 

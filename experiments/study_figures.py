@@ -3,7 +3,7 @@
 The study's file has the ``claims``, each with a title, ``arms`` and ``metrics``. A figure has a panel over the steps
 for each metric, with a thin line for each run and a thick line for the median of an arm's seeds. Both are trailing
 means of ten steps. The last panel has the final accuracy of each seed and the mean over the seeds. With ``signals``
-another figure shows how many steps before a fall each signal changes, by the rule of experiments/study_claims.py. The
+another figure shows how many steps before a fall each signal changes, by the rule of experiments/study_signals.py. The
 program reads only ROWS, the study's rows.parquet.
 """
 
@@ -21,9 +21,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from study import Study, read_study
-from study_claims import claims, filled
 from study_outcome import outcome_of, trailing_mean
 from study_rows import Runs, read_table
+from study_signals import filled, signal_rows
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.figure import COLORS, INK, QUIET, log_axis, save_figure, style_axis
@@ -133,8 +133,8 @@ def write_figures(study: Study, arguments: Arguments) -> list[Path]:
         figure = claim_figure(what["title"], runs, what["arms"], what["metrics"])
         paths.append(save_figure(figure, arguments.out / f"study_{name}_{claim}.png"))
     if arguments.signals:
-        signals = claims(arguments.study, arguments.rows, arguments.signals)["signals"]
-        paths.append(save_figure(signals_figure(signals), arguments.out / f"study_{name}_signals.png"))
+        figure = signals_figure(signal_rows(runs, arguments.signals))
+        paths.append(save_figure(figure, arguments.out / f"study_{name}_signals.png"))
     return paths
 
 

@@ -17,13 +17,8 @@ COLUMNS = (
     *("schedule/learning_rate", "schedule/surge_step", "schedule/decay_period"),
     *("mismatch/log_ppl_abs_diff", "mismatch/kl", "mismatch/k3_kl", "mismatch/logprob_abs_diff_mean"),
     *("mismatch/extreme_rate", "mismatch_self/log_ppl_abs_diff"),
-    *(
-        "policy/entropy",
-        "policy/reference_kl",
-        "optimizer/grad_norm",
-        "optimizer/grad_noise",
-        "optimizer/skipped_updates",
-    ),
+    *("policy/entropy", "policy/reference_kl", "optimizer/grad_norm", "optimizer/grad_noise"),
+    "optimizer/skipped_updates",
     *("is/token_fraction_above", "is/sequence_effective_sample_size", "time/step_s"),
 )
 """The metrics in the file, besides the accuracies of evaluations. Missing values are null."""

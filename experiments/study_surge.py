@@ -136,11 +136,6 @@ def scattered_spikes(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
     return out
 
 
-def dip_only(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
-    """Returns an early dip without a surge after it."""
-    return early_dip(rng, steps)
-
-
 def shrinking(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
     """Returns a level that falls towards 15% of the start."""
     return np.maximum(np.exp(-steps / rng.uniform(100, 2000)), 0.15)
@@ -194,7 +189,7 @@ QUIETS: dict[str, Callable[[np.random.Generator], Curve]] = {
     "single spikes": quiet(spikes(1)),
     "double spikes": quiet(spikes(2)),
     "scattered spikes": quiet(scattered_spikes),
-    "early dip only": quiet(dip_only),
+    "early dip only": quiet(early_dip),
     "shrinking": quiet(shrinking),
     "cap reached fast": capped(fast=True),
     "cap reached slowly": capped(fast=False),

@@ -2,14 +2,12 @@
 
     python experiments/subject_search.py configs/study/collapse.yaml benchmarks/study_collapse.parquet --arms constant
 
-It prints a line for each run, and --json writes the numbers. docs/studies.md defines accuracy, fall and collapse. The
-plateau of a run begins at the first step whose accuracy is at least 0.9 of the peak, and ends at the
-last one. A value "at" a step is the mean of the ten steps up to it. A fork counts from its first own step.
+It prints a line for each run. docs/studies.md defines accuracy, fall and collapse. The plateau of a run begins at the
+first step whose accuracy is at least 0.9 of the peak, and ends at the last one. A value "at" a step is the mean of the ten steps up to it. A fork counts from its first own step.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from exact_tests import share_interval
 from study import read_study
-from study_claims import filled
 from study_outcome import LEARNED, outcome_of, trailing_mean
 from study_rows import read_table
+from study_signals import filled
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.rows import Row
@@ -51,8 +48,6 @@ class Arguments:
     """The YAML file of the runs."""
     rows: Positional[Path]
     """The Parquet file of their rows."""
-    json: Path | None = None
-    """The JSON file for the numbers."""
     arms: tuple[str, ...] = ()
     """The arms to judge; by default all."""
 
@@ -109,29 +104,6 @@ def judge(rows: Sequence[Row], fork: int = 0) -> dict[str, Any]:
     }
 
 
-def growth(runs: Sequence[dict[str, Any]], last: str) -> dict[str, dict[str, Any]]:
-    """Compares each series at the beginning of the plateau with a later place.
-
-    Args:
-      runs: The results of ``judge`` for runs that share no steps.
-      last: The later place, "onset" or "end".
-
-    Returns:
-      The factor of each run, the number of runs that grew, and the exact interval of that share, for each series.
-    """
-    found = {}
-    for name in SERIES:
-        pairs = [(run["at"]["plateau"][name], run["at"][last][name]) for run in runs if name in run["at"][last]]
-        factors = [after / before for before, after in pairs if before > 0]
-        grew = sum(factor > 1 for factor in factors)
-        found[name] = {
-            "factors": factors,
-            "grew": grew,
-            "interval": share_interval(grew, len(factors), 0.95) if factors else None,
-        }
-    return found
-
-
 def to_markdown(settings: Mapping[str, str], runs: Mapping[str, Mapping[str, Any]]) -> str:
     """Formats a line for each run; three numbers with arrows are the two ends of the plateau, and the fall or end."""
     shown = ("mismatch", "gradient norm", "entropy", "length")
@@ -145,18 +117,8 @@ def to_markdown(settings: Mapping[str, str], runs: Mapping[str, Mapping[str, Any
     return "\n".join(lines)
 
 
-def growth_table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Formats a line for each series."""
-    lines = ["| series | factor of each run | grew | 95% interval of the share |", "|---|---|---|---|"]
-    for name, one in found.items():
-        if one["factors"]:
-            factors, (low, high) = ", ".join(f"{factor:.2g}" for factor in one["factors"]), one["interval"]
-            lines.append(f"| {name} | {factors} | {one['grew']} of {len(one['factors'])} | {low:.2f} to {high:.2f} |")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str]) -> int:
-    """Prints the tables and returns the exit status."""
+    """Prints the table and returns the exit status."""
     arguments = parse_arguments(Arguments, argv, prog="python experiments/subject_search.py", description=__doc__ or "")
     study = read_study(arguments.study)
     with caller_errors():
@@ -171,20 +133,6 @@ def main(argv: Sequence[str]) -> int:
         for name, arm in arms.items()
     }
     print(to_markdown(changed, judged))
-    alone = [run for run in judged.values() if not run["fork"]]
-    compared = {
-        f"{name}, to the {last}": growth([run for run in alone if run["verdict"] in verdicts], last)
-        for name, verdicts in (
-            ("collapsed from the start", (WANTED, "collapsed")),
-            ("not collapsed", ("learned", "learned above 0.6")),
-        )
-        for last in ("onset", "end")
-    }
-    for name, found in compared.items():
-        print(f"\n{name}:\n\n{growth_table(found)}")
-    if arguments.json is not None:
-        record = {"study": str(arguments.study), "settings": study.settings, "arms": arms, "runs": judged}
-        arguments.json.write_text(json.dumps(record | {"growth": compared}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import study_area
-import study_claims
 from study import read_study
 from study_rows import read_table
 
@@ -18,7 +17,6 @@ SECTIONS = {
     "isolation": "The mismatch alone",
     "dose": "How large must a mismatch be?",
     "real": "A real model",
-    "slow": "An engine of 8 bits",
 }
 
 
@@ -38,8 +36,6 @@ def tables_of(text):
 
 def printed(name):
     study, rows = ROOT / f"configs/study/{name}.yaml", ROOT / f"benchmarks/study_{name}.parquet"
-    if name == "slow":
-        return tables_of(study_claims.markdown(study_claims.claims(study, rows, [])))[:2]
     return tables_of(study_area.markdown(study_area.tables(read_study(study), read_table(rows))))
 
 
@@ -48,11 +44,9 @@ def chosen(shown, printed_rows):
     return [{head: row[head] for head in each} for each, row in zip(shown, printed_rows, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.harness] * (name == "slow")) for name in SECTIONS]
-)
+@pytest.mark.parametrize("name", SECTIONS)
 def test_the_page_shows_what_the_program_prints(name):
-    """The page leaves out some columns, and arms of few seeds in one study. In another, comparisons are beside arms."""
+    """The page leaves out some columns. In one study the comparisons are beside the arms."""
     arms, comparisons = printed(name)
     shown = tables_of(PAGE.partition(f"\n## {SECTIONS[name]}\n")[2].partition("\n## ")[0])
     if name == "remedies":
@@ -70,7 +64,7 @@ def test_the_page_shows_what_the_program_prints(name):
         assert len(shown_comparisons) == len(comparisons)
         assert shown_comparisons == chosen(shown_comparisons, comparisons)
     found = {row["arm"]: row for row in arms}
-    assert name == "slow" or [row["arm"] for row in shown_arms] == list(found)
+    assert [row["arm"] for row in shown_arms] == list(found)
     assert shown_arms == chosen(shown_arms, [found[row["arm"]] for row in shown_arms])
 
 

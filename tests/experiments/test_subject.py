@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from records import study_row
 from subject_base import packed_rows
-from subject_search import fork_step, growth, judge
+from subject_search import fork_step, judge
 from subject_task import ALPHABET, MAX_PROMPT_TOKENS, Mistakes, short_problem, solution, worked_sum, worked_word
 
 from rljax.data.toy import addition_reward
@@ -83,9 +83,6 @@ def test_a_collapse_from_above_the_bound_by_hand():
     assert run["stops"] == {"plateau": 1, "onset": 31, "end": 36}
     assert run["at"]["plateau"]["mismatch"] == pytest.approx(0.01)
     assert run["at"]["onset"]["mismatch"] == pytest.approx(0.03)
-    found = growth([run], "onset")["mismatch"]
-    assert (found["factors"], found["grew"]) == ([pytest.approx(3.0)], 1)
-    assert found["interval"] == pytest.approx((0.025, 1.0))
 
 
 def test_a_fork_counts_from_its_own_first_step():
@@ -99,11 +96,9 @@ def test_a_series_of_few_steps_holds_its_last_value():
     """Only some steps compare the trainer with itself. The fall at step 36 ends a mean of ten steps."""
     rows = rows_of([1.0] * 30 + [0.0] * 20, [0.01] * 50)
     assert "self-mismatch" not in judge(rows)["at"]["end"]
-    assert growth([judge(rows)], "end")["self-mismatch"]["factors"] == []
     for step in (1, 20, 30):
         rows[step - 1]["mismatch_self/log_ppl_abs_diff"] = step / 1000
     assert judge(rows)["at"]["end"]["self-mismatch"] == pytest.approx((3 * 0.02 + 7 * 0.03) / 10)
-    assert growth([judge(rows)], "end")["self-mismatch"]["factors"] == [pytest.approx(27.0)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ FOLDERS = "rljax|tools|experiments|launch|configs|tests|examples|benchmarks"
 # In a page of docs/, a path that begins with "docs/" belongs to another project.
 IN_README = f"{FOLDERS}|docs"
 PLACEHOLDER = re.compile(r"NAME|FILE|\$")
-REMOVED_IN = re.compile(r"de180d10|2aa00367")  # the commits that still have what docs/studies.md says was removed
+REMOVED_IN = re.compile(r"de180d10|2aa00367|26410176")  # the commits that have what docs/studies.md says was removed
 METADATA_KEYS = {"rljax.dump", "rljax.dump.crc32", "rljax.problems"}  # keys of Parquet files, not modules
 
 

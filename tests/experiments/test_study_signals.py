@@ -1,19 +1,18 @@
-"""A study's arms are described from rows made by hand, and the rows go through the Parquet file."""
-
-import json
+"""A study's signals are described from rows made by hand, and the rows go through the Parquet file."""
 
 import numpy as np
 import pytest
 from records import study_run
-from study_claims import change_step, edges, filled, main, same_arms, signal_row
 from study_outcome import outcome_of
 from study_rows import read_table, write_table
+from study_signals import change_step, filled, main, signal_row
+
+from rljax.errors import ConfigError
 
 STUDY = """
 config: configs/quickstart.yaml
 seeds: [0, 1]
 arms: {constant: {schedule.kind: constant}, triggered: {}}
-comparisons: [[triggered, constant]]
 """
 
 
@@ -33,21 +32,6 @@ def test_rows_come_back_as_they_were(tmp_path):
     (tmp_path / "other.parquet").write_text("no table")
     with pytest.raises(ValueError, match=r"other.parquet cannot be read"):
         read_table(tmp_path / "other.parquet")
-
-
-def test_arms_are_the_same_if_all_seeds_are():
-    slower = [row | {"time/step_s": 2.0} for row in study_run(0.0)]
-    runs = {("a", 0): study_run(0.0), ("b", 0): slower, ("c", 0): study_run(0.0), ("c", 1): study_run(0.0)}
-    assert same_arms(runs | {("d", 0): study_run(0.1)}) == {"a": "a", "b": "a", "c": "c", "d": "d"}
-
-
-def test_the_edges_of_a_run():
-    found = [
-        {"mismatch/log_ppl_abs_diff": float(step), "optimizer/grad_noise": {3: 2.0, 7: 4.0, 9: float("nan")}.get(step)}
-        for step in range(1, 31)
-    ]
-    assert edges(found) == {"mismatch_first": 5.5, "mismatch_last": 25.5, "grad_noise_median": 3.0}
-    assert edges(found[10:])["grad_noise_median"] is None
 
 
 def test_a_signal_changes_when_it_stays_away_from_its_reference():
@@ -88,30 +72,11 @@ def test_leads_misses_and_false_alarms():
     assert found == {"leads": [86 - 72], "lead_median": 14.0, "missed": 1, "false_alarms": 1, "healthy": 1}
 
 
-def test_the_program_compares_the_arms(tmp_path, capsys):
-    study, table, out = tmp_path / "study.yaml", tmp_path / "rows.parquet", tmp_path / "claims.json"
+def test_the_program_prints_the_signals(tmp_path, capsys):
+    study, table = tmp_path / "study.yaml", tmp_path / "rows.parquet"
     study.write_text(STUDY)
-    write_table(
-        table,
-        {
-            ("constant", 0): study_run(0.0),
-            ("constant", 1): study_run(0.4),
-            ("triggered", 0): study_run(0.75),
-            ("triggered", 1): study_run(0.85),
-        },
-    )
-    assert main([str(study), str(table), "--signals", "constant", "--json", str(out)]) == 0
-    found = json.loads(out.read_text())
-    (comparison,) = found["comparisons"]
-    assert comparison["difference"] == pytest.approx((0.75 + 0.45) / 2, abs=1e-6)
-    # Both of the two pairs are up, like 2 of 4 patterns of signs. So few pairs allow no interval of 95%.
-    assert (comparison["p"], comparison["corrected_p"], comparison["interval"]) == (0.5, 0.5, None)
-    assert (comparison["better"], comparison["same"], comparison["seeds"]) == (2, 0, 2)
-    assert (comparison["end_well"], comparison["fisher_p"]) == ([2, 1], 1.0)
-    constant, triggered = found["arms"]["constant"], found["arms"]["triggered"]
-    assert (constant["end_well"], constant["collapsed"], constant["fall_step_median"]) == (1, 1, 86.0)
-    assert (triggered["end_well"], triggered["collapsed"], triggered["fall_step_median"]) == (2, 0, None)
-    printed = capsys.readouterr().out
-    assert "| triggered - constant | +0.60 | - | 2/0/0 | 0.5 | 0.5 | 2, 1 of 2 | 1 |" in printed
-    assert "| gradient norm | - |  | 1 | 0 of 1 |" in printed
-    assert "| constant | 0.00 0.40 | 20 20 | 0.01 0.01 |" in printed
+    write_table(table, {("constant", 0): study_run(0.0), ("constant", 1): study_run(0.4)})
+    assert main([str(study), str(table), "--arms", "constant"]) == 0
+    assert "| gradient norm | - |  | 1 | 0 of 1 |" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="has no arm fast"):
+        main([str(study), str(table), "--arms", "fast"])
