@@ -21,7 +21,8 @@ def test_no_seed_is_sent_and_one_likeliest_token_is_asked_for(tpu, another, rout
     """Both would end in an error there. A server on another platform in the same run gets its seeds."""
     other = another()
     tpu.routes = other.routes = {route, GENERATE, "/weight_info"}
-    with published(tpu.url, other.url, tmp_path=tmp_path) as engine:
+    taken = {"max_staleness": 2, "top_k": 4, "top_p": 0.9}  # settings that a TPU can have
+    with published(tpu.url, other.url, tmp_path=tmp_path, **taken) as engine:
         assert len(list(engine.generate(PROMPTS * 4, 2, SamplingParams(4), seed=3))) == 16
     assert {(each["seed"], each["logprobs"] > 0) for each in tpu.sampling} == {(None, True)}
     assert {each["seed"] is None for each in other.sampling if each["max_tokens"] == 4} == {False}
@@ -35,12 +36,8 @@ def test_no_seed_is_sent_and_one_likeliest_token_is_asked_for(tpu, another, rout
         ({"update": "keep", "max_staleness": 1}, "rollout.update does not work with vllm on a TPU: leave it out"),
         ({"top_k": 8, "min_p": 0.1}, "rollout.min_p does not work"),
         ({"colocated": True}, "rollout.colocated does not work"),
-        ({"batch_invariant": True}, "rollout.batch_invariant does not work"),
         ({"router_replay": "r3"}, "rollout.router_replay = r3 does not work"),
-        (
-            {"head_dtype": "float32", "dtype": "bfloat16"},
-            "a TPU has no other head; set precision.lm_head_dtype = compute",
-        ),
+        ({"head_dtype": "float32", "dtype": "bfloat16"}, "no other head; set precision.lm_head_dtype = compute"),
     ],
 )
 def test_a_setting_that_a_tpu_cannot_have_ends_the_handshake(tpu, settings, said):
@@ -51,11 +48,6 @@ def test_a_setting_that_a_tpu_cannot_have_ends_the_handshake(tpu, settings, said
     assert f"{tpu.url}: " in line
     assert said in line
     assert tpu.sampling == []
-
-
-def test_the_other_settings_of_vllm_work(tpu, tmp_path):
-    with published(tpu.url, tmp_path=tmp_path, max_staleness=2, top_k=4, top_p=0.9) as engine:
-        assert engine.fleet.opened() == [tpu.url]
 
 
 def test_a_server_with_mixed_weights_is_not_resumed(tpu):
