@@ -1,7 +1,5 @@
 """Tests of injected mismatch: the change of each kind to weights or samples, and no mismatch at all for size 0."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,56 +40,54 @@ def params():
     return init_params(CONFIG, 0)
 
 
-def mismatch(exact, params, *, seed=0, **inject):
+def mismatch(exact, params, **inject):
     """Returns the metrics of the injected engine's samples against the executable that trains."""
     config = InjectConfig(**inject)
     engine = InjectedEngine(ExactEngine(exact, inject=config), config, CONFIG, MESH)
     engine.publish(params, 3)
-    responses = sample(engine, seed=seed)
-    sequences = [TrainSequence(r.ids, r.prompt_length, r.columns) for r in responses]
+    sequences = [TrainSequence(r.ids, r.prompt_length, r.columns) for r in sample(engine)]
     micro = micro_of(lay_out(sequences, 8, 16), 0)
     one = exact.scalar(1.0)
     trainer = np.asarray(exact(params, exact.place(micro), one, one, one).scores.logprobs)
     return mismatch_metrics(trainer, micro.rollout_logprobs, micro.response_mask)
 
 
-def test_weight_noise_is_a_dial_from_exactly_zero(exact, params):
+def test_noise_is_a_dial_from_exactly_zero(exact, params):
+    """Noise of logits moves a log-probability by the token's own noise less the mean noise.
+
+    That has about the standard deviation of the noise, and its mean size is 0.8 of the standard deviation.
+    """
     none, small, large = (mismatch(exact, params, weight_noise=size) for size in (0.0, 1e-3, 3e-2))
     assert none["logprob_abs_diff_mean"] == none["logprob_abs_diff_max"] == none["k3_kl"] == none["kl"] == 0.0
     assert 0 < small["logprob_abs_diff_mean"] < 0.1 * large["logprob_abs_diff_mean"]
     assert 0 < small["k3_kl"] < 0.01 * large["k3_kl"]
+    for size in (0.01, 0.3):
+        assert 0.6 * size < mismatch(exact, params, logit_noise=size)["logprob_abs_diff_mean"] < size
 
 
-def test_logit_noise_is_a_dial_from_exactly_zero(exact, params):
-    none, small, large = (mismatch(exact, params, logit_noise=size) for size in (0.0, 0.01, 0.3))
-    assert none["logprob_abs_diff_max"] == none["k3_kl"] == 0.0
-    # The noise moves a token's log-probability by the token's own noise less the mean noise. That has about the
-    # standard deviation of the noise, and its mean size is 0.8 of the standard deviation.
-    assert 0.6 * 0.01 < small["logprob_abs_diff_mean"] < 1.0 * 0.01
-    assert 0.6 * 0.3 < large["logprob_abs_diff_mean"] < 1.0 * 0.3
-
-
-def test_the_embedded_engine_records_the_noisy_distribution(params):
-    engine = JaxEngine(CONFIG, "float32", 6, mesh=MESH, inject=InjectConfig(logit_noise=0.3))
-    engine.publish(params, 0)
-    responses = sample(engine)
-    plain = engine.score([PROMPTS[one.prompt_index] for one in responses], [one.response for one in responses])
+def test_noise_of_logits_is_recorded_and_repeats_by_seed(exact, params):
+    """The embedded engine records the noisy distribution. The exact engine's noise depends on seed and token."""
+    inject = InjectConfig(logit_noise=0.3)
+    engines = JaxEngine(CONFIG, "float32", 6, mesh=MESH, inject=inject), ExactEngine(exact, inject=inject)
+    for engine in engines:
+        engine.publish(params, 0)
+    responses = sample(engines[0])
+    plain = engines[0].score([PROMPTS[one.prompt_index] for one in responses], [one.response for one in responses])
     recorded = np.concatenate([one["rollout_logprobs"] for one in responses])
     assert 0.6 * 0.3 < np.abs(recorded - np.concatenate(plain)).mean() < 1.0 * 0.3
+    first, again, other = ([r["rollout_logprobs"].tolist() for r in sample(engines[1], seed=s)] for s in (0, 0, 1))
+    assert first == again != other
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_greedy_sampling_has_no_logit_noise(is_exact, exact, params):
-    def greedy(noise):
-        inject = InjectConfig(logit_noise=noise)
-        engine = (
-            ExactEngine(exact, inject=inject) if is_exact else JaxEngine(CONFIG, "float32", 6, mesh=MESH, inject=inject)
-        )
+    found = []
+    for noise in (InjectConfig(), InjectConfig(logit_noise=3.0)):
+        embedded = JaxEngine(CONFIG, "float32", 6, mesh=MESH, inject=noise)
+        engine = ExactEngine(exact, inject=noise) if is_exact else embedded
         engine.publish(params, 0)
-        found = sample(engine, temperature=0.0)
-        return [(one.response.tolist(), one["rollout_logprobs"].tolist()) for one in found]
-
-    assert greedy(3.0) == greedy(0.0)
+        found.append(sample(engine, temperature=0.0))
+    assert_same_bits(*found)
 
 
 def test_coarser_weights_mismatch_more(exact, params):
@@ -99,15 +95,6 @@ def test_coarser_weights_mismatch_more(exact, params):
     means = [mismatch(exact, params, **inject)["logprob_abs_diff_mean"] for inject in found]
     assert means == sorted(means)
     assert means[0] > 0
-
-
-def test_logit_noise_repeats_by_seed_and_token(exact, params):
-    def logprobs(seed):
-        engine = ExactEngine(exact, inject=InjectConfig(logit_noise=0.3))
-        engine.publish(params, 0)
-        return [r["rollout_logprobs"].tolist() for r in sample(engine, seed=seed)]
-
-    assert logprobs(0) == logprobs(0) != logprobs(1)
 
 
 def test_noise_has_the_relative_size_and_is_one_for_a_version(params):
@@ -139,45 +126,34 @@ class Published:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_another_dtype_rounds_the_weights_to_it(dtype, params):
-    end = Published()
+    """The noise of stale weights follows their version."""
+    end, stale, fresh = Published(), Published(), Published()
     InjectedEngine(end, InjectConfig(dtype=dtype), CONFIG, MESH).publish(params, 5)
     assert end.version == 5
     for found, weight in zip(jax.tree.leaves(end.params), jax.tree.leaves(params), strict=True):
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, np.asarray(weight).astype(jnp.dtype(dtype)).astype(np.float32))
-
-
-@pytest.mark.parametrize("kind", ["exact", "jax"])
-def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
-    inside = ExactEngine(exact) if kind == "exact" else JaxEngine(CONFIG, "float32", 6, mesh=MESH)
-    plain = ExactEngine(exact) if kind == "exact" else JaxEngine(CONFIG, "float32", 6, mesh=MESH)
-    stale = InjectedEngine(inside, InjectConfig(staleness=2), CONFIG, MESH)
-    versions = []
-    for version in range(5):
-        published = init_params(CONFIG, version)
-        stale.publish(published, version)
-        # The trainer's next step takes over the buffers of the published weights.
-        jax.tree.map(lambda leaf: leaf.delete(), published)
-        found = sample(stale)
-        (sampled_with,) = found[0].versions.tolist()
-        versions.append(sampled_with)
-        plain.publish(init_params(CONFIG, sampled_with), sampled_with)
-        assert_same_bits(found, sample(plain))
-    assert versions == [0, 0, 0, 1, 2]
-
-
-def test_noise_follows_the_version_of_the_stale_weights(params):
-    stale, fresh = Published(), Published()
-    engine = InjectedEngine(stale, InjectConfig(staleness=1, weight_noise=0.1), CONFIG, MESH)
+    engine = InjectedEngine(stale, InjectConfig(staleness=1, weight_noise=0.1, dtype=dtype), CONFIG, MESH)
     for version in (6, 7):
         engine.publish(params, version)
-    InjectedEngine(fresh, InjectConfig(weight_noise=0.1), CONFIG, MESH).publish(params, 6)
+    InjectedEngine(fresh, InjectConfig(weight_noise=0.1, dtype=dtype), CONFIG, MESH).publish(params, 6)
     assert stale.version == 6
     assert largest_difference(stale.params, fresh.params) == 0
 
 
-def test_only_what_changes_weights_is_wrapped():
-    changed = {"weight_noise": 0.1, "quantize": "fp8", "dtype": "float16", "staleness": 1}
-    assert all(InjectConfig(**{name: value}).changes_weights for name, value in changed.items())
-    assert not InjectConfig(logit_noise=0.1).changes_weights
-    assert {field.name for field in dataclasses.fields(InjectConfig)} == {*changed, "logit_noise"}
+@pytest.mark.parametrize("kind", ["exact", "jax"])
+def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
+    """The trainer's next step takes over the buffers of the published weights."""
+    inside, plain = (
+        ExactEngine(exact) if kind == "exact" else JaxEngine(CONFIG, "float32", 6, mesh=MESH) for _ in range(2)
+    )
+    stale, versions = InjectedEngine(inside, InjectConfig(staleness=2), CONFIG, MESH), []
+    for version in range(5):
+        published = init_params(CONFIG, version)
+        stale.publish(published, version)
+        jax.tree.map(lambda leaf: leaf.delete(), published)
+        found = sample(stale)
+        versions += found[0].versions.tolist()
+        plain.publish(init_params(CONFIG, versions[-1]), versions[-1])
+        assert_same_bits(found, sample(plain))
+    assert versions == [0, 0, 0, 1, 2]

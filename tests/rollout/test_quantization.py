@@ -34,14 +34,12 @@ def sample(engine, *, seed=0):
 
 
 def test_which_axes_a_matrix_sums_over():
-    layers = LOGICAL["layers"]
-    assert [summed_axes(layers["attention"][name]) for name in ("query", "key", "value", "output")] == [
-        *[(1,)] * 3,
-        (1, 2),
-    ]
-    assert [summed_axes(layers["mlp"][name]) for name in ("gate", "up", "down")] == [(1,)] * 3
-    others = LOGICAL["embed"], LOGICAL["final_norm"]["scale"], layers["mlp_norm"]["scale"], ("layers", "embed")
-    assert [summed_axes(axes) for axes in others] == [()] * 4
+    layers, others = LOGICAL["layers"], (LOGICAL["embed"], LOGICAL["final_norm"]["scale"], ("layers", "embed"))
+    attention, mlp = layers["attention"], layers["mlp"]
+    inputs = [attention["query"], attention["key"], attention["value"], mlp["gate"], mlp["up"], mlp["down"]]
+    assert {summed_axes(axes) for axes in inputs} == {(1,)}
+    assert summed_axes(attention["output"]) == (1, 2)
+    assert {summed_axes(axes) for axes in (*others, layers["mlp_norm"]["scale"])} == {()}
 
 
 # The matrix has one layer, two inputs and two output channels. The channels' largest weights are 1.27 and 2.54 for
@@ -54,6 +52,7 @@ def test_which_axes_a_matrix_sums_over():
         # Three bits of mantissa: 19 becomes 20 (18 and 20 are as near; ties go to even). -0.875 is 448 steps, and 0.03
         # is 15.36 steps, which become 15.
         ("fp8", [[448.0, 0.03], [19.0, -0.875]], [[448.0, 15 * 0.875 / 448], [20.0, -0.875]]),
+        ("int8", [[0.0, 1.27], [0.0, 0.0]], [[0.0, 1.27], [0.0, 0.0]]),  # a channel of zeros stays zero
     ],
 )
 def test_quantized_weights_are_the_hand_worked_ones(kind, weight, expected):
@@ -66,11 +65,6 @@ def test_quantized_weights_are_the_hand_worked_ones(kind, weight, expected):
     np.testing.assert_array_equal(found["norm"], params["norm"])
 
 
-def test_a_channel_of_zeros_stays_zero():
-    params, logical = {"m": jnp.zeros((1, 3, 2))}, {"m": ("layers", "embed", "mlp")}
-    assert not np.asarray(restore(quantize(params, logical, "int8"))["m"]).any()
-
-
 # float8_e4m3fn has 3 bits of mantissa and ends at 448. float8_e5m2 has 2 bits and ends at 57344. Ties go to even.
 @pytest.mark.parametrize(
     ("dtype", "x", "expected"),
@@ -79,58 +73,44 @@ def test_a_channel_of_zeros_stays_zero():
         (jnp.float8_e5m2, [1.0, 1.1, 1.125, 1.375, -19.0, 500.0, -1e9], [1.0, 1.0, 1.0, 1.5, -20.0, 512.0, -57344.0]),
     ],
 )
-@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
-def test_a_cache_stores_the_hand_worked_numbers(given, dtype, x, expected):
-    stored = to_cache(jnp.asarray(x, given), dtype)
-    assert stored.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(stored, np.float32), expected)
+def test_a_cache_stores_the_hand_worked_numbers(dtype, x, expected):
+    """A cache of the dtype of its numbers stores what it gets."""
+    for given in (jnp.float32, jnp.bfloat16):
+        stored = to_cache(jnp.asarray(x, given), dtype)
+        assert stored.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(stored, np.float32), expected)
+    own = jnp.asarray([1.1, np.inf], jnp.bfloat16)
+    assert to_cache(own, jnp.bfloat16) is own
 
 
-def test_a_cache_of_its_own_dtype_stores_what_it_gets():
-    x = jnp.asarray([1.1, np.inf], jnp.bfloat16)
-    assert to_cache(x, jnp.bfloat16) is x
-
-
-@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
-def test_attention_reads_what_the_cache_stores(kind):
+def test_attention_reads_what_the_cache_stores():
     """Attention also reads the newest token's own keys and values rounded. Here numpy rounds them."""
-    rng = np.random.default_rng(0)
+    rng, dtype, room = np.random.default_rng(0), ml_dtypes.float8_e4m3fn, ((0, 0), (0, 2), (0, 0), (0, 0))
     q, k, v = (jnp.asarray(rng.normal(size=(2, 3, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
-    empty = jnp.zeros((1, 2, 5, 2, 8), kind)
+    empty = jnp.zeros((1, 2, 5, 2, 8), dtype)
     mask = jnp.asarray(np.tril(np.ones((3, 5), bool))[None].repeat(2, 0))
-    cache = BlockState((empty, empty), jnp.int32(0))
     where = cached(CONFIG, jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool), mask, 0)
-    out, ((keys, values), _) = jax.jit(where.attend)(q, k, v, cache)
-    assert keys.dtype == values.dtype == jnp.dtype(kind)
-    dtype = getattr(ml_dtypes, kind)
+    out, ((keys, values), _) = jax.jit(where.attend)(q, k, v, BlockState((empty, empty), jnp.int32(0)))
+    assert keys.dtype == values.dtype == dtype
     rounded = [jnp.asarray(np.asarray(x).astype(np.float32).astype(dtype).astype(np.float32), q.dtype) for x in (k, v)]
-    expected = attend(q, *(jnp.pad(x, ((0, 0), (0, 2), (0, 0), (0, 0))) for x in rounded), mask)
+    expected, plain = (attend(q, *(jnp.pad(x, room) for x in pair), mask) for pair in (rounded, (k, v)))
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), rtol=1e-2, atol=1e-3)
-    plain = attend(q, *(jnp.pad(x, ((0, 0), (0, 2), (0, 0), (0, 0))) for x in (k, v)), mask)
     off = [float(jnp.abs(x.astype(jnp.float32) - out.astype(jnp.float32)).mean()) for x in (expected, plain)]
     assert off[1] > 20 * off[0]
 
 
+MORE = (("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32"))
+
+
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("fp8", "bfloat16"),
-        *(
-            pytest.param(*form, marks=pytest.mark.harness)
-            for form in (("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32"))
-        ),
-    ],
+    ("kind", "dtype"), [("fp8", "bfloat16"), *(pytest.param(*form, marks=pytest.mark.harness) for form in MORE)]
 )
 def test_the_engine_samples_from_weights_in_eight_bits(kind, dtype):
-    """The samples are those of an engine that gets the rounded numbers, bit for bit.
-
-    Not the masters but the weights in the rollout dtype are rounded.
-    """
+    """The samples are those of an engine that gets the rounded numbers. Weights in the rollout dtype are rounded."""
     params = init_params(CONFIG, 0)
     rounded = restore(quantize(cast_params(params, dtype), LOGICAL, kind))
     inject = InjectConfig(dtype="same" if dtype == "float32" else dtype, quantize=kind)
-    config = RolloutConfig(dtype=dtype, inject=inject)
-    engine = make_engine(config, CONFIG, MESH, max_prompt_tokens=6, max_tokens=16)
+    engine = make_engine(RolloutConfig(dtype=dtype, inject=inject), CONFIG, MESH, max_prompt_tokens=6, max_tokens=16)
     engine.publish(params, 0)
     found = sample(engine)
     assert_same_bits(found, sample(engine_of(rounded, dtype)))
@@ -158,9 +138,9 @@ def both_paths(params, kind):
     whole = [np.concatenate(pair) for pair in zip(PROMPTS, responses, strict=True)]
     engine = JaxEngine(CONFIG, "float32", 16, mesh=MESH, kv_cache_dtype=kind)
     engine.publish(params, 0)
-    decoded, prefilled = engine.score(PROMPTS, responses), engine.score_prefill(whole)
+    prefilled = engine.score_prefill(whole)
     assert [len(vector) for vector in prefilled] == [len(ids) - 1 for ids in whole]
-    return np.concatenate(decoded), np.concatenate([vector[-10:] for vector in prefilled])
+    return np.concatenate(engine.score(PROMPTS, responses)), np.concatenate([vector[-10:] for vector in prefilled])
 
 
 def test_prefill_and_decode_of_given_tokens_agree():

@@ -37,19 +37,19 @@ def guarded(request, tmp_path, monkeypatch):
 
 
 def connect(served, text):
-    url = httpx.URL(served.receiver.url)
+    url = httpx.URL(str(served.receiver.url))
     connection = socket.create_connection((url.host, url.port), timeout=20)
     connection.sendall(text)
     return connection
 
 
 def closed_after(connection):
-    """Returns the seconds until the server closes the connection, and what it sent before."""
-    began, sent = time.monotonic(), b""
+    """Returns the seconds until the server closes the connection."""
+    began = time.monotonic()
     with connection, contextlib.suppress(ConnectionResetError):
-        while part := connection.recv(65536):
-            sent += part
-    return time.monotonic() - began, sent
+        while connection.recv(65536):
+            pass
+    return time.monotonic() - began
 
 
 HEAD = b"POST /trajectories HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -62,17 +62,15 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("text", HALF.values(), ids=HALF.keys())
-def test_half_a_request_is_closed(guarded, text):
-    seconds, _ = closed_after(connect(guarded, text))
-    assert 0.3 < seconds < 8
-
-
-def test_half_a_second_request_is_closed(guarded):
-    connection = connect(guarded, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    assert connection.recv(1000).endswith(b"ok\n")
-    connection.sendall(b"GET /he")
-    assert closed_after(connection)[0] < 4
+def test_half_a_request_is_closed(guarded):
+    """So is half of a second one."""
+    second = connect(guarded, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    assert second.recv(1000).endswith(b"ok\n")
+    second.sendall(b"GET /he")
+    with ThreadPoolExecutor() as pool:
+        took = list(pool.map(closed_after, [*(connect(guarded, text) for text in HALF.values()), second]))
+    assert min(took[:-1]) > 0.3, took
+    assert max(took) < 8, took
 
 
 def test_a_body_in_drops_is_given_up(guarded):
@@ -113,17 +111,16 @@ with Served(Path(tempfile.mkdtemp()) / "spool") as served:
 """
 
 
-@pytest.mark.parametrize("half", ["half a head", "half a body"])
-def test_strangers_do_not_take_the_files_of_the_process(half):
+def test_strangers_do_not_take_the_files_of_the_process():
     """300 half requests meet a process that may open 200 files. It still opens 100, and answers."""
     pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as server:
         url = httpx.URL(server.stdout.readline().strip())
 
-        def hold(_):
+        def hold(number):
             connection = socket.create_connection((url.host, url.port), timeout=30)
-            connection.sendall(HALF[half])
+            connection.sendall(HALF["half a head" if number % 2 else "half a body"])
             return connection
 
         with contextlib.ExitStack() as held, ThreadPoolExecutor(32) as pool:
@@ -170,72 +167,54 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 def test_rubbish_takes_no_memory():
     """16 MiB of each kind of rubbish. The largest body and a copy of it are the memory that is needed."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    *said, mebibytes = done.stdout.splitlines()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    output = subprocess.check_output([sys.executable, "-c", MEMORY], env=environment, text=True, timeout=60)
+    *said, mebibytes = output.splitlines()
     assert len(said) == 8
     assert all(line.startswith("POST: ") for line in said)
     assert int(mebibytes) < 130
 
 
-@pytest.mark.parametrize("kind", ["application/json", "application/msgpack", "application/jsonl"])
-def test_the_rows_of_a_request_are_bounded(kind):
-    row = make_row("a", 1)
-    bodies = {
-        "application/json": lambda count: json.dumps([row] * count).encode(),
-        "application/msgpack": lambda count: msgspec.msgpack.encode([row] * count),
-        "application/jsonl": lambda count: (json.dumps(row).encode() + b"\n") * count,
-    }
-    read = make_reader(LIMITS)
-    assert len(read(bodies[kind](1000), kind)) == 1000
-    with pytest.raises(ValueError, match=f"{MOST_ROWS}"):
-        read(bodies[kind](MOST_ROWS + 1), kind)
-
-
-def read_one(text):
-    ((_, row),) = make_reader(LIMITS)(text.encode(), "application/json")
-    return row
+def test_the_rows_of_a_request_are_bounded():
+    row, read = make_row("a", 1), make_reader(LIMITS)
+    for count in (1000, MOST_ROWS + 1):
+        is_refused = pytest.raises(ValueError, match=f"{MOST_ROWS}") if count > 1000 else contextlib.nullcontext()
+        bodies = {"application/json": json.dumps([row] * count).encode()}
+        bodies["application/msgpack"] = msgspec.msgpack.encode([row] * count)
+        bodies["application/jsonl"] = (json.dumps(row).encode() + b"\n") * count
+        for kind, body in bodies.items():
+            with is_refused:
+                assert len(read(body, kind)) == count
 
 
 def test_the_numbers_that_python_writes_are_read():
     """NaN is no JSON, but Python writes it for a failed reward, and in columns that nobody reads."""
-    row = make_row(
-        "NaN", math.nan, note='"NaN" \\', metrics={"x": math.nan, "y": -math.inf}, logprobs=[-1, math.nan, -1]
-    )
-    found = read_one(json.dumps(row))
+    unread = {"note": '"NaN" \\', "metrics": {"x": math.nan, "y": -math.inf}}
+    rows = [make_row("NaN", math.nan, **unread, logprobs=[-1, math.nan, -1]), make_row("a", math.inf)]
+    (_, found), (_, other) = make_reader(LIMITS)(json.dumps(rows).encode(), "application/json")
     assert (found.group, found.reward, found.logprobs) == ("NaN", None, [-1, None, -1])
-    assert read_one(json.dumps(make_row("a", math.inf))).reward == 1e308
+    assert other.reward == 1e308
 
 
-WITHOUT_MASK = {key: value for key, value in make_row("a", 1).items() if key != "mask"}
 REFUSED = {
-    "POST: Expected `float | null`, got `str` - at `$[1].logprobs[1]`": [
-        make_row("a", 1),
-        make_row("a", 1, logprobs=[-1, "x", -1]),
-    ],
-    "POST: lacks mask (or turns) - at `$[0]`": [WITHOUT_MASK],
-    "POST: Expected `object`, got `int` - at `$[1]`": [make_row("a", 1), 3],
-    "POST: Expected `int | str`, got `array` - at `$.group`": make_row(["a"], 1),
-    "POST: row 1: version is 1, but the newest policy of the run is 0": [make_row("a", 1, version=1)],
-    "POST: the request has no row": [],
+    "Expected `float | null`, got `str` - at `$[0].logprobs[1]`": [make_row("a", 1, logprobs=[-1, "x", -1])],
+    "lacks mask (or turns) - at `$[0]`": [{name: value for name, value in make_row("a", 1).items() if name != "mask"}],
+    "Expected `object`, got `int` - at `$[1]`": [make_row("a", 1), 3],
+    "Expected `int | str`, got `array` - at `$.group`": make_row(["a"], 1),
+    "row 1: version is 1, but the newest policy of the run is 0": [make_row("a", 1, version=1)],
+    "the request has no row": [],
 }
 
 
 def test_what_is_wrong_is_named_and_not_kept(tmp_path):
     forms = (("application/json", json.dumps), ("application/msgpack", msgspec.msgpack.encode))
     sent = [(kind, write(rows), said) for said, rows in REFUSED.items() for kind, write in forms]
-    sent += [("application/json", body, "POST: ") for body in (b"{", b"\xff", b'[{"group": ' + b"[" * 100_000)]
+    sent += [("application/json", body, "") for body in (b"{", b"\xff", b'[{"group": ' + b"[" * 100_000)]
     with Served(tmp_path / "spool") as served:
         for kind, body, said in sent:
             reply = served.client.post("/trajectories", content=body, headers={"content-type": kind})
             assert reply.status_code == 400
-            assert reply.text.startswith(said)
+            assert reply.text.startswith(f"POST: {said}")
             assert reply.text.count("\n") == 1
         assert served.files() == []
         assert served.queue.counts() == (0, 0, 0)

@@ -9,6 +9,7 @@ import pytest
 import served_engines
 from served_engines import PARAMS
 from stopping import StopWhen
+from waiting import until
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.build import connect
@@ -58,12 +59,11 @@ def places(responses):
     return [(response.prompt_index, response.sample_index) for response in responses]
 
 
-def test_each_turn_extends_the_one_before(fake):
-    """Trajectory 0 starts from the token 10.
-
-    It has three turns of two tokens, and two tokens of the environment between turns.
-    """
-    with published(fake) as engine:
+@pytest.mark.parametrize("is_model", [False, True])
+def test_each_turn_extends_the_one_before(fake, is_model):
+    """Trajectory 0 starts from the token 10, and has three turns of two tokens. A served model answers turns, too."""
+    with contextlib.closing(connect([fake.url])) if is_model else published(fake) as engine:
+        fake.asked.clear()
         responses, metrics = converse(engine, [3, 1], seed=5, max_tokens=lambda key, turn: 2 + 9 * key)
     first, second = [10, 10, 11, 40, 41], [10, 10, 11, 40, 41, 41, 42, 40, 41]
     wanted = [([10], 2, (0, 1)), ([11], 6, (1, 1)), (first, 2, (0, 2)), (second, 2, (0, 3))]
@@ -71,11 +71,10 @@ def test_each_turn_extends_the_one_before(fake):
     assert sorted(places(responses)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
     for response in responses:
         assert response.length == (6 if response.prompt_index else 2)
-        assert response["version"].tolist() == [0] * response.length
+        assert is_model or response["version"].tolist() == [0] * response.length
         assert response.truncated
         assert set(response["rollout_logprobs"]) == {-1.0}
-    assert metrics["rollout/requests"] == 4
-    assert metrics["rollout/retries"] == 0
+    assert (metrics["rollout/requests"], metrics["rollout/retries"]) == (4, 0)
     assert metrics["time/generate_s"] > 0
 
 
@@ -127,21 +126,19 @@ def test_another_server_goes_on_where_one_dies(another):
         deaths = iter([fakes[0].stop])
         responses, metrics = converse(engine, [4] * 4, after=lambda response: next(deaths, lambda: None)())
     assert metrics["rollout/retries"] >= 1
-    assert sorted(places(responses)) == sorted(places(undisturbed))
-    by_place = dict(zip(places(undisturbed), undisturbed, strict=True))
-    for response in responses:
-        wanted = by_place[response.prompt_index, response.sample_index]
-        np.testing.assert_array_equal(response.response, wanted.response)
+    tokens = [
+        {place: each.response.tolist() for place, each in zip(places(r), r, strict=True)}
+        for r in (undisturbed, responses)
+    ]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update, elsewhere):
     with published(fake, update=update, max_staleness=1) as engine:
-        fake.token_s = 0.02
-        limits = SamplingParams(40)
-        answering = elsewhere.submit(converse, engine, [2, 2], limits=limits, max_tokens=lambda key, turn: 40)
-        while fake.running < 2:
-            time.sleep(0.01)
+        fake.token_s, long = 0.02, {"limits": SamplingParams(40), "max_tokens": lambda key, turn: 40}
+        answering = elsewhere.submit(converse, engine, [2, 2], **long)
+        until(lambda: fake.running == 2)
         time.sleep(0.2)
         engine.publish(PARAMS, 1)
         responses, _ = answering.result(timeout=30)
@@ -175,44 +172,29 @@ def test_a_turn_that_a_server_would_shorten_is_refused(fake):
         list(engine.answer(queue, LIMITS, seed=0))
 
 
-def test_a_failure_of_the_environments_ends_the_answers(fake):
-    queue = TurnQueue(2)
+def test_a_wait_for_environments_ends_with_them_or_with_the_run(fake):
+    gives_up, queue = threading.Event(), TurnQueue(2)
     queue.put(TurnRequest(0, 1, np.ones(1, np.int32), 1))
-    with published(fake) as engine:
+    with published(fake, stop=StopWhen(gives_up=gives_up.is_set)) as engine:
         answers = iter(engine.answer(queue, LIMITS, seed=0))
         assert next(answers).prompt_index == 0
         threading.Timer(0.2, queue.fail, [OSError("the environments are gone")]).start()
         with pytest.raises(OSError, match="the environments are gone"):
             next(answers)
-
-
-def test_a_run_that_gives_up_does_not_wait_for_environments(fake):
-    gives_up = threading.Event()
-    with published(fake, stop=StopWhen(gives_up=gives_up.is_set)) as engine:
-        threading.Timer(0.3, gives_up.set).start()
+        threading.Timer(0.2, gives_up.set).start()
         with pytest.raises(StoppedWaitingError):
             list(engine.answer(TurnQueue(1), LIMITS, seed=0))
 
 
 @pytest.mark.slow
 def test_hundreds_of_trajectories_take_no_thread_each(fake):
-    """The stand-in has a thread for each request in this process.
+    """The stand-in has a thread for each request in this process. The engine's threads have names of their own."""
+    counts = []
 
-    The engine's threads are told apart by their names.
-    """
-    counts, names = [], ("rljax", "asyncio")
+    def count(_):
+        counts.append(sum(each.name.startswith(("rljax", "asyncio")) for each in threading.enumerate()))
+
     with published(fake) as engine:
-        responses, _ = converse(
-            engine,
-            [2] * 300,
-            after=lambda _: counts.append(sum(each.name.startswith(names) for each in threading.enumerate())),
-        )
+        responses, _ = converse(engine, [2] * 300, after=count)
     assert len(responses) == 600
     assert max(counts) < 20
-
-
-def test_a_served_model_answers_turns(fake):
-    with contextlib.closing(connect([fake.url])) as model:
-        responses, _ = converse(model, [2, 1], max_tokens=lambda key, turn: 2)
-    assert sorted(places(responses)) == [(0, 0), (0, 1), (1, 0)]
-    assert {response.length for response in responses} == {2}

@@ -1,10 +1,15 @@
-"""Tests of turns of several trajectories through engines that answer them in rounds."""
+"""Tests of turns of trajectories: the queue of requests by hand, and engines that answer them in rounds."""
+
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_engines import CONFIG, EXPERTS, MESH, counted_loops
+from stopping import StopWhen
 
+from rljax.errors import StoppedWaitingError
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine, make_functions
@@ -14,6 +19,83 @@ from rljax.rollout.types import SamplingParams
 PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [2, 2])]
 ENVIRONMENT = np.asarray([20, 21], np.int32)  # the tokens that the environment of these tests writes after each turn
 LIMITS = SamplingParams(5, 1.0, (0, 1))
+
+
+# ---- The queue ----
+
+
+def queue_of(keys, *requests, stop=None):
+    """Returns a queue with requests for (trajectory, turn)."""
+    queue = TurnQueue(keys, stop)
+    for request in requests:
+        put(queue, *request)
+    return queue
+
+
+def put(queue, key, turn):
+    queue.put(TurnRequest(key, turn, np.ones(1, np.int32), 4))
+
+
+def places(requests):
+    return [(request.key, request.turn) for request in requests]
+
+
+def later(act, *arguments):
+    """Calls ``act`` on another thread a moment later."""
+    threading.Timer(0.1, act, arguments).start()
+
+
+def test_a_take_has_what_waits_in_order_of_key():
+    queue = queue_of([7, 3, 5])
+    assert queue.take() == []
+    put(queue, 7, 1)
+    put(queue, 3, 1)
+    assert places(queue.take()) == [(3, 1), (7, 1)]
+    assert queue.take() == []
+    put(queue, 5, 1)
+    assert places(queue.take()) == [(5, 1)]
+
+
+def test_a_round_waits_for_each_open_trajectory():
+    """An end drops what waits, and may come twice."""
+    queue = queue_of(3, (2, 1), (0, 1))
+    later(put, queue, 1, 1)
+    assert places(queue.take_round()) == [(0, 1), (1, 1), (2, 1)]
+    put(queue, 1, 2)
+    queue.end(1)
+    queue.end(1)
+    put(queue, 2, 2)
+    later(put, queue, 0, 2)
+    assert places(queue.take_round()) == [(0, 2), (2, 2)]
+    put(queue, 0, 3)
+    later(queue.end, 2)
+    assert places(queue.take_round()) == [(0, 3)]
+    assert not queue.is_over
+    later(queue.end, 0)
+    assert queue.take_round() == []
+    assert queue.is_over
+
+
+def test_a_wait_ends_with_a_failure_or_when_the_run_gives_up():
+    """The failure reaches each later take. Whoever watches is told of each change."""
+    queue, woken = queue_of(2, (0, 1)), []
+    queue.watch(lambda: woken.append(queue.is_over))
+    later(queue.fail, OSError("the environments are gone"))
+    for take in (queue.take_round, queue.take):
+        with pytest.raises(OSError, match="the environments are gone"):
+            take()
+    put(queue, 1, 1)
+    queue.end(0)
+    queue.end(1)
+    assert woken == [False, False, False, True]
+    began = time.monotonic()
+    queue = queue_of(1, stop=StopWhen(gives_up=lambda: time.monotonic() > began + 0.3))
+    with pytest.raises(StoppedWaitingError):
+        queue.take_round()
+    assert 0.3 < time.monotonic() - began < 30.0
+
+
+# ---- Engines ----
 
 
 def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, turn: 5, keys=(4, 0, 7)):
@@ -55,7 +137,7 @@ def check_logprobs(responses, config, params):
     ("config", "decode_tokens"), [(CONFIG, 0), (CONFIG, 50), pytest.param(EXPERTS, 22, marks=pytest.mark.slow)]
 )
 def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
-    """The turns run all at once, or one or two rows of 22 tokens at a time."""
+    """The turns run all at once, or one or two rows of 22 tokens at a time. A turn without room is refused."""
     engine, params = make(config, decode_tokens=decode_tokens)
     responses, metrics = converse(engine, turns=(3, 1, 2))
     assert sorted(responses) == [(0, 1), (4, 1), (4, 2), (4, 3), (7, 1), (7, 2)]
@@ -68,6 +150,9 @@ def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
             assert routes.shape == (len(tokens) + response.length, 2, 2)
             assert routes[:-1].min() > 0
             assert not routes[-1].any()
+    said = "turn 2 of trajectory 0 would have 18 tokens before it and up to 5 of its own; the engine has room for 22"
+    with pytest.raises(ValueError, match=said):
+        engine.answer_round([TurnRequest(0, 2, np.ones(18, np.int32), 5)], LIMITS, seed=0)
 
 
 def test_turns_compile_few_loops_and_leave_those_of_one_turn(caplog):
@@ -107,39 +192,22 @@ def test_first_turns_of_groups_share_their_prompts(config):
         np.testing.assert_allclose(turn["rollout_logprobs"], other["rollout_logprobs"], atol=2e-6, rtol=0)
 
 
-def test_a_turn_that_the_engine_has_no_room_for_is_refused():
+def test_a_seed_decides_each_turn_and_its_likeliest_tokens():
     engine, _ = make()
-    queue = TurnQueue(1)
-    queue.put(TurnRequest(0, 2, np.ones(18, np.int32), 5))
-    said = "turn 2 of trajectory 0 would have 18 tokens before it and up to 5 of its own; the engine has room for 22"
-    with pytest.raises(ValueError, match=said):
-        list(engine.answer(queue, LIMITS, seed=0))
-
-
-def test_turns_report_the_likeliest_tokens():
-    engine, _ = make()
-    responses, _ = converse(engine, (2, 2, 2), limits=SamplingParams(5, 1.0, (0, 1), reported=3))
-    for response, _ in responses.values():
-        assert response["top_ids"].shape == response["top_logprobs"].shape == (response.length, 3)
-        among = response["top_ids"] == response.response[:, None]
-        np.testing.assert_array_equal(response["top_logprobs"][among], response["rollout_logprobs"][among.any(axis=1)])
-
-
-def test_a_seed_decides_each_turn():
-    engine, _ = make()
-    first, again, other = (converse(engine, turns=(2, 2, 2), seed=seed)[0] for seed in (3, 3, 4))
+    limits = SamplingParams(5, 1.0, (0, 1), reported=3)
+    first, again, other = (converse(engine, turns=(2, 2, 2), seed=seed, limits=limits)[0] for seed in (3, 3, 4))
     for place, (response, _) in first.items():
         np.testing.assert_array_equal(response.response, again[place][0].response)
         np.testing.assert_array_equal(response["rollout_logprobs"], again[place][0]["rollout_logprobs"])
+        assert response["top_ids"].shape == response["top_logprobs"].shape == (response.length, 3)
+        among = response["top_ids"] == response.response[:, None]
+        np.testing.assert_array_equal(response["top_logprobs"][among], response["rollout_logprobs"][among.any(axis=1)])
     assert any(first[place][0].response.tolist() != other[place][0].response.tolist() for place in first)
 
 
 def test_a_turn_is_cut_to_its_own_limit():
-    engine, _ = make()
-    limits = SamplingParams(5, 1.0)
-    responses, _ = converse(
-        engine, turns=(2, 2, 2), limits=limits, max_tokens=lambda key, turn: 5 if key == 4 else turn
-    )
+    engine, limits = make()[0], SamplingParams(5, 1.0)
+    responses, _ = converse(engine, (2, 2, 2), limits=limits, max_tokens=lambda key, turn: 5 if key == 4 else turn)
     lengths = {place: response.length for place, (response, _) in responses.items()}
     assert lengths == {(4, 1): 5, (4, 2): 5, (0, 1): 1, (0, 2): 2, (7, 1): 1, (7, 2): 2}
     assert all(response.truncated for response, _ in responses.values())

@@ -96,8 +96,8 @@ def test_a_server_that_rounds_has_a_band_of_its_own(gap, band):
     made = verifier("float16", form=ServerForm(kv_cache="fp8_e5m2"))
     check(made, Server(gap))
     assert made.band == pytest.approx(band, rel=1e-2)
-    said = r"holds the trainer's weights, by their checksums, but .* the server has dtype float16, LM head unknown, weights"
-    said += r" none, key-value cache fp8_e5m2; .*factor 4 x the first publish, at least 0\.1, at most 0\.6\)"
+    said = r"holds the trainer's weights, by their checksums, but .* the server has dtype float16, LM head unknown, "
+    said += r"weights none, key-value cache fp8_e5m2; .*factor 4 x the first publish, at least 0\.1, at most 0\.6\)"
     with pytest.raises(VerificationError, match=said):
         check(made, Server(1.1 * band))
 
