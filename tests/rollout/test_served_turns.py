@@ -126,11 +126,10 @@ def test_another_server_goes_on_where_one_dies(another):
         deaths = iter([fakes[0].stop])
         responses, metrics = converse(engine, [4] * 4, after=lambda response: next(deaths, lambda: None)())
     assert metrics["rollout/retries"] >= 1
-    tokens = [
-        {place: each.response.tolist() for place, each in zip(places(r), r, strict=True)}
-        for r in (undisturbed, responses)
-    ]
-    assert tokens[0] == tokens[1]
+    was, found = (
+        {(r.prompt_index, r.sample_index): r.response.tolist() for r in of} for of in (undisturbed, responses)
+    )
+    assert was == found
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])

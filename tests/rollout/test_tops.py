@@ -19,17 +19,15 @@ LOGITS = jnp.log(jnp.asarray([[0.3, 0.1, 0.4, 0.2]]))
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"),
-    [(12, 0.3, 0.0), (12, 0.8, 0.0), (12, 0.8, 0.05), (12, 1.0, 0.05), (3, 0.75, 0), (1, 1, 0)],
+    ("top_k", "top_p", "min_p"), [(12, 0.3, 0), (12, 0.8, 0.05), (12, 1.0, 0.05), (3, 0.75, 0), (1, 1, 0)]
 )
 def test_supports_are_those_of_vllm(top_k, top_p, min_p):
     """vLLM 0.32 drops tokens from the least likely up while their summed probability is at most 1 - top_p."""
     logits = np.random.default_rng(0).normal(0, 2, (200, 50)).astype(np.float32)
     selection = Selection(top_k, top_k, top_p, min_p)
     arrays = sample_support(jax.random.split(jax.random.key(0), 200), jnp.asarray(logits), selection).arrays
-    rows = zip(
-        logits.astype(np.float64), np.asarray(arrays["top_ids"]), np.asarray(arrays["top_logprobs"]), strict=True
-    )
+    found_ids, found_logprobs = np.asarray(arrays["top_ids"]), np.asarray(arrays["top_logprobs"])
+    rows = zip(logits.astype(np.float64), found_ids, found_logprobs, strict=True)
     for row, found, values in rows:
         p = np.exp(row - row.max())
         kept = np.where((p < min_p) | (row < np.sort(row)[-top_k]), 0.0, p)
@@ -67,10 +65,8 @@ def test_greedy_requests_are_never_cut():
     assert selection_of(SamplingParams(8, 0.0, top_k=3, top_p=0.5, min_p=0.1, reported=3)) == Selection(3, greedy=True)
     assert selection_of(SamplingParams(8, 0.7, top_k=3, top_p=0.5, min_p=0.1, reported=2)) == Selection(2, 3, 0.5, 0.1)
     assert selection_of(SamplingParams(8)) == Selection()
-    for logits, ids, expected in (
-        (LOGITS, [2, 0], [0.4, 0.3]),
-        (jnp.log(jnp.asarray([[0.1, 0.3, 0.3, 0.3]])), [1, 2], [0.3, 0.3]),
-    ):
+    tied = jnp.log(jnp.asarray([[0.1, 0.3, 0.3, 0.3]]))
+    for logits, ids, expected in ((LOGITS, [2, 0], [0.4, 0.3]), (tied, [1, 2], [0.3, 0.3])):
         new = draw_tokens(logits + 7.0, jnp.full(1, 7.0), None, Selection(2, greedy=True))
         assert new.arrays["top_ids"].tolist() == [ids]
         np.testing.assert_allclose(np.exp(new.arrays["top_logprobs"]), [expected], atol=1e-6)

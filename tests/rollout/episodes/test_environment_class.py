@@ -1,58 +1,79 @@
-"""An environment is found by its name, and a class that does not fit is refused in one line."""
+"""An environment is found by its name, or refused in one line. The code of the page on environments does what it says."""
+
+import asyncio
+import re
+from pathlib import Path
 
 import pytest
+from played_episodes import play
 
-from rljax.rollout.episodes.environment import find_environment
+from rljax.rollout.episodes.environment import Reply, find_environment
 
 MODULE = """
 class Good:
     async def reset(self, problem): ...
     async def step(self, response, truncated): ...
     async def reward(self): ...
-
 class Heir(Good):
     def __init__(self, depth=3): ...
     async def step(self, response, truncated=False, *more): ...
-
 class Plain(Good):
     def step(self, response, truncated): ...
-
 class Short(Good):
     async def step(self, response): ...
-
 class Unscored:
     reset, step = Good.reset, Good.step
-
 class Needy(Good):
     def __init__(self, depth): ...
-
 def function(): ...
 """
+REFUSED = {
+    "Missing": "cannot be imported: AttributeError: .* has no attribute 'Missing'",
+    "function": "environment 'named_environments:function' is function, not a class",
+    "Plain": r"has no method 'async def step\(self, response, truncated\)'",
+    "Unscored": r"has no method 'async def reward\(self\)'",
+    "Short": r"must be step\(self, response, truncated\), but it takes \(self, response\)",
+    "Needy": r"must be made without arguments, but Needy\(\) needs some",
+}
+PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
-def environments_module(tmp_path, monkeypatch):
+def modules(tmp_path, monkeypatch):
+    """Writes a module of environments, and one with all code blocks of the page that start no processes."""
     (tmp_path / "named_environments.py").write_text(MODULE)
+    (tmp_path / "my_tools.py").write_text("\n".join(block for block in BLOCKS if "__main__" not in block))
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Good", "Heir"])
-def test_a_class_with_three_async_methods_is_found(name):
-    assert find_environment(f"named_environments:{name}").__name__ == name
+def test_a_class_with_three_async_methods_is_found():
+    for name in ("Good", "Heir"):
+        assert find_environment(f"named_environments:{name}").__name__ == name
+    for name, message in REFUSED.items():
+        with pytest.raises(ValueError, match=f"^.*{message}.*$"):
+            find_environment(f"named_environments:{name}")
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("named_environments:Missing", "cannot be imported: AttributeError: .* has no attribute 'Missing'"),
-        ("named_environments:function", "environment 'named_environments:function' is function, not a class"),
-        ("named_environments:Plain", "has no method 'async def step\\(self, response, truncated\\)'"),
-        ("named_environments:Unscored", "has no method 'async def reward\\(self\\)'"),
-        ("named_environments:Short", "must be step\\(self, response, truncated\\), but it takes \\(self, response\\)"),
-        ("named_environments:Needy", "must be made without arguments, but Needy\\(\\) needs some"),
-    ],
-)
-def test_what_does_not_fit_is_refused(path, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        find_environment(path)
-    assert "\n" not in str(refused.value)
+def test_the_classes_of_the_page_answer_as_it_says():
+    guess, short, calculator = (
+        find_environment(f"my_tools:{name}") for name in ("GuessNumber", "ShortCalculator", "Calculator")
+    )
+    problem = {"prompt": "Guess.", "answer": "7"}
+    assert play(guess(), problem, "I say 3", "I say 7") == ([Reply("\nToo low.\n"), Reply(done=True)], 1.0)
+    replies, score = play(short(), problem, "so [3+4]", "Answer: 7")
+    assert (replies, score) == ([Reply("7"), Reply(done=True)], 1.0)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 123, "b": 456}}\n</tool_call>'
+    replies, score = play(calculator(), {"answer": "579"}, call, "Answer: 579")
+    assert replies == [Reply([{"role": "tool", "content": "579"}]), Reply(done=True)]
+    assert score == 1.0
+    names = {}
+    exec((BLOCKS[2]), names)
+    assert asyncio.run(names["ask_calculator"](1, 2)) == "3"
+
+
+def test_the_block_with_processes_prints_what_it_says(capsys):
+    """Each call of ``print`` prints the text that the page writes behind it."""
+    block = BLOCKS[1].replace("my_environments", "my_tools")
+    exec(block, {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", block)

@@ -14,66 +14,53 @@ NO_CALL = 'a call must be {"name": ..., "arguments": {...}}'
 NO_OBJECT = "the arguments of add must be a JSON object"
 
 
+CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", []),
         ("The answer is 3.", []),
-        ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', [ADD]),
+        (f"<tool_call>\n{CALL}\n</tool_call>", [ADD]),
         ('I add. <tool_call>{"name": "add", "parameters": {"a": 1, "b": 2}}</tool_call> Then', [ADD]),
         ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', [ADD]),
         ('<tool_call>{"name": "now"}</tool_call>', [NOW]),
         ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [NOW]),
-        ('<tool_call>{"name": "now", "arguments": ""}</tool_call>', [NOW]),
-        ('<tool_call>[{"name": "now"}, {"name": "add", "arguments": {"a": 1, "b": 2}}]</tool_call>', [NOW, ADD]),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', [ADD]),
+        (f'<tool_call>[{{"name": "now"}}, {CALL}]</tool_call>', [NOW, ADD]),
+        (f"<tool_call>{CALL}", [ADD]),
         ('<tool_call>{"name": "now"}<tool_call>{"name": "now"}</tool_call>', [NOW, NOW]),
-        (
-            '<tool_call>{"name": "say", "arguments": {"text": "</tool_call><tool_call>\n"}}</tool_call>',
-            [ToolCall("say", {"text": "</tool_call><tool_call>\n"})],
-        ),
         ('<think><tool_call>{"name": "now"}</tool_call></think>So 3.', []),
         ('<think>First <tool_call> and so on</think><tool_call>{"name": "now"}</tool_call>', [NOW]),
-        (
-            '<think>a</think><tool_call>{"name": "say", "arguments": {"text": "</think></think>"}}</tool_call>',
-            [ToolCall("say", {"text": "</think></think>"})],
-        ),
         ('<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>', [NOT_JSON.format("Expecting ',' delimiter")]),
-        ("<tool_call>add(1, 2)</tool_call>", [NOT_JSON.format("Expecting value")]),
         ("<tool_call>", [NOT_JSON.format("Expecting value")]),
         (f"<tool_call>{'9' * 5000}</tool_call>", [NOT_JSON.format("ValueError")]),
         (f"<tool_call>{'[' * 100_000}</tool_call>", [NOT_JSON.format("RecursionError")]),
-        (
-            '<tool_call>{"name": "now"} and more</tool_call>',
-            ["there is other text between the JSON of a call and </tool_call>"],
-        ),
+        (f"<tool_call>{CALL} more</tool_call>", ["there is other text between the JSON of a call and </tool_call>"]),
         ("<tool_call>[]</tool_call>", ["a list of calls is empty"]),
-        ("<tool_call>42</tool_call>", [NO_CALL]),
         ('<tool_call>{"name": 5}</tool_call>', [NO_CALL]),
-        ('<tool_call>{"arguments": {}}</tool_call>', [NO_CALL]),
-        ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', [NO_OBJECT]),
         ('<tool_call>{"name": "add", "arguments": "[1, 2]"}</tool_call>', [NO_OBJECT]),
         ('<tool_call>{"name": "add", "arguments": 7}</tool_call>', [NO_OBJECT]),
         (
             '<tool_call>{"name": "add", "arguments": "1, 2"}</tool_call>',
             ["the arguments of add are a text that is not JSON"],
         ),
-        (
-            '<tool_call>{broken}</tool_call><tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
-            [NOT_JSON.format("Expecting property name enclosed in double quotes"), ADD],
-        ),
+        (f"<tool_call>add(1)</tool_call><tool_call>{CALL}</tool_call>", [NOT_JSON.format("Expecting value"), ADD]),
     ],
 )
 def test_calls_and_errors_by_hand(text, expected):
-    found = [call.error or call for call in parse_tool_calls(text)]
-    assert found == expected
+    assert [call.error or call for call in parse_tool_calls(text)] == expected
+
+
+@pytest.mark.parametrize("said", ["</tool_call><tool_call>\n", "</think></think>"])
+def test_a_text_among_the_arguments_ends_no_call(said):
+    call = json.dumps({"name": "say", "arguments": {"text": said}})
+    assert parse_tool_calls(f"<think>a</think><tool_call>{call}</tool_call>") == [ToolCall("say", {"text": said})]
 
 
 def test_another_tag_and_none():
-    call = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
-    assert parse_tool_calls(f"<use>{call}</use>", tag="use") == [ADD]
-    assert parse_tool_calls(f"<use>{call}</use>") == []
-    assert parse_tool_calls(f" {call}", tag="") == [ADD]
+    assert parse_tool_calls(f"<use>{CALL}</use>", tag="use") == [ADD]
+    assert parse_tool_calls(f"<use>{CALL}</use>") == []
+    assert parse_tool_calls(f" {CALL}", tag="") == [ADD]
     assert parse_tool_calls("3", tag="") == []
     assert [bool(found.error) for found in parse_tool_calls("{3", tag="")] == [True]
 

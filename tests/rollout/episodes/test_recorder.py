@@ -16,30 +16,24 @@ def ints(*values):
 
 
 def test_turns_and_texts_stand_in_their_order():
+    """Versions have no gap where an environment wrote. A trajectory without a turn has no tokens."""
     recorder = TokenRecorder(ints(7, 8))
     assert recorder.tokens().tolist() == [7, 8]
-    recorder.add_turn(turn([1, 2], [-0.1, -0.2], 3))
+    row = recorder.response(0, 0, truncated=False)
+    assert (row.length, row.response.dtype, row.versions.tolist(), row.trained_rows) == (0, np.int32, [], ())
+    recorder.add_turn(turn([1, 2], [-0.1, -0.2], [2, 3]))
     recorder.add_text(ints(50, 51, 52))
     assert recorder.tokens().tolist() == [7, 8, 1, 2, 50, 51, 52]
-    recorder.add_turn(turn([4], [-0.4], 3))
-    recorder.add_turn(turn([5, 6], [-0.5, -0.6], [3, 4]))  # an environment may write nothing
+    recorder.add_turn(turn([4], [-0.4], 4))
+    recorder.add_turn(turn([5, 6], [-0.5, -0.6], [4, 5]))  # an environment may write nothing
     row = recorder.response(2, 1, truncated=True)
     assert (row.prompt_index, row.sample_index, row.truncated, row.prompt.tolist()) == (2, 1, True, [7, 8])
     assert row.response.tolist() == [1, 2, 50, 51, 52, 4, 5, 6]
     np.testing.assert_array_equal(row["rollout_logprobs"], np.float32([-0.1, -0.2, 0, 0, 0, -0.4, -0.5, -0.6]))
     assert row.turns.tolist() == [1, 1, 0, 0, 0, 2, 3, 3]
     assert (row.length, recorder.count, recorder.turn) == (5, 8, 3)
-    assert row["version"].tolist() == [3] * 7 + [4]
+    assert row["version"].tolist() == [2, 3, 3, 3, 3, 4, 4, 5]
     assert set(row.columns) == {"rollout_logprobs", "version", "turn"}
-
-
-def test_versions_have_no_gap_where_an_environment_wrote():
-    recorder = TokenRecorder(ints(7))
-    recorder.add_turn(turn([1, 2], [0, 0], [0, 1]))
-    recorder.add_text(ints(9, 9))
-    recorder.add_turn(turn([3, 4], [0, 0], 2))
-    row = recorder.response(0, 0, truncated=False)
-    assert row["version"].tolist() == [0, 1, 1, 1, 2, 2]
 
 
 def test_likeliest_tokens_and_routes_stay_with_their_tokens():
@@ -58,8 +52,3 @@ def test_likeliest_tokens_and_routes_stay_with_their_tokens():
     assert row.columns["routes"].ravel().tolist() == [11, 12, 13, 24, 25, 26, 0]
     assert row["top_ids"].tolist() == [[1, 3], [2, 4], [-1, -1], [-1, -1], [5, 6]]
     assert row["top_logprobs"].tolist() == [[-1, -3], [-2, -4], [-np.inf] * 2, [-np.inf] * 2, [-5, -6]]
-
-
-def test_a_trajectory_without_a_turn_has_no_tokens():
-    row = TokenRecorder(ints(7)).response(0, 0, truncated=False)
-    assert (row.length, row.response.dtype, row.versions.tolist(), row.trained_rows) == (0, np.int32, [], ())
