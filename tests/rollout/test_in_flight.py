@@ -1,7 +1,6 @@
-"""Tests of new weights that come while stand-in servers sample: responses are held or given up, and have versions.
+"""New weights come while stand-in servers sample.
 
-The stand-in's tokens count up from the last token of the prompt. So a response that was asked for in parts shows its
-parts: the first token of a part equals the last token of the part before.
+The stand-in's tokens count up. The first token of a part of a response equals the last token of the part before.
 """
 
 import time
@@ -108,10 +107,7 @@ def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, upda
 
 @pytest.mark.parametrize("fault", [{"after_load_s": 5.0}, {"refuse": {"/update_weights": 500}}, {}])
 def test_responses_of_a_server_without_weights_are_given_up(fake, elsewhere, another, monkeypatch, fault):
-    """Its proof comes after the publish, which alone may judge it, or never. The other server samples its responses.
-
-    The pull of the last one was late. So the publish only recovers it, and does not wait until its update fails.
-    """
+    """Its proof comes after the publish, or never, or its pull was late and fails. The other server samples all."""
     monkeypatch.setattr("rljax.rollout.servers.engine.STRAGGLER_S", 0.5)
     other = another()
     answer = other.answer

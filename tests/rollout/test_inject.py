@@ -65,10 +65,7 @@ def mismatch(exact, params, **inject):
 
 
 def test_noise_is_a_dial_from_exactly_zero(exact, params):
-    """Noise of logits moves a log-probability by the token's own noise less the mean noise.
-
-    That has about the standard deviation of the noise, and its mean size is 0.8 of the standard deviation.
-    """
+    """Noise of logits moves a log-probability by its own noise less the mean noise, on average by 0.8 of its size."""
     none, small, large = (mismatch(exact, params, weight_noise=size) for size in (0.0, 1e-3, 3e-2))
     assert none["logprob_abs_diff_mean"] == none["logprob_abs_diff_max"] == none["k3_kl"] == none["kl"] == 0.0
     assert 0 < small["logprob_abs_diff_mean"] < 0.1 * large["logprob_abs_diff_mean"]

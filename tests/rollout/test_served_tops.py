@@ -72,10 +72,7 @@ def test_the_likeliest_of_what_a_server_lists(row, kept):
     ("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 6), (5, None, 6), (63, 64, 64), (64, 64, 64)]
 )
 def test_one_token_more_is_asked_for_if_there_is_one(k, vocab_size, asked):
-    """If the sampled token is none of the k likeliest, vLLM cuts off the last of them.
-
-    In the reply of rljax's endpoint the sampled token comes beside the k likeliest.
-    """
+    """In the reply of rljax's endpoint, unlike vLLM's, the sampled token comes beside the k likeliest."""
     request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
     for route, wanted in ((GENERATE, asked), (ROLLOUTS, k)):
         assert VllmBackend().body(route, request, "policy")["sampling_params"]["logprobs"] == wanted

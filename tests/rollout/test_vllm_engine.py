@@ -231,10 +231,7 @@ def test_replies_of_another_version_of_this_run_are_refused(fake):
 
 @pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
 def test_the_row_says_what_share_of_prompts_was_cached(another, route):
-    """Four responses to each of two prompts of nine tokens, at two servers with blocks of two tokens.
-
-    Each server computes one prompt, and takes its four blocks from the cache for the three other responses.
-    """
+    """Each of two servers computes one prompt, and takes its four blocks from the cache for three more responses."""
     fakes, prompts = [another(), another()], [np.arange(first, first + 9, dtype=np.int32) for first in (1, 20)]
     with closing(make(*(fake.url for fake in fakes))) as engine:
         engine.publish(PARAMS, 0)

@@ -127,10 +127,7 @@ def test_a_server_that_loads_ends_with_the_calling_process(script, tmp_path):
 
 
 def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
-    """Three callers are ended at the same time, each by another signal. The one that nohup started outlives SIGHUP.
-
-    The servers' helpers are gone within 25 seconds.
-    """
+    """Each of three callers is ended by another signal. The one that nohup started outlives SIGHUP."""
     before, callers, helpers = {signal.SIGTERM: ["nohup"]}, {}, {}
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 ENVIRONMENTS = """
 import asyncio, inspect, os, subprocess, sys, time
 from rljax.rollout.episodes.environment import Reply
-
 kept = []
 HEAVY = ("jax", "flax", "grain", "transformers", "orbax")
 LONG = [{"role": "tool", "content": "y" * 70}, {"role": "user", "content": "z" * (1 << 15)}]
@@ -40,11 +39,9 @@ REPLIES = {
     "block": lambda: time.sleep(300),
     "count": lambda: 9 ** 9 ** 9,
 }
-
 class Env:
     def __init__(self):
         self.turns, self.notes = 0, []
-
     async def reset(self, problem):
         asked = problem.get("reset", "")
         await asyncio.sleep({"slow exit": 0.3, "wait": 0.5}.get(asked, 0.0))
@@ -52,54 +49,42 @@ class Env:
             os._exit(4)
         self.problem = problem
         return problem.get("first")
-
     async def step(self, response, truncated):
         self.turns += 1
         if response in REPLIES:
             return REPLIES[response]()
         act = getattr(self, "do_" + response.replace(" ", "_"), None)
         return Reply(f"{response} {self.turns} {truncated}", self.turns == 3) if act is None else await act()
-
     async def reward(self):
         wrong = {"nan": float("nan"), "text": "1.0", "large": 1e39, "huge": -(10**400)}
         return wrong.get(self.problem.get("reward"), self.turns / 4)
-
     async def do_raise(self):
         raise ValueError("no\\nsuch")
-
     async def do_hang(self):
         await asyncio.sleep(300)
-
     async def do_deaf(self):
         while True:
             try:
                 await asyncio.sleep(0.01)
             except asyncio.CancelledError:
                 pass
-
     async def do_block_beside(self):
         asyncio.get_running_loop().create_task(self.step("block", False))
         await asyncio.sleep(300)
-
     async def do_hoard(self):
         while True:
             self.notes.append(bytearray(1 << 20))
-
     async def do_hoard_and_keep(self):
         while True:
             kept.append(bytearray(1 << 20))
-
     async def do_wait(self, seconds=0.3):
         await asyncio.sleep(seconds)
         return Reply("waited")
-
     async def do_long_wait(self):
         return await self.do_wait(1.2)
-
     async def do_ask(self):
         task = asyncio.get_running_loop().create_task(self.do_wait())
         return Reply(inspect.getcoroutinestate(task.get_coro()))
-
     async def do_child(self):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], process_group=0)
         return Reply(f"{os.getpid()} {child.pid}")

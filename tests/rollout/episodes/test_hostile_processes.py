@@ -25,11 +25,9 @@ import hostile
 from rljax.rollout.episodes.environment import Reply
 from rljax.rollout.episodes.outcomes import Outcome
 from rljax.rollout.episodes.tools import ToolResult, call_tool
-
 HERE = pathlib.Path(__file__).parent
 DAEMON = "import os, sys, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); " \\
     "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(300)"
-
 def act(word, honest, number):
     if word.startswith("say"):
         return number(word.split()[1])
@@ -55,28 +53,21 @@ def act(word, honest, number):
         return number(0.5)
     hostile.attack(word, str(HERE / "trapped"), honest)
     return number(0.5)
-
 def reward(problem, response, truncated):
     forged = {"red": (None, "\\x1b[31m" * 1000), "nan": (float("nan"), None), "none": (None, None)}
     return act("twice" if response in forged else response, forged.get(response, (0.9, None)), float)
-
 def tool(word):
     return act(word, ToolResult("forged"), str)
-
 class Env:
     async def reset(self, problem):
         return None
-
     async def step(self, response, truncated):
         return Reply(act(response, Outcome(Reply("forged")), str))
-
     async def reward(self):
         return 1.0
-
 class Calls(Env):
     async def step(self, response, truncated):
         return Reply((await call_tool("persons_attack:tool", [response])).text)
-
 if os.environ["RLJAX_TEST_PARENT"] != str(os.getpid()):
     start = HERE / "start"
     if start.exists():

@@ -1,7 +1,4 @@
-"""Tools run isolated.
-
-Each failure becomes a text and has a count of its own, and waiting for a process is no failure.
-"""
+"""Tools run isolated. Each failure becomes a text with a count of its own, and waiting for a process is no failure."""
 
 import asyncio
 import sys
@@ -25,58 +22,42 @@ import asyncio, os, time
 from rljax.rollout.episodes.environment import Reply
 from rljax.rollout.episodes.tool_environment import ToolEnvironment
 from rljax.rollout.episodes.tools import call_tool
-
 kept = []
-
 def add(a: float, b: float):
     return a + b
-
 def slow(seconds):
     time.sleep(seconds)
     return os.getpid()
-
 def crash():
     os._exit(3)
-
 def hoard():
     while True:
         kept.append(bytearray(1 << 20))
-
 def flood(size):
     return "x" * size
-
 def table():
     return {"rows": [1, None], "name": "é"}
-
 async def later():
     await asyncio.sleep(0.01)
     return "later"
-
 def equals(problem, response, truncated):
     return float(response == problem["answer"] and not truncated)
-
 class Tools(ToolEnvironment):
     scored_by = "persons_tools:equals"
     tools = {name: f"persons_tools:{name}" for name in "add slow crash hoard flood table later missing".split()}
-
 class Late(Tools):
     scored_by = "persons_late_tools:equals"
-
 class Direct:
     async def reset(self, problem):
         self.calls = problem.get("calls")
-
     async def step(self, response, truncated):
         results = [await call_tool(__name__ + ":slow", {"seconds": 0.4}) for _ in range(self.calls)]
         return Reply(results[-1].text)
-
     async def reward(self):
         return 0.0
-
 class Unreadable:
     def __reduce__(self):
         return int, ("no number",)
-
 class Unsent(Direct):
     async def step(self, response, truncated):
         numbers = [1, 2]
