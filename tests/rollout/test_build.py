@@ -11,7 +11,7 @@ from small_disk import small_disk
 from rljax.errors import ConfigError
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
-from rljax.rollout.build import check_engine, connect, make_engine, policy_functions, version_bytes
+from rljax.rollout.build import check_engine, make_engine, policy_functions, version_bytes
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, SamplingParams, ServerForm, VerifyConfig
@@ -94,6 +94,8 @@ def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
     def score(params, sequences):  # the stand-in always gives -1, which is not a policy's log-probability
         return [np.full(len(ids), -1.00001, np.float32) for ids in sequences]
 
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1"):  # there is no server
+        make(dataclasses.replace(rollout, urls=VLLM["urls"], server_wait_s=0.5))
     functions = dataclasses.replace(policy_functions(CONFIG, "float32"), score=score)
     with closing(make(rollout, functions=functions)) as engine:
         metrics = engine.publish(init_params(CONFIG, 0), 0)
@@ -116,11 +118,3 @@ def test_settings_of_numerics_reach_the_embedded_engine():
         found.append(response["rollout_logprobs"])
     assert np.abs(found[0] - found[1]).max() > 0
     assert all(np.abs(each - found[1]).max() > 0 for each in found[2:])
-
-
-def test_a_server_that_is_not_there(fake):
-    fake.stop()
-    with pytest.raises(ConfigError, match=fake.url):
-        make(RolloutConfig(engine="vllm", urls=(fake.url,), server_wait_s=0.5))
-    with pytest.raises(RuntimeError, match=fake.url):
-        connect([fake.url])

@@ -118,26 +118,19 @@ def test_a_row_without_a_column_is_refused():
 LONG = RowLimits(10, 3, SamplingParams(12, stop_token_ids=(9,)))
 
 
-@pytest.mark.parametrize(
-    ("logprobs", "is_odd"),
-    [([0.0] * 9, True), ([0] * 8 + [-1], True), ([-2.5] * 9, True), ([-2.5] * 7 + [-2.0, 0], False)],
-)
-def test_equal_logprobs_of_many_tokens_are_odd(logprobs, is_odd):
+def test_what_is_odd_is_doubted():
+    """Equal log-probabilities of many tokens are odd, and so are tokens after the stop token of a turn."""
     eight = {"token_ids": [3] * 9, "mask": [True] * 8 + [False]}
-    (one,) = read(ROW | eight | {"logprobs": logprobs}, limits=LONG)
-    assert list(one.doubts) == (["rollout/constant_logprobs"] if is_odd else [])
+    for logprobs, is_odd in (([0.0] * 9, 1), ([0] * 8 + [-1], 1), ([-2.5] * 9, 1), ([-2.5] * 7 + [-2.0, 0], 0)):
+        (one,) = read(ROW | eight | {"logprobs": logprobs}, limits=LONG)
+        assert list(one.doubts) == ["rollout/constant_logprobs"] * is_odd
     (few,) = read(ROW | {"logprobs": [0.0] * 4})
     assert few.doubts == {}
-
-
-@pytest.mark.parametrize(
-    ("turns", "token"), [([1, 1, 1, 1], 2), ([1, 1, 0, 1], 3), ([1, 1, 2, 2], 0), ([1, 1, 0, 2], 0)]
-)
-def test_tokens_after_the_stop_token_of_a_turn_are_odd(turns, token):
-    row = without("mask") | {"token_ids": [3, 9, 5, 6], "turns": turns, "logprobs": [-1, -2, -3, -4]}
-    (one,) = read(row, limits=LONG)
-    said = f"FILE: row 1: token_ids goes on at token {token} after the stop token 9 of the same turn"
-    assert [line[: len(said)] for line in one.doubts.values()] == ([said] if token else [])
+    for turns, token in (([1, 1, 1, 1], 2), ([1, 1, 0, 1], 3), ([1, 1, 2, 2], 0), ([1, 1, 0, 2], 0)):
+        row = without("mask") | {"token_ids": [3, 9, 5, 6], "turns": turns, "logprobs": [-1, -2, -3, -4]}
+        (one,) = read(row, limits=LONG)
+        said = f"FILE: row 1: token_ids goes on at token {token} after the stop token 9 of the same turn"
+        assert [line[: len(said)] for line in one.doubts.values()] == ([said] if token else [])
 
 
 REFUSED = {

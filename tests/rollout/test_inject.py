@@ -96,13 +96,6 @@ def test_greedy_sampling_has_no_logit_noise(is_exact, exact, params):
     assert_same_bits(*found)
 
 
-def test_coarser_weights_mismatch_more(exact, params):
-    found = [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "fp8"}]
-    means = [mismatch(exact, params, **inject)["logprob_abs_diff_mean"] for inject in found]
-    assert means == sorted(means)
-    assert means[0] > 0
-
-
 def test_noise_has_the_relative_size_and_is_one_for_a_version(params):
     def noisy(size, seed, version):
         return add_noise(params, LOGICAL, np.float32(size), np.uint32(seed), np.uint32(version))
@@ -163,9 +156,6 @@ def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
         plain.publish(init_params(CONFIG, versions[-1]), versions[-1])
         assert_same_bits(found, sample(plain))
     assert versions == [0, 0, 0, 1, 2]
-
-
-# ---- Weights and caches in eight bits ----
 
 
 def test_which_axes_a_matrix_sums_over():

@@ -9,7 +9,6 @@ import pytest
 from small_engines import CONFIG, EXPERTS, MESH, PROMPTS, assert_same_bits, counted_loops, in_order
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.head import token_logprobs
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.decode_sizes import (
@@ -73,22 +72,14 @@ def test_samples_follow_the_distribution():
     assert chi2 < 49.7  # 99.9% quantile of chi-squared with 23 degrees of freedom
 
 
-def test_a_float32_head_does_not_round_the_logits():
-    """The logits are 1 + 2^-8 and 0. In bfloat16 the state and the table are exact, but the first logit rounds to 1."""
-    table = jnp.asarray([[1.0, 1.0], [0.0, 0.0]], jnp.bfloat16)
-    hidden, token = jnp.asarray([[1.0, 2.0**-8]], jnp.bfloat16), jnp.zeros(1, jnp.int32)
-    for dtype, logit in ((None, 1.0), (jnp.float32, 1.0 + 2.0**-8)):
-        new = next_tokens({"lm_head": table}, hidden, None, jnp.float32(1.0), token, dtype)
-        assert float(new.arrays["rollout_logprobs"][0]) == pytest.approx(-np.log1p(np.exp(-logit)), abs=1e-7)
-    trainer = float(token_logprobs(hidden, table, token, dtype=jnp.float32)[0][0])
-    assert float(new.arrays["rollout_logprobs"][0]) == pytest.approx(trainer, abs=1e-7)
-
-
 @pytest.mark.parametrize(
     ("dtype", "least"), [("bfloat16", 1e-3), pytest.param("float16", 1e-4, marks=pytest.mark.harness)]
 )
 def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
-    """The blocks add nothing, so engine and trainer have the same states. Only the head can make a difference."""
+    """The blocks add nothing, so engine and trainer have the same states. Only the head can make a difference.
+
+    The logits of the second part are 1 + 2^-8 and 0. In bfloat16 state and table are exact, but the first one is not.
+    """
     gaps, params = {}, init_params(CONFIG, 0)
     params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
     for head in (None, jnp.float32):
@@ -97,21 +88,11 @@ def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
         gaps[head] = far_from_the_forward(sample(engine), params, dtype).max()
     assert gaps[jnp.float32] < 2e-6
     assert gaps[None] > least
-
-
-@pytest.mark.parametrize("decode_tokens", [0, 3 * 18])
-def test_new_weights_seeds_and_temperatures_compile_nothing(decode_tokens, caplog):
-    """The cache has room for all responses, or for three, so that places are used again."""
-    make_functions.cache_clear()
-    engine, params = make(jnp.bfloat16, decode_tokens=decode_tokens)
-    with counted_loops(caplog) as loops:
-        sample(engine)
-        assert loops() == 1
-        for version in range(1, 4):
-            engine.publish(jax.tree.map(lambda p: p * 1.01, params), version)
-            responses = sample(engine, seed=version, temperature=1.0 / version)
-            assert {r.versions[0] for r in responses} == {version}
-        assert loops() == 1
+    table, token = jnp.asarray([[1.0, 1.0], [0.0, 0.0]], jnp.bfloat16), jnp.zeros(1, jnp.int32)
+    hidden = jnp.asarray([[1.0, 2.0**-8]], jnp.bfloat16)
+    for head, logit in ((None, 1.0), (jnp.float32, 1.0 + 2.0**-8)):
+        new = next_tokens({"lm_head": table}, hidden, None, jnp.float32(1.0), token, head)
+        assert float(new.arrays["rollout_logprobs"][0]) == pytest.approx(-np.log1p(np.exp(-logit)), abs=1e-7)
 
 
 def test_requests_for_a_part_of_a_step_share_programs(caplog):
@@ -135,10 +116,14 @@ def test_requests_for_a_part_of_a_step_share_programs(caplog):
         assert loops() == 4
 
 
-def test_engines_of_one_kind_share_only_their_programs(caplog):
-    """The same seed gives the same bits, and other weights or another seed give other draws."""
+@pytest.mark.parametrize("decode_tokens", [0, 3 * 18])
+def test_engines_of_one_kind_share_only_their_programs(decode_tokens, caplog):
+    """The same seed gives the same bits, and other weights or another seed give other draws.
+
+    New weights, seeds and temperatures compile nothing. The cache has room for all responses, or for three.
+    """
     make_functions.cache_clear()
-    (first, _), (second, _), (third, _) = make(), make(), make(seed=1)
+    (first, _), (second, params), (third, _) = (make(seed=seed, decode_tokens=decode_tokens) for seed in (0, 0, 1))
     with counted_loops(caplog) as loops:
         alike, again = sample(first), sample(second)
         assert_same_bits(alike, again)
@@ -148,8 +133,12 @@ def test_engines_of_one_kind_share_only_their_programs(caplog):
         with pytest.raises(RuntimeError, match="no policy was published"):
             sample(first)
         assert_same_bits(sample(second), again)
+        for version in (1, 2):
+            second.publish(jax.tree.map(lambda p: p * 1.01, params), version)
+            responses = sample(second, seed=version, temperature=1.0 / version)
+            assert {r.versions[0] for r in responses} == {version}
         assert loops() == 1
-        sample(make(jnp.float16)[0])
+        sample(make(jnp.float16, decode_tokens=decode_tokens)[0])
         assert loops() == 2
 
 
@@ -160,11 +149,12 @@ def test_given_responses_score_as_the_full_forward_scores_them():
     prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.response for r in responses]
     scored = engine.score(prompts, tokens, temperature=0.7)
     scored += engine.score(prompts[:1], tokens[:1], temperature=0.7, max_response_tokens=20)
-    full = make_scorer(CONFIG, jnp.float32, temperature=0.7)(
-        params, [*map(np.concatenate, zip(prompts, tokens, strict=True))]
-    )
-    for prompt, logprobs, expected in zip([*prompts, prompts[0]], scored, [*full, full[0]], strict=True):
-        np.testing.assert_allclose(logprobs, expected[len(prompt) :], atol=2e-5, rtol=0)
+    full = make_scorer(CONFIG, jnp.float32, temperature=0.7)(params, [r.ids for r in responses])
+    for logprobs, expected in zip(scored, [*full, full[0]], strict=True):
+        np.testing.assert_allclose(logprobs, expected[-len(logprobs) :], atol=2e-5, rtol=0)
+    for length in (0, 7):
+        with pytest.raises(ValueError, match=f"a prompt has {length} tokens, expected 1 to max_prompt_tokens = 6"):
+            engine.generate([np.arange(length)], 1, SamplingParams(4), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -181,15 +171,6 @@ def test_given_responses_keep_the_rounding_of_decoding(dtype, low, high):
     assert low < forward < high
     assert forward > 5 * np.abs(np.concatenate(scored) - sampled).mean()
 
-
-def test_prompts_that_are_empty_or_too_long_are_refused():
-    engine, _ = make()
-    for length in (0, 7):
-        with pytest.raises(ValueError, match=f"a prompt has {length} tokens, expected 1 to max_prompt_tokens = 6"):
-            engine.generate([np.arange(length)], 1, SamplingParams(4), seed=0)
-
-
-# ---- Continuous batches ----
 
 FIVE_PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2], [9, 3, 1])]
 LIMIT, WIDTH = 12, 6
@@ -217,13 +198,6 @@ def continuous(decode_tokens, *, n=4, config=CONFIG, mesh=(1, 1), **asked):
 )
 def test_the_sizes_of_a_batch(rows, n, budget, ways, expected):
     assert batch_sizes(rows, n, budget, ways) == expected
-
-
-def test_turns_are_padded_to_few_sizes():
-    """Rows are padded to 2^k or 3 * 2^k, widths to 6 * 2^k, but one of the 40 places stays for a response."""
-    assert [padded_rows(count) for count in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
-    assert [padded_width(longest, 6, 40) for longest in (1, 6, 7, 12, 13, 24, 25, 39)] == [6, 6, 12, 12, 24, 24, 39, 39]
-    assert [prefill_rows(CONFIG, *form) for form in ((256, 1), (256, 2), (2**14, 1))] == [1024, 2048, 1]
 
 
 TOPS = {"reported": 4}
@@ -260,12 +234,16 @@ def test_a_sharded_cache_holds_the_places_of_its_parts(at_once):
         )
 
 
-def test_the_cache_in_bytes():
-    """Qwen3-4B in bfloat16 has keys and values of 36 layers, 8 heads and 128 numbers of 2 bytes each."""
+def test_sizes_by_hand():
+    """Rows are padded to 2^k or 3 * 2^k, widths to 6 * 2^k, but one of the 40 places stays for a response.
+
+    Qwen3-4B in bfloat16 has keys and values of 36 layers, 8 heads and 128 numbers of 2 bytes each.
+    """
+    assert [padded_rows(count) for count in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
+    assert [padded_width(longest, 6, 40) for longest in (1, 6, 7, 12, 13, 24, 25, 39)] == [6, 6, 12, 12, 24, 24, 39, 39]
+    assert [prefill_rows(CONFIG, *form) for form in ((256, 1), (256, 2), (2**14, 1))] == [1024, 2048, 1]
     qwen3_4b = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
-    mesh = make_mesh(MeshConfig(1, 1))
-    assert cache_row_bytes(qwen3_4b, mesh, 100, jnp.bfloat16, jnp.bfloat16) == 100 * 147_456
-    assert cache_row_bytes(qwen3_4b, mesh, 1, jnp.bfloat16, jnp.float8_e4m3fn) == 147_456 / 2
-    assert cache_room(1000, 8) == 700
-    assert cache_room(None, 2) == cache_room(None, 1) / 2
+    assert cache_row_bytes(qwen3_4b, MESH, 100, jnp.bfloat16, jnp.bfloat16) == 100 * 147_456
+    assert cache_row_bytes(qwen3_4b, MESH, 1, jnp.bfloat16, jnp.float8_e4m3fn) == 147_456 / 2
+    assert (cache_room(1000, 8), cache_room(None, 2)) == (700, cache_room(None, 1) / 2)
     assert 0 < cache_room(None, 1) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2

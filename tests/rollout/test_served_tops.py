@@ -85,11 +85,15 @@ WHOLE = array_tops([(1, HALF), (2, HALF)], [(1, 0.0), (-1, NONE)])
 
 
 def test_sound_likeliest_tokens_pass():
+    """Those of fewer positions do not."""
     rounded = [HALF, QUARTER + 5e-4]
     plain = [(SOUND, [1, 2], [HALF, QUARTER]), (SOUND, [1, 7], [HALF, EIGHTH]), (SOUND, [1, 7], rounded)]
     for sampling, cases in ((PLAIN, [*plain, (WHOLE, [1, 1], [HALF, 0.0])]), (CUT, [(WHOLE, [2, 1], [HALF, 0.0])])):
         for tops, tokens, logprobs in cases:
             check_tops("u", completion(tokens, logprobs, **tops), sampling, 8)
+    arrays = {"rollout_logprobs": np.float32([HALF, HALF]), **made([(1, HALF), (2, HALF)], k=2)}
+    with pytest.raises(ReplyError, match=r"/generate gave likeliest tokens of shape \(1, 2\), expected \(2, 2\)"):
+        make_completion("/generate", Request(PROMPT, PLAIN), np.int32([1, 2]), arrays, are_others=False)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +116,6 @@ def test_sound_likeliest_tokens_pass():
 def test_likeliest_tokens_that_cannot_be_are_refused(sampling, tops, tokens, logprobs, said):
     with pytest.raises(ReplyError, match=rf"^u .*{re.escape(said)}.*$"):
         check_tops("u", completion(tokens, logprobs, **tops), sampling, 8)
-
-
-def test_likeliest_tokens_of_fewer_positions_are_refused():
-    arrays = {"rollout_logprobs": np.float32([HALF, HALF]), **made([(1, HALF), (2, HALF)], k=2)}
-    request, tokens = Request(np.zeros(0, np.int32), PLAIN), np.int32([1, 2])
-    with pytest.raises(ReplyError, match=r"/generate gave likeliest tokens of shape \(1, 2\), expected \(2, 2\)"):
-        make_completion("/generate", request, tokens, arrays, are_others=False)
 
 
 def test_a_token_that_ties_with_the_last_one_is_left_out():
@@ -171,8 +168,6 @@ def test_probes_are_of_the_whole_distribution(fake):
     assert shapes[probes:] == [cut]
     np.testing.assert_allclose(np.exp(response["top_logprobs"]).sum(1), 1.0, rtol=1e-6)
 
-
-# ---- The routes of a mixture ----
 
 LAYERS, K, EXPERTS = 3, 2, 8
 ROUTED = Request(PROMPT, SamplingParams(4), routes=(LAYERS, K, EXPERTS))

@@ -112,27 +112,22 @@ def test_a_publish_takes_in_the_servers_that_are_listed_by_then(fakes, tmp_path)
 
 
 def test_a_run_waits_for_the_first_server_to_be_listed(fakes, tmp_path, caplog):
-    (fake,) = fakes(1)
-    timer = threading.Timer(0.3, lambda: write(tmp_path / "servers", fake))
-    (tmp_path / "servers").write_text("")
-    timer.start()
-    make(discovery=str(tmp_path / "servers")).close()
-    assert f"waiting for a vLLM server, 0 s of at most 10 s ({tmp_path}/servers lists none)" in caplog.text
-    with pytest.raises(RuntimeError, match=r"no vLLM server came back within 0.2 s: .*nowhere lists none"):
-        make(discovery=str(tmp_path / "nowhere"), server_wait_s=0.2)
-
-
-def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
+    """A listed server that does not fit is named."""
     good, other = fakes(2)
     other.dtype = "bfloat16"
-    write(tmp_path / "servers", good, other)
-    with published(discovery=str(tmp_path / "servers")) as engine:
+    servers = {"discovery": str(tmp_path / "servers")}
+    (tmp_path / "servers").write_text("")
+    threading.Timer(0.3, lambda: write(tmp_path / "servers", good, other)).start()
+    with published(**servers) as engine:
+        assert f"waiting for a vLLM server, 0 s of at most 10 s ({tmp_path}/servers lists none)" in caplog.text
         assert engine.fleet.opened() == [good.url]
         assert "the dtype is bfloat16, expected float32" in caplog.text
         assert other.seen[GENERATE] == 0
     write(tmp_path / "servers", other)
     with pytest.raises(HandshakeError, match="the dtype is bfloat16, expected float32"):
-        make(discovery=str(tmp_path / "servers"))
+        make(**servers)
+    with pytest.raises(RuntimeError, match=r"no vLLM server came back within 0.2 s: .*nowhere lists none"):
+        make(discovery=str(tmp_path / "nowhere"), server_wait_s=0.2)
 
 
 def test_servers_are_verified_side_by_side(fakes):

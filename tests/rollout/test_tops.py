@@ -72,8 +72,6 @@ def test_greedy_requests_are_never_cut():
         np.testing.assert_allclose(np.exp(new.arrays["top_logprobs"]), [expected], atol=1e-6)
 
 
-# ---- Engines ----
-
 PARAMS, LIMIT, WIDTH, TEMPERATURE = init_params(CONFIG, 0), 10, 6, 0.8
 TOPS = {"reported": 4}
 CUT = {"top_k": 5, "top_p": 0.9, "reported": 5}
@@ -124,37 +122,25 @@ def test_the_likeliest_tokens_are_those_of_the_full_forward(make):
         assert (r.truncated, "top_ids" in plain.columns) == (plain.truncated, False)
 
 
-def test_greedy_reports_at_temperature_1_and_is_not_cut():
-    """The tokens are the likeliest ones of the full forward."""
-    for r in sample(embedded(), n=1, temperature=0.0, **CUT):
-        expected = log_softmax_of(r, 1.0)
-        np.testing.assert_array_equal(r.response, r["top_ids"][:, 0])
-        np.testing.assert_allclose(r["top_logprobs"][:, 0], r["rollout_logprobs"], atol=1e-6)
-        np.testing.assert_allclose(r["top_logprobs"], -np.sort(-expected)[:, :5], atol=2e-5, rtol=0)
-        np.testing.assert_allclose(np.take_along_axis(expected, r["top_ids"], 1), r["top_logprobs"], atol=2e-5, rtol=0)
-
-
 @pytest.mark.parametrize("make", [embedded, exact])
 def test_a_cut_response_has_its_whole_support(make):
     sizes = set()
     for r in sample(make(), **CUT):
-        whole = log_softmax_of(r)
-        for place, token in enumerate(r.response):
-            ids, logprobs = r["top_ids"][place], r["top_logprobs"][place]
-            stays = ids >= 0
-            sizes.add(int(stays.sum()))
-            assert np.isneginf(logprobs).tolist() == (~stays).tolist()
-            five = np.sort(np.exp(whole[place]))[::-1][:5]
-            likelier = np.cumsum(five / five.sum()) - five / five.sum()
-            assert stays.sum() == np.sum(likelier < 0.9)
-            own = np.exp(whole[place][ids[stays]])
-            np.testing.assert_allclose(logprobs[stays], np.log(own / own.sum()), atol=3e-5, rtol=0)
-            assert r["rollout_logprobs"][place] == logprobs[ids == token]
+        whole, stays = log_softmax_of(r), r["top_ids"] >= 0
+        np.testing.assert_array_equal(np.isneginf(r["top_logprobs"]), ~stays)
+        five = np.exp(-np.sort(-whole)[:, :5])
+        likelier = (np.cumsum(five, 1) - five) / five.sum(1, keepdims=True)
+        np.testing.assert_array_equal(stays.sum(1), (likelier < 0.9).sum(1))
+        own = np.exp(np.take_along_axis(whole, np.maximum(r["top_ids"], 0), 1)) * stays
+        np.testing.assert_allclose(np.exp(r["top_logprobs"]), own / own.sum(1, keepdims=True), rtol=3e-5)
+        np.testing.assert_array_equal(*chosen(r))
+        assert len(chosen(r)[0]) == r.length
+        sizes |= {*stays.sum(1).tolist()}
     assert len(sizes) > 1
 
 
-def test_noise_is_in_the_reported_numbers():
-    """In 16 bits all tokens of the vocabulary sum to one."""
+def test_noise_greed_and_16_bits_are_in_the_reported_numbers():
+    """In 16 bits all tokens sum to one. Greedy sampling reports at temperature 1, and is not cut."""
     for r, plain in zip(sample(exact(noise=2.0), **TOPS), sample(exact(noise=2.0)), strict=True):
         np.testing.assert_array_equal(r.response, plain.response)
         np.testing.assert_allclose(*chosen(r), atol=1e-6)
@@ -162,6 +148,12 @@ def test_noise_is_in_the_reported_numbers():
     for r in sample(embedded(jnp.bfloat16), n=1, reported=CONFIG.vocab_size):
         assert {tuple(sorted(ids)) for ids in r["top_ids"].tolist()} == {tuple(range(CONFIG.vocab_size))}
         np.testing.assert_allclose(np.exp(r["top_logprobs"]).sum(axis=1), 1.0, atol=1e-5)
+    for r in sample(embedded(), n=1, temperature=0.0, **CUT):
+        expected = log_softmax_of(r, 1.0)
+        np.testing.assert_array_equal(r.response, r["top_ids"][:, 0])
+        np.testing.assert_allclose(*chosen(r), atol=1e-6)
+        np.testing.assert_allclose(r["top_logprobs"], -np.sort(-expected)[:, :5], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(np.take_along_axis(expected, r["top_ids"], 1), r["top_logprobs"], atol=2e-5, rtol=0)
 
 
 @pytest.mark.mesh

@@ -1,7 +1,4 @@
-"""Tests of turns of trajectories: the queue by hand, the embedded engine's rounds, and stand-in servers.
-
-The tokens of the stand-ins count up from the last token of the prompt.
-"""
+"""Turns of trajectories: the queue by hand, the embedded engine's rounds, and stand-in servers, whose tokens count up."""
 
 import contextlib
 import threading
@@ -10,8 +7,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import served_engines
-from served_engines import PARAMS
+from served_engines import PARAMS, published
 from small_engines import CONFIG, EXPERTS, MESH, counted_loops
 from stopping import StopWhen
 from waiting import until
@@ -59,9 +55,6 @@ def by_place(responses):
     return {(response.prompt_index, response.sample_index + 1): response for response in responses}
 
 
-# ---- The queue ----
-
-
 def taken(requests):
     return [(request.key, request.turn) for request in requests]
 
@@ -71,33 +64,26 @@ def later(act, *arguments):
     threading.Timer(0.1, act, arguments).start()
 
 
-def test_a_take_has_what_waits_in_order_of_key():
-    queue = TurnQueue([7, 3, 5])
-    assert queue.take() == []
-    put(queue, 7, 1)
-    put(queue, 3, 1)
-    assert taken(queue.take()) == [(3, 1), (7, 1)]
-    assert queue.take() == []
-    put(queue, 5, 1)
-    assert taken(queue.take()) == [(5, 1)]
-
-
 def test_a_round_waits_for_each_open_trajectory():
-    """An end drops what waits, and may come twice."""
-    queue = TurnQueue(3)
+    """What waits comes in order of key. An end drops what waits, and may come twice."""
+    queue = TurnQueue([0, 1, 2])
+    assert queue.take() == []
     put(queue, 2, 1)
     put(queue, 0, 1)
+    assert taken(queue.take()) == [(0, 1), (2, 1)]
+    put(queue, 2, 2)
+    put(queue, 0, 2)
     later(put, queue, 1, 1)
-    assert taken(queue.take_round()) == [(0, 1), (1, 1), (2, 1)]
+    assert taken(queue.take_round()) == [(0, 2), (1, 1), (2, 2)]
     put(queue, 1, 2)
     queue.end(1)
     queue.end(1)
-    put(queue, 2, 2)
-    later(put, queue, 0, 2)
-    assert taken(queue.take_round()) == [(0, 2), (2, 2)]
-    put(queue, 0, 3)
+    put(queue, 2, 3)
+    later(put, queue, 0, 3)
+    assert taken(queue.take_round()) == [(0, 3), (2, 3)]
+    put(queue, 0, 4)
     later(queue.end, 2)
-    assert taken(queue.take_round()) == [(0, 3)]
+    assert taken(queue.take_round()) == [(0, 4)]
     assert not queue.is_over
     later(queue.end, 0)
     assert queue.take_round() == []
@@ -122,8 +108,6 @@ def test_a_wait_ends_with_a_failure_or_when_the_run_gives_up():
         queue.take_round()
     assert 0.3 < time.monotonic() - began < 30.0
 
-
-# ---- Rounds of the embedded engine ----
 
 PROMPTS = {4: [1, 2, 3], 0: [4], 7: [2, 2]}
 FIVE = SamplingParams(5, 1.0, (0, 1))
@@ -231,22 +215,10 @@ def test_a_seed_decides_each_turn_and_its_likeliest_tokens():
     assert {len(response["version"]) for response in responses.values()} == {1, 2, 5}
 
 
-# ---- Servers ----
-
-
-@contextlib.contextmanager
-def published(*fakes, **config):
-    with served_engines.published(*(each.url for each in fakes), **config) as engine:
-        for each in fakes:
-            each.asked.clear()
-            each.sampling.clear()
-        yield engine
-
-
 @pytest.mark.parametrize("is_model", [False, True])
 def test_each_turn_extends_the_one_before(fake, is_model):
     """Trajectory 0 starts from the token 10, and has three turns of two tokens. A served model answers turns, too."""
-    with contextlib.closing(connect([fake.url])) if is_model else published(fake) as engine:
+    with contextlib.closing(connect([fake.url])) if is_model else published(fake.url) as engine:
         fake.asked.clear()
         responses, metrics = converse(engine, [3, 1], seed=5, most=lambda key, turn: 2 + 9 * key)
     first, second = [10, 10, 11, 20, 21], [10, 10, 11, 20, 21, 21, 22, 20, 21]
@@ -264,14 +236,14 @@ def test_each_turn_extends_the_one_before(fake, is_model):
 
 def test_turns_are_answered_while_others_run(fake):
     """Trajectory 0 takes a second or more for its turn. The turns of trajectory 1 do not wait for it."""
-    with published(fake) as engine:
+    with published(fake.url) as engine:
         fake.token_s = 0.1
         responses, _ = converse(engine, [1, 4], limits=SamplingParams(20), most=lambda key, turn: 1 if key else 20)
     assert [*by_place(responses)] == [(1, 1), (1, 2), (1, 3), (1, 4), (0, 1)]
 
 
 def test_requests_may_come_late_and_from_other_threads(fake, elsewhere):
-    with published(fake) as engine:
+    with published(fake.url) as engine:
         queue, responses = TurnQueue([3, 8]), []
         answering = elsewhere.submit(lambda: responses.extend(engine.answer(queue, SIX, seed=0)))
         for key in (8, 3):
@@ -291,7 +263,9 @@ def test_the_turns_of_a_group_stay_at_one_server(another, n):
     fakes = [another() for _ in range(3)]
     for each in fakes:
         each.delay_s = 0.02
-    with published(*fakes) as engine:
+    with published(*(each.url for each in fakes)) as engine:
+        for each in fakes:
+            each.asked.clear()
         responses, _ = converse(engine, [4] * 9, n=n)
     assert len(responses) == 36
     asked = [{(prompt[0] - 10) // n for prompt, _, _ in each.asked} for each in fakes]
@@ -302,7 +276,7 @@ def test_the_turns_of_a_group_stay_at_one_server(another, n):
 def test_another_server_goes_on_where_one_dies(another):
     """Each turn has the tokens of an undisturbed run, whichever server samples it."""
     fakes = [another() for _ in range(2)]
-    with published(*fakes) as engine:
+    with published(*(each.url for each in fakes)) as engine:
         undisturbed, _ = converse(engine, [4] * 4)
         for each in fakes:
             each.token_s = 0.02
@@ -318,7 +292,7 @@ def test_another_server_goes_on_where_one_dies(another):
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update, elsewhere):
-    with published(fake, update=update, max_staleness=1) as engine:
+    with published(fake.url, update=update, max_staleness=1) as engine:
         fake.token_s = 0.02
         answering = elsewhere.submit(converse, engine, [2, 2], limits=SamplingParams(40))
         until(lambda: fake.running == 2)
@@ -335,7 +309,7 @@ def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update, elsewhere):
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_turns_are_asked_for_while_new_weights_come(fake, update, elsewhere):
     """Trajectories have many short turns. Some turns end while the servers are not verified yet."""
-    with published(fake, update=update, max_staleness=1) as engine:
+    with published(fake.url, update=update, max_staleness=1) as engine:
         fake.token_s = 0.01
         answering = elsewhere.submit(converse, engine, [30] * 4, limits=SamplingParams(1, stop_token_ids=(63,)))
         for version in (1, 2, 3):
@@ -350,14 +324,14 @@ def test_a_turn_that_a_server_would_shorten_is_refused(fake):
     queue = TurnQueue(1)
     put(queue, 0, 2, [1] * 123, 100)
     said = "the prompt of turn 2 of trajectory 0 has 123 tokens; with 6 of response it must have 1 to 122"
-    with published(fake) as engine, pytest.raises(ValueError, match=said):
+    with published(fake.url) as engine, pytest.raises(ValueError, match=said):
         list(engine.answer(queue, SIX, seed=0))
 
 
 def test_a_wait_for_environments_ends_with_them_or_with_the_run(fake):
     gives_up, queue = threading.Event(), TurnQueue(2)
     put(queue, 0, 1)
-    with published(fake, stop=StopWhen(gives_up=gives_up.is_set)) as engine:
+    with published(fake.url, stop=StopWhen(gives_up=gives_up.is_set)) as engine:
         answers = iter(engine.answer(queue, SIX, seed=0))
         assert next(answers).prompt_index == 0
         threading.Timer(0.2, queue.fail, [OSError("the environments are gone")]).start()
@@ -376,7 +350,7 @@ def test_hundreds_of_trajectories_take_no_thread_each(fake):
     def count(_):
         counts.append(sum(each.name.startswith(("rljax", "asyncio")) for each in threading.enumerate()))
 
-    with published(fake) as engine:
+    with published(fake.url) as engine:
         responses, _ = converse(engine, [2] * 300, after=count)
     assert len(responses) == 600
     assert max(counts) < 20

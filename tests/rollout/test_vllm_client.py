@@ -153,8 +153,6 @@ def test_the_idler_server_samples_more(another):
     assert max(fast.most_running, slow.most_running) <= 4
 
 
-# ---- Whatever comes back ----
-
 REQUEST = Request(np.array([3, 4, 5], np.int32), SamplingParams(3, stop_token_ids=(50,)))
 QUICK = quick(attempts=3, wait_s=0.001)
 

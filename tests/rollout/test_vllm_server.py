@@ -1,6 +1,7 @@
 """Tests of processes: a server's group ends with it, whatever ends it. A script takes the place of vLLM's command."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -118,16 +119,11 @@ def test_a_server_whose_engine_died_is_ended(script, tmp_path):
     assert is_gone(helper_of(log))
 
 
-def test_a_server_that_loads_ends_with_the_calling_process(script, tmp_path):
-    log = tmp_path / "log"
-    with started(script(LOADING), log, sys.executable, "-c", CALLER, more=["--follow-parent"]) as caller:
-        until(lambda: log.exists() and log.read_text().endswith("\n"), 30)
-        caller.kill()
-    assert is_gone(helper_of(log), 25)
-
-
 def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
-    """Each of three callers is ended by another signal. The one that nohup started outlives SIGHUP."""
+    """Each of three callers is ended by another signal; the one that nohup started outlives SIGHUP.
+
+    A server that still loads ends with the process that called the serving program.
+    """
     before, callers, helpers = {signal.SIGTERM: ["nohup"]}, {}, {}
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
@@ -135,15 +131,20 @@ def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
             callers[number] = serving(script(HEALTHY), log, *before.get(number, ()))
             stack.callback(callers[number].kill)
             helpers[number] = helper_of(log)
+        log, above = tmp_path / "loading", (sys.executable, "-c", CALLER)
+        caller = stack.enter_context(started(script(LOADING), log, *above, more=["--follow-parent"]))
+        until(lambda: log.exists() and log.read_text().endswith("\n"), 30)
+        caller.kill()
         callers[signal.SIGTERM].send_signal(signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):
             callers[signal.SIGTERM].wait(1)
-        for number, caller in callers.items():
-            os.kill(caller.pid, number)
-        for number, caller in callers.items():
-            caller.wait()
+        for number, each in callers.items():
+            os.kill(each.pid, number)
+        for number, each in callers.items():
+            each.wait()
             assert is_gone(helpers[number], 25), number.name
         assert callers[signal.SIGTERM].returncode == 128 + signal.SIGTERM
+        assert is_gone(helper_of(log), 25)
 
 
 def plant_gpu(monkeypatch, tmp_path):
@@ -153,18 +154,19 @@ def plant_gpu(monkeypatch, tmp_path):
 
 
 def test_a_gpu_shows_in_its_device_file_or_its_tool(monkeypatch, tmp_path):
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    (devices / "nvidiactl").touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidiactl").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert not has_gpu(tmp_path / "dev")
-    (tmp_path / "dev" / "nvidia0").touch()
-    assert has_gpu(tmp_path / "dev")
+    assert not has_gpu(devices)
+    (devices / "nvidia0").touch()
+    assert has_gpu(devices)
     plant_gpu(monkeypatch, tmp_path)
     assert has_gpu(tmp_path / "none")
     for hidden in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert not has_gpu(tmp_path / "dev")
+        assert not has_gpu(devices)
 
 
 def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
@@ -186,6 +188,7 @@ def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
 
 
 def test_command_line():
+    """vLLM's own mode of batch invariance ends the engine on a CPU. There only attention depends on the batch."""
     args = VllmConfig("m", dtype="float16", max_model_len=99, extra_args=("--x",)).command(7, gpu=False)
     pairs = {"--dtype": "float16", "--host": "127.0.0.1", "--logprobs-mode": "processed_logprobs"}
     assert {name: args[args.index(name) + 1] for name in pairs} == pairs
@@ -198,18 +201,21 @@ def test_command_line():
     for wrong in ({"head_dtype": "float16"}, {"dtype": "int8"}, {"port": 70000}):
         with pytest.raises(ValueError, match=f"{min(wrong)} must be "):
             VllmConfig("m", **wrong)
+    names = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV")
+    forms = [(True, True), (True, False), (False, False)]
+    found = [VllmConfig("m", batch_invariant=is_asked).environment(gpu=gpu) for is_asked, gpu in forms]
+    assert [[each.get(name) for name in names] for each in found] == [["1", None], [None, "0"], [None, None]]
+    assert "--enable-deterministic-inference" in SglangConfig("m", batch_invariant=True).command(7, gpu=True)
 
 
 def test_the_build_for_tpus_is_found_and_gets_its_own_options(tmp_path):
     """Without a GPU another build is told to compile nothing, and a TPU would then compile in requests."""
     (tmp_path / "lib/python3.12/site-packages/vllm_tpu-0.32.0.dist-info").mkdir(parents=True)
-    python = str(tmp_path / "bin/python")
-    config = VllmConfig("m", python)
+    config = VllmConfig("m", str(tmp_path / "bin/python"))
     others = {"--enforce-eager", "--no-enable-chunked-prefill", "--worker-extension-cls", "--weight-transfer-config"}
-    assert others.isdisjoint(config.command(7, gpu=False))
-    assert others <= set(VllmConfig("m").command(7, gpu=False))
-    for settings, most in (({"python": python}, "9"), ({"python": python, "max_logprobs": 12}, "12"), ({}, "20")):
-        command = VllmConfig("m", **settings).command(7, gpu=False)
+    for each, most in ((config, "9"), (dataclasses.replace(config, max_logprobs=12), "12"), (VllmConfig("m"), "20")):
+        command = each.command(7, gpu=False)
+        assert others.isdisjoint(command) if most != "20" else others <= {*command}
         assert command[command.index("--max-logprobs") + 1] == most
     environment = config.environment(gpu=False)
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
@@ -243,22 +249,9 @@ def test_the_build_for_cpus_gets_the_official_name(monkeypatch, tmp_path):
 
 def test_arguments_of_vllm_come_after_the_options():
     """Options that are not given are left to VllmConfig. Options may stand before and after the model."""
-    own = {"url_file": None, "timeout": 600.0, "follow_parent": False}
-    given = {"model": "m", "dtype": "float16", "max_model_len": 9, **own, "follow_parent": True}
-    options = ["--max-model-len", "9", "m", "--dtype", "float16", "--follow-parent"]
-    assert parse("vLLM", ["m"]) == {"model": "m", **own, "extra_args": ()}
-    assert parse("vLLM", options) == {**given, "extra_args": ()}
-    assert parse("vLLM", [*options, "--", "--x", "1"]) == {**given, "extra_args": ("--x", "1")}
-    assert parse("vLLM", ["m", "--head-dtype", "float32"])["head_dtype"] == "float32"
-    assert parse("vLLM", ["m", "--batch-invariant"])["batch_invariant"] is True
-
-
-def test_batch_invariance_is_a_setting_of_the_device():
-    """vLLM's own mode ends the engine on a CPU. There only attention depends on the batch, and has its own setting."""
-    names = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV")
-    config = VllmConfig("m", batch_invariant=True)
-    found = [[config.environment(gpu=gpu).get(name) for name in names] for gpu in (True, False)]
-    assert found == [["1", None], [None, "0"]]
-    assert all(VllmConfig("m").environment(gpu=False).get(name) is None for name in names)
-    sglang = SglangConfig("m", batch_invariant=True).command(7, gpu=True)
-    assert "--enable-deterministic-inference" in sglang
+    own = {"model": "m", "url_file": None, "timeout": 600.0, "follow_parent": False, "extra_args": ()}
+    given = own | {"dtype": "float16", "max_model_len": 9, "follow_parent": True, "batch_invariant": True}
+    options = ["--max-model-len", "9", "m", "--dtype", "float16", "--follow-parent", "--batch-invariant"]
+    assert parse("vLLM", ["m"]) == own
+    assert parse("vLLM", options) == given
+    assert parse("vLLM", [*options, "--", "--x", "1"]) == given | {"extra_args": ("--x", "1")}

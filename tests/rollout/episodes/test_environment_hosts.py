@@ -115,6 +115,7 @@ def begun(hosts, *keys):
 
 
 def test_a_trajectory_goes_through_its_calls():
+    """A long reply is cut and counted."""
     messages = [{"role": "user", "content": "hello"}]
     with hosts_of() as hosts:
         assert hosts.reset("a", {"first": "begin: "}).result(60) == Outcome("begin: ")
@@ -133,6 +134,13 @@ def test_a_trajectory_goes_through_its_calls():
         begun(hosts, "b")
         assert hosts.reward("b").result(60) == Outcome(0.0)
         assert set(hosts.pop_metrics().values()) == {0}
+        assert hosts.step("b", "flood", False).result(60) == Outcome(Reply("x" * MAX_REPLY_CHARS), cut=True)
+        messages = [{"role": "tool", "content": "y" * 70}, {"role": "user", "content": "z" * (MAX_REPLY_CHARS - 70)}]
+        assert hosts.step("b", "flood messages", False).result(60) == Outcome(Reply(messages), cut=True)
+        assert hosts.step("b", "broken text", False).result(60) == Outcome(Reply("a?b"))
+        said = f"reset returned a prompt of more than {MAX_REPLY_CHARS} characters"
+        assert hosts.reset("d", {"first": "x" * (MAX_REPLY_CHARS + 1)}).result(60) == Outcome(None, "bad_reply", said)
+        assert counts(hosts) == {"cut_replies": 2, "env_errors": 1}
 
 
 FAILURES = {
@@ -165,19 +173,6 @@ def test_a_failure_costs_one_trajectory_alone(caplog):
             assert outcome.failure == "bad_reply"
             assert outcome.message.startswith("reward must return a finite float32, got ")
         assert counts(hosts) == {"env_errors": 4}
-
-
-def test_a_long_reply_is_cut_and_counted():
-    with hosts_of() as hosts:
-        begun(hosts, "a")
-        assert hosts.step("a", "flood", False).result(60) == Outcome(Reply("x" * MAX_REPLY_CHARS), cut=True)
-        messages = [{"role": "tool", "content": "y" * 70}, {"role": "user", "content": "z" * (MAX_REPLY_CHARS - 70)}]
-        assert hosts.step("a", "flood messages", False).result(60) == Outcome(Reply(messages), cut=True)
-        assert hosts.step("a", "broken text", False).result(60) == Outcome(Reply("a?b"))
-        outcome = hosts.reset("b", {"first": "x" * (MAX_REPLY_CHARS + 1)}).result(60)
-        said = f"reset returned a prompt of more than {MAX_REPLY_CHARS} characters"
-        assert outcome == Outcome(None, "bad_reply", said)
-        assert counts(hosts) == {"cut_replies": 2, "env_errors": 1}
 
 
 def test_a_call_that_awaits_too_long_is_cancelled():
@@ -214,30 +209,22 @@ def test_a_call_that_blocks_is_named_and_others_are_not_blamed(response, caplog)
     assert "trajectory 0: step ran for more" in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize(("response", "status"), [("exit", 3), ("hoard and keep", 1)])
-def test_a_crash_loses_the_trajectories_of_its_process(response, status):
+def test_a_crash_loses_the_trajectories_of_its_process():
+    """A reset is sent again when another one killed its process."""
     with hosts_of(memory_gib=0.25) as hosts:
-        begun(hosts, "bad", "idle", "waiting")
-        waiting = hosts.step("waiting", "long wait", False)
-        bad = hosts.step("bad", response, False).result(60)
-        if response == "hoard and keep":
-            assert bad == Outcome(None, "raised", "step: MemoryError")
-        else:
-            assert bad == Outcome(None, "died", f"the process died in step (exit status {status})")
-        assert waiting.result(60).failure == "died"
-        assert f"died (exit status {status})" in hosts.reward("idle").result(60).message
-        begun(hosts, "new")
-        assert sum(counts(hosts).values()) == 3
-
-
-def test_a_reset_is_sent_again_when_another_killed_its_process():
-    with hosts_of() as hosts:
+        for response, status in (("exit", 3), ("hoard and keep", 1)):
+            begun(hosts, "bad", "idle", "waiting")
+            waiting = hosts.step("waiting", "long wait", False)
+            died = Outcome(None, "died", f"the process died in step (exit status {status})")
+            full = Outcome(None, "raised", "step: MemoryError")
+            assert hosts.step("bad", response, False).result(60) == (died if response == "exit" else full)
+            assert waiting.result(60).failure == "died"
+            assert f"died (exit status {status})" in hosts.reward("idle").result(60).message
+            assert sum(counts(hosts).values()) == 3
         problems = {0: "wait", 1: "slow exit", 2: "wait", 3: "exit", 4: "wait"}
-        futures = {key: hosts.reset(key, {"reset": reset}) for key, reset in problems.items()}
-        outcomes = {key: future.result(60) for key, future in futures.items()}
-        assert [outcomes[key] for key in (0, 2, 4)] == [Outcome(None)] * 3
+        futures = [hosts.reset(key, {"reset": reset}) for key, reset in problems.items()]
         died = Outcome(None, "died", "the process died in reset (exit status 4)")
-        assert [outcomes[key] for key in (1, 3)] == [died] * 2
+        assert [future.result(60) for future in futures] == [Outcome(None), died, Outcome(None), died, Outcome(None)]
         assert counts(hosts) == {"env_deaths": 2}
 
 

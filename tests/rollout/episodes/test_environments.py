@@ -14,7 +14,6 @@ from records import response
 from toy_texts import TASKS as TEXTS
 from toy_texts import ToyBaseConfig
 
-from rljax.data.prompts import TOYS, DataConfig, training_problems
 from rljax.data.toy import ALPHABET, MAX_CALCULATOR_TOKENS, PROMPT_TOKENS, build_tokenizer
 from rljax.rollout.episodes.calculator import Calculator
 from rljax.rollout.episodes.environment import Reply, find_environment
@@ -92,8 +91,6 @@ def test_the_block_with_processes_prints_what_it_says(capsys):
     assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", block)
 
 
-# ---- The calculator ----
-
 PROBLEM = {"prompt": "123+456=", "answer": "579"}
 
 
@@ -102,34 +99,21 @@ PROBLEM = {"prompt": "123+456=", "answer": "579"}
     [
         (["579"], [None], 1.0),
         (["578"], [None], 0.0),
-        ([">123+456=", "579"], ["579,", None], 1.0),
         ([">123+456=", "597"], ["579,", None], 0.0),
         ([">3+6+0=", "09,579"], ["9,", None], 1.0),
         (["123+456=", ">1+2=", "579"], ["579,", "3,", None], 1.0),
-        ([">123+="], [None], 0.0),
-        ([">3+6+0=09,579"], [None], 1.0),
-        ([">1+=2+3="], [None], 0.0),
+        *(([turn], [None], float("579" in turn)) for turn in (">123+=", ">3+6+0=09,579", ">1+=2+3=")),
     ],
 )
 def test_turns_by_hand(turns, contents, reward):
+    """A turn that was cut off is the last."""
     replies, got = play(Calculator(), PROBLEM, *turns)
     assert replies == [Reply(content, content is None) for content in contents]
     assert got == reward
     tokenizer = build_tokenizer()
     for content in contents[:-1]:
         assert tokenizer.decode(tokenizer.encode(content)) == content
-
-
-def test_a_turn_that_was_cut_off_is_the_last():
     assert play(Calculator(), PROBLEM, ">123+456=", truncated=True) == ([Reply(None, True)], 0.0)
-
-
-def test_the_task_names_its_problems():
-    config = DataConfig(task="calculator")
-    assert config.reward_name == "addition"
-    assert training_problems(config)[7] == training_problems(DataConfig(task="toy"))[7]
-    assert TOYS["calculator"].max_response_tokens == 35
-    assert find_environment("rljax.rollout.episodes.calculator:Calculator") is Calculator
 
 
 def test_demonstrations_are_trajectories_of_the_environment():
@@ -144,8 +128,6 @@ def test_demonstrations_are_trajectories_of_the_environment():
         a, b = (int(number) for number in prompt.split("+"))
         assert response == f">{a}+{b}=${a + b},{a + b}$"
 
-
-# ---- Calls of tools ----
 
 ADD, NOW = ToolCall("add", {"a": 1, "b": 2}), ToolCall("now")
 NOT_JSON = "a call is not JSON ({})"
@@ -224,9 +206,6 @@ def test_whatever_is_written_is_read_back(pairs):
 @given(st.text(alphabet='<>/tol_ca{}[]":,aeg1 \n\\', max_size=60))
 def test_no_text_raises(text):
     assert all(isinstance(call, ToolCall) for call in parse_tool_calls(f"<tool_call>{text}"))
-
-
-# ---- The row of a trajectory ----
 
 
 def turn(tokens, logprobs, versions, **arrays):

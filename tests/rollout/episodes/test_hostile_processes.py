@@ -98,22 +98,27 @@ def score(pool, *words):
 
 
 def test_a_reward_that_writes_to_its_socket_harms_itself(caplog):
+    """A reply too many shifts no other reply. The text of an error is short and printable.
+
+    No name leads to the socket, and no program inherits it.
+    """
     with rewards() as pool, caplog.at_level(logging.WARNING):
+        assert score(pool, "hidden") == [1.0]
         for kind in KINDS:
             assert score(pool, "say 0.1", "say 0.2", kind, "say 0.3", "say 0.4") == [0.1, 0.2, 0.0, 0.3, 0.4], kind
             assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
-    assert ["the worker sent a" in record.getMessage() for record in caplog.records] == [True] * len(KINDS)
-
-
-def test_a_reply_too_many_shifts_no_other_reply():
-    """No name leads to the socket, and no program inherits it."""
-    with rewards() as pool:
-        assert score(pool, "hidden") == [1.0]
+        assert ["the worker sent a" in record.getMessage() for record in caplog.records] == [True] * len(KINDS)
         for kind, value in (("twice", 0.9), ("late", 0.5)):
             assert score(pool, "say 0.1", kind) == [0.1, value]
             time.sleep(1.0 if kind == "late" else 0.0)
             assert score(pool, "say 0.2", "say 0.3", "say 0.4") == [0.2, 0.3, 0.4]
             assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
+        for word in ("raise", "red", "nan", "none"):
+            caplog.clear()
+            assert score(pool, word) == [0.0]
+            assert pool.pop_metrics()["reward/errors"] >= 1
+            assert caplog.records[0].getMessage().isprintable()
+            assert len(caplog.records[0].getMessage()) < 2000
 
 
 def test_a_worker_that_ends_no_frame_or_reads_nothing_is_a_timeout():
@@ -125,17 +130,6 @@ def test_a_worker_that_ends_no_frame_or_reads_nothing_is_a_timeout():
         assert large.result(60) == 0.0
         assert score(pool, "say 0.3") == [0.3]
         assert pool.pop_metrics() == {"reward/errors": 2, "reward/timeouts": 2}
-
-
-def test_the_text_of_an_error_is_short_and_printable(caplog):
-    with rewards() as pool, caplog.at_level(logging.WARNING):
-        for word in ("raise", "red", "nan", "none"):
-            assert score(pool, word) == [0.0]
-            assert pool.pop_metrics()["reward/errors"] >= 1
-            message = caplog.records[0].getMessage()
-            assert message.isprintable()
-            assert len(message) < 2000
-            caplog.clear()
 
 
 def call(hosts, word):
@@ -206,16 +200,15 @@ def test_garbage_at_every_start_of_a_process_ends_the_run(here):
         hosts.reset("a", PROBLEM).result(60)
 
 
-@pytest.mark.parametrize("word", ["daemon", "daemon hang", "daemon exit"])
+@pytest.mark.parametrize("word", ["daemon", "daemon hang", "daemon exit", "orphan"])
 def test_a_daemon_ends_with_the_process_that_started_it(word, here):
+    """A worker that ends the process above it ends as well."""
     with rewards(3.0) as pool:
-        assert score(pool, word, "say 0.3") == [0.5 if word == "daemon" else 0.0, 0.3]
-    assert is_gone((here / "daemon").read_text())
-
-
-def test_a_worker_that_ends_the_process_above_it_ends_as_well():
-    with rewards() as pool:
-        (pid,) = score(pool, "orphan")
+        if word == "orphan":
+            (pid,) = score(pool, word)
+        else:
+            assert score(pool, word, "say 0.3") == [0.5 if word == "daemon" else 0.0, 0.3]
+            pid = (here / "daemon").read_text()
     assert is_gone(int(pid))
 
 
