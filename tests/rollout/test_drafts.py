@@ -52,7 +52,6 @@ def sampled(samples):
         # The guesses do not depend on the devices.
         pytest.param(MeshConfig(2, 2), {}, 0.0, marks=[pytest.mark.harness, pytest.mark.mesh]),
     ],
-    ids=["noise", "greedy", "cut", "mesh"],
 )
 def test_right_guesses_need_one_run_for_each_batch(mesh, asked, noise):
     plain, runs = sampled(exact(noise=noise, mesh=mesh).generate(PROMPTS, N, settings(**asked), seed=3))
@@ -63,12 +62,9 @@ def test_right_guesses_need_one_run_for_each_batch(mesh, asked, noise):
     assert (fewer, runs) == (BATCHES, sum(max(len(one[2]) for one in plain[at : at + ROWS]) for at in (0, 4, 8)))
 
 
-@pytest.mark.parametrize(
-    ("noise", "coarse"),
-    [(0.0, {"kv_cache_dtype": "fp8_e5m2"}), (0.5, {})],
-    ids=["coarse drafts", "noise that is not guessed"],
-)
+@pytest.mark.parametrize(("noise", "coarse"), [(0.0, {"kv_cache_dtype": "fp8_e5m2"}), (0.5, {})])
 def test_wrong_guesses_are_corrected(noise, coarse):
+    """The drafts are coarse, or the noise is not guessed."""
     plain, runs = sampled(exact(noise=noise).generate(PROMPTS, N, settings(), seed=3))
     guided, fewer = sampled(exact(embedded(**coarse), noise).generate(PROMPTS, N, settings(), seed=3))
     assert guided == plain

@@ -124,10 +124,7 @@ def test_strangers_do_not_take_the_files_of_the_process():
 
 
 def test_web_pages_are_refused(guarded, tmp_path):
-    """A page of any origin, also of this machine's, cannot send rows; nor can a name that points to this machine.
-
-    The key is asked for where there is one. Where others reach the receiver, there must be one.
-    """
+    """So are names that point to this machine. Where others reach the receiver, there must be a key."""
     has_key = {"authorization": f"Bearer {KEY}"}
     rows = [make_row("a", 1)]
     for origin in ("http://localhost:8000", "https://example.org", "null", guarded.receiver.url):

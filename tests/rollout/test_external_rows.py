@@ -66,14 +66,19 @@ def test_versions_rewards_turns_and_rounding():
 
 def test_rows_of_one_trajectory_are_one_response():
     """The second row of a trajectory may have a longer prompt, and its turns continue the first row's turns."""
-    second = ROW | {"prompt_ids": [1, 2, 3, 4, 5], "token_ids": [6, 7], "mask": [True, True], "logprobs": [-1, -1]}
-    first, other = read(ROW | {"trajectory": "a"}, second | {"trajectory": "a"}, ROW | {"trajectory": "b"})
+    one = ROW | {"trajectory": "a"}
+    second = one | {"prompt_ids": [1, 2, 3, 4, 5], "token_ids": [6, 7], "mask": [True, True], "logprobs": [-1, -1]}
+    first, other = read(one, second, ROW | {"trajectory": "b"})
     assert (first.rows, other.rows) == ((1, 2), (3,))
     (further,) = first.response.further
     np.testing.assert_array_equal(further.prompt, [1, 2, 3, 4, 5])
     np.testing.assert_array_equal(further.turns, [3, 3])
     assert first.response.length == 5
     assert len(read(ROW, ROW)) == 2  # without a name each row is a trajectory
+    assert "have one reward, got [0.25, 1.0]" in refusal(one, one | {"reward": 1.0, "turns": None})
+    assert "rollout.episode.max_rows = 2" in refusal(one, one, one)
+    assert "must follow one another" in refusal(one, ROW, one)
+    assert "expected at most 8" in refusal(one, one | {"prompt_ids": [1] * 5})
 
 
 def test_likeliest_tokens_come_in_order():
@@ -170,11 +175,3 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "value", "said"), [(n, v, s) for n, cases in REFUSED.items() for v, s in cases])
 def test_a_wrong_value_is_refused_in_one_line(name, value, said):
     assert said in refusal(ROW | {name: value})
-
-
-def test_wrong_rows_of_a_trajectory_are_refused():
-    one = ROW | {"trajectory": "a"}
-    assert "have one reward, got [0.25, 1.0]" in refusal(one, one | {"reward": 1.0, "turns": None})
-    assert "rollout.episode.max_rows = 2" in refusal(one, one, one)
-    assert "must follow one another" in refusal(one, ROW, one)
-    assert "expected at most 8" in refusal(one, one | {"prompt_ids": [1] * 5})

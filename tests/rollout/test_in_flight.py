@@ -1,7 +1,4 @@
-"""New weights come while stand-in servers sample.
-
-The stand-in's tokens count up. The first token of a part of a response equals the last token of the part before.
-"""
+"""New weights come while stand-ins sample. The first token of a part equals the last token of the part before."""
 
 import time
 

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 LOGICAL = logical_axes(CONFIG)
 NOISY = InjectConfig(logit_noise=0.3)
+MORE = (("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32"))
 
 
 def largest_difference(a, b):
@@ -191,19 +192,15 @@ def test_quantized_weights_are_the_hand_worked_ones(kind, weight, expected):
 
 
 # float8_e4m3fn has 3 bits of mantissa and ends at 448. float8_e5m2 has 2 bits and ends at 57344. Ties go to even.
-@pytest.mark.parametrize(
-    ("dtype", "x", "expected"),
-    [
-        (jnp.float8_e4m3fn, [1.0, 1.05, 1.0625, 1.1875, -19.0, 500.0, -1e9], [1.0, 1.0, 1.0, 1.25, -20.0, 448.0, -448]),
-        (jnp.float8_e5m2, [1.0, 1.1, 1.125, 1.375, -19.0, 500.0, -1e9], [1.0, 1.0, 1.0, 1.5, -20.0, 512.0, -57344.0]),
-    ],
-)
-def test_a_cache_stores_the_hand_worked_numbers(dtype, x, expected):
+def test_a_cache_stores_the_hand_worked_numbers():
     """A cache of the dtype of its numbers stores what it gets."""
-    for given in (jnp.float32, jnp.bfloat16):
-        stored = to_cache(jnp.asarray(x, given), dtype)
-        assert stored.dtype == dtype
-        np.testing.assert_array_equal(np.asarray(stored, np.float32), expected)
+    four = [1.0, 1.05, 1.0625, 1.1875, -19.0, 500.0, -1e9], [1.0, 1.0, 1.0, 1.25, -20.0, 448.0, -448]
+    five = [1.0, 1.1, 1.125, 1.375, -19.0, 500.0, -1e9], [1.0, 1.0, 1.0, 1.5, -20.0, 512.0, -57344.0]
+    for dtype, (x, expected) in ((jnp.float8_e4m3fn, four), (jnp.float8_e5m2, five)):
+        for given in (jnp.float32, jnp.bfloat16):
+            stored = to_cache(jnp.asarray(x, given), dtype)
+            assert stored.dtype == dtype
+            np.testing.assert_array_equal(np.asarray(stored, np.float32), expected)
     own = jnp.asarray([1.1, np.inf], jnp.bfloat16)
     assert to_cache(own, jnp.bfloat16) is own
 
@@ -222,9 +219,6 @@ def test_attention_reads_what_the_cache_stores():
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), rtol=1e-2, atol=1e-3)
     off = [float(jnp.abs(x.astype(jnp.float32) - out.astype(jnp.float32)).mean()) for x in (expected, plain)]
     assert off[1] > 20 * off[0]
-
-
-MORE = (("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32"))
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,10 @@ from small_engines import CONFIG, EXPERTS, MESH, PROMPTS, assert_same_bits, coun
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.decode_sizes import (
-    DecodeSizes,
-    batch_sizes,
-    cache_room,
-    cache_row_bytes,
-    padded_count,
-    padded_rows,
-    padded_width,
-    prefill_rows,
-)
+from rljax.rollout import decode_sizes as sizes
 from rljax.rollout.embedded import JaxEngine, make_functions
 from rljax.rollout.likeliest import next_tokens
 from rljax.rollout.types import SamplingParams
-from rljax.sharding import MeshConfig, make_mesh
 
 
 def make(dtype=jnp.float32, seed=0, **options):
@@ -76,10 +66,7 @@ def test_samples_follow_the_distribution():
     ("dtype", "least"), [("bfloat16", 1e-3), pytest.param("float16", 1e-4, marks=pytest.mark.harness)]
 )
 def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
-    """The blocks add nothing, so engine and trainer have the same states. Only the head can make a difference.
-
-    The logits of the second part are 1 + 2^-8 and 0. In bfloat16 state and table are exact, but the first one is not.
-    """
+    """The blocks add nothing, so only the head can differ. At last the logits are 1 + 2^-8, which bfloat16 rounds, and 0."""
     gaps, params = {}, init_params(CONFIG, 0)
     params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
     for head in (None, jnp.float32):
@@ -97,8 +84,8 @@ def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
 
 def test_requests_for_a_part_of_a_step_share_programs(caplog):
     """With 5 prompts a step, requests for 1 to 5 take 1, 2, 4, 4 and 5 rows, and one for 6 is not padded."""
-    assert [padded_count(count, 5) for count in range(1, 7)] == [1, 2, 4, 4, 5, 6]
-    assert [padded_count(count, 0) for count in range(1, 4)] == [1, 2, 3]
+    assert [sizes.padded_count(count, 5) for count in range(1, 7)] == [1, 2, 4, 4, 5, 6]
+    assert [sizes.padded_count(count, 0) for count in range(1, 4)] == [1, 2, 3]
     make_functions.cache_clear()
     (plain, _), (padded, _) = make(), make(step_prompts=4)
     limits = SamplingParams(12, 1.0, (0, 1))
@@ -118,10 +105,7 @@ def test_requests_for_a_part_of_a_step_share_programs(caplog):
 
 @pytest.mark.parametrize("decode_tokens", [0, 3 * 18])
 def test_engines_of_one_kind_share_only_their_programs(decode_tokens, caplog):
-    """The same seed gives the same bits, and other weights or another seed give other draws.
-
-    New weights, seeds and temperatures compile nothing. The cache has room for all responses, or for three.
-    """
+    """Seeds and weights decide the bits. New ones compile nothing. The cache has room for all responses, or for three."""
     make_functions.cache_clear()
     (first, _), (second, params), (third, _) = (make(seed=seed, decode_tokens=decode_tokens) for seed in (0, 0, 1))
     with counted_loops(caplog) as loops:
@@ -176,33 +160,16 @@ FIVE_PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9
 LIMIT, WIDTH = 12, 6
 
 
-def continuous(decode_tokens, *, n=4, config=CONFIG, mesh=(1, 1), **asked):
-    """Returns the responses, which take LIMIT + WIDTH of the cache's ``decode_tokens`` each, and the parameters."""
-    settings = {"mesh": make_mesh(MeshConfig(*mesh)), "with_routes": bool(config.num_experts)}
-    engine = JaxEngine(config, jnp.float32, WIDTH, decode_tokens=decode_tokens, **settings)
-    params = init_params(config, 0)
-    engine.publish(params, 7)
-    return list(engine.generate(FIVE_PROMPTS, n, SamplingParams(LIMIT, 1.0, (0, 1), **asked), seed=0)), params
+def continuous(decode_tokens, *, config=CONFIG, **asked):
+    """Returns 4 responses to each prompt. A response takes LIMIT + WIDTH of the cache's ``decode_tokens``."""
+    settings = {"with_routes": bool(config.num_experts), "decode_tokens": decode_tokens}
+    engine = JaxEngine(config, jnp.float32, WIDTH, mesh=MESH, **settings)
+    engine.publish(init_params(config, 0), 7)
+    return list(engine.generate(FIVE_PROMPTS, 4, SamplingParams(LIMIT, 1.0, (0, 1), **asked), seed=0))
 
 
-@pytest.mark.parametrize(
-    ("rows", "n", "budget", "ways", "expected"),
-    [
-        (64, 16, 64, 1, DecodeSizes(64, 16, 4)),  # all of them fit at once
-        (64, 16, 40, 1, DecodeSizes(40, 4, 1)),  # an eighth of 40 is 5, which holds 4 of the 16 responses
-        (1024, 16, 300, 1, DecodeSizes(288, 16, 2)),
-        (64, 16, 20, 8, DecodeSizes(16, 2, 1)),
-        (64, 6, 0, 4, DecodeSizes(4, 1, 1)),  # each part of the mesh has at least one response
-        (3, 1, 2, 4, DecodeSizes(4, 1, 4)),  # there are fewer responses than parts
-    ],
-)
-def test_the_sizes_of_a_batch(rows, n, budget, ways, expected):
-    assert batch_sizes(rows, n, budget, ways) == expected
-
-
-TOPS = {"reported": 4}
 CUT = {"top_k": 5, "top_p": 0.9, "reported": 5}
-FORMS = [(CONFIG, 1, CUT), (CONFIG, 7, TOPS)]  # test_turn_rounds.py has experts
+FORMS = [(CONFIG, 1, CUT), (CONFIG, 7, {"reported": 4})]  # test_turns.py has experts
 MORE = [(EXPERTS, n, {}) for n in (1, 7)] + [(CONFIG, 3, CUT), (CONFIG, 16, {})]
 
 
@@ -211,8 +178,8 @@ MORE = [(EXPERTS, n, {}) for n in (1, 7)] + [(CONFIG, 3, CUT), (CONFIG, 16, {})]
 )
 def test_the_samples_do_not_depend_on_the_budget(config, at_once, asked):
     """The same 20 responses come from one batch and from places that are used again."""
-    together, _ = continuous(0, config=config, **asked)
-    refilled, _ = continuous(at_once * (LIMIT + WIDTH), config=config, **asked)
+    together = continuous(0, config=config, **asked)
+    refilled = continuous(at_once * (LIMIT + WIDTH), config=config, **asked)
     assert len({response.length for response in together}) > 4
     for a, b in zip(together, refilled, strict=True):
         assert (a.prompt_index, a.sample_index, a.truncated) == (b.prompt_index, b.sample_index, b.truncated)
@@ -223,27 +190,24 @@ def test_the_samples_do_not_depend_on_the_budget(config, at_once, asked):
             np.testing.assert_allclose(column, b.columns[name], atol=close, rtol=0)
 
 
-@pytest.mark.mesh
-@pytest.mark.parametrize("at_once", [4, pytest.param(12, marks=pytest.mark.harness)])
-def test_a_sharded_cache_holds_the_places_of_its_parts(at_once):
-    refilled, params = continuous(at_once * (LIMIT + WIDTH), mesh=(2, 2, 2))
-    full = [r.ids for r in refilled]
-    for r, logprobs in zip(refilled, make_scorer(CONFIG, jnp.float32)(params, full), strict=True):
-        np.testing.assert_allclose(
-            r["rollout_logprobs"], logprobs[len(FIVE_PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0
-        )
+BATCHES = {  # rows, responses to a prompt, the budget of responses and the parts of the mesh: slots, unit and group
+    (64, 16, 64, 1): (64, 16, 4),  # all of them fit at once
+    (64, 16, 40, 1): (40, 4, 1),  # an eighth of 40 is 5, which holds 4 of the 16 responses
+    (1024, 16, 300, 1): (288, 16, 2),
+    (64, 16, 20, 8): (16, 2, 1),
+    (64, 6, 0, 4): (4, 1, 1),  # each part of the mesh has at least one response
+    (3, 1, 2, 4): (4, 1, 4),  # there are fewer responses than parts
+}
 
 
 def test_sizes_by_hand():
-    """Rows are padded to 2^k or 3 * 2^k, widths to 6 * 2^k, but one of the 40 places stays for a response.
-
-    Qwen3-4B in bfloat16 has keys and values of 36 layers, 8 heads and 128 numbers of 2 bytes each.
-    """
-    assert [padded_rows(count) for count in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
-    assert [padded_width(longest, 6, 40) for longest in (1, 6, 7, 12, 13, 24, 25, 39)] == [6, 6, 12, 12, 24, 24, 39, 39]
-    assert [prefill_rows(CONFIG, *form) for form in ((256, 1), (256, 2), (2**14, 1))] == [1024, 2048, 1]
+    """Rows are padded to 2^k or 3 * 2^k, widths to 6 * 2^k, but one of the 40 places stays for a response."""
+    assert {form: sizes.batch_sizes(*form) for form in BATCHES} == BATCHES
+    assert [sizes.padded_rows(count) for count in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
+    assert [sizes.padded_width(longest, 6, 40) for longest in (1, 6, 7, 12, 13, 25, 39)] == [6, 6, 12, 12, 24, 39, 39]
+    assert [sizes.prefill_rows(CONFIG, *form) for form in ((256, 1), (256, 2), (2**14, 1))] == [1024, 2048, 1]
     qwen3_4b = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
-    assert cache_row_bytes(qwen3_4b, MESH, 100, jnp.bfloat16, jnp.bfloat16) == 100 * 147_456
-    assert cache_row_bytes(qwen3_4b, MESH, 1, jnp.bfloat16, jnp.float8_e4m3fn) == 147_456 / 2
-    assert (cache_room(1000, 8), cache_room(None, 2)) == (700, cache_room(None, 1) / 2)
-    assert 0 < cache_room(None, 1) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    assert sizes.cache_row_bytes(qwen3_4b, MESH, 100, jnp.bfloat16, jnp.bfloat16) == 100 * 147_456
+    assert sizes.cache_row_bytes(qwen3_4b, MESH, 1, jnp.bfloat16, jnp.float8_e4m3fn) == 147_456 / 2
+    assert (sizes.cache_room(1000, 8), sizes.cache_room(None, 2)) == (700, sizes.cache_room(None, 1) / 2)
+    assert 0 < sizes.cache_room(None, 1) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2

@@ -47,13 +47,10 @@ def pairs(tops):
 @pytest.mark.parametrize(
     ("row", "kept"),
     [
-        # vLLM lists the sampled token first, whatever its rank.
-        ([(9, -4.0), (1, -0.5), (2, -1.5)], [(1, -0.5), (2, -1.5)]),
+        ([(9, -4.0), (1, -0.5), (2, -1.5)], [(1, -0.5), (2, -1.5)]),  # vLLM lists the sampled token first
         ([(2, -1.5), (1, -0.5), (7, -3.0)], [(1, -0.5), (2, -1.5)]),
-        # The sampled token may be there twice.
-        ([(2, -1.5), (1, -0.5), (2, -1.5), (7, -3.0)], [(1, -0.5), (2, -1.5)]),
-        # A sampled token that ties with the last one is kept.
-        ([(9, -1.5), (1, -0.5), (2, -1.5)], [(1, -0.5), (9, -1.5)]),
+        ([(2, -1.5), (1, -0.5), (2, -1.5), (7, -3.0)], [(1, -0.5), (2, -1.5)]),  # it may be there twice
+        ([(9, -1.5), (1, -0.5), (2, -1.5)], [(1, -0.5), (9, -1.5)]),  # it is kept if it ties with the last one
         # A token that could not be sampled becomes id -1. So does a missing token.
         ([(1, 0.0), (2, -9999.0), (3, -3.4028234663852886e38)], [(1, 0.0), (-1, NONE)]),
         ([(1, 0.0)], [(1, 0.0), (-1, NONE)]),
@@ -61,21 +58,18 @@ def pairs(tops):
     ],
 )
 def test_the_likeliest_of_what_a_server_lists(row, kept):
-    other = [(5, -0.25), (6, -2.0), (8, -3.0)]
-    tops = made(other, row, k=2)
+    tops = made([(5, -0.25), (6, -2.0), (8, -3.0)], row, k=2)
     assert pairs(tops) == [[(5, -0.25), (6, -2.0)], kept]
     assert (tops["top_ids"].dtype, tops["top_logprobs"].dtype) == (np.int32, np.float32)
     assert made(k=3)["top_ids"].shape == made(k=3)["top_logprobs"].shape == (0, 3)
 
 
-@pytest.mark.parametrize(
-    ("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 6), (5, None, 6), (63, 64, 64), (64, 64, 64)]
-)
-def test_one_token_more_is_asked_for_if_there_is_one(k, vocab_size, asked):
+def test_one_token_more_is_asked_for_if_there_is_one():
     """In the reply of rljax's endpoint, unlike vLLM's, the sampled token comes beside the k likeliest."""
-    request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
-    for route, wanted in ((GENERATE, asked), (ROLLOUTS, k)):
-        assert VllmBackend().body(route, request, "policy")["sampling_params"]["logprobs"] == wanted
+    for k, vocab_size, asked in ((0, 64, 0), (5, 64, 6), (5, None, 6), (63, 64, 64), (64, 64, 64)):
+        request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
+        for route, wanted in ((GENERATE, asked), (ROLLOUTS, k)):
+            assert VllmBackend().body(route, request, "policy")["sampling_params"]["logprobs"] == wanted
 
 
 PLAIN = SamplingParams(2, reported=2)
@@ -195,21 +189,22 @@ def test_the_experts_of_every_token_but_the_last_are_read():
     assert "routes" not in read(encoded(ROUTES[:1]), Request(PROMPT, ROUTED.sampling)).columns
 
 
-@pytest.mark.parametrize(
-    ("routes", "said"),
-    [
-        (None, "does not report the experts of its tokens"),
-        (encoded(ROUTES[:-1]), r"gave routes uint8 \(5, 3, 2\), expected unsigned integers \(6, 3, 2\)"),
-        (encoded(ROUTES.astype(np.int8)), "gave routes int8"),
-        (encoded(np.where(ROUTES[2, 1, 0] == ROUTES, 8, ROUTES).astype(np.uint16)), "gave the expert number 8"),
-        (encoded(ROUTES)[:-40], "answered with no completion"),
-        (base64.b64encode(pickle.dumps(ROUTES)).decode(), "answered with no completion"),
-        (encoded(np.array([{}]), allow_pickle=True), "answered with no completion"),
-    ],
-)
-def test_what_cannot_be_the_routes_is_refused(routes, said):
-    with pytest.raises(ReplyError, match=said):
-        read(routes)
+def test_what_cannot_be_the_routes_is_refused():
+    cases = {
+        None: "does not report the experts of its tokens",
+        encoded(ROUTES[:-1]): r"gave routes uint8 \(5, 3, 2\), expected unsigned integers \(6, 3, 2\)",
+        encoded(ROUTES.astype(np.int8)): "gave routes int8",
+        encoded(np.where(ROUTES[2, 1, 0] == ROUTES, 8, ROUTES).astype(np.uint16)): "gave the expert number 8",
+    }
+    for bad in (
+        encoded(ROUTES)[:-40],
+        base64.b64encode(pickle.dumps(ROUTES)).decode(),
+        encoded(np.array([{}]), allow_pickle=True),
+    ):
+        cases[bad] = "answered with no completion"
+    for routes, said in cases.items():
+        with pytest.raises(ReplyError, match=said):
+            read(routes)
 
 
 def test_a_server_without_routes_is_refused():

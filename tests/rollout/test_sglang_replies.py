@@ -14,21 +14,15 @@ from rljax.rollout.types import SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)
 WIRE = SglangBackend()
+TOPS = [[-0.0033606071956455708, 14, None], [-7.485095024108887, 15, None]]
 REPLY = {
     "output_ids": [14, 14],
     "meta_info": {
-        "id": "4654ee110d5645c89a74151d30d067c4",
         "finish_reason": {"type": "length", "length": 2},
         "prompt_tokens": 3,
         "weight_version": "run.3",
-        "input_token_logprobs": [],
-        "output_token_logprobs": [[-0.0033606071956455708, 14, None], [-0.0020496377255767584, 14, None]],
-        "output_token_logprobs_length": 2,
-        "output_top_logprobs": [
-            [[-0.0033606071956455708, 14, None], [-7.485095024108887, 15, None]],
-            [[-0.0020496377255767584, 14, None], [-8.02249813079834, 15, None]],
-        ],
-        "completion_tokens": 2,
+        "output_token_logprobs": [TOPS[0], [-0.0020496377255767584, 14, None]],
+        "output_top_logprobs": [TOPS, [[-0.0020496377255767584, 14, None], [-8.02249813079834, 15, None]]],
         "cached_tokens": 0,
         "weight_versions": [{"version": "run.3", "start": 0, "end": 2}],
     },
@@ -68,6 +62,7 @@ def test_everything_that_shapes_the_distribution_is_sent():
 
 
 def test_a_reply_is_read():
+    """The second one has a stop token and the log-probabilities of a prompt, and the third one its likeliest tokens."""
     request = Request(PROMPT, SamplingParams(2, reported=2))
     got = read(REPLY, request)
     assert got.response.tolist() == [14, 14]
@@ -77,10 +72,6 @@ def test_a_reply_is_read():
     np.testing.assert_array_equal(got["top_logprobs"][1], np.float32([-0.0020496377255767584, -8.02249813079834]))
     check_completion("u", got, request, 16)
     assert (got.cached, read(changed(cached_tokens=2), request).cached) == (0, 2)
-
-
-def test_logprobs_of_a_prompt_and_a_stop_token():
-    """The likeliest tokens of a prompt stand beside its own."""
     request = Request(PROMPT, SamplingParams(4, stop_token_ids=(14,)), prompt_logprobs=0)
     got, own = read(SCORED, request), ({4: -7.3416523933410645}, {5: -9.421671867370605})
     assert got.prompt_logprobs == ({}, *own)

@@ -77,8 +77,8 @@ TOPS = {"reported": 4}
 CUT = {"top_k": 5, "top_p": 0.9, "reported": 5}
 
 
-def embedded(dtype=jnp.float32, mesh=MESH):
-    engine = JaxEngine(CONFIG, dtype, WIDTH, mesh=mesh)
+def embedded(dtype=jnp.float32, **settings):
+    engine = JaxEngine(CONFIG, dtype, WIDTH, **{"mesh": MESH} | settings)
     engine.publish(PARAMS, 0)
     return engine
 
@@ -158,9 +158,12 @@ def test_noise_greed_and_16_bits_are_in_the_reported_numbers():
 
 @pytest.mark.mesh
 def test_a_sharded_engine_reports_the_same():
-    engine = embedded(mesh=make_mesh(MeshConfig(2, 2, 2)))
+    """Its cache holds four responses, so that places are used again."""
+    engine = embedded(mesh=make_mesh(MeshConfig(2, 2, 2)), decode_tokens=4 * (LIMIT + WIDTH))
     for r in sample(engine, **CUT):
         np.testing.assert_array_equal(*chosen(r))
         assert len(chosen(r)[0]) == r.length
     for r in sample(engine, **TOPS):
-        np.testing.assert_allclose(r["top_logprobs"], -np.sort(-log_softmax_of(r))[:, :4], atol=2e-5, rtol=0)
+        expected = log_softmax_of(r)
+        np.testing.assert_allclose(r["top_logprobs"], -np.sort(-expected)[:, :4], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(r["rollout_logprobs"], expected[np.arange(r.length), r.response], atol=2e-5, rtol=0)

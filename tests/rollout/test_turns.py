@@ -1,4 +1,4 @@
-"""Turns of trajectories: the queue by hand, the embedded engine's rounds, and stand-in servers, whose tokens count up."""
+"""Turns of trajectories: the queue by hand, rounds of the embedded engine, and stand-ins, whose tokens count up."""
 
 import contextlib
 import threading
@@ -171,10 +171,7 @@ def test_turns_compile_few_loops_and_leave_those_of_one_turn(caplog):
 
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(EXPERTS, marks=pytest.mark.harness)])
 def test_first_turns_of_groups_share_their_prompts(config):
-    """Groups of three turns are the bits of three responses to each prompt, which the same program computes.
-
-    With a turn after another prompt beside them they share nothing, and round otherwise.
-    """
+    """They are the bits of three responses to each prompt. Beside a turn after another prompt they share nothing."""
     make_functions.cache_clear()
     engine, params = make(config, max_tokens=3 + 5)
     functions = make_functions(config, jnp.dtype(jnp.float32), MESH, None, None, None)
@@ -292,6 +289,7 @@ def test_another_server_goes_on_where_one_dies(another):
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update, elsewhere):
+    """Or between many short turns, some of which end while the servers are not verified yet."""
     with published(fake.url, update=update, max_staleness=1) as engine:
         fake.token_s = 0.02
         answering = elsewhere.submit(converse, engine, [2, 2], limits=SamplingParams(40))
@@ -299,20 +297,14 @@ def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update, elsewhere):
         time.sleep(0.2)
         engine.publish(PARAMS, 1)
         responses, _ = answering.result(timeout=30)
-    assert sorted(by_place(responses)) == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    for response in responses:
-        assert response.versions.tolist() == ([1] if response.sample_index else [0, 1])
-        assert response.length == 40
-    assert all(sampling["seed"] is None for sampling in fake.sampling if sampling["max_tokens"] == 40)
-
-
-@pytest.mark.parametrize("update", ["keep", "abort"])
-def test_turns_are_asked_for_while_new_weights_come(fake, update, elsewhere):
-    """Trajectories have many short turns. Some turns end while the servers are not verified yet."""
-    with published(fake.url, update=update, max_staleness=1) as engine:
+        assert sorted(by_place(responses)) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+        for response in responses:
+            assert response.versions.tolist() == ([1] if response.sample_index else [0, 1])
+            assert response.length == 40
+        assert all(sampling["seed"] is None for sampling in fake.sampling if sampling["max_tokens"] == 40)
         fake.token_s = 0.01
         answering = elsewhere.submit(converse, engine, [30] * 4, limits=SamplingParams(1, stop_token_ids=(63,)))
-        for version in (1, 2, 3):
+        for version in (2, 3, 4):
             time.sleep(0.1)
             engine.publish(PARAMS, version)
         responses, _ = answering.result(timeout=60)

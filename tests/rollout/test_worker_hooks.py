@@ -51,10 +51,7 @@ def count(*modules):
 
 
 def test_a_given_token_takes_the_place_of_the_drawn_one(caplog):
-    """One token exists already, so the second given token is forced. The hooks are there once for two clients.
-
-    A token that the model lacks ends the forcing alone.
-    """
+    """The hooks are there once for two clients. A token that the model lacks ends the forcing alone."""
     made = worker(None, [2, 1], done=[2])
     for _ in range(2):
         assert made.rljax_force() == {"way": "extra_args", "reason": ""}
@@ -187,6 +184,5 @@ def test_a_fused_layer_may_have_more_sizes_than_tensors():
     model = torch.nn.Module()
     model.in_proj_qkvz = torch.nn.Linear(3, 10, bias=False)
     model.in_proj_qkvz.output_partition_sizes = [2, 2, 3, 3]
-    fused = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}
-    found = dict(ModelTensors(model, fused).of_model())
-    assert {name: len(tensor) for name, tensor in found.items()} == {"in_proj_qkv.weight": 7, "in_proj_z.weight": 3}
+    found = ModelTensors(model, {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}).of_model()
+    assert {name: len(tensor) for name, tensor in found} == {"in_proj_qkv.weight": 7, "in_proj_z.weight": 3}

@@ -115,7 +115,7 @@ def begun(hosts, *keys):
 
 
 def test_a_trajectory_goes_through_its_calls():
-    """A long reply is cut and counted."""
+    """A long reply is cut and counted. A fork answers for no other, and a trajectory is not asked twice at once."""
     messages = [{"role": "user", "content": "hello"}]
     with hosts_of() as hosts:
         assert hosts.reset("a", {"first": "begin: "}).result(60) == Outcome("begin: ")
@@ -141,6 +141,15 @@ def test_a_trajectory_goes_through_its_calls():
         said = f"reset returned a prompt of more than {MAX_REPLY_CHARS} characters"
         assert hosts.reset("d", {"first": "x" * (MAX_REPLY_CHARS + 1)}).result(60) == Outcome(None, "bad_reply", said)
         assert counts(hosts) == {"cut_replies": 2, "env_errors": 1}
+        begun(hosts, "e", "f")
+        assert hosts.step("e", "fork", False).result(60) == Outcome(Reply("forked"))
+        assert [hosts.step(key, "x", False).result(60).value.content for key in "ef"] == ["x 2 False", "x 1 False"]
+        first = hosts.step("f", "wait", False)
+        with pytest.raises(ValueError, match="trajectory 'f' is asked for reward before step ended"):
+            hosts.reward("f")
+        hosts.end("f")
+        with pytest.raises(CancelledError):
+            first.result(timeout=1)
 
 
 FAILURES = {
@@ -226,19 +235,6 @@ def test_a_crash_loses_the_trajectories_of_its_process():
         died = Outcome(None, "died", "the process died in reset (exit status 4)")
         assert [future.result(60) for future in futures] == [Outcome(None), died, Outcome(None), died, Outcome(None)]
         assert counts(hosts) == {"env_deaths": 2}
-
-
-def test_forks_and_second_calls_answer_for_no_other():
-    with hosts_of() as hosts:
-        begun(hosts, "a", "b")
-        assert hosts.step("a", "fork", False).result(60) == Outcome(Reply("forked"))
-        assert [hosts.step(key, "x", False).result(60).value.content for key in "ab"] == ["x 2 False", "x 1 False"]
-        first = hosts.step("b", "wait", False)
-        with pytest.raises(ValueError, match="trajectory 'b' is asked for reward before step ended"):
-            hosts.reward("b")
-        hosts.end("b")
-        with pytest.raises(CancelledError):
-            first.result(timeout=1)
 
 
 def test_thousands_run_at_once_without_a_thread_each():

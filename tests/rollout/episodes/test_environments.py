@@ -94,25 +94,24 @@ def test_the_block_with_processes_prints_what_it_says(capsys):
 PROBLEM = {"prompt": "123+456=", "answer": "579"}
 
 
-@pytest.mark.parametrize(
-    ("turns", "contents", "reward"),
-    [
-        (["579"], [None], 1.0),
-        (["578"], [None], 0.0),
-        ([">123+456=", "597"], ["579,", None], 0.0),
-        ([">3+6+0=", "09,579"], ["9,", None], 1.0),
-        (["123+456=", ">1+2=", "579"], ["579,", "3,", None], 1.0),
-        *(([turn], [None], float("579" in turn)) for turn in (">123+=", ">3+6+0=09,579", ">1+=2+3=")),
-    ],
-)
-def test_turns_by_hand(turns, contents, reward):
+TURNS = [
+    (["579"], [None], 1.0),
+    (["578"], [None], 0.0),
+    ([">123+456=", "597"], ["579,", None], 0.0),
+    ([">3+6+0=", "09,579"], ["9,", None], 1.0),
+    (["123+456=", ">1+2=", "579"], ["579,", "3,", None], 1.0),
+    *(([turn], [None], float("579" in turn)) for turn in (">123+=", ">3+6+0=09,579", ">1+=2+3=")),
+]
+
+
+def test_turns_of_the_calculator_by_hand():
     """A turn that was cut off is the last."""
-    replies, got = play(Calculator(), PROBLEM, *turns)
-    assert replies == [Reply(content, content is None) for content in contents]
-    assert got == reward
     tokenizer = build_tokenizer()
-    for content in contents[:-1]:
-        assert tokenizer.decode(tokenizer.encode(content)) == content
+    for turns, contents, reward in TURNS:
+        replies = [Reply(content, content is None) for content in contents]
+        assert play(Calculator(), PROBLEM, *turns) == (replies, reward)
+        for content in contents[:-1]:
+            assert tokenizer.decode(tokenizer.encode(content)) == content
     assert play(Calculator(), PROBLEM, ">123+456=", truncated=True) == ([Reply(None, True)], 0.0)
 
 
@@ -133,6 +132,7 @@ ADD, NOW = ToolCall("add", {"a": 1, "b": 2}), ToolCall("now")
 NOT_JSON = "a call is not JSON ({})"
 NO_CALL = 'a call must be {"name": ..., "arguments": {...}}'
 NO_OBJECT = "the arguments of add must be a JSON object"
+NO_TEXT = "the arguments of add are a text that is not JSON"
 
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
@@ -161,10 +161,7 @@ CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
         ('<tool_call>{"name": 5}</tool_call>', [NO_CALL]),
         ('<tool_call>{"name": "add", "arguments": "[1, 2]"}</tool_call>', [NO_OBJECT]),
         ('<tool_call>{"name": "add", "arguments": 7}</tool_call>', [NO_OBJECT]),
-        (
-            '<tool_call>{"name": "add", "arguments": "1, 2"}</tool_call>',
-            ["the arguments of add are a text that is not JSON"],
-        ),
+        ('<tool_call>{"name": "add", "arguments": "1, 2"}</tool_call>', [NO_TEXT]),
         (f"<tool_call>add(1)</tool_call><tool_call>{CALL}</tool_call>", [NOT_JSON.format("Expecting value"), ADD]),
     ],
 )
@@ -172,13 +169,11 @@ def test_calls_and_errors_by_hand(text, expected):
     assert [call.error or call for call in parse_tool_calls(text)] == expected
 
 
-@pytest.mark.parametrize("said", ["</tool_call><tool_call>\n", "</think></think>"])
-def test_a_text_among_the_arguments_ends_no_call(said):
-    call = json.dumps({"name": "say", "arguments": {"text": said}})
-    assert parse_tool_calls(f"<think>a</think><tool_call>{call}</tool_call>") == [ToolCall("say", {"text": said})]
-
-
 def test_another_tag_and_none():
+    """A text among the arguments ends no call."""
+    for said in ("</tool_call><tool_call>\n", "</think></think>"):
+        call = json.dumps({"name": "say", "arguments": {"text": said}})
+        assert parse_tool_calls(f"<think>a</think><tool_call>{call}</tool_call>") == [ToolCall("say", {"text": said})]
     assert parse_tool_calls(f"<use>{CALL}</use>", tag="use") == [ADD]
     assert parse_tool_calls(f"<use>{CALL}</use>") == []
     assert parse_tool_calls(f" {CALL}", tag="") == [ADD]

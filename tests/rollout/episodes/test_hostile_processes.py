@@ -98,10 +98,7 @@ def score(pool, *words):
 
 
 def test_a_reward_that_writes_to_its_socket_harms_itself(caplog):
-    """A reply too many shifts no other reply. The text of an error is short and printable.
-
-    No name leads to the socket, and no program inherits it.
-    """
+    """A reply too many shifts no other one. The text of an error is short and printable. Nothing names the socket."""
     with rewards() as pool, caplog.at_level(logging.WARNING):
         assert score(pool, "hidden") == [1.0]
         for kind in KINDS:
@@ -176,28 +173,28 @@ def test_an_environment_that_writes_to_its_socket_is_lost():
                 hosts.end(key)
 
 
-@pytest.mark.parametrize("kind", ["pickle", "huge"])
+@pytest.mark.parametrize("kind", ["pickle", "huge", "garbage"])
 def test_garbage_at_the_start_of_a_process_starts_another(kind, here):
-    (here / "start").write_text(f"once {kind}")
+    """At every start it ends the run."""
+    start = here / "start"
+    start.write_text(f"once {kind}")
     with rewards() as pool:
         assert score(pool, "say 0.3") == [0.3]
         assert pool.pop_metrics()["reward/errors"] == 0
-    (here / "start").write_text(f"once {kind}")
+    start.write_text(f"once {kind}")
     with EnvironmentHosts("persons_attack:Env", tool_workers=1) as hosts:
         assert hosts.reset("a", PROBLEM).result(60) == Outcome()
     with EnvironmentHosts("persons_attack:Calls", tool_workers=1) as hosts:
         hosts.reset("a", PROBLEM).result(60)
-        (here / "start").write_text(f"once {kind}")
+        start.write_text(f"once {kind}")
         assert call(hosts, "say 0.3").startswith("error: the tool's process")
         assert call(hosts, "say 0.3") == "0.3"
-
-
-def test_garbage_at_every_start_of_a_process_ends_the_run(here):
-    (here / "start").write_text("garbage")
-    with rewards() as pool, pytest.raises(RuntimeError, match="cannot be started: the process sent a frame of"):
-        pool.submit(PROBLEM, "say 0.3", False).result(60)
-    with EnvironmentHosts("persons_attack:Env") as hosts, pytest.raises(RuntimeError, match="process sent a frame of"):
-        hosts.reset("a", PROBLEM).result(60)
+    start.write_text(kind)
+    if kind == "garbage":
+        with rewards() as pool, pytest.raises(RuntimeError, match="cannot be started: the process sent a frame of"):
+            pool.submit(PROBLEM, "say 0.3", False).result(60)
+        with EnvironmentHosts("persons_attack:Env") as hosts, pytest.raises(RuntimeError, match="sent a frame of"):
+            hosts.reset("a", PROBLEM).result(60)
 
 
 @pytest.mark.parametrize("word", ["daemon", "daemon hang", "daemon exit", "orphan"])
