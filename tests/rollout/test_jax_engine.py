@@ -66,7 +66,7 @@ def test_samples_follow_the_distribution():
     ("dtype", "least"), [("bfloat16", 1e-3), pytest.param("float16", 1e-4, marks=pytest.mark.harness)]
 )
 def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
-    """The blocks add nothing, so only the head can differ. At last the logits are 1 + 2^-8, which bfloat16 rounds, and 0."""
+    """The blocks add nothing, so only the head can differ. At last bfloat16 would round a logit of 1 + 2^-8."""
     gaps, params = {}, init_params(CONFIG, 0)
     params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
     for head in (None, jnp.float32):
@@ -105,7 +105,7 @@ def test_requests_for_a_part_of_a_step_share_programs(caplog):
 
 @pytest.mark.parametrize("decode_tokens", [0, 3 * 18])
 def test_engines_of_one_kind_share_only_their_programs(decode_tokens, caplog):
-    """Seeds and weights decide the bits. New ones compile nothing. The cache has room for all responses, or for three."""
+    """Seeds and weights decide the bits. New ones compile nothing. The cache holds all responses, or three."""
     make_functions.cache_clear()
     (first, _), (second, params), (third, _) = (make(seed=seed, decode_tokens=decode_tokens) for seed in (0, 0, 1))
     with counted_loops(caplog) as loops:

@@ -121,7 +121,7 @@ def test_hundreds_of_responses_come_back_as_they_complete(fake):
 
 
 def test_a_group_stays_at_one_server(another):
-    """At first servers refuse some requests, and one is gone. Then they have few places, and only a last group splits."""
+    """At first servers refuse requests, and one is gone. Then they have few places, and only a last group splits."""
     fakes, gone = [another(), another()], another()
     gone.stop()
     requests = [Request(np.array([i], np.int32), SamplingParams(1)) for i in range(12) for _ in range(6)]
