@@ -67,7 +67,7 @@ HALF = {
 
 
 def test_half_a_request_is_closed(guarded):
-    """So is half of a second one, and a body in drops, each of which comes long before its silence would end it."""
+    """A second one is, too, and a body in drops, each of which comes long before its silence would end it."""
     second = connect(guarded, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     assert second.recv(1000).endswith(b"ok\n")
     second.sendall(b"GET /he")
@@ -124,7 +124,7 @@ def test_strangers_do_not_take_the_files_of_the_process():
 
 
 def test_web_pages_are_refused(guarded, tmp_path):
-    """So are names that point to this machine. Where others reach the receiver, there must be a key."""
+    """Names that point to this machine are refused, too. Where others reach the receiver, there must be a key."""
     has_key = {"authorization": f"Bearer {KEY}"}
     rows = [make_row("a", 1)]
     for origin in ("http://localhost:8000", "https://example.org", "null", guarded.receiver.url):

@@ -100,7 +100,7 @@ def answers(found):
     return {place: reply.response.tolist() for place, reply in found}
 
 
-def test_requests_are_gathered_and_those_that_fail_are_asked_again(fake):
+def test_requests_are_gathered_and_failures_are_asked_again(fake):
     fake.fail_next, metrics = [500, 429, 503], {}
     with opened(fake.url, backend=QUICK) as client:
         assert answers(stream(client, 5, metrics=metrics)) == {(i, 0): [5 + i, 6 + i] for i in range(5)}

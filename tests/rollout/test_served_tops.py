@@ -79,7 +79,7 @@ WHOLE = array_tops([(1, HALF), (2, HALF)], [(1, 0.0), (-1, NONE)])
 
 
 def test_sound_likeliest_tokens_pass():
-    """Those of fewer positions do not."""
+    """Likeliest tokens of fewer positions do not."""
     rounded = [HALF, QUARTER + 5e-4]
     plain = [(SOUND, [1, 2], [HALF, QUARTER]), (SOUND, [1, 7], [HALF, EIGHTH]), (SOUND, [1, 7], rounded)]
     for sampling, cases in ((PLAIN, [*plain, (WHOLE, [1, 1], [HALF, 0.0])]), (CUT, [(WHOLE, [2, 1], [HALF, 0.0])])):

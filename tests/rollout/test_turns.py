@@ -65,7 +65,7 @@ def later(act, *arguments):
 
 
 def test_a_round_waits_for_each_open_trajectory():
-    """What waits comes in order of key. An end drops what waits, and may come twice."""
+    """The requests come in order of key. An end drops what waits, and may come twice."""
     queue = TurnQueue([0, 1, 2])
     assert queue.take() == []
     put(queue, 2, 1)

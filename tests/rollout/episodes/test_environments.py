@@ -1,4 +1,4 @@
-"""What needs no process: environments and their page, the calculator, calls in texts, and the row of a trajectory."""
+"""Episodes without processes: environments, their page, the calculator, calls in texts, and the row of a trajectory."""
 
 import asyncio
 import json

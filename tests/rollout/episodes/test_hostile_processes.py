@@ -118,7 +118,7 @@ def test_a_reward_that_writes_to_its_socket_harms_itself(caplog):
             assert len(caplog.records[0].getMessage()) < 2000
 
 
-def test_a_worker_that_ends_no_frame_or_reads_nothing_is_a_timeout():
+def test_a_worker_that_ends_no_frame_or_reads_none_is_a_timeout():
     with rewards(1.0) as pool:
         assert score(pool, "half", "say 0.3") == [0.0, 0.3]
         assert score(pool, "stop") == [0.5]
