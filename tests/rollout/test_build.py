@@ -105,7 +105,7 @@ def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
 
 
 def test_settings_of_numerics_reach_the_embedded_engine():
-    """test_quantization.py has weights of eight bits."""
+    """test_inject.py has weights of eight bits."""
     params, found, changed = (
         init_params(CONFIG, 0),
         [],

@@ -12,6 +12,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout import decode_sizes as sizes
+from rljax.rollout.decoding import Queue
 from rljax.rollout.embedded import JaxEngine, make_functions
 from rljax.rollout.likeliest import next_tokens
 from rljax.rollout.types import SamplingParams
@@ -206,6 +207,10 @@ def test_sizes_by_hand():
     assert [sizes.padded_rows(count) for count in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert [sizes.padded_width(longest, 6, 40) for longest in (1, 6, 7, 12, 13, 25, 39)] == [6, 6, 12, 12, 24, 39, 39]
     assert [sizes.prefill_rows(CONFIG, *form) for form in ((256, 1), (256, 2), (2**14, 1))] == [1024, 2048, 1]
+    words = {"aaabbb": 3, "aaaabb": 2, "aaab": 1, "aba": 1}  # neighbours with equal prompts
+    assert {word: sizes.repeats([np.asarray([ord(letter)]) for letter in word]) for word in words} == words
+    queue = Queue(np.zeros((5, 2), np.int32), np.ones(5, np.int32), 1, sizes.DecodeSizes(4, 1, 4), most=2)
+    assert [rows.tolist() for _, _, rows, _, _ in queue.admitted(np.arange(4))] == [[[0], [1]], [[2], [3]]]
     qwen3_4b = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
     assert sizes.cache_row_bytes(qwen3_4b, MESH, 100, jnp.bfloat16, jnp.bfloat16) == 100 * 147_456
     assert sizes.cache_row_bytes(qwen3_4b, MESH, 1, jnp.bfloat16, jnp.float8_e4m3fn) == 147_456 / 2

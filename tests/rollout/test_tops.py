@@ -102,14 +102,13 @@ def log_softmax_of(response, temperature=TEMPERATURE):
 def chosen(r):
     """Returns the log-probabilities of sampled tokens among the likeliest ones: as reported there, and their own."""
     hit = r["top_ids"] == r.response[:, None]
-    assert hit.any()
     return r["top_logprobs"][hit], r["rollout_logprobs"][hit.any(axis=1)]
 
 
 @pytest.mark.parametrize("make", [embedded, exact])
 def test_the_likeliest_tokens_are_those_of_the_full_forward(make):
     """To report them changes no token. With the exact engine a token has the same bits among them."""
-    engine = make()
+    engine, hits = make(), 0
     for r, plain in zip(sample(engine, **TOPS), sample(engine), strict=True):
         expected = log_softmax_of(r)
         assert (r["top_ids"].dtype, r["top_logprobs"].dtype) == (np.int32, np.float32)
@@ -120,6 +119,8 @@ def test_the_likeliest_tokens_are_those_of_the_full_forward(make):
         np.testing.assert_array_equal(r.response, plain.response)
         np.testing.assert_allclose(plain["rollout_logprobs"], r["rollout_logprobs"], atol=1e-6, rtol=0)
         assert (r.truncated, "top_ids" in plain.columns) == (plain.truncated, False)
+        hits += len(chosen(r)[0])
+    assert hits > 0
 
 
 @pytest.mark.parametrize("make", [embedded, exact])

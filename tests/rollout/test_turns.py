@@ -228,7 +228,7 @@ def test_each_turn_extends_the_one_before(fake, is_model):
         assert response.truncated
         assert set(response["rollout_logprobs"]) == {-1.0}
     assert (metrics["rollout/requests"], metrics["rollout/retries"]) == (4, 0)
-    assert metrics["time/generate_s"] > 0
+    assert is_model or metrics["time/generate_s"] > 0
 
 
 def test_turns_are_answered_while_others_run(fake):

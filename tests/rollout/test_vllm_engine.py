@@ -106,19 +106,19 @@ def test_a_request_to_stop_ends_a_wait(fake, act, meanwhile, are_gone):
     assert stop.moves > 0 or not are_gone
 
 
-def test_a_server_that_came_back_as_another_is_refused(fake, another):
-    said = "its cache blocks have 64 tokens, and the probes fill blocks of 16: start"
-    changes = [
-        ({"described": {"block_size": 64}}, said),
-        ({"dtype": "bfloat16"}, "the dtype is bfloat16, expected float"),
-    ]
+BLOCKS = "its cache blocks have 64 tokens, and the probes fill blocks of 16: start"
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [("the dtype is bfloat16, expected float32", {"dtype": "bfloat16"}), (BLOCKS, {"described": {"block_size": 64}})],
+)
+def test_a_server_that_came_back_as_another_is_refused(fake, another, change, said):
     with published(fake.url, server_wait_s=3.0) as engine:
-        for change, said in changes:
-            fake.stop()
-            fake = another(fake.port)
-            vars(fake).update(change)
-            with pytest.raises(RuntimeError, match=f"does not fit any more: .* {said}"):
-                list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
+        fake.stop()
+        vars(another(fake.port)).update(change)
+        with pytest.raises(RuntimeError, match=f"does not fit any more: .* {said}"):
+            list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
 
 
 def test_probes_fill_the_largest_cache_blocks_of_all_servers(fake, another):
