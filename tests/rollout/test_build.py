@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_disk import small_disk
 
-from rljax.errors import ConfigError
+from rljax.errors import ConfigError, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.rollout.build import check_engine, make_engine, policy_functions, version_bytes
@@ -18,6 +18,7 @@ from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, Sampl
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.train import main
 from rljax.weights.publish_config import PublishConfig
 
 CONFIG = PolicyConfig(64, 8, 8, 1, 1, 1, 8, tie_word_embeddings=True)
@@ -67,6 +68,14 @@ def test_settings_that_make_no_sense_are_refused():
                 config(**{name: value})
     assert RolloutConfig(server_wait_s=np.inf, limits=ClientLimits(request_timeout_s=np.inf))
     assert ClientLimits().request_timeout_s + 600 <= Config().run.stuck_s
+
+
+def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
+    words = ["--run.dir", str(tmp_path / "run"), "--model.path", "nowhere", "--rollout.engine", "vllm"]
+    assert run_cli(main, words) == 2
+    said, *more = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: rollout.engine = vllm needs at least one URL in rollout.urls")
+    assert (more, (tmp_path / "run").exists()) == ([], False)
 
 
 @pytest.mark.parametrize(("store", "takes"), [("shared", 4), ("directory", 6), ("http", 3)])

@@ -60,7 +60,6 @@ def taken(requests):
 
 
 def later(act, *arguments):
-    """Calls ``act`` on another thread a moment later."""
     threading.Timer(0.1, act, arguments).start()
 
 

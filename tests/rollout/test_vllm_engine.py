@@ -106,12 +106,12 @@ def test_a_request_to_stop_ends_a_wait(fake, act, meanwhile, are_gone):
     assert stop.moves > 0 or not are_gone
 
 
-BLOCKS = "its cache blocks have 64 tokens, and the probes fill blocks of 16: start"
-
-
 @pytest.mark.parametrize(
     ("said", "change"),
-    [("the dtype is bfloat16, expected float32", {"dtype": "bfloat16"}), (BLOCKS, {"described": {"block_size": 64}})],
+    [
+        ("the dtype is bfloat16, expected float32", {"dtype": "bfloat16"}),
+        ("blocks of 16: start", {"described": {"block_size": 64}}),
+    ],
 )
 def test_a_server_that_came_back_as_another_is_refused(fake, another, change, said):
     with published(fake.url, server_wait_s=3.0) as engine:

@@ -130,7 +130,6 @@ def test_a_worker_that_ends_no_frame_or_reads_none_is_a_timeout():
 
 
 def call(hosts, word):
-    """Returns the text of a tool's result."""
     return hosts.step("a", word, False).result(60).value.content
 
 
