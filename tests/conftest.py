@@ -16,7 +16,7 @@ MESH_DEVICES = 8
 # which keep four processes busy.
 WAITING = {
     *("test_rewards_pool", "test_run_owner", "test_ownership", "test_pipeline", "test_in_flight"),
-    *("test_vllm_engine", "test_vllm_server", "test_vllm_client", "test_vllm_replies", "test_server_discovery"),
+    *("test_vllm_engine", "test_vllm_server", "test_vllm_client", "test_server_discovery"),
     *("test_weight_server", "test_weight_parts", "test_environment_hosts", "test_tool_pool"),
 }
 # Names from tests/support, and the group of the files that import them: their runs or steps share compiled programs.

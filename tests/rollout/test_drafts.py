@@ -44,40 +44,27 @@ def sampled(samples):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "asked"),
+    ("mesh", "asked", "noise"),
     [
-        (MESH, {}),
-        (MESH, {"temperature": 0.0}),
-        (MESH, {"reported": 3}),
-        (MESH, {"top_k": 4, "top_p": 0.9, "reported": 4}),
+        (MESH, {}, 0.5),  # the noise of the engine is guessed
+        (MESH, {"temperature": 0.0}, 0.0),
+        (MESH, {"top_k": 4, "top_p": 0.9, "reported": 4}, 0.0),
         # The guesses do not depend on the devices.
-        pytest.param(MeshConfig(2, 2), {}, marks=[pytest.mark.harness, pytest.mark.mesh]),
+        pytest.param(MeshConfig(2, 2), {}, 0.0, marks=[pytest.mark.harness, pytest.mark.mesh]),
     ],
-    ids=["random", "greedy", "tops", "cut", "mesh"],
 )
-def test_right_guesses_need_one_run_for_each_batch(mesh, asked):
-    plain, runs = sampled(exact(mesh=mesh).generate(PROMPTS, N, settings(**asked), seed=3))
-    drafts = embedded(mesh=mesh)
-    guided, fewer = sampled(exact(drafts, mesh=mesh).generate(PROMPTS, N, settings(**asked), seed=3))
+def test_right_guesses_need_one_run_for_each_batch(mesh, asked, noise):
+    plain, runs = sampled(exact(noise=noise, mesh=mesh).generate(PROMPTS, N, settings(**asked), seed=3))
+    drafts = embedded(mesh=mesh, inject=InjectConfig(logit_noise=noise))
+    guided, fewer = sampled(exact(drafts, noise, mesh).generate(PROMPTS, N, settings(**asked), seed=3))
     assert guided == plain
     assert {truncated for *_, truncated in plain} == {True, False}
     assert (fewer, runs) == (BATCHES, sum(max(len(one[2]) for one in plain[at : at + ROWS]) for at in (0, 4, 8)))
 
 
-def test_guesses_with_the_noise_of_the_engine_are_right():
-    plain, _ = sampled(exact(noise=0.5).generate(PROMPTS, N, settings(), seed=3))
-    drafts = embedded(inject=InjectConfig(logit_noise=0.5))
-    guided, runs = sampled(exact(drafts, 0.5).generate(PROMPTS, N, settings(), seed=3))
-    assert guided == plain
-    assert runs == BATCHES
-
-
-@pytest.mark.parametrize(
-    ("noise", "coarse"),
-    [(0.0, {"kv_cache_dtype": "fp8_e5m2"}), (0.5, {})],
-    ids=["coarse drafts", "noise that is not guessed"],
-)
+@pytest.mark.parametrize(("noise", "coarse"), [(0.0, {"kv_cache_dtype": "fp8_e5m2"}), (0.5, {})])
 def test_wrong_guesses_are_corrected(noise, coarse):
+    """The drafts are coarse, or the noise is not guessed."""
     plain, runs = sampled(exact(noise=noise).generate(PROMPTS, N, settings(), seed=3))
     guided, fewer = sampled(exact(embedded(**coarse), noise).generate(PROMPTS, N, settings(), seed=3))
     assert guided == plain

@@ -1,20 +1,23 @@
-"""Tests of injected mismatch: the change of each kind to weights or samples, and no mismatch at all for size 0."""
-
-import dataclasses
+"""Tests of injected mismatch: none at all for size 0, the change of each kind, and weights and caches in 8 bits."""
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from small_engines import MESH, PROMPTS, assert_same_bits, exact_pass, in_order
+from small_engines import MESH, PROMPTS, assert_same_bits, counted_loops, exact_pass, in_order
 
 from rljax.mismatch import mismatch_metrics
+from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig
-from rljax.policy.model import init_params, logical_axes
+from rljax.policy.mixers import BlockState
+from rljax.policy.model import cast_params, init_params, logical_axes
+from rljax.rollout.build import make_engine
+from rljax.rollout.decoding import cached
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.exact import ExactEngine
-from rljax.rollout.injected import InjectedEngine, add_noise
-from rljax.rollout.types import InjectConfig, SamplingParams
+from rljax.rollout.injected import InjectedEngine, add_noise, quantize, restore, summed_axes, to_cache
+from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
 from rljax.trainer.exact import lay_out, micro_of
 from rljax.trainer.packing import TrainSequence
 
@@ -22,10 +25,18 @@ pytestmark = pytest.mark.slow
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 LOGICAL = logical_axes(CONFIG)
+NOISY = InjectConfig(logit_noise=0.3)
+MORE = (("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32"))
 
 
 def largest_difference(a, b):
     return max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def engine_of(params, dtype="float32", width=6, **settings):
+    engine = JaxEngine(CONFIG, dtype, width, mesh=MESH, **settings)
+    engine.publish(params, 0)
+    return engine
 
 
 def sample(engine, *, seed=0, temperature=1.0):
@@ -42,72 +53,48 @@ def params():
     return init_params(CONFIG, 0)
 
 
-def mismatch(exact, params, *, seed=0, **inject):
+def mismatch(exact, params, **inject):
     """Returns the metrics of the injected engine's samples against the executable that trains."""
     config = InjectConfig(**inject)
     engine = InjectedEngine(ExactEngine(exact, inject=config), config, CONFIG, MESH)
     engine.publish(params, 3)
-    responses = sample(engine, seed=seed)
-    sequences = [TrainSequence(r.ids, r.prompt_length, r.columns) for r in responses]
+    sequences = [TrainSequence(r.ids, r.prompt_length, r.columns) for r in sample(engine)]
     micro = micro_of(lay_out(sequences, 8, 16), 0)
     one = exact.scalar(1.0)
     trainer = np.asarray(exact(params, exact.place(micro), one, one, one).scores.logprobs)
     return mismatch_metrics(trainer, micro.rollout_logprobs, micro.response_mask)
 
 
-def test_weight_noise_is_a_dial_from_exactly_zero(exact, params):
+def test_noise_is_a_dial_from_exactly_zero(exact, params):
+    """Noise of logits moves a log-probability by its own noise less the mean noise, on average by 0.8 of its size."""
     none, small, large = (mismatch(exact, params, weight_noise=size) for size in (0.0, 1e-3, 3e-2))
     assert none["logprob_abs_diff_mean"] == none["logprob_abs_diff_max"] == none["k3_kl"] == none["kl"] == 0.0
     assert 0 < small["logprob_abs_diff_mean"] < 0.1 * large["logprob_abs_diff_mean"]
     assert 0 < small["k3_kl"] < 0.01 * large["k3_kl"]
+    for size in (0.01, 0.3):
+        assert 0.6 * size < mismatch(exact, params, logit_noise=size)["logprob_abs_diff_mean"] < size
 
 
-def test_logit_noise_is_a_dial_from_exactly_zero(exact, params):
-    none, small, large = (mismatch(exact, params, logit_noise=size) for size in (0.0, 0.01, 0.3))
-    assert none["logprob_abs_diff_max"] == none["k3_kl"] == 0.0
-    # The noise moves a token's log-probability by the token's own noise less the mean noise. That has about the
-    # standard deviation of the noise, and its mean size is 0.8 of the standard deviation.
-    assert 0.6 * 0.01 < small["logprob_abs_diff_mean"] < 1.0 * 0.01
-    assert 0.6 * 0.3 < large["logprob_abs_diff_mean"] < 1.0 * 0.3
-
-
-def test_the_embedded_engine_records_the_noisy_distribution(params):
-    engine = JaxEngine(CONFIG, "float32", 6, mesh=MESH, inject=InjectConfig(logit_noise=0.3))
-    engine.publish(params, 0)
-    responses = sample(engine)
-    plain = engine.score([PROMPTS[one.prompt_index] for one in responses], [one.response for one in responses])
+def test_noise_of_logits_is_recorded_and_repeats_by_seed(exact, params):
+    """The embedded engine records the noisy distribution. The exact engine's noise depends on seed and token."""
+    embedded, exact = engine_of(params, inject=NOISY), ExactEngine(exact, inject=NOISY)
+    responses = sample(embedded)
+    plain = embedded.score([PROMPTS[one.prompt_index] for one in responses], [one.response for one in responses])
     recorded = np.concatenate([one["rollout_logprobs"] for one in responses])
     assert 0.6 * 0.3 < np.abs(recorded - np.concatenate(plain)).mean() < 1.0 * 0.3
+    exact.publish(params, 0)
+    first, again, other = ([r["rollout_logprobs"].tolist() for r in sample(exact, seed=seed)] for seed in (0, 0, 1))
+    assert first == again != other
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_greedy_sampling_has_no_logit_noise(is_exact, exact, params):
-    def greedy(noise):
-        inject = InjectConfig(logit_noise=noise)
-        engine = (
-            ExactEngine(exact, inject=inject) if is_exact else JaxEngine(CONFIG, "float32", 6, mesh=MESH, inject=inject)
-        )
+    found = []
+    for noise in (InjectConfig(), NOISY):
+        engine = ExactEngine(exact, inject=noise) if is_exact else engine_of(params, inject=noise)
         engine.publish(params, 0)
-        found = sample(engine, temperature=0.0)
-        return [(one.response.tolist(), one["rollout_logprobs"].tolist()) for one in found]
-
-    assert greedy(3.0) == greedy(0.0)
-
-
-def test_coarser_weights_mismatch_more(exact, params):
-    found = [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "fp8"}]
-    means = [mismatch(exact, params, **inject)["logprob_abs_diff_mean"] for inject in found]
-    assert means == sorted(means)
-    assert means[0] > 0
-
-
-def test_logit_noise_repeats_by_seed_and_token(exact, params):
-    def logprobs(seed):
-        engine = ExactEngine(exact, inject=InjectConfig(logit_noise=0.3))
-        engine.publish(params, 0)
-        return [r["rollout_logprobs"].tolist() for r in sample(engine, seed=seed)]
-
-    assert logprobs(0) == logprobs(0) != logprobs(1)
+        found.append(sample(engine, temperature=0.0))
+    assert_same_bits(*found)
 
 
 def test_noise_has_the_relative_size_and_is_one_for_a_version(params):
@@ -139,45 +126,146 @@ class Published:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_another_dtype_rounds_the_weights_to_it(dtype, params):
-    end = Published()
+    """The noise of stale weights follows their version."""
+    end, stale, fresh = Published(), Published(), Published()
     InjectedEngine(end, InjectConfig(dtype=dtype), CONFIG, MESH).publish(params, 5)
     assert end.version == 5
     for found, weight in zip(jax.tree.leaves(end.params), jax.tree.leaves(params), strict=True):
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, np.asarray(weight).astype(jnp.dtype(dtype)).astype(np.float32))
-
-
-@pytest.mark.parametrize("kind", ["exact", "jax"])
-def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
-    inside = ExactEngine(exact) if kind == "exact" else JaxEngine(CONFIG, "float32", 6, mesh=MESH)
-    plain = ExactEngine(exact) if kind == "exact" else JaxEngine(CONFIG, "float32", 6, mesh=MESH)
-    stale = InjectedEngine(inside, InjectConfig(staleness=2), CONFIG, MESH)
-    versions = []
-    for version in range(5):
-        published = init_params(CONFIG, version)
-        stale.publish(published, version)
-        # The trainer's next step takes over the buffers of the published weights.
-        jax.tree.map(lambda leaf: leaf.delete(), published)
-        found = sample(stale)
-        (sampled_with,) = found[0].versions.tolist()
-        versions.append(sampled_with)
-        plain.publish(init_params(CONFIG, sampled_with), sampled_with)
-        assert_same_bits(found, sample(plain))
-    assert versions == [0, 0, 0, 1, 2]
-
-
-def test_noise_follows_the_version_of_the_stale_weights(params):
-    stale, fresh = Published(), Published()
-    engine = InjectedEngine(stale, InjectConfig(staleness=1, weight_noise=0.1), CONFIG, MESH)
+    engine = InjectedEngine(stale, InjectConfig(staleness=1, weight_noise=0.1, dtype=dtype), CONFIG, MESH)
     for version in (6, 7):
         engine.publish(params, version)
-    InjectedEngine(fresh, InjectConfig(weight_noise=0.1), CONFIG, MESH).publish(params, 6)
+    InjectedEngine(fresh, InjectConfig(weight_noise=0.1, dtype=dtype), CONFIG, MESH).publish(params, 6)
     assert stale.version == 6
     assert largest_difference(stale.params, fresh.params) == 0
 
 
-def test_only_what_changes_weights_is_wrapped():
-    changed = {"weight_noise": 0.1, "quantize": "fp8", "dtype": "float16", "staleness": 1}
-    assert all(InjectConfig(**{name: value}).changes_weights for name, value in changed.items())
-    assert not InjectConfig(logit_noise=0.1).changes_weights
-    assert {field.name for field in dataclasses.fields(InjectConfig)} == {*changed, "logit_noise"}
+@pytest.mark.parametrize("kind", ["exact", "jax"])
+def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
+    """The trainer's next step takes over the buffers of the published weights."""
+    inside, plain = (
+        ExactEngine(exact) if kind == "exact" else JaxEngine(CONFIG, "float32", 6, mesh=MESH) for _ in range(2)
+    )
+    stale, versions = InjectedEngine(inside, InjectConfig(staleness=2), CONFIG, MESH), []
+    for version in range(5):
+        published = init_params(CONFIG, version)
+        stale.publish(published, version)
+        jax.tree.map(lambda leaf: leaf.delete(), published)
+        found = sample(stale)
+        versions += found[0].versions.tolist()
+        plain.publish(init_params(CONFIG, versions[-1]), versions[-1])
+        assert_same_bits(found, sample(plain))
+    assert versions == [0, 0, 0, 1, 2]
+
+
+def test_which_axes_a_matrix_sums_over():
+    layers, others = LOGICAL["layers"], (LOGICAL["embed"], LOGICAL["final_norm"]["scale"], ("layers", "embed"))
+    attention, mlp = layers["attention"], layers["mlp"]
+    inputs = [attention["query"], attention["key"], attention["value"], mlp["gate"], mlp["up"], mlp["down"]]
+    assert {summed_axes(axes) for axes in inputs} == {(1,)}
+    assert summed_axes(attention["output"]) == (1, 2)
+    assert {summed_axes(axes) for axes in (*others, layers["mlp_norm"]["scale"])} == {()}
+
+
+# The matrix has one layer, two inputs and two output channels. The channels' largest weights are 1.27 and 2.54 for
+# int8, and 448 and 0.875 for fp8.
+@pytest.mark.parametrize(
+    ("kind", "weight", "expected"),
+    [
+        # The steps are 0.01 and 0.02: -0.504 becomes -0.50, and 0.031 (1.55 steps) becomes 0.04.
+        ("int8", [[1.27, 0.031], [-0.504, -2.54]], [[1.27, 0.04], [-0.50, -2.54]]),
+        # Three bits of mantissa: 19 becomes 20 (18 and 20 are as near; ties go to even). -0.875 is 448 steps, and 0.03
+        # is 15.36 steps, which become 15.
+        ("fp8", [[448.0, 0.03], [19.0, -0.875]], [[448.0, 15 * 0.875 / 448], [20.0, -0.875]]),
+        ("int8", [[0.0, 1.27], [0.0, 0.0]], [[0.0, 1.27], [0.0, 0.0]]),  # a channel of zeros stays zero
+    ],
+)
+def test_quantized_weights_are_the_hand_worked_ones(kind, weight, expected):
+    params = {"matrix": jnp.asarray(weight, jnp.float32)[None], "norm": jnp.asarray([[0.123, 7.0]])}
+    logical = {"matrix": ("layers", "embed", "mlp"), "norm": ("layers", "norm")}
+    stored = quantize(params, logical, kind)
+    assert stored["matrix"].values.dtype == {"int8": jnp.int8, "fp8": ml_dtypes.float8_e4m3fn}[kind]
+    found = restore(stored)
+    np.testing.assert_allclose(found["matrix"][0], expected, rtol=1e-6)
+    np.testing.assert_array_equal(found["norm"], params["norm"])
+
+
+# float8_e4m3fn has 3 bits of mantissa and ends at 448. float8_e5m2 has 2 bits and ends at 57344. Ties go to even.
+def test_a_cache_stores_the_hand_worked_numbers():
+    """A cache of the dtype of its numbers stores what it gets."""
+    four = [1.0, 1.05, 1.0625, 1.1875, -19.0, 500.0, -1e9], [1.0, 1.0, 1.0, 1.25, -20.0, 448.0, -448]
+    five = [1.0, 1.1, 1.125, 1.375, -19.0, 500.0, -1e9], [1.0, 1.0, 1.0, 1.5, -20.0, 512.0, -57344.0]
+    for dtype, (x, expected) in ((jnp.float8_e4m3fn, four), (jnp.float8_e5m2, five)):
+        for given in (jnp.float32, jnp.bfloat16):
+            stored = to_cache(jnp.asarray(x, given), dtype)
+            assert stored.dtype == dtype
+            np.testing.assert_array_equal(np.asarray(stored, np.float32), expected)
+    own = jnp.asarray([1.1, np.inf], jnp.bfloat16)
+    assert to_cache(own, jnp.bfloat16) is own
+
+
+def test_attention_reads_what_the_cache_stores():
+    """Attention also reads the newest token's own keys and values rounded. Here numpy rounds them."""
+    rng, dtype, room = np.random.default_rng(0), ml_dtypes.float8_e4m3fn, ((0, 0), (0, 2), (0, 0), (0, 0))
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 3, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
+    empty = jnp.zeros((1, 2, 5, 2, 8), dtype)
+    mask = jnp.asarray(np.tril(np.ones((3, 5), bool))[None].repeat(2, 0))
+    where = cached(CONFIG, jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool), mask, 0)
+    out, ((keys, values), _) = jax.jit(where.attend)(q, k, v, BlockState((empty, empty), jnp.int32(0)))
+    assert keys.dtype == values.dtype == dtype
+    rounded = [jnp.asarray(np.asarray(x).astype(np.float32).astype(dtype).astype(np.float32), q.dtype) for x in (k, v)]
+    expected, plain = (attend(q, *(jnp.pad(x, room) for x in pair), mask) for pair in (rounded, (k, v)))
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), rtol=1e-2, atol=1e-3)
+    off = [float(jnp.abs(x.astype(jnp.float32) - out.astype(jnp.float32)).mean()) for x in (expected, plain)]
+    assert off[1] > 20 * off[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("fp8", "bfloat16"), *(pytest.param(*form, marks=pytest.mark.harness) for form in MORE)]
+)
+def test_the_engine_samples_from_weights_in_eight_bits(kind, dtype):
+    """The samples are those of an engine that gets the rounded numbers. Weights in the rollout dtype are rounded."""
+    params = init_params(CONFIG, 0)
+    rounded = restore(quantize(cast_params(params, dtype), LOGICAL, kind))
+    inject = InjectConfig(dtype="same" if dtype == "float32" else dtype, quantize=kind)
+    engine = make_engine(RolloutConfig(dtype=dtype, inject=inject), CONFIG, MESH, max_prompt_tokens=6, max_tokens=16)
+    engine.publish(params, 0)
+    found = sample(engine)
+    assert_same_bits(found, sample(engine_of(rounded, dtype)))
+    with pytest.raises(AssertionError):
+        assert_same_bits(found, sample(engine_of(params, dtype)))
+
+
+def test_eight_bits_repeat_and_compile_nothing_again(caplog):
+    decoder = JaxEngine(CONFIG, "bfloat16", 6, mesh=MESH, kv_cache_dtype="fp8_e4m3")
+    engine = InjectedEngine(decoder, InjectConfig(dtype="bfloat16", quantize="fp8"), CONFIG, MESH)
+    engine.publish(init_params(CONFIG, 0), 0)
+    first = sample(engine)
+    with counted_loops(caplog) as loops:
+        engine.publish(init_params(CONFIG, 1), 1)
+        with pytest.raises(AssertionError):
+            assert_same_bits(first, sample(engine))
+        engine.publish(init_params(CONFIG, 0), 2)
+        assert_same_bits(first, sample(engine))
+        assert loops() == 0
+
+
+def both_paths(params, kind):
+    """Returns the log-probabilities of given responses of ten tokens, from decode and from prefill."""
+    responses = [np.arange(i, i + 10, dtype=np.int32) for i in range(len(PROMPTS))]
+    whole = [np.concatenate(pair) for pair in zip(PROMPTS, responses, strict=True)]
+    engine = engine_of(params, width=16, kv_cache_dtype=kind)
+    prefilled = engine.score_prefill(whole)
+    assert [len(vector) for vector in prefilled] == [len(ids) - 1 for ids in whole]
+    return np.concatenate(engine.score(PROMPTS, responses)), np.concatenate([vector[-10:] for vector in prefilled])
+
+
+def test_prefill_and_decode_of_given_tokens_agree():
+    """In float32 both paths have the same numbers. An 8-bit cache moves both alike, far more than they differ."""
+    params = init_params(CONFIG, 0)
+    decoded, prefilled = both_paths(params, "auto")
+    np.testing.assert_allclose(prefilled, decoded, atol=3e-6, rtol=0)
+    rounded_decoded, rounded = both_paths(params, "fp8_e5m2")
+    np.testing.assert_allclose(rounded, rounded_decoded, atol=4e-6, rtol=0)
+    assert np.abs(rounded - prefilled).mean() > 0.03

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import contextlib
-import copy
 import hashlib
 import json
 import math
@@ -19,7 +18,6 @@ from quick_backends import quick
 from vllm_fake import as_base64, flat_scores, hash_of
 
 from rljax.errors import ReplyError, ServerError
-from rljax.rollout.build import connect
 from rljax.rollout.servers.http import Http
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Request
@@ -55,88 +53,60 @@ def stream(client, count, vocab_size=64, metrics=None):
 
 
 def test_a_reply_is_read():
+    """It names its prompt by a hash of little-endian integers, on which other releases must agree."""
     completion = read(REPLY)
     assert completion.response.tolist() == [9, 2]
     assert completion["rollout_logprobs"].tolist() == [-4.0, -1.5]
     assert completion.spans == (("v1", 0, 2),)
     assert completion["top_ids"].tolist() == [[1, 2], [1, 2]]
     assert completion["top_logprobs"].tolist() == [[-0.5, -1.5], [-0.5, -1.5]]
-
-
-def test_scores_of_a_prompt_are_read():
     scored = REPLY | {"prompt_scores": flat_scores([[], [(4, -0.25), (7, -1.0)], [(5, -0.5), (5, -0.5)]])}
     request = Request(PROMPT, SamplingParams(2), prompt_logprobs=1)
     assert read(scored, request).prompt_logprobs == ({}, {4: -0.25, 7: -1.0}, {5: -0.5})
     assert read(REPLY, request).prompt_logprobs == ()
-
-
-def scores(*rows):
-    return lambda reply: reply.update(scores=flat_scores(rows))
-
-
-def hashed(value):
-    return lambda reply: reply.update(prompt_hash=value)
+    expected = hashlib.blake2b(struct.pack("<3i", 3, 4, 70_000), digest_size=8).digest()
+    assert base64.b64decode(hash_of([3, 4, 70_000])) == expected
 
 
 BAD = {
-    "no scores": (lambda reply: reply.update(scores=None), "Expected `object`, got `null`"),
-    "no base64": (lambda reply: reply.update(token_ids="%%%"), "answered with no completion"),
-    "half a number": (
-        lambda reply: reply.update(token_ids=base64.b64encode(b"12345").decode()),
-        "buffer size must be a multiple of element size",
+    "no scores": ({"scores": None}, "Expected `object`, got `null`"),
+    "no base64": ({"token_ids": "%%%"}, "answered with no completion"),
+    "half a number": ({"token_ids": base64.b64encode(b"12345").decode()}, "must be a multiple of element size"),
+    "scores of others": (
+        {"scores": flat_scores([[(9, -1.0)], [(3, -1.0)]])},
+        "2 tokens and log-probabilities of 2 others",
     ),
-    "scores of others": (scores([(9, -1.0)], [(3, -1.0)]), "gave 2 tokens and log-probabilities of 2 others"),
-    "a score less": (scores([(9, -1.0)]), "gave 2 tokens and log-probabilities of 1 others"),
-    "no score": (scores([(9, -1.0)], []), "a position without a log-probability"),
-    "counted wrong": (
-        lambda reply: reply["scores"].update(counts=as_base64([3, 4], "<i4")),
-        "6 tokens with 6 log-probabilities, counted as 7",
-    ),
-    "negative count": (
-        lambda reply: reply["scores"].update(counts=as_base64([-1, 7], "<i4")),
-        "6 tokens with 6 log-probabilities, counted as 6",
-    ),
-    "NaN": (scores([(9, math.nan)], [(2, -1.5)]), "gave a log-probability of nan"),
-    "too few": (scores([(9, -4.0)], [(2, -1.5)]), "gave 1 likeliest tokens at a position, expected 2"),
-    "another prompt": (hashed(hash_of([3, 4, 6])), "gave the reply to another prompt than the request has"),
-    "a part of the prompt": (hashed(hash_of([3, 4])), "gave the reply to another prompt than the request has"),
-    "no prompt": (hashed(""), "does not say which prompt it answers: install the same rljax beside both"),
+    "a score less": ({"scores": flat_scores([[(9, -1.0)]])}, "gave 2 tokens and log-probabilities of 1 others"),
+    "no score": ({"scores": flat_scores([[(9, -1.0)], []])}, "a position without a log-probability"),
+    "NaN": ({"scores": flat_scores([[(9, math.nan)], [(2, -1.5)]])}, "gave a log-probability of nan"),
+    "another prompt": ({"prompt_hash": hash_of([3, 4, 6])}, "gave the reply to another prompt than the request has"),
+    "no prompt": ({"prompt_hash": ""}, "does not say which prompt it answers: install the same rljax beside both"),
 }
+for first, second, count in ((3, 4, 7), (-1, 7, 6)):
+    scores = REPLY["scores"] | {"counts": as_base64([first, second], "<i4")}
+    BAD[f"counted {first}"] = ({"scores": scores}, f"6 tokens with 6 log-probabilities, counted as {count}")
 
 
 @pytest.mark.parametrize(("change", "said"), BAD.values(), ids=BAD.keys())
 def test_a_reply_that_does_not_fit_together_is_refused(change, said):
-    reply = copy.deepcopy(REPLY)
-    change(reply)
-    with pytest.raises(ReplyError) as refused:
-        read(reply)
-    assert said in str(refused.value)
-
-
-def test_the_hash_is_of_the_ids_as_little_endian_integers():
-    """The server and the client of other releases must agree on these bytes."""
-    expected = hashlib.blake2b(struct.pack("<3i", 3, 4, 70_000), digest_size=8).digest()
-    assert base64.b64decode(hash_of([3, 4, 70_000])) == expected
+    with pytest.raises(ReplyError, match=said):
+        read(REPLY | change)
 
 
 # ---- The server and the form of a request ----
 
 
-def test_requests_are_gathered(fake):
-    with opened(fake.url, backend=QUICK) as client:
-        found = dict(stream(client, 5))
-    assert {place: reply.response.tolist() for place, reply in found.items()} == {
-        (i, 0): [5 + i, 6 + i] for i in range(5)
-    }
-    assert 0 < fake.seen[ROLLOUTS] < 5
+def answers(found):
+    return {place: reply.response.tolist() for place, reply in found}
 
 
-def test_one_that_failed_is_asked_again_alone(fake):
-    fake.fail_next, metrics = [500], {}
+def test_requests_are_gathered_and_failures_are_asked_again(fake):
+    fake.fail_next, metrics = [500, 429, 503], {}
     with opened(fake.url, backend=QUICK) as client:
-        assert len(dict(stream(client, 4, metrics=metrics))) == 4
+        assert answers(stream(client, 5, metrics=metrics)) == {(i, 0): [5 + i, 6 + i] for i in range(5)}
         assert client.report()["rollout/server_losses"] == 0
-    assert metrics == {"rollout/requests": 5, "rollout/retries": 1}
+    assert metrics == {"rollout/requests": 8, "rollout/retries": 3}
+    assert 0 < fake.seen[ROLLOUTS] < 8
 
 
 def mixed_up(fake, monkeypatch, times):
@@ -145,45 +115,23 @@ def mixed_up(fake, monkeypatch, times):
 
     def lines(asked):
         left[0] -= 1
-        return sound(asked) if left[0] < 0 else shifted(sound(asked), len(asked))
+        for line in sound(asked):
+            number, rest = line.split(b" ", 1)
+            yield b"%d %b" % ((int(number) + (left[0] >= 0)) % len(asked), rest)
 
     monkeypatch.setattr(fake, "lines", lines)
-
-
-def shifted(lines, count):
-    for line in lines:
-        number, rest = line.split(b" ", 1)
-        yield b"%d %b" % ((int(number) + 1) % count, rest)
 
 
 def test_replies_of_other_prompts_are_not_taken_and_said_once(fake, monkeypatch, caplog):
     mixed_up(fake, monkeypatch, 2)
     with opened(fake.url, backend=QUICK) as client:
-        found = dict(stream(client, 4))
-    assert {place: reply.response.tolist() for place, reply in found.items()} == {
-        (i, 0): [5 + i, 6 + i] for i in range(4)
-    }
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line == (
-        f"{fake.url}/rljax/rollouts gave the reply to another prompt than the request has; no such reply is "
-        "taken, rollout/retries counts them"
-    )
-
-
-def test_replies_that_stay_mixed_up_end_in_one_line(fake, monkeypatch):
-    mixed_up(fake, monkeypatch, 1000)
-    said = r"^response \d failed 3 times; the last: http\S+ gave the reply to another prompt than the request has$"
-    with opened(fake.url, backend=QUICK) as client, pytest.raises(ServerError, match=said):
-        dict(stream(client, 4))
-
-
-@pytest.mark.parametrize("has_own", [True, False])
-def test_a_server_without_the_endpoint_is_asked_at_vllms(fake, has_own):
-    fake.routes -= set() if has_own else {ROLLOUTS}
-    with contextlib.closing(connect([fake.url])) as engine:
-        responses = list(engine.generate([PROMPT], 4, SamplingParams(3), seed=0))
-    assert [response["rollout_logprobs"].tolist() for response in responses] == [[-1.0, -1.0, -1.0]] * 4
-    assert (fake.seen[ROLLOUTS] > 1) == has_own
+        assert answers(stream(client, 4)) == {(i, 0): [5 + i, 6 + i] for i in range(4)}
+        (line,) = [record.getMessage() for record in caplog.records]
+        said = f"{fake.url}/rljax/rollouts gave the reply to another prompt than the request has"
+        assert line == f"{said}; no such reply is taken, rollout/retries counts them"
+        mixed_up(fake, monkeypatch, 1000)
+        with pytest.raises(ServerError, match=rf"^response \d failed 3 times; the last: {said}$"):
+            dict(stream(client, 4))
 
 
 # ---- Lines in the order of their arrival ----
@@ -236,17 +184,30 @@ def scripted():
         yield made
 
 
-def test_a_response_comes_before_the_next_is_complete(scripted):
+@contextlib.contextmanager
+def streamed(scripted, act, count):
+    """Yields the first response and the others of a batch of ``count`` requests. ``act`` sends the first."""
     with opened(scripted.url, backend=QUICK) as client:
-        found = stream(client, 3)
-        accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(2, 1, 7, 40)))
+        accepted = threading.Thread(target=lambda: (scripted.accept(), act()))
+        found = stream(client, count)
         accepted.start()
-        place, reply = next(found)
+        first = next(found)
         accepted.join()
+        yield first, found
+
+
+def test_a_response_comes_before_the_next_is_complete(scripted):
+    with streamed(scripted, lambda: scripted.line(2, 1, 7, 40), 3) as ((place, reply), found):
         assert (place, reply.response.tolist()) == ((2, 0), [7, 7])
         scripted.line(0)
         scripted.line(1)
         assert sorted(place for place, _ in found) == [(0, 0), (1, 0)]
+
+
+def test_a_stream_that_is_closed_closes_its_connection(scripted):
+    with streamed(scripted, lambda: scripted.line(0), 2) as (_, found):
+        found.close()
+        assert scripted.connection.recv(1) == b""
 
 
 def test_a_reply_is_not_kept_until_the_slowest_comes(scripted):
@@ -272,22 +233,8 @@ def test_a_reply_is_not_kept_until_the_slowest_comes(scripted):
         tracemalloc.stop()
 
 
-def test_a_stream_that_is_closed_closes_its_connection(scripted):
-    with opened(scripted.url, backend=QUICK) as client:
-        found = stream(client, 2)
-        accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(0)))
-        accepted.start()
-        next(found)
-        accepted.join()
-        found.close()
-        assert scripted.connection.recv(1) == b""
-
-
 def test_a_batch_whose_server_dies_is_sampled_elsewhere(scripted, fake):
-    """One response came before the loss.
-
-    The others are asked of the other server: none is lost, and none comes twice.
-    """
+    """One response came before the loss. The others are asked of the other server, each once."""
     with opened(scripted.url, fake.url, backend=QUICK) as client:
         client.on_loop(client.server(fake.url).pause)
         found = stream(client, 4)
@@ -302,19 +249,9 @@ def test_a_batch_whose_server_dies_is_sampled_elsewhere(scripted, fake):
     assert sorted(prompt[-1] for prompt, _, _ in fake.asked) == [5, 6, 8]
 
 
-@pytest.mark.parametrize("line", [b"\n", b"x 200 {}\n", b"9 200 {}\n", b"0\n", b"0 200 {}\n", b"0 200 [\n", b"\xff\n"])
-def test_whatever_line_comes_back(fake, line):
-    fake.lines = lambda asked: iter([line])
-    with (
-        opened(fake.url, backend=QUICK) as client,
-        pytest.raises(ServerError, match="response 0 failed 3 times") as ended,
-    ):
-        list(stream(client, 1))
-    assert "\n" not in str(ended.value)
-
-
-def test_two_servers_do_not_share_a_batch(fake, another):
-    other = another()
-    with opened(fake.url, other.url, backend=QUICK) as client:
-        assert len(dict(stream(client, 8))) == 8
-        assert len(fake.asked) == len(other.asked) == 4
+def test_whatever_line_comes_back(fake):
+    with opened(fake.url, backend=QUICK) as client:
+        for line in (b"\n", b"x 200 {}\n", b"9 200 {}\n", b"0\n", b"0 200 {}\n", b"0 200 [\n", b"\xff\n"):
+            fake.lines = lambda asked, line=line: iter([line])
+            with pytest.raises(ServerError, match=r"^response 0 failed 3 times.*$"):
+                list(stream(client, 1))

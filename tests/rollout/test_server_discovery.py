@@ -29,56 +29,39 @@ def write(path, *fakes: FakeVllm) -> None:
 
 
 def test_a_file_a_directory_and_a_name_list_servers(tmp_path, monkeypatch):
+    """The name of this machine is resolved, and then one whose addresses are planted."""
     file = tmp_path / "servers"
     file.write_text("# all of them\nhttp://a:1\n\n  http://b:2/ # the second\n")
     assert make_lookup(str(file))() == ("http://a:1", "http://b:2/")
     for name, text in (("2.url", "http://b:2\n"), ("1.url", "http://a:1\n"), ("1.log", "http://c:3\n")):
         (tmp_path / name).write_text(text)
     assert make_lookup(str(tmp_path))() == ("http://a:1", "http://b:2")
-    found = [
-        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.9", 8000)),
-        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 8000, 0, 0)),
-        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.10", 8000)),
-    ]
+    assert "http://127.0.0.1:81" in make_lookup("dns://localhost:81")()
+    addresses = [("10.0.0.9", 8000), ("fd00::1", 8000, 0, 0), ("10.0.0.10", 8000)]
+    found = [(socket.AF_INET6 if address[2:] else socket.AF_INET, 1, 6, "", address) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: found if host == "servers.run.svc" else [])
     expected = ("http://10.0.0.10:8000", "http://10.0.0.9:8000", "http://[fd00::1]:8000")
     assert make_lookup("dns://servers.run.svc:8000")() == expected
-
-
-def test_the_name_of_this_machine_is_resolved():
-    assert "http://127.0.0.1:81" in make_lookup("dns://localhost:81")()
-
-
-@pytest.mark.parametrize("where", ["", "dns://servers", "dns://:80", "http://a:1", "dns://a:1/path", "s3://a:1"])
-def test_what_lists_no_servers_is_refused(where):
-    with pytest.raises(ValueError, match=r"rollout\.discovery must be a"):
-        make_lookup(where)
-
-
-def test_what_is_listed_goes_before_what_is_named(fakes, tmp_path):
-    """A launcher can list servers for a configuration that names other ones. Then only the listed servers are used."""
-    named, listed = fakes(2)
-    write(tmp_path / "1.url", listed)
-    make(named.url, discovery=str(tmp_path)).close()
-    assert not named.seen
-    assert listed.seen["/init_weight_transfer_engine"] == 1
+    for where in ("", "dns://servers", "dns://:80", "http://a:1", "dns://a:1/path", "s3://a:1"):
+        with pytest.raises(ValueError, match=r"rollout\.discovery must be a"):
+            make_lookup(where)
 
 
 def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("rljax.rollout.servers.discovery.LOOK_EVERY_S", 0.02)
-    file = tmp_path / "servers"
+    file, both = tmp_path / "servers", ("http://a:1", "http://b:2")
     file.write_text("http://a:1\nhttp://a:1/\n")
     with contextlib.closing(Discovery(str(file), check_url)) as found:
         until(lambda: found.urls == ("http://a:1",))
         file.write_text("http://a:1\nhttp://b:2\n")
-        until(lambda: found.urls == ("http://a:1", "http://b:2"))
+        until(lambda: found.urls == both)
         for text in ("http://user:secret@c:3\n", "not a URL\n"):
             file.write_text(text)
             time.sleep(0.1)
-            assert found.urls == ("http://a:1", "http://b:2")
+            assert found.urls == both
         file.unlink()
         until(lambda: "does not list servers, those known are kept" in caplog.text and "No such file" in caplog.text)
-        assert found.urls == ("http://a:1", "http://b:2")
+        assert found.urls == both
         assert "secret" not in caplog.text
         file.write_text("")
         until(lambda: found.urls == ())
@@ -86,10 +69,7 @@ def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog, monkeypatch
 
 @pytest.mark.slow
 def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
-    """The server that joins gets the current weights and is verified first.
-
-    When the other one leaves, nothing is lost.
-    """
+    """The server that joins gets the current weights and is verified first. When the other leaves, nothing is lost."""
     first, second = fakes(2)
     file = tmp_path / "servers"
     write(file, first)
@@ -118,46 +98,40 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
 
 
 def test_a_publish_takes_in_the_servers_that_are_listed_by_then(fakes, tmp_path):
-    servers = fakes(3)
+    """A launcher can list servers for a configuration that names other ones. Then only the listed servers are used."""
+    named, *servers = fakes(4)
     write(tmp_path / "servers", servers[0])
-    with published(discovery=str(tmp_path / "servers")) as engine:
+    with published(named.url, discovery=str(tmp_path / "servers")) as engine:
         write(tmp_path / "servers", *servers[1:])
         until(lambda: len(engine.fleet.discovery.urls) == 2)
         engine.publish(PARAMS, 1)
         assert engine.fleet.opened() == [each.url for each in servers[1:]]
         assert [each.version for each in servers] == [engine.files.tag(version) for version in (0, 1, 1)]
         assert len(list(engine.generate(PROMPTS, 2, SamplingParams(1), seed=0))) == 4
+    assert not named.seen
 
 
 def test_a_run_waits_for_the_first_server_to_be_listed(fakes, tmp_path, caplog):
-    (fake,) = fakes(1)
-    timer = threading.Timer(1.0, lambda: write(tmp_path / "servers", fake))
-    (tmp_path / "servers").write_text("")
-    timer.start()
-    make(discovery=str(tmp_path / "servers")).close()
-    assert f"waiting for a vLLM server, 0 s of at most 10 s ({tmp_path}/servers lists none)" in caplog.text
-    with pytest.raises(RuntimeError, match=r"no vLLM server came back within 0.2 s: .*nowhere lists none"):
-        make(discovery=str(tmp_path / "nowhere"), server_wait_s=0.2)
-
-
-def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
+    """A listed server that does not fit is named."""
     good, other = fakes(2)
     other.dtype = "bfloat16"
-    write(tmp_path / "servers", good, other)
-    with published(discovery=str(tmp_path / "servers")) as engine:
+    servers = {"discovery": str(tmp_path / "servers")}
+    (tmp_path / "servers").write_text("")
+    threading.Timer(0.3, lambda: write(tmp_path / "servers", good, other)).start()
+    with published(**servers) as engine:
+        assert f"waiting for a vLLM server, 0 s of at most 10 s ({tmp_path}/servers lists none)" in caplog.text
         assert engine.fleet.opened() == [good.url]
         assert "the dtype is bfloat16, expected float32" in caplog.text
         assert other.seen[GENERATE] == 0
     write(tmp_path / "servers", other)
     with pytest.raises(HandshakeError, match="the dtype is bfloat16, expected float32"):
-        make(discovery=str(tmp_path / "servers"))
+        make(**servers)
+    with pytest.raises(RuntimeError, match=r"no vLLM server came back within 0.2 s: .*nowhere lists none"):
+        make(discovery=str(tmp_path / "nowhere"), server_wait_s=0.2)
 
 
 def test_servers_are_verified_side_by_side(fakes):
-    """Each reply of the eight servers takes half a second.
-
-    A publish takes about the time of one server, not of eight.
-    """
+    """Each reply takes half a second. A publish to eight servers takes about the time of one."""
     servers, took = fakes(8), []
     for count in (1, 8):
         with published(*(each.url for each in servers[:count])) as engine:
@@ -197,6 +171,16 @@ def pair(fakes, **settings):
         yield engine, quick, slow
 
 
+@contextlib.contextmanager
+def recovering(fakes, **settings):
+    """Yields what ``pair`` yields, and the event until which the second server is being recovered for version 0."""
+    with pair(fakes, **settings) as (engine, quick, slow), held(slow, "/update_weights", engine.files.tag(0)) as over:
+        slow.version = "another"
+        list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
+        until(lambda: engine.fleet.recover() or slow.seen["/start_weight_update"] == 2)
+        yield engine, quick, slow, over
+
+
 def test_a_slow_recovery_delays_no_rollout(fakes):
     with pair(fakes) as (engine, quick, slow), held(slow, "/update_weights") as over:
         slow.version = "another"
@@ -213,10 +197,7 @@ def test_a_slow_recovery_delays_no_rollout(fakes):
 
 def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
     """A publish comes while a server is being recovered, so the server is proven once more, for the new version."""
-    with pair(fakes) as (engine, quick, slow), held(slow, "/update_weights", engine.files.tag(0)) as over:
-        slow.version = "another"
-        list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
-        until(lambda: engine.fleet.recover() or slow.seen["/start_weight_update"] == 2)
+    with recovering(fakes) as (engine, quick, slow, over):
         engine.publish(PARAMS, 1)
         assert engine.fleet.opened() == [quick.url]
         over.set()
@@ -236,10 +217,7 @@ def test_no_proof_is_judged_by_a_policy_that_is_gone(fakes):
             raise RuntimeError("Array has been deleted")
         return 0.0
 
-    with pair(fakes, score_shift=shift) as (engine, quick, slow), held(slow, "/update_weights") as over:
-        slow.version = "another"
-        list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
-        until(lambda: engine.fleet.recover() or slow.seen["/start_weight_update"] == 2)
+    with recovering(fakes, score_shift=shift) as (engine, quick, slow, over):
         over.set()
         until(lambda: not engine.fleet.busy())
         gone.set()

