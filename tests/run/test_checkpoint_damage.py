@@ -5,6 +5,7 @@ import errno
 import re
 import shutil
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +24,17 @@ STEPS = (2, 4)
 THREE = (2, 4, 6)
 FOREIGN = ("0", "x", "9", "05", "-1", "²", "٣", "3.tmp", "tmp_4", "copy_of_3", "1" + "0" * 12)
 HARMLESS = {"commit_success.txt", "_CHECKPOINT_METADATA", "_sharding"}  # nothing of the state is read from these
+WANTED = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=DEVICE), state(0))
 
 
-WANTED = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=DEVICE), jax.eval_shape(lambda: state(0))
-)
+def opened(run, folder="checkpoints", **options):
+    return contextlib.closing(Checkpointer(run / folder, **options))
 
 
-def save(run, steps=STEPS, host=None):
-    with contextlib.closing(Checkpointer(run / "checkpoints", keep=9)) as checkpointer:
+def save(run, steps=STEPS):
+    with opened(run, keep=9) as checkpointer:
         for step in steps:
-            checkpointer.save(step, state(step), host or {"step": step, "mean": 0.1})
+            checkpointer.save(step, state(step), {"step": step, "mean": 0.1})
     return run
 
 
@@ -53,9 +54,9 @@ def run(saved, tmp_path):
 
 
 def newest(run):
-    with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
-        found = checkpointer.restore_newest(WANTED, lambda host: host["step"])
-        return None if found is None else found[1]["step"], found and found[0], checkpointer.all_steps()
+    with opened(run) as checkpointer:
+        values, host = checkpointer.restore_newest(WANTED)
+        return host["step"], values, checkpointer.all_steps()
 
 
 def flip(path, seed):
@@ -85,11 +86,11 @@ def files_of(run, step):
 )
 def test_no_damage_to_any_file_goes_unnoticed(damage, saved, tmp_path, capfd):
     """The restored values are those of step 4, or those of step 2 with a line that says so. They are never others."""
-    noticed = set()
-    for number, name in enumerate(files_of(saved, 4)):
+    noticed, files = set(), files_of(saved, 4)
+    for number, name in enumerate(files):
         run = shutil.copytree(saved, tmp_path / f"{number}")
         DAMAGES[damage](run / "checkpoints" / "4" / name)
-        before = [path.read_bytes() for path in sorted(run.rglob("4/**/*")) if path.is_file()]
+        before = contents(run / "checkpoints/4")
         step, values, steps = newest(run)
         jax.tree.map(np.testing.assert_array_equal, values, state(step))
         err = capfd.readouterr().err
@@ -104,10 +105,9 @@ def test_no_damage_to_any_file_goes_unnoticed(damage, saved, tmp_path, capfd):
             warnings.warn(f"besides the warning stderr holds: {err}", stacklevel=1)
         assert line.startswith(f"warning: checkpoint 4 in {run}/checkpoints is damaged: ")
         assert line.endswith(f"; moved to {run}/damaged/4")
-        kept = [path.read_bytes() for path in sorted((run / "damaged").rglob("4/**/*")) if path.is_file()]
-        assert kept == before
-    largest = max(files_of(saved, 4), key=lambda name: (saved / "checkpoints/4" / name).stat().st_size)
-    assert {largest, next(name for name in files_of(saved, 4) if name.parts == ("host", "metadata"))} <= noticed
+        assert contents(run / "damaged/4") == before
+    largest = max(files, key=lambda name: (saved / "checkpoints/4" / name).stat().st_size)
+    assert {largest, Path("host/metadata")} <= noticed
     assert not any(name.name in HARMLESS for name in noticed)
 
 
@@ -152,50 +152,36 @@ def test_the_newest_whole_one_is_restored_and_no_file_lost(seed, three, tmp_path
     assert newest(run)[0] == step + 1
 
 
-@pytest.mark.parametrize("name", ["²", "05", "x"])
-def test_a_foreign_name_beside_checkpoints_changes_nothing(name, run, capfd):
-    shutil.copytree(run / "checkpoints/4", run / "checkpoints" / name)
+def test_foreign_names_beside_checkpoints_change_nothing(run, capfd):
+    for name in ("²", "05", "x"):
+        shutil.copytree(run / "checkpoints/4", run / "checkpoints" / name)
     before = contents(run)
     assert newest(run)[::2] == (4, [2, 4])
     assert contents(run) == before
     assert capfd.readouterr() == ("", "")
 
 
-def flip_a_bit(folder):
-    """Changes a value of an array. Its file has no checksum of its own for values that do not compress."""
-    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def other_number(folder):
-    path = folder / "host/metadata"
-    path.write_text(path.read_text().replace('"mean": 0.1', '"mean": 0.2'))
-
-
-def empty(folder):
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-NAMED = {
-    "other values than were saved in noise": flip_a_bit,
-    "another host state than was saved": other_number,
-    "another host state than was saved; moved": lambda folder: (folder / "host/metadata").write_text("{}"),
-    "its host cannot be read": empty,
-}
-
-
-@pytest.mark.parametrize("said", NAMED)
-def test_damage_is_named(run, capfd, said):
-    NAMED[said](run / "checkpoints/4")
-    assert newest(run)[0] == 2
-    assert f"checkpoint 4 in {run}/checkpoints is damaged: {said}" in capfd.readouterr().err
-
-
-def test_a_folder_under_the_name_of_another_step_is_damaged(run, capfd):
-    """Otherwise no step up to that one would be saved again."""
+def test_damage_is_named(saved, tmp_path, capfd):
+    """Values that do not compress have no checksum in their own file. A wrong step would block later saves."""
+    noise = max(files_of(saved, 4), key=lambda name: (saved / "checkpoints/4" / name).stat().st_size)
+    middle = (saved / "checkpoints/4" / noise).stat().st_size // 2
+    for number, (name, change, said) in enumerate(
+        (
+            (
+                noise,
+                lambda old: old[:middle] + bytes([old[middle] ^ 1]) + old[middle + 1 :],
+                "other values than were saved in noise",
+            ),
+            ("host/metadata", lambda old: old.replace(b'"mean": 0.1', b'"mean": 0.2'), "another host state than was "),
+            ("host/metadata", lambda old: b"{}", "another host state than was saved; moved"),
+        )
+    ):
+        run = shutil.copytree(saved, tmp_path / f"{number}")
+        path = run / "checkpoints/4" / name
+        path.write_bytes(change(path.read_bytes()))
+        assert newest(run)[0] == 2
+        assert f"checkpoint 4 in {run}/checkpoints is damaged: {said}" in capfd.readouterr().err
+    run = shutil.copytree(saved, tmp_path / "run")
     shutil.copytree(run / "checkpoints/4", run / "checkpoints/9")
     assert newest(run)[0] == 4
     assert f"checkpoint 9 in {run}/checkpoints is damaged: it is that of step 4; moved to " in capfd.readouterr().err
@@ -213,31 +199,24 @@ def test_what_was_set_aside_is_not_overwritten(run):
 def test_when_all_are_damaged_nothing_is_moved(run):
     for step in STEPS:
         (run / f"checkpoints/{step}/host/metadata").unlink()
-    with pytest.raises(
-        RuntimeError, match=r"no checkpoint is whole: checkpoint 4 in .* is damaged: .*; checkpoint 2 in"
-    ):
+    said = r"no checkpoint is whole: checkpoint 4 in .* is damaged: its host cannot be read: .*; checkpoint 2 in"
+    with pytest.raises(RuntimeError, match=said):
         newest(run)
     assert not (run / "damaged").exists()
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["2", "4"]
 
 
-def test_a_state_of_another_form_is_not_damaged(run):
-    other = WANTED | {"count": jax.ShapeDtypeStruct((3,), jnp.int32, sharding=DEVICE)}
-    with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
-        with pytest.raises(RuntimeError, match=r"does not fit this run: count is int32\[\] there, int32\[3\] here"):
-            checkpointer.restore_newest(other)
-        assert checkpointer.all_steps() == [2, 4]
-
-
-def test_what_the_caller_refuses_is_not_damaged(run):
+def test_another_form_and_what_the_caller_refuses_are_no_damage(run):
     def refuse(host):
         raise ValueError(f"not step {host['step']}")
 
-    with (
-        contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer,
-        pytest.raises(ValueError, match="not step 4"),
-    ):
-        checkpointer.restore_newest(WANTED, refuse)
+    other = WANTED | {"count": jax.ShapeDtypeStruct((3,), jnp.int32, sharding=DEVICE)}
+    with opened(run) as checkpointer:
+        with pytest.raises(RuntimeError, match=r"does not fit this run: count is int32\[\] there, int32\[3\] here"):
+            checkpointer.restore_newest(other)
+        with pytest.raises(ValueError, match="not step 4"):
+            checkpointer.restore_newest(WANTED, refuse)
+        assert checkpointer.all_steps() == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +229,7 @@ def test_what_the_caller_refuses_is_not_damaged(run):
 )
 def test_what_passes_while_it_is_read_damages_no_checkpoint(run, monkeypatch, capsys, error):
     """A process is lost, or the file system of the checkpoint is not there for a moment."""
-    with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
+    with opened(run) as checkpointer:
         checkpointer.save_best(2, 0.1, state(2), {})
 
         def restore(*args, **options):
@@ -267,24 +246,24 @@ def test_what_passes_while_it_is_read_damages_no_checkpoint(run, monkeypatch, ca
 
 def test_one_checkpoint_read_alone_says_what_is_damaged(run):
     (run / "checkpoints/2/host/metadata").unlink()
-    with contextlib.closing(Checkpointer(run / "checkpoints", read_only=True)) as checkpointer:
+    with opened(run, read_only=True) as checkpointer:
         with pytest.raises(DamagedCheckpointError, match="checkpoint 2 in"):
             checkpointer.restore(2, WANTED)
         assert checkpointer.all_steps() == [2, 4]
 
 
 def test_a_damaged_best_is_set_aside_for_the_next(tmp_path):
-    with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         checkpointer.save_best(1, 0.9, state(1), {})
     (tmp_path / BEST / "1/host/metadata").write_text("{")
-    with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         assert checkpointer.save_best(2, 0.1, state(2), {})
     assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["best-1"]
-    with contextlib.closing(Checkpointer(tmp_path / BEST, read_only=True)) as best:
+    with opened(tmp_path, BEST, read_only=True) as best:
         assert best.all_steps() == [2]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "int8", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 def test_every_single_bit_of_an_array_counts(dtype):
     values = np.arange(6).reshape(2, 3) % 2
     array = jnp.asarray(values, dtype)

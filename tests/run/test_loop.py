@@ -1,7 +1,7 @@
 """``train`` and ``one_step`` with an engine whose responses are known: rows by hand, saves, stops and resumes."""
 
+import collections
 import contextlib
-import dataclasses
 import functools
 import json
 import re
@@ -9,7 +9,6 @@ import shutil
 import signal
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -28,7 +27,6 @@ from rljax.run.checkpoint import Checkpointer
 from rljax.run.evaluation import EVAL_SEED
 from rljax.run.fingerprint import check_fingerprints
 from rljax.run.sampling import step_seed
-from rljax.run.step import Progress
 from rljax.run.stop import StopRequest
 
 
@@ -38,17 +36,7 @@ def update(tmp_path_factory):
     return compiled_step(tmp_path_factory.mktemp("update"))
 
 
-@dataclasses.dataclass
-class Finished:
-    """The result of a call of ``train``."""
-
-    directory: Path
-    rows: list
-    engine: ScriptedEngine
-    progress: Progress
-    saved: list
-    before: dict
-    after: dict
+Finished = collections.namedtuple("Finished", "directory rows engine progress saved before after")
 
 
 def trained_prompts(engine):
@@ -107,26 +95,17 @@ class FailingRecord(RowList):
 
 @pytest.fixture(scope="module")
 def go_in(update):
-    """Returns a function that runs ``train`` from the state of a directory in a place."""
+    """Returns a function that runs ``train`` from the state of a directory. Updates ``bad`` are not finite."""
 
     def run(
-        place,
-        name="run",
-        *,
-        engine=None,
-        stop_after=None,
-        last_row=None,
-        rows=None,
-        grace_s=0.0,
-        not_finite=(),
-        keep=9,
-        **changes,
+        place, name="run", *, engine=None, stop_after=None, last_row=None, rows=None, grace_s=0.0, bad=(), **changes
     ):
         config = settings(place / name, **changes)
         engine = engine or ScriptedEngine(TOKENIZER, half_right)
         rows = RowList() if rows is None else rows
         stop = Stop(grace_s, lambda: engine.is_gone or len(rows) == stop_after)
-        with opened_parts(config, engine, update=NotFinite(update, not_finite), stop=stop, keep=keep) as (parts, saves):
+        keep, update_of = config.checkpoint.keep, NotFinite(update, bad)
+        with opened_parts(config, engine, update=update_of, stop=stop, keep=keep) as (parts, saves):
             progress, before, after = trained(parts, rows, last_row, stop)
             saved = saves.all_steps()
         return Finished(place / name, rows, engine, progress, saved, before, after)
@@ -171,17 +150,11 @@ def test_rows_by_hand(whole):
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (run.before, run.after)), strict=True))
 
 
-def test_a_run_stopped_and_resumed_has_the_same_rows(go, whole):
-    first = go(stop_after=2)
-    assert (first.saved, first.progress.step) == ([2], 2)
-    second = resumed(go, first.rows, whole)
-    assert second.engine.published == [2, 3, 4]
-    assert second.saved == [2, 3, 4]
-
-
 def test_an_evaluation_added_at_a_resume_changes_no_number(go, whole):
     first = go(stop_after=2, eval={"every": 0})
+    assert (first.saved, first.progress.step) == ([2], 2)
     second = resumed(go, first.rows, whole, eval={"every": 1, "n": 2, "temperature": 1.0})
+    assert (second.engine.published, second.saved) == ([2, 3, 4], [2, 3, 4])
     assert all("eval/toy/accuracy" in row for row in second.rows)
 
 
@@ -234,7 +207,7 @@ SKIPPING = {"run": {"steps": 8}, "guard": {"max_skipped_updates": 3}, "eval": {"
 
 def test_updates_skipped_in_a_row_stop_the_run(go):
     """Updates are skipped from step 3 to 5. Step 4 is not saved, so step 2 stays beside the last one, with two kept."""
-    run = go(not_finite=range(3, 99), keep=2, checkpoint={"every": 2}, **SKIPPING)
+    run = go(bad=range(3, 99), checkpoint={"every": 2, "keep": 2}, **SKIPPING)
     assert (len(run.rows), run.saved) == (5, [2, 5])
     assert run.progress.stopped_by == [
         "3 updates in a row, since step 3, were skipped because their gradients are not finite "
@@ -245,21 +218,19 @@ def test_updates_skipped_in_a_row_stop_the_run(go):
 
 def test_skipped_updates_not_in_a_row_do_not_stop_it(go):
     """The save that is due at step 3 is made at step 4, when an update is applied again."""
-    run = go(not_finite=(1, 3, 5, 6), **SKIPPING)
+    run = go(bad=(1, 3, 5, 6), **SKIPPING)
     assert (len(run.rows), run.progress.stopped_by, run.saved) == (8, [], [4, 7, 8])
     assert run.rows[-1]["precision/overflows"] == run.rows[-1]["optimizer/skipped_updates"] == 4
 
 
-@pytest.mark.slow
-def test_a_resume_goes_on_counting_and_0_sets_no_limit(go):
-    first = go(not_finite=range(1, 99), stop_after=2, **SKIPPING)
+def test_a_resume_goes_on_counting_skipped_updates(go):
+    first = go(bad=range(1, 99), stop_after=2, **SKIPPING | {"guard": {"max_skipped_updates": 0}})
     assert (first.progress.stopped_by, first.saved) == ([], [2])
-    second = go(not_finite=range(1, 99), last_row=first.rows[-1], **SKIPPING)
+    second = go(bad=range(1, 99), last_row=first.rows[-1], **SKIPPING)
     assert (len(second.rows), second.saved) == (1, [2, 3])
     (line,) = second.progress.stopped_by
     assert line.startswith("3 updates in a row, since step 1, were skipped")
     assert line.endswith("the last good checkpoint, from before them, does not exist")
-    assert len(go("off", not_finite=range(1, 99), **SKIPPING | {"guard": {"max_skipped_updates": 0}}).rows) == 8
 
 
 @pytest.mark.parametrize(
@@ -291,14 +262,7 @@ def test_servers_gone_at_a_publish_leave_the_step_whole(go, version, steps):
         assert run.engine.asked == []
 
 
-def test_servers_gone_in_a_rollout_give_the_step_up(go, whole):
-    first = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_after=2), eval={"every": 0})
-    assert (len(first.rows), first.saved, first.progress.step) == (2, [2], 2)
-    second = resumed(go, first.rows, whole, eval={"every": 0})
-    assert second.engine.asked == trained_prompts(whole.engine)[2:]
-
-
-def asked_to_stop(*, step, pause_s=0.0, evaluation=False, saved=None):
+def asked_to_stop(*, step, evaluation=False, saved=None):
     """Returns an engine like ``half_right`` that raises SIGTERM at the first response of a step or of its evaluation.
 
     It waits until ``saved`` exists, if that is given.
@@ -309,12 +273,9 @@ def asked_to_stop(*, step, pause_s=0.0, evaluation=False, saved=None):
         is_new = seed not in seeds
         if is_new:
             seeds.append(seed)
-        is_evaluation = seed == EVAL_SEED
-        if is_new and is_evaluation == evaluation and len([s for s in seeds if s != EVAL_SEED]) == step:
+        if is_new and (seed == EVAL_SEED) == evaluation and len([s for s in seeds if s != EVAL_SEED]) == step:
             until(lambda: saved is None or saved.exists(), 60)
             signal.raise_signal(signal.SIGTERM)
-        if len(seeds) == step:
-            time.sleep(pause_s)
         return half_right(prompt, sample, seed)
 
     return ScriptedEngine(TOKENIZER, script)
@@ -336,16 +297,20 @@ def test_a_stop_with_time_to_spare_finishes_the_step(go, capsys, tmp_path, every
         (0.0, 3e9, True),  # 11 s
         (5.0, 0, False),
         (11.5, 0, True),  # the step and the save take 12.5 s
-        (None, 0, True),
+        (None, 0, True),  # the first step
     ],
 )
-def test_what_a_step_and_the_first_save_are_expected_to_take(tmp_path, last_step_s, size, gives_up):
+def test_what_a_step_and_the_first_save_are_expected_to_take(tmp_path, monkeypatch, last_step_s, size, gives_up):
     """The grace is 10 s, of which a slow machine may use 2 s before the question."""
     stop = StopRequest(10.0)
     with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
         stop.begin_step(last_step_s, checkpointer, int(size))
         stop.request(signal.SIGTERM)
         assert stop.gives_up() == gives_up
+        if last_step_s == 5.0:  # a step that takes longer than the last one is given up in time
+            later = time.monotonic() + 9.5
+            monkeypatch.setattr(time, "monotonic", lambda: later)
+            assert stop.gives_up()
 
 
 def test_a_step_is_expected_to_take_no_evaluation(go, monkeypatch):
@@ -369,18 +334,6 @@ def test_a_stop_without_time_gives_the_step_up(go, whole, capsys, every):
     assert engine.metrics["rollout/requests"] == 1
     second = resumed(go, first.rows, whole, **changes)
     assert second.engine.asked == trained_prompts(whole.engine)[2:]
-
-
-@pytest.mark.slow
-def test_a_step_longer_than_the_last_is_given_up_in_time(go, capsys):
-    run = go(engine=asked_to_stop(step=3, pause_s=1.0), grace_s=2.5, eval={"every": 0}, checkpoint={"every": 1})
-    assert (len(run.rows), run.saved) == (2, [1, 2])
-    assert capsys.readouterr().err.endswith("step 3 is given up: asked to stop while responses were sampled\n")
-
-
-def test_a_stop_in_the_first_step_gives_it_up(go):
-    run = go(engine=asked_to_stop(step=1), grace_s=600.0)
-    assert (run.rows, run.saved) == ([], [])
 
 
 def test_a_step_given_up_saves_nothing_in_a_lost_directory(update, tmp_path):
@@ -449,21 +402,6 @@ def test_the_best_evaluated_step_is_kept_beside_the_newest(go):
         assert best.all_steps() == [2]
 
 
-def test_steps_of_a_damaged_checkpoint_run_again(go, capsys):
-    whole = go("whole", checkpoint={"every": 2})
-    shutil.copytree(whole.directory, whole.directory.with_name("run"))
-    newest = whole.directory.with_name("run") / "checkpoints" / "4"
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    capsys.readouterr()
-    again = resumed(go, whole.rows[:2], whole, checkpoint={"every": 2})
-    assert capsys.readouterr().err.startswith(
-        f"warning: checkpoint 4 in {newest.parent} is damaged: its state cannot be"
-    )
-    assert [path.name for path in (again.directory / "damaged").iterdir()] == ["4"]
-    assert (again.engine.published, again.saved) == ([2, 3, 4], [2, 4])
-
-
 class Failing(ScriptedEngine):
     """An engine that raises ``error`` at the publish of ``version``, or in its ``call``-th generation."""
 
@@ -483,7 +421,7 @@ class Failing(ScriptedEngine):
         return super().publish(params, policy_version)
 
 
-BROKEN, INTERRUPT, FULL = RuntimeError("it failed 6 times"), KeyboardInterrupt(), OSError(28, "No space left")
+BROKEN = RuntimeError("it failed 6 times")
 
 
 # The calls of ``generate`` are steps 1 and 2, the evaluation of step 2, steps 3 and 4, and the evaluation of step 4.
@@ -492,9 +430,7 @@ BROKEN, INTERRUPT, FULL = RuntimeError("it failed 6 times"), KeyboardInterrupt()
     ("error", "where", "saved"),
     [
         (BROKEN, {"call": 2, "answers": 0}, 1),
-        (INTERRUPT, {"call": 2, "answers": 3}, 1),
-        (FULL, {"call": 2, "answers": 0}, 1),
-        (TimeoutError("no server took it in 900 s"), {"version": 1}, 1),
+        (KeyboardInterrupt(), {"call": 2, "answers": 3}, 1),
         (BROKEN, {"version": 2}, 2),
         (BROKEN, {"call": 3, "answers": 7}, 2),
     ],
@@ -510,7 +446,7 @@ def test_a_failure_saves_the_newest_step(error, where, saved, go, whole, capsys)
     assert len(rows) == saved
     if saved == 2:
         first, second, *rest = whole.rows
-        whole = dataclasses.replace(whole, rows=[first, *without_evaluation([second]), *rest])
+        whole = whole._replace(rows=[first, *without_evaluation([second]), *rest])
     assert resumed(go, rows, whole).engine.published == list(range(saved, 5))
 
 
@@ -576,15 +512,8 @@ def test_rows_are_synced_before_each_save(update, tmp_path):
     assert events == [*rows[:3], ("sync",), ("save", 3), rows[3], ("sync",), ("save", 4)]
 
 
-def test_a_checkpoint_of_before_fingerprints_is_not_checked():
-    check_fingerprints({}, {"problems": "a", "reference": "b"}, {})
-    check_fingerprints({"problems": "a"}, {"problems": "a", "reference": "b"}, {})
-    with pytest.raises(ValueError, match=r"^m: the reference policy .* as model.path, or give another run.dir$"):
-        check_fingerprints({"reference": "a"}, {"problems": "a", "reference": "b"}, {"reference": "m"})
-
-
 def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
-    """The KL penalty's reference has another fingerprint if one weight changes."""
+    """The KL penalty's reference has another fingerprint if one weight changes. Older checkpoints have none."""
     found = []
     for change in (0.0, 0.0, 1e-3):
         path = shutil.copytree(TOY_BASE, tmp_path / f"base{len(found)}")
@@ -596,7 +525,10 @@ def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
             found.append(parts.fingerprints)
     assert found[0] == found[1]
     assert found[0]["problems"] == found[2]["problems"]
-    assert found[0]["reference"] != found[2]["reference"]
+    for before in ({}, {"problems": found[0]["problems"]}):
+        check_fingerprints(before, found[2], {})
+    with pytest.raises(ValueError, match=r"^m: the reference policy .* as model.path, or give another run.dir$"):
+        check_fingerprints(found[0], found[2], {"reference": "m"})
 
 
 def without_versions(row):
@@ -605,7 +537,7 @@ def without_versions(row):
     return {name: value for name, value in row.items() if not name.startswith(of_versions)}
 
 
-@pytest.mark.parametrize("k", [1, 3, 9])
+@pytest.mark.parametrize("k", [1, 9])
 def test_rollouts_sampled_ahead_are_those_of_the_same_prompts(go, whole, k):
     in_turn, ahead = whole, go("ahead", rollout={"max_staleness": k})
     for row, other in zip(ahead.rows, in_turn.rows, strict=True):

@@ -69,14 +69,8 @@ def test_settings_that_rule_a_correction_out(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"loss": LossConfig(kind="policy_gradient", old_logprobs="rollout")},
-            "does nothing for loss.kind",
-        ),
-        (
-            {"advantage": AdvantageConfig(overlong_buffer_tokens=9000)},
-            "= 9000 must be at most",
-        ),
+        ({"loss": LossConfig(kind="policy_gradient", old_logprobs="rollout")}, "does nothing for loss.kind"),
+        ({"advantage": AdvantageConfig(overlong_buffer_tokens=9000)}, "= 9000 must be at most"),
         (
             {"checkpoint": CheckpointConfig(keep_best=True), "eval": EvalConfig(every=0, at_start=True)},
             "keep_best needs evaluations",
