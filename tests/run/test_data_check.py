@@ -71,16 +71,6 @@ def test_answers_that_a_response_cannot_match_fail():
     assert sorted(problem["answer"] for problem in found.failed) == sorted(bad)
 
 
-def test_a_sample_is_drawn_by_the_seed():
-    answers = [str(i) for i in range(50)]
-    assert check(*answers, reward="addition", count=20) == AnswerCheck(20, [], "")
-    assert check(*answers, reward="addition", count=0) == AnswerCheck(0, (), "")
-
-
-def test_a_reward_of_ones_own_may_want_another_form(own):
-    assert check("word", "code", reward="rewards_of_mine:tagged", workers=0) == AnswerCheck(2, [], "")
-
-
 @pytest.mark.parametrize("reward", ["rewards_of_mine:needs_tests", "rewards_of_mine:sleeps"])
 def test_a_reward_that_cannot_be_asked_is_said(own, reward):
     found = check("1", "2", reward=reward, timeout_s=0.2)
@@ -106,7 +96,7 @@ def test_a_reward_that_cannot_tell_answers_apart_is_said(own, reward, answers):
 
 
 @pytest.mark.parametrize("answers", [NUMBERS, WORDS, ["5", "6"], ["5"] * 9, ["5"]])
-@pytest.mark.parametrize("reward", ["boxed", "partial", "near", "penalty"])
+@pytest.mark.parametrize("reward", ["boxed", "tagged", "partial", "near", "penalty"])
 def test_a_reward_that_tells_answers_apart_is_not_accused(own, reward, answers):
     found = check(*answers, reward=f"rewards_of_mine:{reward}", workers=0)
     assert found.control == ""
@@ -125,6 +115,7 @@ def test_math_is_not_accused(answers):
 def test_an_answer_that_gets_no_more_than_others_fails(own):
     found = check("5", "6", "7", "a\nb", reward="rewards_of_mine:half", workers=0)
     assert [problem["answer"] for problem in found.failed] == ["a\nb"]
+    assert check("5", "6", "7", "8", reward="addition", count=3) == AnswerCheck(3, [], "")
 
 
 def test_placeholders_are_counted_and_kept():
@@ -133,7 +124,7 @@ def test_placeholders_are_counted_and_kept():
     assert found.placeholders == 9
     lines = table([(Tally("x", problems(*answers), rows=13, too_long=0), found)], None).splitlines()
     assert lines[-1] == "x: 9 of 13 right answers are placeholders, such as 'N/A', and are used as they are"
-    assert check("None", reward="reasoning_gym", count=0).placeholders == 0
+    assert check("None", reward="reasoning_gym", count=0) == AnswerCheck(0, (), "")
 
 
 def test_the_time_of_the_check_is_bounded(own, monkeypatch):
@@ -143,9 +134,8 @@ def test_the_time_of_the_check_is_bounded(own, monkeypatch):
 
 
 def test_the_table_by_hand():
-    train = Tally(
-        "a.jsonl", [*problems("1", "2"), {"prompt": " p1\n", "answer": "3"}], rows=5, unanswered=1, too_long=1
-    )
+    rows = [*problems("1", "2"), {"prompt": " p1\n", "answer": "3"}]
+    train = Tally("a.jsonl", rows, rows=5, unanswered=1, too_long=1)
     train.unread.update({"ability": 5, "year": 4})
     sums = Tally("eval sums", problems("1"), rows=1, too_long=0)
     failed = problems("x" * 50, "2")
@@ -188,11 +178,7 @@ def test_a_run_leaves_out_what_it_cannot_use_and_says_so(tmp_path):
     [
         ([GOOD[0], *({"prompt": "12345678+1=", "answer": "1"},) * 3], "addition", "only 1 of 4 rows are left: 0 have"),
         ([row | {"answer": "a\nb"} for row in GOOD], "math", "the response, such as 'a b'; choose another reward"),
-        (
-            [GOOD[0] | {"answer": ""}, *(row | {"answer": "N/A"} for row in GOOD)],
-            "math",
-            "x.jsonl: no row has a right answer; all 6 hold a placeholder, such as 'N/A'",
-        ),
+        ([row | {"answer": "N/A"} for row in GOOD], "math", "no row has a right answer; all 6 hold a placeholder, su"),
         ([row | {"answer": None} for row in GOOD], "math", "x.jsonl: row 1: no right answer"),
     ],
 )
@@ -204,26 +190,17 @@ def test_a_run_without_usable_problems_is_refused(rows, reward, message, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_number_as_the_right_answer_continues_a_run_of_before(own, tmp_path):
-    """An rljax that gave rewards only the text of a number wrote the same fingerprints."""
-    prints = []
-    for kind in (int, str):
-        data = sums(tmp_path / "x.jsonl", [row | {"answer": kind(row["answer"]), "nums": [1]} for row in GOOD])
-        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:half")
-        config = load_config(Config, words, prog="", description="")
-        prints.append(load_problems(config, load_tokenizer(TOY_BASE)).fingerprints)
-    assert prints[0] == prints[1]
+def test_fingerprints_are_those_of_before(own, tmp_path):
+    """Runs go on of an rljax that gave rewards and environments only texts as the right answers."""
 
+    def load(answer_of, *more):
+        data = sums(tmp_path / "x.jsonl", [row | {"answer": answer_of(row["answer"]), "board": [7]} for row in GOOD])
+        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:half", *more)
+        return load_problems(load_config(Config, words, prog="", description=""), load_tokenizer(TOY_BASE))
 
-def test_an_environment_gets_the_whole_row(tmp_path):
-    """The fingerprints do not depend on it, so that a run of before goes on."""
-    data, loaded = sums(tmp_path / "x.jsonl", [row | {"board": [7]} for row in GOOD]), []
-    for more in ((), ("--rollout.environment", "counting_environments:Doubling")):
-        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "math", *more)
-        config = load_config(Config, words, prog="", description="")
-        loaded.append(load_problems(config, load_tokenizer(TOY_BASE)))
-    assert loaded[0].fingerprints == loaded[1].fingerprints
-    assert loaded[1].tallies[0].problems[0]["columns"] == {"board": [7]}
+    played = load(lambda answer: [answer], "--rollout.environment", "counting_environments:Doubling")
+    assert load(str).fingerprints == load(int).fingerprints == played.fingerprints
+    assert played.tallies[0].problems[0]["columns"]["board"] == [7]
 
 
 def test_a_reward_of_ones_own_is_never_refused(own, tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -68,16 +67,14 @@ def test_hand_worked_rows_become_sequences(place):
     write_file(place / "x.jsonl", rows)
     config = make_config(place, max_staleness=2)
     sampled = take(make_batches(config, step=3))
-    one, two, three, four = training_sequences(sampled, config, 3)
-    assert [s.advantage for s in (one, two, three, four)] == [1.0, -1.0, 0.0, 0.0]
-    assert [s.in_loss for s in (one, two, three, four)] == [True, True, False, False]
-    assert one["staleness"].tolist() == [2, 1, 1]
-    assert two["staleness"].tolist() == [2, 2, 2, 2]
-    assert one.turns.tolist() == [1, 1, 1]
-    assert two.turns.tolist() == [1, 0, 0, 2]
-    assert two.sampled.tolist() == [True, False, False, True]
-    assert two["rollout_logprobs"].tolist() == [-1.0, 0.0, 0.0, -2.0]
-    assert [s.prompt.tolist() for s in (one, two, three, four)] == [[1, 2], [1, 2], [1, 2], [9]]
+    sequences = training_sequences(sampled, config, 3)
+    assert [s.advantage for s in sequences] == [1.0, -1.0, 0.0, 0.0]
+    assert [s.in_loss for s in sequences] == [True, True, False, False]
+    assert [s["staleness"].tolist() for s in sequences[:2]] == [[2, 1, 1], [2, 2, 2, 2]]
+    assert [s.turns.tolist() for s in sequences[:2]] == [[1, 1, 1], [1, 0, 0, 2]]
+    assert sequences[1].sampled.tolist() == [True, False, False, True]
+    assert sequences[1]["rollout_logprobs"].tolist() == [-1.0, 0.0, 0.0, -2.0]
+    assert [s.prompt.tolist() for s in sequences] == [[1, 2], [1, 2], [1, 2], [9]]
     row = rollout_row(sampled, 3)
     assert (row["response_length/mean"], row["reward/mean"]) == ((3 + 2 + 3 + 3) / 4, pytest.approx(2 / 3))
     assert (row["rollout/policy_version"], row["rollout/staleness"]) == (1, 1.5)
@@ -118,26 +115,14 @@ def test_a_directory_of_the_receiver_is_looked_into_once(place, monkeypatch, sou
     options = {} if source == "directory" else {"trajectories": source}
     batches = make_batches(make_config(place, **options), stop=stop)
     monkeypatch.setattr(batches.queue, "read_file", lambda: looked.append(1))
-    with contextlib.closing(batches), pytest.raises(StoppedWaitingError):
+    with contextlib.closing(batches), pytest.raises(StoppedWaitingError, match="waited for trajectories"):
         take(batches)
     assert len(looked) == looks
 
 
-def test_a_wrong_file_ends_the_run_before_it_is_used(place):
-    write_file(place / "1.jsonl", [make_row("a", 1), make_row("a", 2)])
-    bad = make_row("b", 2)
-    del bad["logprobs"]
-    write_file(place / "2.jsonl", [make_row("b", 1), bad])
-    batches = make_batches(make_config(place))
-    with pytest.raises(ConfigError, match=r"2\.jsonl: row 2: Object missing required field `logprobs`"):
-        take(batches)
-    assert batches.state_dict()["trajectories"]["begun"] == [["1.jsonl", []]]
-
-
 def test_groups_with_old_rows_are_dropped_and_counted(place):
     """At step 4 the policy is version 3. With a staleness of at most two versions, rows of version 0 are too old."""
-    old = [make_row("a", 1, 0), make_row("a", 2, 3), make_row("b", 1, 0)]
-    write_file(place / "1.jsonl", old)
+    write_file(place / "1.jsonl", [make_row("a", 1, 0), make_row("a", 2, 3), make_row("b", 1, 0)])
     write_file(place / "2.jsonl", [make_row("c", 1, 1), make_row("c", 5, 3)])
     batches = make_batches(make_config(place, batch_size=1, max_staleness=2), step=3)
     sampled = take(batches)
@@ -156,21 +141,18 @@ def test_a_name_of_two_problems_is_counted_and_said_once(place, capsys):
     write_file(place / "1.jsonl", rows[1:])
     batches = make_batches(make_config(place, max_staleness=9))
     assert [take(batches).row["rollout/mixed_prompts"] for _ in range(3)] == [1, 1, 1]
-    lines = [line for line in capsys.readouterr().err.splitlines() if "different prompts" in line]
-    (line,) = lines
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "different prompts" in line]
     assert line.startswith("warning: step 1: the trajectories of group 'a\\x1b' have different prompts; give each")
 
 
 def test_odd_rows_are_counted_and_said_once(place, capsys):
     eight = {"tokens": tuple(range(3, 11)), "logprobs": [-0.5] * 8}
-    varying = eight | {"logprobs": [-0.5] * 7 + [-0.25]}
+    varying = make_row("b", 1, **eight | {"logprobs": [-0.5] * 7 + [-0.25]})
     for step in range(2):
-        rows = [make_row("a", 1, **eight), make_row("a", 2, **eight), make_row("b", 1, **varying), make_row("b", 1)]
-        write_file(place / f"{step}.jsonl", rows)
+        write_file(place / f"{step}.jsonl", [make_row("a", 1, **eight)] * 2 + [varying, make_row("b", 1)])
     batches = make_batches(make_config(place, max_staleness=9))
     assert [take(batches).row["rollout/constant_logprobs"] for _ in range(2)] == [2, 2]
-    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
-    (line,) = warned
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert f"step 1: {place}/0.jsonl: row 1: logprobs are -0.5 at all 8 sampled tokens; send" in line
     assert line.endswith("(rollout/constant_logprobs: 2)")
 
@@ -216,14 +198,6 @@ def test_the_policy_file_tells_the_version(place):
     assert json.loads(path.read_text()) == {"policy_version": 1, "highest_version": 1}
 
 
-def test_a_request_to_stop_ends_the_wait(place):
-    stop = StopRequest()
-    batches = make_batches(make_config(place), stop=stop)
-    stop.request(signal.SIGTERM)
-    with pytest.raises(StoppedWaitingError, match="waited for trajectories"):
-        take(batches)
-
-
 def test_another_source_begins_anew(place, tmp_path):
     write_file(place / "1.jsonl", [make_row("a", 0), make_row("a", 1)])
     config = make_config(place, batch_size=1)
@@ -234,11 +208,6 @@ def test_another_source_begins_anew(place, tmp_path):
     assert rewards_of(take(make_batches(config, 0, state))) == [[0, 1]]
     plain = {"problems_drawn": 4}  # a run without rollout.trajectories, from which this one is a fork
     assert rewards_of(take(make_batches(config, 0, plain))) == [[0, 1]]
-
-
-def test_a_place_that_is_no_directory_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is not a directory; make it before"):
-        make_batches(make_config(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +228,9 @@ def test_settings_that_do_not_go_with_trajectories_are_refused(wrong, said):
         check_engine(RolloutConfig(**{"trajectories": "rows"} | wrong))
 
 
-def test_likeliest_tokens_of_rows_are_needed(place):
+def test_a_directory_and_likeliest_tokens_of_rows_are_needed(place):
+    with pytest.raises(ValueError, match="is not a directory; make it before"):
+        make_batches(make_config(place / "none"))
     write_file(place / "1.jsonl", [make_row("a", 0), make_row("a", 1)])
     with pytest.raises(ConfigError, match="lacks top_ids, which a run with 2 likeliest tokens needs"):
         take(make_batches(make_config(place, batch_size=1, top_logprobs=2), reported=2))

@@ -104,8 +104,7 @@ def go_in(update):
         engine = engine or ScriptedEngine(TOKENIZER, half_right)
         rows = RowList() if rows is None else rows
         stop = Stop(grace_s, lambda: engine.is_gone or len(rows) == stop_after)
-        keep, update_of = config.checkpoint.keep, NotFinite(update, bad)
-        with opened_parts(config, engine, update=update_of, stop=stop, keep=keep) as (parts, saves):
+        with opened_parts(config, engine, update=NotFinite(update, bad), stop=stop, keep=2) as (parts, saves):
             progress, before, after = trained(parts, rows, last_row, stop)
             saved = saves.all_steps()
         return Finished(place / name, rows, engine, progress, saved, before, after)
@@ -154,7 +153,7 @@ def test_an_evaluation_added_at_a_resume_changes_no_number(go, whole):
     first = go(stop_after=2, eval={"every": 0})
     assert (first.saved, first.progress.step) == ([2], 2)
     second = resumed(go, first.rows, whole, eval={"every": 1, "n": 2, "temperature": 1.0})
-    assert (second.engine.published, second.saved) == ([2, 3, 4], [2, 3, 4])
+    assert (second.engine.published, second.saved) == ([2, 3, 4], [3, 4])
     assert all("eval/toy/accuracy" in row for row in second.rows)
 
 
@@ -207,7 +206,7 @@ SKIPPING = {"run": {"steps": 8}, "guard": {"max_skipped_updates": 3}, "eval": {"
 
 def test_updates_skipped_in_a_row_stop_the_run(go):
     """Updates are skipped from step 3 to 5. Step 4 is not saved, so step 2 stays beside the last one, with two kept."""
-    run = go(bad=range(3, 99), checkpoint={"every": 2, "keep": 2}, **SKIPPING)
+    run = go(bad=range(3, 99), checkpoint={"every": 2}, **SKIPPING)
     assert (len(run.rows), run.saved) == (5, [2, 5])
     assert run.progress.stopped_by == [
         "3 updates in a row, since step 3, were skipped because their gradients are not finite "
@@ -217,9 +216,9 @@ def test_updates_skipped_in_a_row_stop_the_run(go):
 
 
 def test_skipped_updates_not_in_a_row_do_not_stop_it(go):
-    """The save that is due at step 3 is made at step 4, when an update is applied again."""
+    """The save that is due at step 6 is made at step 7, when an update is applied again."""
     run = go(bad=(1, 3, 5, 6), **SKIPPING)
-    assert (len(run.rows), run.progress.stopped_by, run.saved) == (8, [], [4, 7, 8])
+    assert (len(run.rows), run.progress.stopped_by, run.saved) == (8, [], [7, 8])
     assert run.rows[-1]["precision/overflows"] == run.rows[-1]["optimizer/skipped_updates"] == 4
 
 
@@ -286,7 +285,7 @@ def test_a_stop_with_time_to_spare_finishes_the_step(go, capsys, tmp_path, every
     """The time of the first save is expected from the size of the state: 1 s and a moment here."""
     engine = asked_to_stop(step=3, saved=tmp_path / "run" / "checkpoints" / "1" if every else None)
     run = go(engine=engine, grace_s=600.0, eval={"every": 0}, checkpoint={"every": every})
-    assert (len(run.rows), run.saved) == (3, [1, 2, 3] if every else [3])
+    assert (len(run.rows), run.saved) == (3, [2, 3] if every else [3])
     assert "\nstopping after this step (once more to stop at once)\n" in capsys.readouterr().err
 
 
