@@ -31,21 +31,16 @@ def small(tmp_path):
         yield tmp_path
 
 
-def save(checkpointer, step):
-    checkpointer.save(step, state(step), {"step": step})
-    checkpointer.wait()
-
-
 def test_a_checkpoint_without_room_keeps_the_one_before(small):
     with contextlib.closing(Checkpointer(small / "checkpoints", keep=1)) as checkpointer:
-        save(checkpointer, 1)
+        checkpointer.save(1, state(1), {"step": 1})
         filler = fill(small)
         with pytest.raises(RuntimeError, match=r"checkpoint 2 in .* not be written, those before it are kept: .*pace"):
-            save(checkpointer, 2)
+            checkpointer.save(2, state(2), {"step": 2})
         assert checkpointer.all_steps() == [1]
         assert checkpointer.restore_newest(WANTED)[1] == {"step": 1}
         filler.unlink()
-        save(checkpointer, 2)
+        checkpointer.save(2, state(2), {"step": 2})
         assert [path.name for path in (small / "checkpoints").iterdir()] == ["2"]
         restored, host = checkpointer.restore_newest(WANTED)
         assert (checkpointer.all_steps(), host) == ([2], {"step": 2})
@@ -53,25 +48,22 @@ def test_a_checkpoint_without_room_keeps_the_one_before(small):
 
 
 def test_a_row_without_room_is_refused_whole(small, capsys):
-    recorder = Recorder(small, 1000)
-    values = {f"group/{number}": 0.1 * number for number in range(40)}
-    recorder.write({"step": 1} | values)
-    filler = fill(small)
-    written = 1
-    with contextlib.suppress(OSError):
-        while written < 1000:
-            recorder.write({"step": written + 1} | values)
-            written += 1
-    assert written < 1000
-    assert [row["step"] for row in read_rows(small / "metrics.jsonl")] == list(range(1, written + 1))
-    filler.unlink()
-    recorder.write({"step": written + 1} | values)
-    recorder.sync()
-    recorder.close()
+    values, written = {f"group/{number}": 0.1 * number for number in range(40)}, 1
+    with contextlib.closing(Recorder(small, 1000)) as recorder:
+        recorder.write({"step": 1} | values)
+        filler = fill(small)
+        with contextlib.suppress(OSError):
+            while written < 1000:
+                recorder.write({"step": written + 1} | values)
+                written += 1
+        assert written < 1000
+        assert [row["step"] for row in read_rows(small / "metrics.jsonl")] == list(range(1, written + 1))
+        filler.unlink()
+        recorder.write({"step": written + 1} | values)
+        recorder.sync()
     assert [row["step"] for row in read_rows(small / "metrics.jsonl")] == list(range(1, written + 2))
     assert (small / "metrics.jsonl").read_bytes().count(b"\n") == written + 1
-    said = capsys.readouterr().err
-    assert said.count("tb is not written any more: [Errno 28] No space left on device") <= 1
+    assert capsys.readouterr().err.count("tb is not written any more: [Errno 28] No space left on device") <= 1
 
 
 def test_settings_without_room_stay_as_they_were(small):

@@ -18,14 +18,13 @@ def test_a_rule_is_read():
     assert (rule.metric, rule.above, rule.bound, rule.steps) == ("policy/entropy", False, 0.1, 1)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "mismatch/k3_kl", "a > b", "a > 1 for 0", "a > 1 for", "a >= 1", "a > nan", "> 1"]
-)
-def test_what_is_no_rule_is_one_line(text):
-    with pytest.raises(ValueError, match="a guard reads 'METRIC > NUMBER'"):
-        GuardConfig(warn=(text,))
-    with pytest.raises(ValueError, match="a guard reads"):
-        GuardConfig(stop=(text,))
+def test_what_is_no_rule_is_one_line():
+    for text in ("", "mismatch/k3_kl", "a > b", "a > 1 for 0", "a > 1 for", "a >= 1", "a > nan", "> 1"):
+        for kind in ("warn", "stop"):
+            with pytest.raises(ValueError, match="a guard reads 'METRIC > NUMBER'"):
+                GuardConfig(**{kind: (text,)})
+    with pytest.raises(ValueError, match="max_skipped_updates must not be negative, got -1"):
+        GuardConfig(max_skipped_updates=-1)
 
 
 def test_a_warning_comes_once_when_a_rule_begins_to_hold():
@@ -42,17 +41,11 @@ def test_a_rule_may_warn_and_stop_and_counts_a_row_once():
     assert [(len(warnings), len(stops)) for warnings, stops in seen] == [(0, 0), (0, 0), (1, 1), (0, 1)]
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        *("eval/toy/accuracy", "mismatch_self/k3_kl", "mismatch/sum_k3_max", "turns/turn_2/k3_kl", "is_drift/x"),
-        *("time/eval_s", "perf/save_slowest_s", "rollout/cached_prompt_fraction"),
-    ],
-)
-def test_a_metric_of_some_rows_keeps_its_streak_between_them(metric):
-    guard = Guard(GuardConfig(stop=(f"{metric} > 1 for 2",)))
-    rows_of = [{"step": 1, metric: 2.0}, {"step": 2}, {"step": 3, metric: 2.0}]
-    assert [len(guard.check(row)[1]) for row in rows_of] == [0, 0, 1]
+def test_a_metric_of_some_rows_keeps_its_streak_between_them():
+    for metric in ("eval/toy/accuracy", "mismatch_self/k3_kl", "turns/turn_2/k3_kl", "time/eval_s", "perf/save_x_s"):
+        guard = Guard(GuardConfig(stop=(f"{metric} > 1 for 2",)))
+        rows_of = [{"step": 1, metric: 2.0}, {"step": 2}, {"step": 3, metric: 2.0}]
+        assert [len(guard.check(row)[1]) for row in rows_of] == [0, 0, 1], metric
 
 
 def test_a_stop_needs_its_rows_in_a_row_and_survives_a_resume():
@@ -69,17 +62,11 @@ def test_a_stop_needs_its_rows_in_a_row_and_survives_a_resume():
     assert third.check({"step": 9, "mismatch/k3_kl": 0.2})[1] == []
 
 
-@pytest.mark.parametrize("value", [math.nan, None, math.inf])
-def test_a_value_that_is_no_number_is_beyond_every_bound(value):
-    guard = Guard(GuardConfig(stop=("mismatch/k3_kl > 10",)))
-    assert guard.check({"step": 1, "mismatch/k3_kl": value})[1] != []
-
-
-def test_the_bound_itself_is_allowed():
+def test_the_bound_itself_is_allowed_and_no_number_is_beyond_both():
     guard = Guard(GuardConfig(stop=("a > 1", "a < 1")))
-    assert guard.check({"step": 1, "a": 1.0}) == ([], [])
-    assert len(guard.check({"step": 2, "a": 1.5})[1]) == 1
-    assert len(guard.check({"step": 3, "a": 0.5})[1]) == 1
+    found = [len(guard.check({"step": step, "a": value})[1]) for step, value in enumerate((1.0, 1.5, 0.5, math.inf))]
+    assert found == [0, 1, 1, 1]
+    assert all(len(guard.check({"step": 9, "a": value})[1]) == 2 for value in (math.nan, None))
 
 
 FAILING = rows([1.0, 1.0, 0.999, 1.0, 1.0, 1.0, 1.0], "reward/error_fraction")
@@ -92,8 +79,3 @@ def test_three_steps_of_failing_rewards_stop_a_run_by_default(stop, stopping):
     assert [step for step, lines in told.items() if lines] == stopping
     if not stop:
         assert told[6] == ["step 6: reward/error_fraction = 1 (reward/error_fraction = 1 for 3)"]
-
-
-def test_a_negative_limit_is_refused():
-    with pytest.raises(ValueError, match="max_skipped_updates must not be negative, got -1"):
-        GuardConfig(max_skipped_updates=-1)
