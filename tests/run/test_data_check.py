@@ -13,44 +13,24 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.run.data_check import AnswerCheck, check_answers, table
 
-REWARDS = r"""
-import os, sys, time
-
-def needs_tests(problem, response, truncated):
-    return float(problem["tests"][0] == response)
-
-def sleeps(problem, response, truncated):
-    time.sleep(60)
-
-def misled(problem, response, truncated):
-    return 1.0 if response == str(truncated) else 0.1
-
-def longer(problem, response, truncated):
-    return len(response) / 100
-
-def boxed(problem, response, truncated):
-    return 1.0 if response == "\\boxed{" + problem["answer"] + "}" else 0.1
-
-def half(problem, response, truncated):
-    return 1.0 if response == problem["answer"] and "\n" not in response else 0.5
-
-def partial(problem, response, truncated):
-    return 0.9 + 0.1 * (response == problem["answer"])
-
-def penalty(problem, response, truncated):
-    return 0.0 if response == problem["answer"] else -1.0
-
-def near(problem, response, truncated):
-    return 1 / (1 + abs(float(response) - float(problem["answer"])))
-
-def tagged(problem, response, truncated):
-    return 1.0 if response == f"<answer>{problem['answer']}</answer>" else -1.0
-"""
+SLEEPS = "import time\n\ndef sleeps(problem, response, truncated):\n    time.sleep(60)\n"
+VALUES = {
+    "needs_tests": 'float(problem["tests"][0] == response)',
+    "misled": "1.0 if response == str(truncated) else 0.1",
+    "longer": "len(response) / 100",
+    "boxed": r"""1.0 if response == "\\boxed{" + problem["answer"] + "}" else 0.1""",
+    "half": r"""1.0 if response == problem["answer"] and "\n" not in response else 0.5""",
+    "partial": '0.9 + 0.1 * (response == problem["answer"])',
+    "penalty": '0.0 if response == problem["answer"] else -1.0',
+    "near": '1 / (1 + abs(float(response) - float(problem["answer"])))',
+    "tagged": """1.0 if response == f"<answer>{problem['answer']}</answer>" else -1.0""",
+}
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    (tmp_path / "rewards_of_mine.py").write_text(REWARDS)
+    defined = [f"def {name}(problem, response, truncated):\n    return {value}\n" for name, value in VALUES.items()]
+    (tmp_path / "rewards_of_mine.py").write_text("".join([SLEEPS, *defined]))
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -71,45 +51,32 @@ def test_answers_that_a_response_cannot_match_fail():
     assert sorted(problem["answer"] for problem in found.failed) == sorted(bad)
 
 
-@pytest.mark.parametrize("reward", ["rewards_of_mine:needs_tests", "rewards_of_mine:sleeps"])
-def test_a_reward_that_cannot_be_asked_is_said(own, reward):
-    found = check("1", "2", reward=reward, timeout_s=0.2)
-    assert found == AnswerCheck(reason=f"{reward} rewards no right answer in any tried form; it failed 10 times")
-
-
 NUMBERS = [str(i * i % 61) for i in range(24)]
 WORDS = ["yes"] * 9 + ["no"] * 3
 
 
-@pytest.mark.parametrize("answers", [NUMBERS, WORDS])
-@pytest.mark.parametrize("reward", ["misled", "longer"])
+@pytest.mark.parametrize(("reward", "answers"), [("misled", NUMBERS), ("longer", WORDS)])
 def test_a_reward_that_cannot_tell_answers_apart_is_said(own, reward, answers):
     found = check(*answers, reward=f"rewards_of_mine:{reward}", workers=0)
-    said = re.fullmatch(
-        r"(\S+) gives right answers (\S+) on average and .* of other problems (\S+): it does.*", found.control
-    )
-    assert said[1] == f"rewards_of_mine:{reward}"
-    assert said[2] == said[3]
+    form = r"(\S+) gives right answers (\S+) on average and .* of other problems (\S+): it does.*"
+    said = re.fullmatch(form, found.control)
+    assert (said[1], said[2]) == (f"rewards_of_mine:{reward}", said[3])
     assert (said[2] == "0.1") == (reward == "misled")
     lines = table([(Tally("x", problems(*answers), rows=12, too_long=0), found)], None).splitlines()
     assert lines[0] == f"warning: x: {found.control}"
 
 
-@pytest.mark.parametrize("answers", [NUMBERS, WORDS, ["5", "6"], ["5"] * 9, ["5"]])
-@pytest.mark.parametrize("reward", ["boxed", "tagged", "partial", "near", "penalty"])
-def test_a_reward_that_tells_answers_apart_is_not_accused(own, reward, answers):
-    found = check(*answers, reward=f"rewards_of_mine:{reward}", workers=0)
-    assert found.control == ""
-    if reward == "penalty" and len(set(answers)) == 1:  # no answer of another problem shows that 0 is the best
-        assert "rewards no right answer" in found.reason
-    elif reward != "near" or "yes" not in answers:
-        assert (found.checked, list(found.failed)) == (len(answers), [])
-
-
-@pytest.mark.parametrize("answers", [NUMBERS, WORDS, ["7"] * 5, ["1/2"], ["[1, 2]", "[2, 1]"]])
-def test_math_is_not_accused(answers):
-    found = check(*answers, reward="math")
-    assert (found.checked, list(found.failed), found.control) == (len(answers), [], "")
+@pytest.mark.parametrize("reward", ["boxed", "tagged", "partial", "near", "penalty", "math"])
+def test_a_reward_that_tells_answers_apart_is_not_accused(own, reward):
+    for answers in (NUMBERS, WORDS, ["5", "6"], ["7"] * 5, ["1/2"], ["[1, 2]", "[2, 1]"]):
+        if reward == "near" and not answers[0].isdigit():
+            continue
+        found = check(*answers, reward=reward if reward == "math" else f"rewards_of_mine:{reward}", workers=0)
+        assert found.control == ""
+        if reward == "penalty" and len(set(answers)) == 1:  # no answer of another problem shows that 0 is the best
+            assert "rewards no right answer" in found.reason
+        else:
+            assert (found.checked, list(found.failed)) == (len(answers), [])
 
 
 def test_an_answer_that_gets_no_more_than_others_fails(own):
@@ -193,13 +160,14 @@ def test_a_run_without_usable_problems_is_refused(rows, reward, message, tmp_pat
 def test_fingerprints_are_those_of_before(own, tmp_path):
     """Runs go on of an rljax that gave rewards and environments only texts as the right answers."""
 
-    def load(answer_of, *more):
+    def load(reward, answer_of, *more):
         data = sums(tmp_path / "x.jsonl", [row | {"answer": answer_of(row["answer"]), "board": [7]} for row in GOOD])
-        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:half", *more)
+        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, reward, *more)
         return load_problems(load_config(Config, words, prog="", description=""), load_tokenizer(TOY_BASE))
 
-    played = load(lambda answer: [answer], "--rollout.environment", "counting_environments:Doubling")
-    assert load(str).fingerprints == load(int).fingerprints == played.fingerprints
+    assert load("rewards_of_mine:half", int).fingerprints == load("rewards_of_mine:half", str).fingerprints
+    played = load("math", lambda answer: [answer], "--rollout.environment", "counting_environments:Doubling")
+    assert played.fingerprints == load("math", str).fingerprints
     assert played.tallies[0].problems[0]["columns"]["board"] == [7]
 
 
@@ -208,4 +176,5 @@ def test_a_reward_of_ones_own_is_never_refused(own, tmp_path):
     words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:needs_tests", "--data.reward-workers", "1")
     config = load_config(Config, words, prog="", description="")
     said = look_at_data(config, load_problems(config, load_tokenizer(TOY_BASE)))
-    assert "x.jsonl: the right answers could not be checked: rewards_of_mine:needs_tests rewards no" in said
+    why = "rewards_of_mine:needs_tests rewards no right answer in any tried form; it failed 30 times"
+    assert f"x.jsonl: the right answers could not be checked: {why}" in said

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import functools
-import json
 import re
 import shutil
 import signal
@@ -22,7 +21,6 @@ from waiting import until
 import rljax.trainer.update
 from rljax.errors import ConfigError, OwnedError
 from rljax.policy.hf import load_params, save_params
-from rljax.record.token_dumps import read_dump
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.evaluation import EVAL_SEED
 from rljax.run.fingerprint import check_fingerprints
@@ -49,10 +47,7 @@ def without_evaluation(rows):
 
 
 def resumed(go, rows, whole, **changes):
-    """Returns a run that goes on after the rows. All rows and the weights must be those of ``whole``.
-
-    Evaluations are not compared if they change.
-    """
+    """Returns a run that goes on after the rows. All rows but changed evaluations, and the weights, are as in whole."""
     second = go(last_row=rows[-1] if rows else None, **changes)
     compared = without_evaluation if "eval" in changes else list
     assert compared(without_clock(rows + second.rows)) == compared(without_clock(whole.rows))
@@ -61,10 +56,7 @@ def resumed(go, rows, whole, **changes):
 
 
 class NotFinite:
-    """An update whose gradients are not finite at some of its calls, because the advantages are infinite.
-
-    Calls count from 1.
-    """
+    """An update whose advantages, and so gradients, are not finite at some of its calls. Calls count from 1."""
 
     def __init__(self, update, calls):
         self.update, self.calls, self.called = update, calls, 0
@@ -158,7 +150,6 @@ def test_an_evaluation_added_at_a_resume_changes_no_number(go, whole):
 
 
 def profiled_steps(run):
-    """Returns the numbers of the steps in the one profile of a run."""
     (file,) = run.directory.rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(file)).planes
     events = [event for plane in planes for line in plane.lines for event in line.events]
@@ -166,11 +157,12 @@ def profiled_steps(run):
 
 
 def test_the_profile_is_of_the_steps_asked_for(go, whole):
+    """The second run goes on from the middle of these steps, and ends before the last of them."""
     assert not (whole.directory / "profile").exists()
-    assert profiled_steps(go("two", run={"profile_steps": (2, 3)})) == [2, 3]
-    # A run goes on from the middle of these steps, and ends before the last of them.
-    first = go("cut", stop_after=2)
-    assert profiled_steps(go("cut", last_row=first.rows[-1], run={"profile_steps": (2, 9)})) == [3, 4]
+    first = go("first", stop_after=2, run={"profile_steps": (1, 1)})
+    assert profiled_steps(first) == [1]
+    shutil.copytree(first.directory / "checkpoints", first.directory.with_name("second") / "checkpoints")
+    assert profiled_steps(go("second", last_row=first.rows[-1], run={"profile_steps": (2, 9)})) == [3, 4]
 
 
 def test_a_guard_warns_and_stops_saved(go, capsys):
@@ -232,12 +224,10 @@ def test_a_resume_goes_on_counting_skipped_updates(go):
     assert line.endswith("the last good checkpoint, from before them, does not exist")
 
 
-@pytest.mark.parametrize(
-    "changes", [{"guard": {"stop": ("reward/meen > 2",)}}, {"schedule": {"metric": "reward/meen"}}]
-)
-def test_an_unknown_metric_is_the_callers_mistake(go, changes):
-    with pytest.raises(ConfigError, match=r"no row has a metric 'reward/meen'; did you mean reward/mean\?"):
-        go(**changes)
+def test_an_unknown_metric_is_the_callers_mistake(go):
+    for changes in ({"guard": {"stop": ("reward/meen > 2",)}}, {"schedule": {"metric": "reward/meen"}}):
+        with pytest.raises(ConfigError, match=r"no row has a metric 'reward/meen'; did you mean reward/mean\?"):
+            go(next(iter(changes)), **changes)
 
 
 def test_without_signal_the_update_is_skipped(go):
@@ -262,19 +252,14 @@ def test_servers_gone_at_a_publish_leave_the_step_whole(go, version, steps):
 
 
 def asked_to_stop(*, step, evaluation=False, saved=None):
-    """Returns an engine like ``half_right`` that raises SIGTERM at the first response of a step or of its evaluation.
-
-    It waits until ``saved`` exists, if that is given.
-    """
-    seeds = []
+    """Returns an engine that raises SIGTERM at the first response of a step or of its evaluation, once ``saved``."""
+    asked = []
 
     def script(prompt, sample, seed):
-        is_new = seed not in seeds
-        if is_new:
-            seeds.append(seed)
-        if is_new and (seed == EVAL_SEED) == evaluation and len([s for s in seeds if s != EVAL_SEED]) == step:
+        if seed not in asked and seed == (EVAL_SEED if evaluation else step_seed(0, step)):
             until(lambda: saved is None or saved.exists(), 60)
             signal.raise_signal(signal.SIGTERM)
+        asked.append(seed)
         return half_right(prompt, sample, seed)
 
     return ScriptedEngine(TOKENIZER, script)
@@ -358,31 +343,8 @@ def test_an_evaluation_is_given_up_and_its_step_kept(go, capsys):
     assert "the evaluation of step 2 is given up: asked to stop while responses" in capsys.readouterr().err
 
 
-def test_dumps_and_transcripts_hold_what_was_said(go):
-    run = go(rollout={"dump_every": 2, "transcript_every": 3}, eval={"every": 0})
-    assert sorted(path.name for path in (run.directory / "rollouts").iterdir()) == [
-        *("step_000002.parquet", "step_000003.jsonl", "step_000004.parquet")
-    ]
-    dump = read_dump(run.directory / "rollouts" / "step_000002.parquet")
-    prompts = [prompt for prompt in run.engine.asked[1] for _ in range(2)]
-    texts = [half_right(prompt, i % 2, 0) for i, prompt in enumerate(prompts)]
-    for tokens, mask, rollout, trainer, prompt, text in zip(
-        dump.token_ids, dump.response_mask, *map(dump.logprobs.get, ("rollout", "trainer")), prompts, texts, strict=True
-    ):
-        np.testing.assert_array_equal(tokens, TOKENIZER.encode(prompt + text))
-        assert mask.tolist() == [False] * len(prompt) + [True] * len(text)
-        np.testing.assert_array_equal(rollout[mask], np.full(len(text), -1.0, np.float32))
-        assert (trainer[mask] < 0).all()
-    lines = [json.loads(line) for line in (run.directory / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
-    assert [line["reward"] for line in lines] == [1.0, 0.0] * 2
-    assert [line["prompt"] for line in lines[::2]] == run.engine.asked[2]
-
-
 def test_the_best_evaluated_step_is_kept_beside_the_newest(go):
-    """The evaluated policy is right in its first evaluation after a step only.
-
-    The evaluation at the start has its own names. A pass@k changes no accuracy.
-    """
+    """The policy is right in its first evaluation after a step only. A pass@k changes no accuracy."""
     evaluations = []
 
     def script(prompt, sample, seed):
@@ -491,24 +453,18 @@ def test_an_update_that_fails_says_what_remains(go, whole, monkeypatch, capsys):
 
 def test_rows_are_synced_before_each_save(update, tmp_path):
     """At each save the rows on the disk reach up to its step."""
-    config, engine, events = settings(tmp_path / "run", eval={"every": 0}), ScriptedEngine(TOKENIZER, half_right), []
+    rows, synced = RowList(), []
+    rows.sync = lambda: synced.append(len(rows))
 
     class Watched(Checkpointer):
         def save(self, step, state, host):
-            events.append(("save", step))
+            assert synced[-1] == step
             super().save(step, state, host)
 
-    class WatchedRows(RowList):
-        def write(self, row, histograms):
-            events.append(("row", row["step"]))
-
-        def sync(self):
-            events.append(("sync",))
-
-    with opened_parts(config, engine, update=update, checkpointer=Watched) as (parts, _):
-        trained(parts, WatchedRows())
-    rows = [("row", step) for step in range(1, 5)]
-    assert events == [*rows[:3], ("sync",), ("save", 3), rows[3], ("sync",), ("save", 4)]
+    parts_of = functools.partial(opened_parts, update=update, checkpointer=Watched)
+    with parts_of(settings(tmp_path / "run"), ScriptedEngine(TOKENIZER, half_right)) as (parts, _):
+        trained(parts, rows)
+    assert synced == [3, 4]
 
 
 def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
@@ -538,8 +494,8 @@ def without_versions(row):
 
 @pytest.mark.parametrize("k", [1, 9])
 def test_rollouts_sampled_ahead_are_those_of_the_same_prompts(go, whole, k):
-    in_turn, ahead = whole, go("ahead", rollout={"max_staleness": k})
-    for row, other in zip(ahead.rows, in_turn.rows, strict=True):
+    ahead = go("ahead", rollout={"max_staleness": k})
+    for row, other in zip(ahead.rows, whole.rows, strict=True):
         step = row["step"]
         # The first batch is sampled with the policy that it is trained from. With k = 1 the others are one version old.
         oldest = min(step - 1, k)
@@ -549,10 +505,10 @@ def test_rollouts_sampled_ahead_are_those_of_the_same_prompts(go, whole, k):
         assert row["rollout/requests"] == 4
         # The script does not depend on the policy. So all numbers but times and versions are the same.
         assert without_versions(row) == without_versions(other)
-    assert trained_prompts(ahead.engine) == trained_prompts(in_turn.engine)
+    assert trained_prompts(ahead.engine) == trained_prompts(whole.engine)
     assert ahead.engine.published == [0, 1, 2, 3, 4]
     assert {"time/ahead_s", "time/wait_s", "time/drain_s", "time/rollout_s"} <= ahead.rows[0].keys()
-    assert not {"time/wait_s", "time/drain_s"} & in_turn.rows[0].keys()
+    assert not {"time/wait_s", "time/drain_s"} & whole.rows[0].keys()
 
 
 def test_an_engine_that_breaks_ahead_ends_its_own_step(go):
@@ -608,10 +564,7 @@ def test_an_evaluation_ahead_is_of_its_own_version(go, how):
 
 
 class Breaking(Watched):
-    """An engine that cannot bring version 2 to its servers while it samples step 3.
-
-    ``where`` names the call that fails.
-    """
+    """An engine whose call ``where`` fails for version 2 while it samples step 3."""
 
     def __init__(self, *args, where):
         super().__init__(*args)
