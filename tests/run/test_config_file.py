@@ -1,9 +1,10 @@
-"""Tests of the configuration reader: precedence, one-line errors that name the place, and YAML read back equal."""
+"""Tests of the readers of configurations and of programs' arguments: precedence, mistakes in one line, and YAML."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from rljax.errors import ConfigError
 from rljax.policy.hub import CONFIGS, model_directory, packaged
 from rljax.run.config import Config as RealConfig
 from rljax.run.config_file import config_to_yaml, find_config, load_config
-from rljax.run.options import field_texts
+from rljax.run.options import Positional, Repeated, field_texts, option_words, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ def test_precedence_default_yaml_command_line(yaml_file):
     assert load(yaml_file("rollout: {warmup: {decay_period: 9}}")).rollout.warmup == Schedule("length_decay", 9)
     assert load("--rollout.warmup.decay-period", "9").rollout.warmup == Schedule("length_decay", 9)
     assert load(yaml_file("rollout: {urls: [a]}")).rollout.warmup == Schedule("length_decay", 7)
+    # Options can complete a file that is not valid alone.
+    file = yaml_file("name: x\nschedule: {kind: length_decay}")
+    assert refusal(file) == f"{file}:2: schedule: length_decay needs decay_period"
+    assert load(file, "--schedule.decay-period", "40").schedule == Schedule("length_decay", 40)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +147,6 @@ def test_scalars_are_those_of_yaml_1_2(yaml_file, text, expected):
 )
 def test_command_line_forms(words, expected):
     assert load(*words.split()) == expected
-
-
-def test_options_can_complete_a_file_that_is_not_valid_alone(yaml_file):
-    file = yaml_file("name: x\nschedule: {kind: length_decay}")
-    assert refusal(file) == f"{file}:2: schedule: length_decay needs decay_period"
-    assert load(file, "--schedule.decay-period", "40").schedule == Schedule("length_decay", 40)
 
 
 @pytest.mark.parametrize(
@@ -335,3 +334,81 @@ def test_the_package_carries_configurations_and_a_model(tmp_path, monkeypatch):
     (tmp_path / "configs/toy-base").mkdir(parents=True)
     assert model_directory("configs/toy-base") == "configs/toy-base"
     assert packaged("../pyproject.toml") is None
+
+
+# ---- the arguments of a program ----
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a program."""
+
+    source: Positional[Path]
+    """The file
+    to read."""
+    rest: Positional[tuple[Path, ...] | None] = None
+    """More files."""
+    scorer: Repeated[str] = ()
+    lengths: tuple[int, ...] = (3,)
+    kind: Literal["a", "b"] | None = None
+    check: bool = True
+    """Whether to check."""
+
+    def __post_init__(self) -> None:
+        if self.lengths == ():
+            raise ValueError("lengths must not be empty")
+
+
+@dataclass(frozen=True)
+class Connected:
+    server: str
+    """The server."""
+
+
+def parse(words):
+    aliases = {"-s": "--scorer", "--engine": "--kind"}
+    return parse_arguments(Arguments, words.split(), prog="prog", description="Says.", aliases=aliases)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("x", {}),
+        ("x y z", {"rest": (Path("y"), Path("z"))}),
+        ("--scorer a x -s b --scorer=--c", {"scorer": ("a", "b", "--c")}),
+        ("x --lengths 1 2 --kind b", {"lengths": (1, 2), "kind": "b"}),
+        ("--no-check x --engine=a", {"check": False, "kind": "a"}),
+        ("x --kind a --kind none", {}),
+    ],
+)
+def test_words_become_arguments(words, expected):
+    assert parse(words) == Arguments(Path("x"), **expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "expected SOURCE; prog --help explains it"),
+        ("x --scorr a", "unknown option --scorr; did you mean --scorer?"),
+        ("x -q", "unknown option -q"),
+        ("x --lengths 1 b", "--lengths: expected INT, got b"),
+        ("x --kind c", "--kind: expected {a,b}|none, got c"),
+        ("x --lengths", "lengths must not be empty"),
+    ],
+)
+def test_a_mistake_in_arguments_is_one_line(words, said):
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        parse(words)
+
+
+def test_help_has_the_text_of_each_field(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse("x --help")
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: prog SOURCE REST ... [--a VALUE ...]\n\nSays.\n")
+    assert "  SOURCE PATH\n      The file to read.\n" in shown
+    assert "  --check {true,false}\n      Whether to check. (default: true)" in shown
+    assert option_words(Arguments) == ["--scorer", "--lengths", "--kind", "--check"]
+    with pytest.raises(SystemExit, match="0"):
+        parse_arguments(Connected, ["--help"], prog="prog", description="Says.")
+    assert capsys.readouterr().out.endswith("  --server STR\n      The server. (required)\n")

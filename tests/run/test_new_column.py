@@ -1,8 +1,8 @@
 """A further number of each token comes from a server's reply to the token dump without any code between them."""
 
+import contextlib
 import json
 from collections.abc import Sequence
-from contextlib import closing
 
 import numpy as np
 import pytest
@@ -38,22 +38,14 @@ class Backend(VllmBackend):
         return super().read(route, reply, request).add({"certainty": choice["certainty"]})
 
 
-@pytest.fixture
-def server():
-    started = Server()
-    started.routes -= {ROLLOUTS}
-    yield started
-    started.stop()
-
-
-def test_a_new_number_takes_three_lines(server, monkeypatch, tmp_path):
-    """The lines are the column in the table, the ``add`` of ``Backend.read``, and the mean that uses the number.
-
-    The token dump has it because its column says so. All code between the reply and the dump is unchanged.
-    """
+def test_a_new_number_takes_three_lines(monkeypatch, tmp_path):
+    """The lines are the column in the table, the ``add`` of ``Backend.read``, and the mean that uses the number."""
     column = Column(np.float32, 0.0, "", "how certain the server was of the token", "values/certainty")
     monkeypatch.setitem(COLUMNS, "certainty", column)
-    with closing(make(server.url, backend=Backend())) as engine:
+    server = Server()
+    server.routes -= {ROLLOUTS}
+    with contextlib.closing(make(server.url, backend=Backend())) as engine, contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
         engine.publish(PARAMS, 0)
         samples = engine.generate(PROMPTS, 2, SamplingParams(3), seed=0)
         responses = sorted(samples, key=lambda one: (one.prompt_index, one.sample_index))

@@ -20,13 +20,10 @@ from rljax.run.directory import recorded_config
 BEFORE = Path(__file__).parents[1] / "data/run_of_a478350f"
 
 
-def test_its_configuration_loads_with_what_it_set():
+def test_it_goes_on_from_its_checkpoint(tmp_path):
     config = recorded_config(BEFORE)
     assert (config.data.batch_size, config.rollout.group_size, config.data.reward) == (2, 4, "parity_reward:reward")
     assert config.diagnosis.position_edges == (4, 8, 16, 24)
-
-
-def test_it_goes_on_from_its_checkpoint(tmp_path):
     run_dir = shutil.copytree(BEFORE, tmp_path / "run")
     words = [run_dir / "config.yaml", "--run.dir", run_dir, "--model.path", BEFORE / "base", "--run.steps", "3"]
     output = completed(words)
@@ -37,19 +34,15 @@ def test_it_goes_on_from_its_checkpoint(tmp_path):
     assert rows[2]["optimizer/grad_norm"] == pytest.approx(0.463695, rel=1e-3)  # of the run that was not interrupted
 
 
-def yaml_of(key, text):
-    lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split("."))]
-    return "\n".join(lines) + f" {text}\n"
-
-
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_may_have_its_default_alone(key, tmp_path):
     assert key not in dict(dotted(dataclasses.asdict(Config())))
     default, remedy = REMOVED[key]
     file = tmp_path / "old.yaml"
-    file.write_text(yaml_of(key, json.dumps(default)))
+    above = "\n".join(f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split(".")))
+    file.write_text(f"{above} {json.dumps(default)}\n")
     printed(main, [file])
-    file.write_text(yaml_of(key, "[7]"))
+    file.write_text(f"{above} [7]\n")
     status, _, said = outcome(main, [file])
     assert status == 2
     assert f"{file}:{key.count('.') + 1}: {key} was removed " in said

@@ -6,39 +6,29 @@ import json
 import shutil
 
 import pytest
+import scripted_runs
 import tokenizers
 from changed_configs import changed
 from scripted_engine import ScriptedEngine
+from scripted_runs import MESH, POLICY
 from toy_problems import load_once
 from toy_runs import TOY_BASE
-from toy_texts import toy_config
 
-from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError
 from rljax.rollout.episodes.config import EpisodeConfig
-from rljax.rollout.types import RolloutConfig
 from rljax.run.build import Inputs, build, load_problems
 from rljax.run.checkpoint import Checkpointer
-from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
+from rljax.run.config import Config, EvalConfig, RunConfig
 from rljax.run.config_file import config_to_yaml
 from rljax.run.directory import FORK_MAY_DIFFER, check_same_run, prepare_directory
 from rljax.run.step import Progress
 from rljax.run.stop import StopRequest
-from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.packing import PackingConfig
-
-POLICY, MESH = toy_config(), make_mesh(MeshConfig(1, 1))
 
 
 def settings(base, **data):
-    return Config(
-        model=ModelConfig(path=str(base)),
-        data=DataConfig(batch_size=2, max_prompt_tokens=64, **data),
-        rollout=RolloutConfig(group_size=2, max_response_tokens=8),
-        packing=PackingConfig(row_tokens=80, rows_per_micro_batch=2),
-        eval=EvalConfig(every=0),
-    )
+    model, data = {"path": str(base)}, {"max_prompt_tokens": 64, **data}
+    return scripted_runs.settings(base, model=model, data=data, packing={"row_tokens": 80}, eval={"every": 0})
 
 
 @contextlib.contextmanager
@@ -80,11 +70,6 @@ def exchange(content):
     vocab["1"], vocab["7"] = vocab["7"], vocab["1"]
 
 
-def add_token(content):
-    new = {"id": len(content["model"]["vocab"]), "content": "<more>"}
-    content["added_tokens"].append(content["added_tokens"][0] | new)
-
-
 def save_with_limits(path):
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.enable_truncation(5)
@@ -92,30 +77,21 @@ def save_with_limits(path):
     tokenizer.save(str(path))
 
 
-OTHERS = {
-    "ids exchanged": lambda path: rewrite(path, exchange),
-    "a normalizer": lambda path: rewrite(path, lambda content: content.update(normalizer={"type": "Lowercase"})),
-    "a token added": lambda path: rewrite(path, add_token),
-}
-SAME = {
-    "sorted": lambda path: path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True, indent=7)),
-    "saved with limits": save_with_limits,
-}
-
-
-@pytest.mark.parametrize("name", [*OTHERS, *SAME])
-def test_another_tokenizer_is_refused_but_not_another_form(base, tmp_path, capsys, name):
+def test_another_tokenizer_is_refused_but_not_another_form(base, tmp_path, capsys):
     host = saved(settings(base), tmp_path)
     other = shutil.copytree(base, tmp_path / "other")
-    (OTHERS | SAME)[name](other / "tokenizer.json")
-    assert (other / "tokenizer.json").read_bytes() != (base / "tokenizer.json").read_bytes()
-    if name in SAME:
-        assert resumed(settings(other), tmp_path, host) == 3
-        assert capsys.readouterr().err == ""
-        return
-    line = f"^{other}: the tokenizer reads or writes texts otherwise than before: put back the tokenizer that the run "
-    with pytest.raises(ValueError, match=line):
-        resumed(settings(other), tmp_path, host)
+    before = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(before, sort_keys=True, indent=7))
+    assert resumed(settings(other), tmp_path, host) == 3
+    save_with_limits(other / "tokenizer.json")
+    assert resumed(settings(other), tmp_path, host) == 3
+    assert capsys.readouterr().err == ""
+    said = f"^{other}: the tokenizer reads or writes texts otherwise than before: put back the tokenizer that the run "
+    for change in (exchange, lambda content: content.update(normalizer={"type": "Lowercase"})):
+        (other / "tokenizer.json").write_text(json.dumps(before))
+        rewrite(other / "tokenizer.json", change)
+        with pytest.raises(ValueError, match=said):
+            resumed(settings(other), tmp_path, host)
 
 
 def test_another_chat_template_is_refused_by_name(base, tmp_path):
@@ -152,9 +128,6 @@ def test_other_extra_info_is_refused_by_name(base, tmp_path, extra):
     assert resumed(config, tmp_path, host) == 3
 
 
-# ---- settings of the evaluation --------------------------------------------------------------------------------------
-
-
 def recorded(tmp_path, **changes):
     config = changed(Config(run=RunConfig(dir=str(tmp_path))), **changes)
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
@@ -173,55 +146,52 @@ def test_an_evaluation_may_be_added_changed_and_removed(tmp_path, may_differ):
         check_same_run(changed(config, eval=dataclasses.asdict(EvalConfig())), tmp_path, may_differ=may_differ)
 
 
-@pytest.mark.parametrize(
-    ("changes", "evaluation", "key"),
-    [
-        ({"schedule": {"metric": "eval/toy/accuracy"}}, {"n": 4, "temperature": 1.0}, "eval.n"),
-        ({"schedule": {"metric": "eval/toy/accuracy"}}, {"every": 7}, "eval.every"),
-        ({"rollout": {"engine": "exact"}}, {"max_response_tokens": 30000}, "eval.max_response_tokens"),
-        ({"rollout": {"environment": "a.b:C"}}, {"max_response_tokens": 30000}, "eval.max_response_tokens"),
-    ],
-)
-def test_an_evaluation_that_changes_the_training_is_refused(tmp_path, changes, evaluation, key):
-    config = recorded(tmp_path, **changes)
-    with pytest.raises(ConfigError, match=rf"holds a run with other settings: {key} \("):
-        check_same_run(changed(config, eval=evaluation), tmp_path)
-    shorter = {"max_response_tokens": 5} if "rollout" in changes else {}
-    check_same_run(changed(config, eval=shorter), tmp_path)
-
-
-def test_the_number_of_steps_may_change_where_it_sets_no_rate(tmp_path):
-    config = recorded(tmp_path, run={"steps": 20})
-    longer = changed(config, run={"steps": 30}, schedule={"kind": "cosine"})
-    check_same_run(longer, tmp_path, may_differ=FORK_MAY_DIFFER)
-    config = recorded(tmp_path, run={"steps": 20}, schedule={"kind": "linear"})
-    with pytest.raises(ConfigError, match=r"other settings: run\.steps"):
-        check_same_run(changed(config, run={"steps": 30}), tmp_path)
-    config = recorded(tmp_path, run={"steps": 20}, schedule={"kind": "linear", "horizon": 40})
-    check_same_run(changed(config, run={"steps": 30}), tmp_path)
+LONG, SHORT = ({"eval": {"max_response_tokens": limit}} for limit in (30000, 5))
+EXACT, PLAYED = {"rollout": {"engine": "exact"}}, {"rollout": {"environment": "a.b:C"}}
+WATCHED, LONGER = {"schedule": {"metric": "eval/toy/accuracy"}}, {"run": {"steps": 30}}
+IDLE = {"loss": {"kind": "policy_gradient", "old_logprobs": "rollout"}}  # does nothing
 
 
 @pytest.mark.parametrize(
-    ("changes", "watching"),
+    ("before", "now"),
     [
-        ({"precision": {"remat": "blocks"}}, {"rollout": {"engine": "exact"}}),
-        ({"diagnosis": {"self_every": 5}}, {"schedule": {"metric": "mismatch_self/k3_kl"}}),
-        ({"run": {"steps": 30}}, {"run": {"steps": 21}, "schedule": {"metric": "eval/toy/accuracy"}}),
+        (WATCHED, {}),
+        (EXACT, SHORT),
+        (PLAYED, SHORT),
+        ({}, LONGER),
+        ({"schedule": {"kind": "linear", "horizon": 40}}, LONGER),
+        ({}, {"precision": {"remat": "blocks"}, "diagnosis": {"self_every": 5}}),
+        ({}, {"rollout": {"episode": EpisodeConfig(max_rows=2, workers=2)}}),
     ],
 )
-def test_a_setting_is_bound_where_it_changes_the_training(tmp_path, changes, watching):
+def test_settings_that_may_change(tmp_path, before, now):
+    check_same_run(changed(recorded(tmp_path, **before), **now), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (WATCHED, {"eval": {"n": 4, "temperature": 1.0}}, r"eval.n \("),
+        (WATCHED, {"eval": {"every": 7}}, r"eval.every \("),
+        (EXACT, LONG, r"eval.max_response_tokens \("),
+        (PLAYED, LONG, r"eval.max_response_tokens \("),
+        ({"schedule": {"kind": "linear"}}, LONGER, r"run.steps \("),
+        ({"run": {"steps": 21}} | WATCHED, LONGER, r"run.steps \("),
+        (EXACT, {"precision": {"remat": "blocks"}}, r"precision.remat \("),
+        ({"schedule": {"metric": "mismatch_self/k3_kl"}}, {"diagnosis": {"self_every": 5}}, r"diagnosis.self_every \("),
+    ],
+)
+def test_a_setting_is_bound_where_it_changes_the_training(tmp_path, before, now, said):
+    with pytest.raises(ConfigError, match=f"holds a run with other settings: {said}"):
+        check_same_run(changed(recorded(tmp_path, **before), **now), tmp_path)
+
+
+def test_a_fork_may_have_other_steps_but_no_idle_setting(tmp_path):
     config = recorded(tmp_path)
-    check_same_run(changed(config, rollout={"episode": EpisodeConfig(max_rows=2, workers=2)}, **changes), tmp_path)
-    config = recorded(tmp_path, **watching)
-    with pytest.raises(ConfigError, match="holds a run with other settings: "):
-        check_same_run(changed(config, **changes), tmp_path)
-
-
-def test_a_setting_that_does_nothing_stays_but_is_not_added(tmp_path):
-    tops, idle = {"top_logprobs": 20}, {"kind": "policy_gradient", "old_logprobs": "rollout"}
-    check_same_run(changed(recorded(tmp_path, loss=idle), rollout=tops, loss=idle), tmp_path, FORK_MAY_DIFFER)
+    check_same_run(changed(config, run={"steps": 30}, schedule={"kind": "cosine"}), tmp_path, FORK_MAY_DIFFER)
+    check_same_run(changed(recorded(tmp_path, **IDLE), rollout={"top_logprobs": 20}), tmp_path, FORK_MAY_DIFFER)
     with pytest.raises(ConfigError, match="old_logprobs = rollout does nothing"):
-        check_same_run(changed(recorded(tmp_path), rollout=tops, loss=idle), tmp_path, FORK_MAY_DIFFER)
+        check_same_run(changed(recorded(tmp_path), rollout={"top_logprobs": 20}, **IDLE), tmp_path, FORK_MAY_DIFFER)
 
 
 def test_a_refusal_names_the_setting_that_gave_the_other_run(tmp_path):

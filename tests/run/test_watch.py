@@ -41,6 +41,10 @@ def noisy(logprobs, size):
     return [values + RNG.normal(0.0, size, len(values)).astype(np.float32) for values in logprobs]
 
 
+def lowered(logprobs, gap):
+    return [values - np.float32(gap) for values in logprobs]
+
+
 def after_healthy(steps=3, size=1e-3):
     watch = Watch()
     for step in range(1, steps + 1):
@@ -54,8 +58,7 @@ def test_a_jump_is_above_twenty_times_the_median(capsys):
     watch = Watch()
     for step, gap in enumerate((0.01, 0.002, 0.011, 0.199, 0.209, 0.23), 1):
         sampled = responses()
-        found = look(watch, step, sampled, [values - np.float32(gap) for values in sampled[2]])
-        assert found["mismatch/jump"] == (step == 6), step
+        assert look(watch, step, sampled, lowered(sampled[2], gap))["mismatch/jump"] == (step == 6), step
     assert capsys.readouterr().err.startswith("\nwarning: step 6: cannot_tell: neither")
 
 
@@ -65,8 +68,8 @@ def test_a_jump_is_above_twenty_times_the_median(capsys):
 )
 def test_no_jump_is_below_its_least_gap(rows, gap, staleness, jumps):
     watch, sampled = after_healthy(rows, size=0.0), responses()
-    trainer = [values - np.float32(gap) for values in sampled[2]]
-    assert look(watch, 4, sampled, trainer, staleness=staleness)["mismatch/jump"] == jumps
+    found = look(watch, 4, sampled, lowered(sampled[2], gap), staleness=staleness)
+    assert found["mismatch/jump"] == jumps
 
 
 def test_drift_is_no_jump_but_a_shift_of_stale_responses_is():
@@ -163,11 +166,10 @@ def one_for_all(count, length, prompts=4):
 def test_a_row_with_a_sign_is_no_earlier_row():
     """The first row's gap of 0.4 is no jump, but all its responses are equal. Later rows are not compared with it."""
     watch, equal = Watch(), one_for_all(64, 12)
-    found = look(watch, 1, equal, [values - np.float32(0.4) for values in equal[2]])
-    assert found == HEALTHY | {"rollout/repeated_responses": 64}
+    assert look(watch, 1, equal, lowered(equal[2], 0.4)) == HEALTHY | {"rollout/repeated_responses": 64}
     sampled = responses()
     assert look(watch, 2, sampled, noisy(sampled[2], 1e-3)) == HEALTHY
-    assert look(watch, 3, sampled, [values - np.float32(0.1) for values in sampled[2]])["mismatch/jump"] == 1
+    assert look(watch, 3, sampled, lowered(sampled[2], 0.1))["mismatch/jump"] == 1
 
 
 def test_two_long_equal_responses_of_other_prompts_count():
@@ -220,14 +222,11 @@ def test_no_response_at_all():
     watch = Watch()
     assert watch(row, [], lambda: TrainerValues([])) == HEALTHY
     sampled = responses()
-    assert look(watch, 2, sampled, [values - np.float32(0.4) for values in sampled[2]]) == HEALTHY
+    assert look(watch, 2, sampled, lowered(sampled[2], 0.4)) == HEALTHY
 
 
 def test_earlier_rows_are_those_without_a_jump():
-    """Rows of an rljax that did not watch have no such key, and rows of failed evaluations may lack the mismatch.
-
-    A fork has other rows before its own first step.
-    """
+    """Rows of an older rljax have no such key, others no mismatch. A fork has other rows before its own first step."""
     row = {"step": 3, "rollout/staleness": 0.0, "mismatch/token_count": 9, "mismatch/logprob_abs_diff_mean": 1e-3}
     watch, sampled = Watch(), responses()
     jumped = row | {"mismatch/jump": 1, "mismatch/logprob_abs_diff_mean": 3.0}
