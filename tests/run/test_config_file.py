@@ -129,13 +129,11 @@ def test_scalars_are_those_of_yaml_1_2(yaml_file, text, expected):
     [
         ("--optimizer.learning-rate 2e-3", Config(optimizer=Optimizer(learning_rate=2e-3))),
         ("--optimizer.clip None", Config(optimizer=Optimizer(clip=None))),
-        ("--note none", Config(note=None)),
         ("--name none", Config(name="none")),
         ("--name 1e5", Config(name="1e5")),
         ("--name=--odd", Config(name="--odd")),
         ("--optimizer.nesterov", Config(optimizer=Optimizer(nesterov=True))),
         ("--optimizer.nesterov true --steps 3", Config(steps=3, optimizer=Optimizer(nesterov=True))),
-        ("--optimizer.nesterov False", Config()),
         ("--rollout.template=true", Config(rollout=Rollout(template=True))),
         ("--optimizer.betas 0.5 1", Config(optimizer=Optimizer(betas=(0.5, 1.0)))),
         ("--rollout.urls http://a http://b", Config(rollout=Rollout(urls=("http://a", "http://b")))),
@@ -162,7 +160,6 @@ def test_command_line_forms(words, expected):
         ("steps:", ":1: steps: expected a valid integer, got null"),
         ("name: 3", ":1: name: expected a valid string, got 3"),
         ("optimizer:\n  learning_rate: '1e-4'", ':2: optimizer.learning_rate: expected a valid number, got "1e-4"'),
-        ("optimizer: {learning_rate: true}", ":1: optimizer.learning_rate: expected a valid number, got true"),
         ("optimizer: {nesterov: 1}", ":1: optimizer.nesterov: expected a valid boolean, got 1"),
         ("optimizer: {kind: adam}", ":1: optimizer.kind: expected 'adamw', 'sgd' or 'off', got \"adam\""),
         ("rollout: {template: x}", ":1: rollout.template: expected a valid boolean or 'auto', got \"x\""),
@@ -195,25 +192,20 @@ def test_yaml_mistakes(yaml_file, text, message):
         ("--steps many", 'command line: steps: expected a valid integer, got "many"'),
         ("--steps 3 4", "command line: unexpected argument '4'"),
         ("--steps", "command line: --steps needs a value"),
-        ("--optimizer.kind adam", "command line: optimizer.kind: expected 'adamw', 'sgd' or 'off', got \"adam\""),
         ("--optimizer.nesterov=1", 'command line: optimizer.nesterov: expected a valid boolean, got "1"'),
         ("--learning-rate=3", "command line: unknown key learning_rate; did you mean optimizer.learning_rate?"),
         ("--optimizer x", "command line: optimizer is a section: set its keys, as in --optimizer.KEY VALUE"),
         ("--name x b.yaml", "command line: unexpected argument 'b.yaml'"),
-        ("no/such.yaml", "no/such.yaml: No such file or directory"),
     ],
 )
 def test_command_line_mistakes(words, message):
     assert refusal(*words.split()) == message
 
 
-@pytest.mark.parametrize("words", [(), ("--steps", "3")])
-def test_a_program_can_ask_for_a_file(words):
-    with pytest.raises(ConfigError, match=r"give a configuration first, as in: prog configs/x\.yaml \(--h"):
-        load_config(Config, words, prog="prog", description="", example="configs/x.yaml")
-
-
-def test_unreadable_files(tmp_path):
+def test_a_file_that_is_needed_or_cannot_be_read_is_named(tmp_path):
+    for words in ((), ("--steps", "3")):
+        with pytest.raises(ConfigError, match=r"give a configuration first, as in: prog configs/x\.yaml \(--h"):
+            load_config(Config, words, prog="prog", description="", example="configs/x.yaml")
     for content, said in ((b"name: \xff", "not UTF-8 text"), (b"name: \x01", "not valid YAML")):
         (tmp_path / "file").write_bytes(content)
         assert said in refusal(str(tmp_path / "file"))
@@ -259,7 +251,7 @@ def test_a_file_overrides_its_base_and_options_override_both(yaml_file, monkeypa
     monkeypatch.chdir("/")
     config = load(child)
     assert config == Config(
-        steps=4, optimizer=Optimizer(clip=None, betas=(0.3, 0.4)), schedule=Schedule(decay_period=3)
+        steps=4, optimizer=Optimizer(1e-4, None, betas=(0.3, 0.4)), schedule=Schedule("constant", 3)
     )
     assert load(child, "--optimizer.clip", "9").optimizer == Optimizer(clip=9.0, betas=(0.3, 0.4))
     assert load(yaml_file(config_to_yaml(config), "elsewhere/config.yaml")) == config
@@ -271,7 +263,6 @@ def test_a_file_overrides_its_base_and_options_override_both(yaml_file, monkeypa
         ("base: gone.yaml\n", "arm.yaml:1: base: {dir}/gone.yaml does not exist"),
         ("base: round.yaml\n", "round.yaml:1: base: {dir}/arm.yaml leads back to itself"),
         ("base: [a]\n", 'arm.yaml:1: base: expected the name of a file, got ["a"]'),
-        ("base:\n", "arm.yaml:1: base: expected the name of a file, got null"),
         ("base: fine.yaml\nbase: fine.yaml\n", "arm.yaml:2: not valid YAML: duplicate key base"),
         ("base: wrong.yaml\nname: x", "wrong.yaml:2: unknown key optimizer.rat"),
         ("optimizer: {base: fine.yaml}\n", "arm.yaml:1: unknown key optimizer.base"),

@@ -1,9 +1,10 @@
-"""A resume, a resume into another directory and a fork compare data and settings with those of the run before."""
+"""A resume and a fork compare data and settings with those of the run before, even of an earlier rljax."""
 
 import contextlib
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import scripted_runs
@@ -12,16 +13,18 @@ from changed_configs import changed
 from scripted_engine import ScriptedEngine
 from scripted_runs import MESH, POLICY
 from toy_problems import load_once
-from toy_runs import TOY_BASE
+from toy_runs import TOY_BASE, comparable, completed, outcome, printed
 
+from rljax.commands.config import main
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError
+from rljax.record.rows import read_rows
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.run.build import Inputs, build, load_problems
 from rljax.run.checkpoint import Checkpointer
-from rljax.run.config import Config, EvalConfig, RunConfig
-from rljax.run.config_file import config_to_yaml
-from rljax.run.directory import FORK_MAY_DIFFER, check_same_run, prepare_directory
+from rljax.run.config import REMOVED, Config, EvalConfig, RunConfig
+from rljax.run.config_file import config_to_yaml, dotted
+from rljax.run.directory import FORK_MAY_DIFFER, check_same_run, prepare_directory, recorded_config
 from rljax.run.step import Progress
 from rljax.run.stop import StopRequest
 
@@ -244,3 +247,40 @@ def test_a_fork_without_a_step_of_its_own_may_be_corrected(two_places):
     (second / "checkpoints/2").mkdir()
     with pytest.raises(ConfigError, match=r"other settings: optimizer.learning_rate .*; give another run.dir$"):
         prepare_directory(other, second)
+
+
+# ---- runs of an earlier rljax ----
+
+
+BEFORE = Path(__file__).parents[1] / "data/run_of_a478350f"
+
+
+def test_it_goes_on_from_its_checkpoint(tmp_path):
+    config = recorded_config(BEFORE)
+    assert (config.data.batch_size, config.rollout.group_size, config.data.reward) == (2, 4, "parity_reward:reward")
+    assert config.diagnosis.position_edges == (4, 8, 16, 24)
+    run_dir = shutil.copytree(BEFORE, tmp_path / "run")
+    words = [run_dir / "config.yaml", "--run.dir", run_dir, "--model.path", BEFORE / "base", "--run.steps", "3"]
+    output = completed(words)
+    assert "damaged" not in output
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert rows[:2] == read_rows(BEFORE / "metrics.jsonl")
+    assert len(comparable(run_dir)) == 3
+    assert rows[2]["optimizer/grad_norm"] == pytest.approx(0.463695, rel=1e-3)  # of the run that was not interrupted
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_may_have_its_default_alone(key, tmp_path):
+    assert key not in dict(dotted(dataclasses.asdict(Config())))
+    default, remedy = REMOVED[key]
+    file = tmp_path / "old.yaml"
+    above = "\n".join(f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split(".")))
+    file.write_text(f"{above} {json.dumps(default)}\n")
+    printed(main, [file])
+    file.write_text(f"{above} [7]\n")
+    status, _, said = outcome(main, [file])
+    assert status == 2
+    assert f"{file}:{key.count('.') + 1}: {key} was removed " in said
+    assert f"got [7]: {remedy}; delete this key" in said
+    status, _, said = outcome(main, [f"--{key.replace('_', '-')}", "7"])
+    assert (status, said.strip()) == (2, f"error: command line: {key} was removed: {remedy}; leave this option out")
