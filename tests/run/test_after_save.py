@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 from toy_runs import comparable, completed, tiny
@@ -36,11 +37,8 @@ for path in sorted(path for path in checkpoint.rglob("*") if path.is_file())[:mo
 
 @pytest.fixture
 def program(tmp_path):
-    """Returns a function from the text of a Python program to the command that runs it."""
-    numbers = itertools.count()
-
     def command(text, *words):
-        path = tmp_path / f"program{next(numbers)}.py"
+        path = tmp_path / f"program{len(list(tmp_path.iterdir()))}.py"
         path.write_text(text)
         return " ".join([sys.executable, str(path), *map(str, words)])
 
@@ -121,23 +119,14 @@ def test_the_end_waits_no_longer_than_it_may(tmp_path, program, capsys, grace_s,
 
 
 def test_a_look_that_fails_is_tried_again(tmp_path, program, monkeypatch):
-    looks = itertools.count()
-
-    def look(run_dir):
-        if not next(looks):
-            raise OSError(116, "Stale file handle")
-        return [2]
-
+    look = mock.Mock(side_effect=itertools.chain([OSError(116, "Stale file handle")], itertools.repeat([2])))
     monkeypatch.setattr("rljax.run.after_save.saved_steps", look)
     with calling(program(CALLED, tmp_path / "calls"), make_run(tmp_path / "run", 2)):
         until((tmp_path / "calls").exists, 20)
 
 
 def test_a_run_that_another_process_took_over_calls_nothing(tmp_path, program):
-    def lost():
-        raise OwnedError("taken over")
-
-    calls = tmp_path / "calls"
+    calls, lost = tmp_path / "calls", mock.Mock(side_effect=OwnedError("taken over"))
     with calling(program(CALLED, calls), make_run(tmp_path / "run", 2), check_owner=lost):
         pass
     assert not calls.exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.errors import ConfigError
@@ -213,7 +213,6 @@ def test_a_file_that_is_needed_or_cannot_be_read_is_named(tmp_path):
 
 
 def test_help_explains_and_shows_the_values_of_the_file(yaml_file, capsys):
-    """It shows what most runs set, and all on demand."""
 
     def printed(*words, common=None):
         with pytest.raises(SystemExit, match="0"):
@@ -275,41 +274,30 @@ def test_a_mistake_names_the_file_it_is_in(yaml_file, tmp_path, arm, line):
     assert line.format(dir=tmp_path) in refusal(yaml_file(arm, "arm.yaml"))
 
 
-words = ["", "~", "null", "yes", "off", "1e-4", "010", "1:30", "2020-01-01", "<<", "=", "- a", "a: b", "#", "1_000"]
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(words)
-floats = st.floats(allow_nan=False)
+ODD = ["", "~", "null", "yes", "off", "1e-4", "010", "1:30", "2020-01-01", "<<", "=", "- a", "a: b", "#", "1_000"]
+texts = st.text(max_size=20) | st.sampled_from(ODD)
+optimizers = st.builds(
+    Optimizer, learning_rate=st.floats(min_value=0, exclude_min=True), clip=..., kind=..., nesterov=..., betas=...
+)
 configs = st.builds(
     Config,
-    name=text,
+    name=texts,
     steps=st.integers(1, 2**80),
-    resume=text,
-    note=st.none() | text,
-    optimizer=st.builds(
-        Optimizer,
-        learning_rate=st.floats(min_value=0, exclude_min=True),
-        clip=st.none() | floats,
-        kind=st.sampled_from(["adamw", "sgd", "off"]),
-        nesterov=st.booleans(),
-        betas=st.tuples(floats, floats),
-    ),
-    schedule=st.builds(Schedule, kind=st.sampled_from(["constant", "length_decay"]), decay_period=st.integers()),
-    rollout=st.builds(
-        Rollout,
-        urls=st.lists(text, max_size=3).map(tuple),
-        limits=st.none() | st.lists(st.integers(), max_size=3).map(tuple),
-        template=st.sampled_from([True, False, "auto"]),
-    ),
+    resume=texts,
+    note=st.none() | texts,
+    optimizer=optimizers,
+    schedule=st.builds(Schedule, kind=..., decay_period=st.integers()),
+    rollout=st.builds(Rollout, urls=..., limits=..., template=...),
 )
 
 
 @settings(max_examples=80, deadline=None)
-@example(Config(optimizer=Optimizer(clip=math.nan)))
 @given(configs)
 def test_the_yaml_form_reads_back_equal(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("yaml") / "config.yaml"
     path.write_text(config_to_yaml(config), encoding="utf-8")
     back = load(str(path))
-    assert back == config or (math.isnan(back.optimizer.clip) and math.isnan(config.optimizer.clip))
+    assert back == config or ".nan" in path.read_text()
     assert config_to_yaml(back) == config_to_yaml(config)
 
 

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from changed_configs import changed
 from external_rows import make_row, write_file
-from toy_texts import toy_config
+from scripted_runs import POLICY, settings
 
-from rljax.data.prompts import DataConfig, PromptStream
+from rljax.data.prompts import PromptStream
 from rljax.errors import ConfigError, StoppedWaitingError
 from rljax.rollout.build import check_engine
 from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
-from rljax.run.config import Config, RunConfig
 from rljax.run.external import make_external_batches
 from rljax.run.sampling import rollout_row, training_sequences
 from rljax.run.stop import StopRequest, Timers
@@ -31,17 +31,13 @@ def place(tmp_path):
 
 
 def make_config(place, batch_size=2, **rollout):
-    return Config(
-        run=RunConfig(dir=str(place.parent)),
-        data=DataConfig(batch_size=batch_size, max_prompt_tokens=8),
-        rollout=RolloutConfig(**{"trajectories": str(place), "group_size": 2, "max_response_tokens": 8} | rollout),
-    )
+    config = settings(place.parent, data={"batch_size": batch_size})
+    return changed(config, rollout={"trajectories": str(place)} | rollout)
 
 
 def make_batches(config, step=0, state=None, stop=STOP, reported=0):
-    """Returns the batches of a run that begins, or that goes on after ``step``."""
     stream, sampling = PromptStream(PROBLEMS, config.data.batch_size, 0), SamplingParams(8, reported=reported)
-    made = make_external_batches(config, toy_config(), stream, sampling, stop)
+    made = make_external_batches(config, POLICY, stream, sampling, stop)
     if state is not None:
         made.load_state_dict(json.loads(json.dumps(state)))
     made.start(step)
@@ -57,10 +53,7 @@ def rewards_of(sampled):
 
 
 def test_hand_worked_rows_become_sequences(place):
-    """RLOO in a group of two makes each advantage the difference of the rewards.
-
-    Versions 1 and 2 are trained at version 3.
-    """
+    """RLOO in a group of two makes each advantage the difference. Versions 1 and 2 are trained at version 3."""
     turns = make_row("a", 0.0, 1, (3, 4, 5, 6), mask=[True, False, False, True], logprobs=[-1, None, None, -2])
     failed = make_row("b", None, 2)
     rows = [make_row("a", 1.0, [1, 2, 2]), failed, turns, make_row("b", 1.0, 2, prompt_ids=[9])]
@@ -112,8 +105,7 @@ def test_a_directory_is_listed_once_for_all_its_files(place, monkeypatch):
 def test_a_directory_of_the_receiver_is_looked_into_once(place, monkeypatch, source, looks):
     answers, looked = iter([False] * 3 + [True]), []
     stop = SimpleNamespace(is_requested=lambda: next(answers), progress=None)
-    options = {} if source == "directory" else {"trajectories": source}
-    batches = make_batches(make_config(place, **options), stop=stop)
+    batches = make_batches(make_config(place, **({} if looks > 1 else {"trajectories": source})), stop=stop)
     monkeypatch.setattr(batches.queue, "read_file", lambda: looked.append(1))
     with contextlib.closing(batches), pytest.raises(StoppedWaitingError, match="waited for trajectories"):
         take(batches)
@@ -132,10 +124,7 @@ def test_groups_with_old_rows_are_dropped_and_counted(place):
 
 
 def test_a_name_of_two_problems_is_counted_and_said_once(place, capsys):
-    """The client names its groups by their place in its batch, and loses a trajectory of the first batch.
-
-    A name with an escape character does not reach the terminal as it is.
-    """
+    """The client names its groups by their place in its batch, and loses a trajectory of the first batch."""
     names = ("a\x1b", "a\x1b", "b", "b")
     rows = [make_row(group, 1, prompt_ids=[step, 7]) for step in range(1, 5) for group in names]
     write_file(place / "1.jsonl", rows[1:])
@@ -178,24 +167,16 @@ def test_rows_of_a_lost_policy_wait_for_their_version(place):
     """A killed run had published version 2. It starts again from step 0, so a group of version 2 waits for step 3."""
     write_file(place / "1.jsonl", [make_row("a", 0), make_row("a", 1)])
     config = make_config(place, batch_size=1, max_staleness=9)
-    killed = make_batches(config)
+    killed, policy = make_batches(config), place.parent / "policy.json"
     take(killed)
     for version in (1, 2):
+        assert json.loads(policy.read_text()) == {"policy_version": version - 1, "highest_version": version - 1}
         with killed.paused(None, version, Timers(STOP), drains=False):
-            pass
+            assert json.loads(policy.read_text()) == {"policy_version": version - 1, "highest_version": version}
     write_file(place / "0.jsonl", [make_row("z", 8, 2), make_row("z", 9, 2)])
     write_file(place / "2.jsonl", [make_row("b", 2), make_row("b", 3)])
     again = make_batches(config)
     assert [rewards_of(take(again)) for _ in range(3)] == [[[0, 1]], [[2, 3]], [[8, 9]]]
-
-
-def test_the_policy_file_tells_the_version(place):
-    batches = make_batches(make_config(place))
-    path = place.parent / "policy.json"
-    assert json.loads(path.read_text()) == {"policy_version": 0, "highest_version": 0}
-    with batches.paused(None, 1, Timers(STOP), drains=False):
-        assert json.loads(path.read_text()) == {"policy_version": 0, "highest_version": 1}
-    assert json.loads(path.read_text()) == {"policy_version": 1, "highest_version": 1}
 
 
 def test_another_source_begins_anew(place, tmp_path):

@@ -14,14 +14,10 @@ def rows(values, metric="mismatch/k3_kl"):
     return [{"step": i, metric: value} for i, value in enumerate(values, 1)]
 
 
-def test_a_rule_is_read():
-    rule = parse_rule("mismatch/k3_kl > 1e-3 for 5")
-    assert (rule.metric, rule.above, rule.bound, rule.steps) == ("mismatch/k3_kl", True, 1e-3, 5)
-    rule = parse_rule("policy/entropy<0.1")
-    assert (rule.metric, rule.above, rule.bound, rule.steps) == ("policy/entropy", False, 0.1, 1)
-
-
-def test_what_is_no_rule_is_one_line():
+def test_a_rule_is_read_and_what_is_none_is_one_line():
+    for text, read in (("a/b > 1e-3 for 5", ("a/b", True, 1e-3, 5)), ("a/b<0.1", ("a/b", False, 0.1, 1))):
+        rule = parse_rule(text)
+        assert (rule.metric, rule.above, rule.bound, rule.steps) == read
     for text in ("", "mismatch/k3_kl", "a > b", "a > 1 for 0", "a > 1 for", "a >= 1", "a > nan", "> 1"):
         for kind in ("warn", "stop"):
             with pytest.raises(ValueError, match="a guard reads 'METRIC > NUMBER'"):
@@ -37,8 +33,7 @@ def test_a_warning_comes_once_when_a_rule_begins_to_hold():
     assert seen[3][0] == ["step 4: mismatch/k3_kl = 0.3 (mismatch/k3_kl > 0.1 for 2)"]
     assert all(stops == [] for _, stops in seen)
 
-
-def test_a_rule_may_warn_and_stop_and_counts_a_row_once():
+    # A rule may warn and stop, and counts a row once.
     guard = Guard(GuardConfig(warn=("a > 1 for 3",), stop=("a > 1 for 3",)))
     seen = [guard.check({"step": step, "a": 2.0}) for step in range(1, 5)]
     assert [(len(warnings), len(stops)) for warnings, stops in seen] == [(0, 0), (0, 0), (1, 1), (0, 1)]
@@ -131,15 +126,11 @@ def counted(progress, totals, updates, start=(0, 0)):
     return seen
 
 
-def test_updates_without_signal_do_not_count_as_skipped():
-    """The updates are: not finite, no signal, not finite, applied, no signal, not finite."""
+def test_an_applied_update_ends_a_row_of_skipped_ones():
+    """Updates without signal do not count. A step has one update, and then four with three without signal at last."""
     progress = Progress()
     assert counted(progress, [(1, 1), (2, 1), (3, 2), (3, 2), (4, 2), (5, 3)], 1) == [1, 1, 2, 0, 0, 1]
     assert progress.not_finite_since == 6
-
-
-def test_an_applied_update_ends_a_row_of_skipped_ones():
-    """A step has four updates: all are not finite, then three and one applied, then one and three without signal."""
     progress = Progress()
     assert counted(progress, [(104, 24), (107, 27), (111, 28)], 4, start=(100, 20)) == [4, 0, 1]
     resumed = Progress.from_state_dict(json.loads(json.dumps(progress.state_dict())))
@@ -147,8 +138,7 @@ def test_an_applied_update_ends_a_row_of_skipped_ones():
     assert counted(resumed, [(115, 32), (119, 36)], 4, start=(111, 28)) == [5, 9]
     assert resumed.not_finite_since == 3
 
-
-def test_the_first_step_counts_from_zero():
+    # The first step counts from zero.
     progress = Progress()
     progress.count_skipped({"step": 1, "optimizer/skipped_updates": 2, "precision/overflows": 1}, {}, 2)
     assert (progress.not_finite, progress.not_finite_since) == (1, 1)

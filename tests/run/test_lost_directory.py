@@ -31,7 +31,6 @@ def run_dir(tmp_path):
 
 
 def lost(owner):
-    """Returns the line that ends a run."""
     with pytest.raises(OwnedError) as caught:
         check_owner(owner)
     return str(caught.value)
@@ -79,7 +78,6 @@ def test_a_removed_record_of_the_owner(run_dir):
 
 @pytest.fixture
 def recorder(tmp_path):
-    """A recorder that wrote two rows."""
     with contextlib.closing(Recorder(tmp_path, 9, tensorboard=False, progress=False)) as made:
         made.write({"step": 1, "x": 0.5})
         made.write({"step": 2})
@@ -145,7 +143,6 @@ def noise(step):
 
 @pytest.fixture
 def small(tmp_path):
-    """Yields a folder on a file system of 4 MB."""
     with small_disk(tmp_path, 4):
         yield tmp_path
 

@@ -31,13 +31,12 @@ PROBES = [np.arange(1, 9, dtype=np.int32), np.arange(3, 8, dtype=np.int32)]
 
 def settings(directory, *, offload, steps=STEPS, kl="none", **lora):
     served = {"engine": "vllm", "urls": ("http://127.0.0.1:1",), "colocated": offload, "dtype": "bfloat16"}
-    loss, every = {"kl": kl, "kl_coefficient": 0.0 if kl == "none" else 0.1}, {"eval": {"every": 0}}
-    every["checkpoint"] = {"every": 1}
-    return scripted_runs.settings(directory, run={"steps": steps}, rollout=served, loss=loss, lora=lora, **every)
+    changes = {"run": {"steps": steps}, "eval": {"every": 0}, "checkpoint": {"every": 1}, "rollout": served}
+    loss = {"kl": kl, "kl_coefficient": 0.0 if kl == "none" else 0.1}
+    return scripted_runs.settings(directory, loss=loss, lora=lora, **changes)
 
 
 def on_the_devices():
-    """Returns the bytes of the arrays that live in the devices' own memory."""
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind != HOST_MEMORY)
 
@@ -81,10 +80,7 @@ def assert_equal_states(one, other):
 
 
 def on_devices_only(compute):
-    """Returns ``compute`` with a check that no argument's array is in the host's memory.
-
-    A CPU would compute from it.
-    """
+    """Returns ``compute`` with a check that no argument's array is in the host's memory, as a CPU would compute."""
 
     def checked(*arguments, **options):
         arrays = [leaf for leaf in jax.tree.leaves((arguments, options)) if isinstance(leaf, jax.Array)]

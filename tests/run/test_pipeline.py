@@ -76,7 +76,6 @@ SAVED = SimpleNamespace(last_save_s=lambda: -1e9)  # checkpoints whose last save
 
 
 def in_order(count):
-    """Returns the prompts of the first batches of the stream."""
     stream = PromptStream(PROBLEMS, 2, SEED)
     return [[problem["prompt"] for problem in stream.take()] for _ in range(count)]
 

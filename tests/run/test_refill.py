@@ -26,10 +26,9 @@ def in_order(count):
 
 
 class Shuffled(ScriptedEngine):
-    """An engine whose groups have signal for the prompts in ``with_signal``, with answers of 4 and of 2 tokens.
+    """An engine whose groups have signal for some prompts, with answers of 4 and of 2 tokens, not two of 8 tokens.
 
-    Other groups have two wrong answers of 8 tokens. Each request has its own order of responses. The calls in ``lost``
-    fail in their middle.
+    Each request has its own order of responses. The calls in ``lost`` fail in their middle.
     """
 
     def __init__(self, with_signal, lost=()):
@@ -108,9 +107,7 @@ def test_at_the_limit_the_earliest_groups_fill_the_batch():
     sampled, places, engine, drawn = sample("." * 20)
     assert (places, drawn, len(engine.asked)) == ([0, 1, 2, 3], 20, 5)
     assert sampled.row["rollout/refilled_groups"] == 16
-
-
-def test_a_batch_with_signal_is_sampled_as_without_refilling():
+    # A batch with signal is sampled as without refilling.
     sampled, places, engine, drawn = sample("SSSS")
     assert (places, drawn, engine.seeds) == ([0, 1, 2, 3], 4, [step_seed(SEED, 3)])
     counts = ("refilled_groups", "refill_rounds", "refilled_tokens")
@@ -166,7 +163,6 @@ def expected_batches():
 
 
 def go_on(engine, k, first=1, at=0):
-    """Returns (prompts, problems drawn) of each batch from step ``first`` on."""
     sampler, stream = refilling(engine)
     stop = StopRequest()
     batches = Batches(stream, sampler.sample)
@@ -189,7 +185,6 @@ def go_on(engine, k, first=1, at=0):
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_batches_are_those_of_the_rule(k):
-    """A resume loses no problem, and uses none twice."""
     expected = expected_batches()
     assert any(drawn % SIZE for _, drawn in expected)
     engine = Shuffled(WITH_SIGNAL)
@@ -228,8 +223,6 @@ def test_a_run_trains_on_full_batches(tmp_path):
         assert row["response_length/mean"] == pytest.approx(sampled / (2 * groups))
         assert row["perf/response_tokens_per_s"] * row["time/rollout_s"] == pytest.approx(sampled)
         assert row["optimizer/skipped_updates"] == 0
-
-
-def test_the_mean_of_the_batch_is_refused():
+    # The mean of the batch would carry loss.
     with pytest.raises(ValueError, match=r"^rollout\.refill .* advantage\.estimator = reinforce they carry loss"):
         Config(rollout=RolloutConfig(refill=True), advantage=AdvantageConfig(estimator="reinforce"))

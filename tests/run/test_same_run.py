@@ -36,7 +36,6 @@ def settings(base, **data):
 
 @contextlib.contextmanager
 def parts_of(config, tmp_path):
-    """Yields the parts of a run with the tokenizer of its model."""
     tokenizer = load_tokenizer(config.model.path)
     problems = load_problems(config, tokenizer) if config.data.path else load_once(config, tokenizer)
     engine = ScriptedEngine(tokenizer, lambda prompt, sample, seed: "1$")
@@ -62,7 +61,6 @@ def base(tmp_path):
 
 
 def rewrite(path, change):
-    """Changes the JSON of a file."""
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))

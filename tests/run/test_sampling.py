@@ -57,6 +57,13 @@ def test_rollout_row_by_hand(rollouts):
         "rollout/staleness": 0.25,
     }
     assert mixed_fraction(rollouts) == 0.25  # one of four is of two versions
+    # Groups without signal are measured, but carry no loss.
+    sequences = training_sequences(rollouts, Config(), policy_version=4)
+    assert [s.in_loss for s in sequences] == [True, True, False, False]
+    assert [s.advantage for s in sequences] == [1.0, -1.0, 0.0, 0.0]
+    assert [s.response.tolist() for s in sequences] == [[5, 1], [5, 6, 7, 8], [1], [2, 2, 1]]
+    assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [8], [8]]
+    assert [s["staleness"].tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
 
 
 def test_a_stop_token_counts_where_sampling_went_on(rollouts):
@@ -69,15 +76,6 @@ def test_a_stop_token_counts_where_sampling_went_on(rollouts):
     assert fraction(2) == 0.25
     assert fraction(8) == 0.25  # the last token of a response that the limit cut off
     assert fraction(5) == 0.5
-
-
-def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):
-    sequences = training_sequences(rollouts, Config(), policy_version=4)
-    assert [s.in_loss for s in sequences] == [True, True, False, False]
-    assert [s.advantage for s in sequences] == [1.0, -1.0, 0.0, 0.0]
-    assert [s.response.tolist() for s in sequences] == [[5, 1], [5, 6, 7, 8], [1], [2, 2, 1]]
-    assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [8], [8]]
-    assert [s["staleness"].tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
 
 
 def test_steps_rounds_and_runs_have_seeds_of_their_own():
@@ -144,8 +142,8 @@ PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(1, 5)]
 class Landing:
     """An engine whose response j to any prompt has j + 1 tokens. A seed decides the order of the responses."""
 
-    def __init__(self, seed, missing=0):
-        self.seed, self.missing, self.prompts = seed, missing, None
+    def __init__(self, seed, missing=0, error=None):
+        self.seed, self.missing, self.error = seed, missing, error
 
     def generate(self, prompts, n, sampling, *, seed):
         self.prompts = prompts
@@ -156,6 +154,8 @@ class Landing:
         for k in np.random.default_rng(self.seed).permutation(len(places))[self.missing :]:
             i, j = places[k]
             yield response((i, j), [3] * (j + 1), version=0, prompt=prompts[i])
+        if self.error:
+            raise self.error
 
 
 def sample(engine, rewards):
@@ -182,28 +182,22 @@ def test_rewards_stand_where_their_responses_do():
 
 def test_a_lost_batch_leaves_neither_counts_nor_rewards():
     """The first of two responses fails, and the second waits for its reward, when the servers are lost."""
-    futures, counts = [], {"reward/errors": 0}
+    futures, failed = [], []
 
-    class Rewards:
-        def submit(self, *response):
-            futures.append(Future())
-            if len(futures) != 2:
-                counts["reward/errors"] += 1
-                futures[-1].set_result(0.0)
-            return futures[-1]
+    def submit(*response):
+        futures.append(Future())
+        if len(futures) != 2:
+            failed.append(futures[-1])
+            futures[-1].set_result(0.0)
+        return futures[-1]
 
-        def pop_metrics(self):
-            taken = dict(counts)
-            counts["reward/errors"] = 0
-            return taken
+    def pop_metrics():
+        counts = {"reward/errors": len(failed)}
+        failed.clear()
+        return counts
 
-    class Losing(Landing):
-        def respond(self, prompts, n):
-            yield from super().respond(prompts, n)
-            if self.missing:
-                raise ServersLostError("none is left")
-
+    rewards = SimpleNamespace(submit=submit, pop_metrics=pop_metrics)
     with pytest.raises(ServersLostError):
-        sample(Losing(0, missing=10), Rewards())
+        sample(Landing(0, missing=10, error=ServersLostError("none is left")), rewards)
     assert futures[1].cancelled()
-    assert sample(Losing(0), Rewards()).row["reward/error_fraction"] == 1.0
+    assert sample(Landing(0), rewards).row["reward/error_fraction"] == 1.0

@@ -1,21 +1,16 @@
-"""The watch over the responses of a step, by hand and on a faulty server, and the word of a run on its last rows."""
+"""The watch over the responses of a step, by hand and in a run with faults, and the word of a run on its last rows."""
 
-import base64
 import gzip
 import json
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from records import train_sequence
 from toy_runs import TOY_BASE, completed, tiny
-from vllm_fake import as_base64
 
+import rljax.run.step
 from rljax.diagnose.evidence import Declared
-from rljax.policy.families import read_config
-from rljax.policy.hf import load_params
-from rljax.policy.score import make_scorer
 from rljax.record.rows import read_rows
 from rljax.run.watch import CAUSE, CONFIDENCE, EVERY, Watch, Word
 from rljax.trainer.update import TrainerValues
@@ -135,8 +130,9 @@ def test_short_responses_of_zeros_are_named(capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0])
-@pytest.mark.parametrize(("share", "length", "found"), [(1.0, 8, 32), (0.25, 8, 8), (0.2, 8, 0), (1.0, 7, 0)])
+@pytest.mark.parametrize(
+    ("value", "share", "length", "found"), [(0.0, 1.0, 8, 32), (-1.0, 0.25, 8, 8), (0.0, 0.2, 8, 0), (0.0, 1.0, 7, 0)]
+)
 def test_constants_are_counted_from_a_quarter_of_the_responses(value, share, length, found, capsys):
     prompts, tokens, logprobs = responses(length=length)
     constant = [np.full_like(x, value) if i < share * 32 - 0.5 else x for i, x in enumerate(logprobs)]
@@ -206,7 +202,6 @@ def test_short_answers_may_be_equal(length, capsys):
 
 @pytest.mark.parametrize("length", [2, 5])
 def test_one_short_response_for_all_is_named_by_its_jump(length, capsys):
-    """Its numbers fit one prompt only, so the trainer's differ."""
     watch, sampled = after_healthy(), one_for_all(64, length)
     found = look(watch, 4, sampled, responses(64, length)[2])
     assert found == {"rollout/repeated_responses": 64, "rollout/constant_responses": 0, "mismatch/jump": 1}
@@ -225,18 +220,13 @@ def test_a_cut_distribution_and_a_rounded_cache_are_healthy(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_no_response_at_all():
-    row = {"step": 1, "rollout/staleness": 0.0, "mismatch/logprob_abs_diff_mean": 0.0, "mismatch/token_count": 0}
-    watch = Watch()
-    assert watch(row, [], lambda: TrainerValues([])) == HEALTHY
-    sampled = responses()
-    assert look(watch, 2, sampled, lowered(sampled[2], 0.4)) == HEALTHY
-
-
 def test_earlier_rows_are_those_without_a_jump():
     """Rows of an older rljax have no such key, others no mismatch. A fork has other rows before its own first step."""
     row = {"step": 3, "rollout/staleness": 0.0, "mismatch/token_count": 9, "mismatch/logprob_abs_diff_mean": 1e-3}
     watch, sampled = Watch(), responses()
+    assert watch(row | {"mismatch/token_count": 0}, [], lambda: TrainerValues([])) == HEALTHY
+    assert look(watch, 2, sampled, lowered(sampled[2], 0.4)) == HEALTHY  # no earlier row has a response
+    watch = Watch()
     jumped = row | {"mismatch/jump": 1, "mismatch/logprob_abs_diff_mean": 3.0}
     watch.read([row, row | {"mismatch/jump": 0}, *[jumped] * 9, {"step": 4}])
     watch.read([row | {"mismatch/logprob_abs_diff_mean": None}])
@@ -269,124 +259,64 @@ def test_a_word_is_recorded_every_so_many_steps_and_said_once(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_row_that_was_not_written_counts_once():
+def test_without_a_mismatch_a_word_is_never_healthy(capsys):
     word = Word(Declared())
     for row in rows_of("healthy")[:EVERY]:
-        found = [word(row) for _ in range(2)]
+        found = [word(row) for _ in range(2)]  # a row that was not written comes again, and counts once
     assert found == [{CAUSE: "healthy", CONFIDENCE: ""}] * 2
-
-
-def test_without_a_mismatch_it_is_never_healthy(capsys):
     word = Word(Declared())
     last = [word({"step": step, "reward/mean": 0.5}) for step in range(1, EVERY + 1)][-1]
     assert last[CAUSE] == "cannot_tell"
     assert "cannot_tell" in capsys.readouterr().err
 
 
-# ---- a server that spoils its replies at single steps ----
-
-
-LIMIT, RESPONSES = 12, 8
-
-
-@pytest.fixture(scope="module")
-def policy():
-    """A function that draws random digits, and gives them the log-probabilities that the toy's base gives them."""
-    config = read_config(TOY_BASE)
-    params, lock = load_params(TOY_BASE, config), threading.Lock()
-    score = make_scorer(config, "float32")
-
-    def draw(prompt, sampling):
-        count = sampling["max_tokens"]
-        tokens = np.random.default_rng([sampling["seed"] or 0, len(prompt)]).integers(0, 10, count)
-        with lock:
-            (logprobs,) = score(params, [np.concatenate([prompt, tokens]).astype(np.int32)])
-        return tokens.tolist(), logprobs[len(prompt) :].tolist()
-
-    return draw
+# ---- whole runs ----
 
 
 def changed(change):
-    """Returns a fault that changes the log-probabilities of each reply."""
+    """Returns a fault that changes the sampler's log-probabilities of each response."""
+    return lambda sequences: [s.add({"rollout_logprobs": change(s["rollout_logprobs"])}) for s in sequences]
 
-    def fault(replies):
-        for reply in replies:
-            values = np.frombuffer(base64.b64decode(reply["scores"]["logprobs"]), "<f4")
-            reply["scores"]["logprobs"] = as_base64(change(values), "<f4")
+
+def moved(by):
+    """Returns a fault that gives each response to another place."""
+
+    def fault(sequences):
+        pairs = [(s, sequences[by(i, len(sequences))]) for i, s in enumerate(sequences)]
+        return [train_sequence(s.prompt, other.response, other["rollout_logprobs"], 0.0) for s, other in pairs]
 
     return fault
 
 
-def first_for_all(replies):
-    for reply in replies[1:]:
-        reply |= {name: replies[0][name] for name in ("token_ids", "scores")}
-
-
-def of_others(replies):
-    """Gives each response to another prompt's request, which the hash in the reply does not show."""
-    contents = [{name: reply[name] for name in ("token_ids", "scores")} for reply in replies]
-    for reply, content in zip(replies, contents[RESPONSES // 2 :] + contents[: RESPONSES // 2], strict=True):
-        reply |= content
-
-
 FAULTS = {
-    3: (changed(lambda values: np.append(values[1:], values[:1])), "not_comparable: log-probabilities shifted by one"),
-    5: (changed(np.zeros_like), "not_comparable: 8 of 8 responses have one log-probability at all their tokens (0 in"),
-    7: (first_for_all, "not_comparable: 8 of 8 responses have the tokens and, to the bit, the log-probabilities of a"),
-    9: (of_others, "cannot_tell: neither constant, shifted by one, scaled nor permuted; replies of other prompts or"),
+    3: (changed(lambda values: np.roll(values, -1)), "not_comparable: log-probabilities shifted by one"),
+    5: (changed(np.zeros_like), " responses have one log-probability at all their tokens (0 in"),
+    7: (
+        moved(lambda i, count: 0),
+        "not_comparable: 8 of 8 responses have the tokens and, to the bit, the log-proba",
+    ),
+    9: (moved(lambda i, count: (i + count // 2) % count), "cannot_tell: neither constant, shifted by one, scaled nor"),
+    11: (changed(lambda values: 0.95 * values), "temperature: scaled log-probabilities"),
 }
 
 
-class Spoiler:
-    """Holds the replies of a step back until all are there, and spoils them if the step has a fault."""
+def test_each_fault_of_a_run_is_said_in_one_line(tmp_path, monkeypatch):
+    """The run goes on before its last step. Alone, a gap of less than half a nat would be no jump."""
+    sound, rows = rljax.run.step.training_sequences, tmp_path / "run/metrics.jsonl"
 
-    def __init__(self, fake, rows):
-        self.sound, self.rows, self.held, self.arrived = fake.lines, rows, {}, threading.Condition()
+    def spoil(rollouts, config, version):
+        fault, _ = FAULTS.get(version + 1, (list, ""))
+        return fault(sound(rollouts, config, version))
 
-    def lines(self, asked):
-        answered = [line.split(b" ", 2) for line in self.sound(asked)]
-        replies = [json.loads(said) for _, _, said in sorted(answered, key=lambda line: int(line[0]))]
-        if asked[0]["sampling_params"]["max_tokens"] == LIMIT:  # not a probe
-            step = 1 + (len(self.rows.read_text().splitlines()) if self.rows.exists() else 0)
-            with self.arrived:
-                held = self.held.setdefault(step, [])
-                held += replies
-                if len(held) == RESPONSES and step in FAULTS:
-                    FAULTS[step][0](held)
-                self.arrived.notify_all()
-                assert self.arrived.wait_for(lambda: len(held) == RESPONSES, timeout=60)
-        yield from (f"{number} 200 {json.dumps(reply)}\n".encode() for number, reply in enumerate(replies))
-
-
-def said_by(fake, policy, run, steps):
-    """Returns the output of a run on the server ``fake``, which samples with ``policy``."""
-    fake.policy, fake.described = policy, {"shape": json.loads((TOY_BASE / "config.json").read_text())}
-    served = ("--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.verify.tokens", "8")
-    float32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
-    return completed(tiny(TOY_BASE, run, steps, *served, *float32), is_sound=False)
-
-
-def test_each_fault_is_said_in_one_line(fake, policy, tmp_path):
-    run, steps = tmp_path / "run", max(FAULTS) + 1
-    fake.lines = Spoiler(fake, run / "metrics.jsonl").lines
-    output = said_by(fake, policy, run, steps)
+    monkeypatch.setattr(rljax.run.step, "training_sequences", spoil)
+    float32, said = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32"), ""
+    for steps in (10, 11):
+        said += completed(tiny(TOY_BASE, rows.parent, steps, *float32), is_sound=False)
     begin = "warning: step "
-    said = [line.removeprefix(begin).split(": ", 1) for line in output.splitlines() if line.startswith(begin)]
-    assert [int(step) for step, _ in said] == list(FAULTS), output
-    for step, words in said:
-        assert words.startswith(FAULTS[int(step)][1])
-    rows = read_rows(run / "metrics.jsonl")
-    counted = [(row["rollout/repeated_responses"], row["rollout/constant_responses"]) for row in rows]
-    assert counted == [{5: (0, 8), 7: (8, 0)}.get(step, (0, 0)) for step in range(1, steps + 1)]
-    assert [row["mismatch/jump"] for row in rows] == [int(step in FAULTS) for step in range(1, steps + 1)]
-
-    # A run that goes on knows the median of its rows. Alone, a gap of less than half a nat would be no jump.
-    def scaled(prompt, sampling):
-        tokens, logprobs = policy(prompt, sampling)
-        factor = 0.95 if sampling["max_tokens"] == LIMIT else 1.0  # the probes stay sound
-        return tokens, [factor * value for value in logprobs]
-
-    said = said_by(fake, scaled, run, steps + 1)
-    assert f"warning: step {steps + 1}: temperature: scaled log-probabilities" in said
-    assert f"the median of {steps - len(FAULTS)} earlier rows is" in said
-    assert 0.02 < read_rows(run / "metrics.jsonl")[-1]["mismatch/logprob_abs_diff_mean"] < 0.5
+    lines = [line.removeprefix(begin).split(": ", 1) for line in said.splitlines() if line.startswith(begin)]
+    assert [int(number) for number, _ in lines] == list(FAULTS), said
+    for number, words in lines:
+        assert FAULTS[int(number)][1] in words
+    assert "the median of 6 earlier rows is" in lines[-1][1]
+    assert [row["mismatch/jump"] for row in read_rows(rows)] == [int(number in FAULTS) for number in range(1, 12)]
+    assert 0.02 < read_rows(rows)[-1]["mismatch/logprob_abs_diff_mean"] < 0.5
