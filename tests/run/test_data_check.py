@@ -44,11 +44,15 @@ def check(*answers, reward, count=1000, workers=1, timeout_s=10.0):
     return found
 
 
-def test_answers_that_a_response_cannot_match_fail():
+def test_answers_that_a_response_cannot_match_fail(own):
     bad = ["It is 5.\n\nSo it is.", "Adding, the answer is $\\boxed{5}$."]
     found = check("5", "\\frac{1}{2}", "(C)", "[1,2)", "yes", "1,080", *bad, reward="math")
     assert (found.checked, found.reason) == (8, "")
     assert sorted(problem["answer"] for problem in found.failed) == sorted(bad)
+    # An answer that gets no more than others fails.
+    found = check("5", "6", "7", "a\nb", reward="rewards_of_mine:half", workers=0)
+    assert [problem["answer"] for problem in found.failed] == ["a\nb"]
+    assert check("5", "6", "7", "8", reward="addition", count=3) == AnswerCheck(3, [], "")
 
 
 NUMBERS = [str(i * i % 61) for i in range(24)]
@@ -77,12 +81,6 @@ def test_a_reward_that_tells_answers_apart_is_not_accused(own, reward):
             assert "rewards no right answer" in found.reason
         else:
             assert (found.checked, list(found.failed)) == (len(answers), [])
-
-
-def test_an_answer_that_gets_no_more_than_others_fails(own):
-    found = check("5", "6", "7", "a\nb", reward="rewards_of_mine:half", workers=0)
-    assert [problem["answer"] for problem in found.failed] == ["a\nb"]
-    assert check("5", "6", "7", "8", reward="addition", count=3) == AnswerCheck(3, [], "")
 
 
 def test_placeholders_are_counted_and_kept():

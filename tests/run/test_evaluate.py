@@ -131,6 +131,11 @@ def test_the_engine_has_room_for_the_longer_response():
     longer = [*arguments, "--eval.max-response-tokens", "50"]
     config = load_config(Config, longer, prog="", description="")
     assert (config.max_engine_tokens, config.max_sequence_tokens) == (60, 30)
+    # A prompt must leave room for a token.
+    policy = PolicyConfig(24, 32, 64, 2, 4, 2, 8, max_position_embeddings=64)
+    assert response_limit(None, policy, 63) == 1
+    with pytest.raises(ValueError, match=r"64 tokens, are more than the model's 64 positions"):
+        response_limit(None, policy, 64)
 
 
 def test_a_policy_that_is_not_there_is_named(tmp_path):
@@ -147,13 +152,6 @@ def test_a_policy_that_is_not_there_is_named(tmp_path):
     for more in ({"step": 2}, {"best": True}):
         with pytest.raises(ValueError, match="3 is a checkpoint already: leave out the step and the best one"):
             find_policy(tmp_path / "checkpoints/3", **more)
-
-
-def test_a_prompt_must_leave_room_for_a_token():
-    policy = PolicyConfig(24, 32, 64, 2, 4, 2, 8, max_position_embeddings=64)
-    assert response_limit(None, policy, 63) == 1
-    with pytest.raises(ValueError, match=r"64 tokens, are more than the model's 64 positions"):
-        response_limit(None, policy, 64)
 
 
 def test_every_response_is_written_in_order(tmp_path):

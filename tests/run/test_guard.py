@@ -44,6 +44,11 @@ def test_a_metric_of_some_rows_keeps_its_streak_between_them():
         guard = Guard(GuardConfig(stop=(f"{metric} > 1 for 2",)))
         rows_of = [{"step": 1, metric: 2.0}, {"step": 2}, {"step": 3, metric: 2.0}]
         assert [len(guard.check(row)[1]) for row in rows_of] == [0, 0, 1], metric
+    # The bound itself is allowed, and what is no number is beyond both.
+    guard = Guard(GuardConfig(stop=("a > 1", "a < 1")))
+    found = [len(guard.check({"step": step, "a": value})[1]) for step, value in enumerate((1.0, 1.5, 0.5, math.inf))]
+    assert found == [0, 1, 1, 1]
+    assert all(len(guard.check({"step": 9, "a": value})[1]) == 2 for value in (math.nan, None))
 
 
 def test_a_stop_needs_its_rows_in_a_row_and_survives_a_resume():
@@ -58,13 +63,6 @@ def test_a_stop_needs_its_rows_in_a_row_and_survives_a_resume():
     between.load_state_dict(second.state_dict())
     third.load_state_dict(between.state_dict())
     assert third.check({"step": 9, "mismatch/k3_kl": 0.2})[1] == []
-
-
-def test_the_bound_itself_is_allowed_and_no_number_is_beyond_both():
-    guard = Guard(GuardConfig(stop=("a > 1", "a < 1")))
-    found = [len(guard.check({"step": step, "a": value})[1]) for step, value in enumerate((1.0, 1.5, 0.5, math.inf))]
-    assert found == [0, 1, 1, 1]
-    assert all(len(guard.check({"step": 9, "a": value})[1]) == 2 for value in (math.nan, None))
 
 
 FAILING = rows([1.0, 1.0, 0.999, 1.0, 1.0, 1.0, 1.0], "reward/error_fraction")

@@ -194,8 +194,7 @@ def test_a_fork_may_have_other_steps_but_no_idle_setting(tmp_path):
     with pytest.raises(ConfigError, match="old_logprobs = rollout does nothing"):
         check_same_run(changed(recorded(tmp_path), rollout={"top_logprobs": 20}, **IDLE), tmp_path, FORK_MAY_DIFFER)
 
-
-def test_a_refusal_names_the_setting_that_gave_the_other_run(tmp_path):
+    # A refusal names the setting that gave the other run.
     config = changed(recorded(tmp_path), rollout={"temperature": 0.5})
     for key, place in (("resume", tmp_path), ("fork", tmp_path / "checkpoints/3")):
         run = {"dir": "new", key: str(place)}

@@ -121,9 +121,7 @@ def test_all_rows_of_a_trajectory_have_its_advantage():
     assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [9, 9, 4], [9, 9]]
     assert sequences[0].sampled.tolist() == [True, False, True]
     assert [s["turn"].tolist() for s in sequences] == [[1, 0, 2], [1, 1], [2], [1]]
-
-
-def test_the_limit_counts_the_tokens_of_a_row():
+    # The limit counts the tokens of a row.
     group = [trajectory(0, 0, [1, 0, 2]), trajectory(0, 1, [1, 1], further=(trajectory(0, 1, [2, 2]),))]
     advantage = AdvantageConfig(overlong_buffer_tokens=2, overlong_factor=2.0)
     config = Config(rollout=RolloutConfig(max_response_tokens=4), advantage=advantage)

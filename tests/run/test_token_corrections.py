@@ -79,7 +79,6 @@ def test_an_older_runs_settings_may_not_begin_a_run(settings, message):
         ({"rollout": TOPS, "correction": CorrectionConfig(preset="one_sided_tops_tv", score_centering=True)}, True),
         ({"correction": CorrectionConfig(preset="two_sided_tv"), "loss": LossConfig(mini_batches=2)}, False),
         ({"loss": LossConfig(kind="vespo", old_logprobs="rollout")}, False),
-        ({"loss": LossConfig(kind="vespo", epochs=2)}, False),
         ({"rollout": STALE, "loss": LossConfig(stale_clip_low=0.1, old_logprobs="rollout")}, False),
     ],
 )
