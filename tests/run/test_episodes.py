@@ -74,8 +74,7 @@ def test_tokens_and_masks_recounted():
     assert long["version"].tolist() == [1] * 5 + [2] * 5 + [3] * 3
     assert (long.length, long.truncated, long.prompt.tolist()) == (9, False, TOKENIZER.encode("9=").tolist())
     assert rollouts.rewards.tolist() == [[2, 2], [6, 6]]
-    row = rollouts.row
-    assert (row["turns/limited"], row["reward/errors"], row["time/generate_s"]) == (0, 0, 3.0)
+    assert {"turns/limited": 0, "reward/errors": 0, "time/generate_s": 3.0}.items() <= rollouts.row.items()
     # Each turn's prompt is all tokens before it. Nothing is encoded again.
     first, second, third = engine.asked
     assert [len(round_of) for round_of in engine.asked] == [4, 2, 2]
@@ -123,9 +122,8 @@ def test_failed_trajectories_are_counted_and_have_no_reward():
     problems = [problem("1+1=", "2", kind=kind) for kind in kinds]
     rollouts = sample(problems, environments.Failing, Scripted())
     assert np.isnan(rollouts.rewards[:, 0]).tolist() == [False, True, True, True, True]
-    row = rollouts.row
-    assert (row["reward/errors"], row["reward/timeouts"]) == (4, 1)
-    assert (row["turns/env_errors"], row["turns/env_timeouts"], row["turns/env_deaths"]) == (3, 1, 0)
+    counts = {"reward/errors": 4, "reward/timeouts": 1, "turns/env_errors": 3, "turns/env_timeouts": 1}
+    assert (counts | {"turns/env_deaths": 0}).items() <= rollouts.row.items()
     lengths = [group[0].length for group in rollouts.responses]
     assert lengths == [6, 6, 6, 6, 0]  # sampled tokens stay in the metrics
     assert rollout_row(rollouts, 1)["response_length/mean"] == 6.0  # a trajectory without a token has no length

@@ -199,9 +199,7 @@ def test_responses_of_all_servers_come_back_to_their_prompts(fakes, served):
     assert (model.info.root, model.info.max_model_len) == ("org/name", 128)
     samples = drawn(model)
     responses = list(samples)
-    assert sorted((one.prompt_index, one.sample_index) for one in responses) == [
-        (i, j) for i in range(2) for j in range(3)
-    ]
+    assert len({(one.prompt_index, one.sample_index) for one in responses}) == len(responses) == 6
     for one in responses:
         assert one.response.tolist() == ([5, 6] if one.prompt_index == 0 else [9, 10])
         assert one.truncated

@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 from small_disk import fill, small_disk
 
-from rljax.distributed.files import write_whole
 from rljax.distributed.ownership import claim
 from rljax.errors import NotWrittenError, OwnedError
 from rljax.record.rows import read_rows
 from rljax.record.writers import Recorder
 from rljax.run.checkpoint import Checkpointer
-from rljax.run.config import Config
-from rljax.run.config_file import config_to_yaml
 from rljax.run.directory import check_owner, own_directory
 
 
@@ -180,13 +177,3 @@ def test_a_row_without_room_is_refused_whole(small, capsys):
     assert [row["step"] for row in read_rows(small / "metrics.jsonl")] == list(range(1, written + 2))
     assert (small / "metrics.jsonl").read_bytes().count(b"\n") == written + 1
     assert capsys.readouterr().err.count("tb is not written any more: [Errno 28] No space left on device") <= 1
-
-
-def test_settings_without_room_stay_as_they_were(small):
-    """A resume compares the settings, and half a file would have other ones."""
-    write_whole(small / "config.yaml", config_to_yaml(Config()))
-    before = (small / "config.yaml").read_bytes()
-    fill(small)
-    with pytest.raises(OSError, match="No space left on device"):
-        write_whole(small / "config.yaml", config_to_yaml(Config()))
-    assert (small / "config.yaml").read_bytes() == before
