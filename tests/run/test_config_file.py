@@ -1,9 +1,10 @@
-"""Tests of the configuration reader: precedence, one-line errors that name the place, and YAML read back equal."""
+"""Tests of the readers of configurations and of programs' arguments: precedence, mistakes in one line, and YAML."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from rljax.errors import ConfigError
 from rljax.policy.hub import CONFIGS, model_directory, packaged
 from rljax.run.config import Config as RealConfig
 from rljax.run.config_file import config_to_yaml, find_config, load_config
-from rljax.run.options import field_texts
+from rljax.run.options import Positional, Repeated, field_texts, option_words, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -94,26 +95,26 @@ def refusal(*argv: str) -> str:
 
 
 def test_precedence_default_yaml_command_line(yaml_file):
-    file = yaml_file("steps: 20\noptimizer: {learning_rate: 0.5, clip: 2}\n")
+    file = yaml_file("steps: 20\noptimizer: {learning_rate: 2, clip: 2}\n")
     assert load() == Config()
-    assert load(file) == Config(steps=20, optimizer=Optimizer(learning_rate=0.5, clip=2.0))
-    got = load(file, "--optimizer.learning-rate", "1e-3", "--name", "x")
-    assert got == Config(name="x", steps=20, optimizer=Optimizer(learning_rate=1e-3, clip=2.0))
-
-
-def test_a_partial_section_keeps_its_own_defaults(yaml_file):
+    assert type(load(file).optimizer.learning_rate) is float
+    got = load(file, "--optimizer.learning_rate", "1", "--name", "x")
+    assert got == Config(name="x", steps=20, optimizer=Optimizer(learning_rate=1.0, clip=2.0))
+    assert type(got.optimizer.learning_rate) is float
+    # A partial section keeps its own defaults.
     assert load(yaml_file("rollout: {warmup: {decay_period: 9}}")).rollout.warmup == Schedule("length_decay", 9)
     assert load("--rollout.warmup.decay-period", "9").rollout.warmup == Schedule("length_decay", 9)
     assert load(yaml_file("rollout: {urls: [a]}")).rollout.warmup == Schedule("length_decay", 7)
-
-
-SPELLINGS = ("1e-4", "1E-4", "0.0001", "+1.0e-4", ".0001", "1.e-4")
+    # Options can complete a file that is not valid alone.
+    file = yaml_file("name: x\nschedule: {kind: length_decay}")
+    assert refusal(file) == f"{file}:2: schedule: length_decay needs decay_period"
+    assert load(file, "--schedule.decay-period", "40").schedule == Schedule("length_decay", 40)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        *((f"optimizer: {{learning_rate: {text}}}", Config()) for text in SPELLINGS),
+        *((f"optimizer: {{learning_rate: {text}}}", Config()) for text in ("1E-4", "+1.0e-4", ".0001", "1.e-4")),
         ("optimizer: {kind: off}\nname: yes\n", Config("yes", optimizer=Optimizer(kind="off"))),
         ("name: 010\nnote: 2020-01-01\n", Config("010", note="2020-01-01")),
         ("optimizer: {betas: [-.inf, .inf]}", Config(optimizer=Optimizer(betas=(-math.inf, math.inf)))),
@@ -123,34 +124,22 @@ def test_scalars_are_those_of_yaml_1_2(yaml_file, text, expected):
     assert load(yaml_file(text)) == expected
 
 
-def test_an_int_is_taken_for_a_float_and_stored_as_one(yaml_file):
-    for got in (load(yaml_file("optimizer: {learning_rate: 2}")), load("--optimizer.learning_rate", "2")):
-        assert type(got.optimizer.learning_rate) is float
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("--optimizer.learning-rate 2e-3", Config(optimizer=Optimizer(learning_rate=2e-3))),
-        ("--optimizer.learning_rate=2e-3", Config(optimizer=Optimizer(learning_rate=2e-3))),
         ("--optimizer.clip None", Config(optimizer=Optimizer(clip=None))),
-        ("--note none", Config(note=None)),
-        ("--note x", Config(note="x")),
         ("--name none", Config(name="none")),
         ("--name 1e5", Config(name="1e5")),
         ("--name=--odd", Config(name="--odd")),
         ("--optimizer.nesterov", Config(optimizer=Optimizer(nesterov=True))),
         ("--optimizer.nesterov true --steps 3", Config(steps=3, optimizer=Optimizer(nesterov=True))),
-        ("--optimizer.nesterov False", Config()),
         ("--rollout.template=true", Config(rollout=Rollout(template=True))),
-        ("--rollout.template auto", Config()),
         ("--optimizer.betas 0.5 1", Config(optimizer=Optimizer(betas=(0.5, 1.0)))),
         ("--rollout.urls http://a http://b", Config(rollout=Rollout(urls=("http://a", "http://b")))),
         ("--rollout.urls a --rollout.urls", Config()),
-        ("--rollout.limits 3", Config(rollout=Rollout(limits=(3,)))),
         ("--rollout.limits 3 --rollout.limits None", Config()),
         ("--rollout.warmup.decay-period -3", Config(rollout=Rollout(warmup=Schedule("length_decay", -3)))),
-        ("--steps 3 --steps 4", Config(steps=4)),
         ("--resume runs/x", Config(resume="runs/x")),
     ],
 )
@@ -158,51 +147,28 @@ def test_command_line_forms(words, expected):
     assert load(*words.split()) == expected
 
 
-def test_options_can_complete_a_file_that_is_not_valid_alone(yaml_file):
-    file = yaml_file("name: x\nschedule: {kind: length_decay}")
-    assert refusal(file) == f"{file}:2: schedule: length_decay needs decay_period"
-    assert load(file, "--schedule.decay-period", "40").schedule == Schedule("length_decay", 40)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "optimizer: {learning_rat: 1}",
-            ":1: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?",
-        ),
         ("optimizer: {lr: 0.5}", ":1: unknown key optimizer.lr; did you mean optimizer.learning_rate?"),
         ("\nlearning_rate: 1", ":2: unknown key learning_rate; did you mean optimizer.learning_rate?"),
-        ("rollout: {kind: x}", ":1: unknown key rollout.kind; did you mean optimizer.kind?"),
         ("rollout: {warmup: {kin: x}}", ":1: unknown key rollout.warmup.kin; did you mean rollout.warmup.kind?"),
         ("schedule: {zzzz: 1}", ":1: unknown key schedule.zzzz; known keys: schedule.kind, schedule.decay_period"),
         ("zz: 1", ":1: unknown key zz; known keys: name, steps, resume, note, optimizer, schedule, rollout"),
-        ("3: 1", ":1: unknown key 3; known keys: name, steps, resume, note, optimizer, schedule, rollout"),
-        ("steps: many", ':1: steps: expected a valid integer, got "many"'),
         ("steps: 1.5", ":1: steps: expected a valid integer, got 1.5"),
         ("steps: true", ":1: steps: expected a valid integer, got true"),
-        ("steps: 010", ':1: steps: expected a valid integer, got "010"'),
-        ("steps: [1]", ":1: steps: expected a valid integer, got [1]"),
-        ("steps: {a: 1}", ':1: steps: expected a valid integer, got {"a": 1}'),
         ("steps:", ":1: steps: expected a valid integer, got null"),
-        ("name: 3", ":1: name: expected a valid string, got 3"),
         ("optimizer:\n  learning_rate: '1e-4'", ':2: optimizer.learning_rate: expected a valid number, got "1e-4"'),
-        ("optimizer: {learning_rate: true}", ":1: optimizer.learning_rate: expected a valid number, got true"),
-        ("optimizer: {nesterov: 1}", ":1: optimizer.nesterov: expected a valid boolean, got 1"),
-        ("optimizer: {nesterov: yes}", ':1: optimizer.nesterov: expected a valid boolean, got "yes"'),
         ("optimizer: {kind: adam}", ":1: optimizer.kind: expected 'adamw', 'sgd' or 'off', got \"adam\""),
         ("rollout: {template: x}", ":1: rollout.template: expected a valid boolean or 'auto', got \"x\""),
         ("optimizer: {betas: [1]}", ":1: optimizer.betas: expected 2 items, got [1]"),
         ("optimizer: {betas: [1, 2, 3]}", ":1: optimizer.betas: expected 2 items, got [1, 2, 3]"),
-        ("optimizer: {betas: 1}", ":1: optimizer.betas: expected a valid array, got 1"),
         ("rollout: {urls: [a, 3]}", ":1: rollout.urls: expected a valid string, got 3"),
         ("name: &a x\nnote: *a", ":2: not valid YAML: the alias *a; write its value out"),
         ("schedule: 3", ":1: schedule: expected a mapping with the keys kind, decay_period, got 3"),
-        ("schedule:", ":1: schedule: expected a mapping with the keys kind, decay_period, got null"),
         ("- 1", ": expected a mapping, got [1]"),
         ("# nothing", ": expected a mapping, got an empty file"),
         ("steps: 1\n\nsteps: 2", ":3: not valid YAML: duplicate key steps"),
-        ("optimizer:\n  clip: 1\n  clip: 1", ":3: not valid YAML: duplicate key optimizer.clip"),
         ("steps: 1\noptimizer: {clip: ", ":2: not valid YAML: expected the node content"),
         ("name: !!python/name:os.system ''", ":1: not valid YAML: could not determine a constructor for the tag"),
         ("steps: !!int x", ": not valid YAML: invalid literal for int()"),
@@ -222,59 +188,33 @@ def test_yaml_mistakes(yaml_file, text, message):
     ("words", "message"),
     [
         ("--steps many", 'command line: steps: expected a valid integer, got "many"'),
-        ("--steps 1e3", 'command line: steps: expected a valid integer, got "1e3"'),
         ("--steps 3 4", "command line: unexpected argument '4'"),
         ("--steps", "command line: --steps needs a value"),
-        ("--steps --name x", "command line: --steps needs a value"),
-        ("--name a b", "command line: unexpected argument 'b'"),
-        ("--optimizer.kind adam", "command line: optimizer.kind: expected 'adamw', 'sgd' or 'off', got \"adam\""),
-        ("--optimizer.clip x", 'command line: optimizer.clip: expected a valid number, got "x"'),
-        ("--optimizer.betas 1", "command line: optimizer.betas: expected 2 items, got [1.0]"),
         ("--optimizer.nesterov=1", 'command line: optimizer.nesterov: expected a valid boolean, got "1"'),
-        (
-            "--optimizer.learning-rat 3",
-            "command line: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?",
-        ),
         ("--learning-rate=3", "command line: unknown key learning_rate; did you mean optimizer.learning_rate?"),
         ("--optimizer x", "command line: optimizer is a section: set its keys, as in --optimizer.KEY VALUE"),
-        ("--name x -y", "command line: unexpected argument '-y'"),
         ("--name x b.yaml", "command line: unexpected argument 'b.yaml'"),
-        ("no/such.yaml", "no/such.yaml: No such file or directory"),
-        ("--optimizer.learning-rate -1", "command line: optimizer.learning_rate must be positive, got -1.0"),
     ],
 )
 def test_command_line_mistakes(words, message):
     assert refusal(*words.split()) == message
 
 
-def test_a_program_can_ask_for_a_file(yaml_file):
-    def needs_file(*argv):
-        return load_config(Config, argv, prog="prog", description="", example="configs/quickstart.yaml")
-
-    for argv in ([], ["--steps", "3"]):
-        with pytest.raises(
-            ConfigError, match=r"give a configuration first, as in: prog configs/quickstart\.yaml \(--h"
-        ):
-            needs_file(*argv)
-    assert needs_file(yaml_file("steps: 3")) == Config(steps=3)
-    with pytest.raises(SystemExit, match="0"):
-        needs_file("-h")
-
-
-@pytest.mark.parametrize(("content", "said"), [(b"name: \xff", "not UTF-8 text"), (b"name: \x01", "not valid YAML")])
-def test_unreadable_files(tmp_path, content, said):
-    (tmp_path / "file").write_bytes(content)
-    assert said in refusal(str(tmp_path / "file"))
+def test_a_file_that_is_needed_or_cannot_be_read_is_named(tmp_path):
+    for words in ((), ("--steps", "3")):
+        with pytest.raises(ConfigError, match=r"give a configuration first, as in: prog configs/x\.yaml \(--h"):
+            load_config(Config, words, prog="prog", description="", example="configs/x.yaml")
+    for content, said in ((b"name: \xff", "not UTF-8 text"), (b"name: \x01", "not valid YAML")):
+        (tmp_path / "file").write_bytes(content)
+        assert said in refusal(str(tmp_path / "file"))
     assert "Is a directory" in refusal(str(tmp_path))
 
 
 def test_help_explains_and_shows_the_values_of_the_file(yaml_file, capsys):
-    """It shows what most runs set, and all on demand."""
 
     def printed(*words, common=None):
-        with pytest.raises(SystemExit) as caught:
-            load_config(Config, words, prog="prog", description="An example.", common=common)
-        assert caught.value.code == 0
+        with pytest.raises(SystemExit, match="0"):
+            load_config(Config, words, prog="prog", description="An example.", example="x.yaml", common=common)
         return capsys.readouterr().out
 
     file = yaml_file("optimizer: {learning_rate: 0.25}\nschedule: {kind: length_decay}")
@@ -288,7 +228,6 @@ def test_help_explains_and_shows_the_values_of_the_file(yaml_file, capsys):
         assert word in short
     assert "--optimizer.betas" not in short
     assert "--optimizer.betas" in whole
-    assert "--rollout.urls" in whole
 
 
 def test_every_setting_of_a_run_is_explained_under_its_field():
@@ -301,34 +240,28 @@ def test_every_setting_of_a_run_is_explained_under_its_field():
         waiting += [values[name] for name in inner]
 
 
-def test_a_file_overrides_its_base_and_options_override_both(yaml_file):
+def test_a_file_overrides_its_base_and_options_override_both(yaml_file, monkeypatch):
+    """A base is relative to its file. What is written back needs none."""
     yaml_file("optimizer: {clip: 2.0, betas: [0.1, 0.2]}\nschedule: {decay_period: 3}", "grand.yaml")
     yaml_file("base: grand.yaml\noptimizer: {betas: [0.3, 0.4]}", "parent.yaml")
-    child = yaml_file("base: parent.yaml\noptimizer: {clip: null}\nsteps: 4\n", "child.yaml")
-    expected = Config(steps=4, optimizer=Optimizer(clip=None, betas=(0.3, 0.4)), schedule=Schedule(decay_period=3))
-    assert load(child) == expected
-    assert load(child, "--optimizer.clip", "9").optimizer == Optimizer(clip=9.0, betas=(0.3, 0.4))
-
-
-def test_a_base_is_relative_and_what_is_written_back_needs_none(yaml_file, monkeypatch):
-    yaml_file("steps: 5", "setup.yaml")
-    arm = yaml_file("base: ../setup.yaml\nnote: x", "arms/one.yaml")
+    child = yaml_file("base: ../parent.yaml\noptimizer: {clip: null}\nsteps: 4\n", "arms/child.yaml")
     monkeypatch.chdir("/")
-    config = load(arm)
-    assert load(yaml_file(config_to_yaml(config), "elsewhere/config.yaml")) == config == Config(steps=5, note="x")
+    config = load(child)
+    assert config == Config(
+        steps=4, optimizer=Optimizer(1e-4, None, betas=(0.3, 0.4)), schedule=Schedule("constant", 3)
+    )
+    assert load(child, "--optimizer.clip", "9").optimizer == Optimizer(clip=9.0, betas=(0.3, 0.4))
+    assert load(yaml_file(config_to_yaml(config), "elsewhere/config.yaml")) == config
 
 
 @pytest.mark.parametrize(
     ("arm", "line"),
     [
         ("base: gone.yaml\n", "arm.yaml:1: base: {dir}/gone.yaml does not exist"),
-        ("steps: 1\nbase: arm.yaml\n", "arm.yaml:2: base: {dir}/arm.yaml leads back to itself"),
         ("base: round.yaml\n", "round.yaml:1: base: {dir}/arm.yaml leads back to itself"),
         ("base: [a]\n", 'arm.yaml:1: base: expected the name of a file, got ["a"]'),
-        ("base:\n", "arm.yaml:1: base: expected the name of a file, got null"),
         ("base: fine.yaml\nbase: fine.yaml\n", "arm.yaml:2: not valid YAML: duplicate key base"),
         ("base: wrong.yaml\nname: x", "wrong.yaml:2: unknown key optimizer.rat"),
-        ("base: worse.yaml\nname: x", "worse.yaml:1: steps: expected a valid integer"),
         ("optimizer: {base: fine.yaml}\n", "arm.yaml:1: unknown key optimizer.base"),
     ],
 )
@@ -336,34 +269,23 @@ def test_a_mistake_names_the_file_it_is_in(yaml_file, tmp_path, arm, line):
     yaml_file("base: arm.yaml\n", "round.yaml")
     yaml_file("steps: 2\n", "fine.yaml")
     yaml_file("optimizer:\n  rat: 1\n", "wrong.yaml")
-    yaml_file("steps: x\n", "worse.yaml")
     assert line.format(dir=tmp_path) in refusal(yaml_file(arm, "arm.yaml"))
 
 
-words = ["", "~", "null", "yes", "off", "1e-4", "010", "1:30", "2020-01-01", "<<", "=", "- a", "a: b", "#", "1_000"]
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(words)
-floats = st.floats(allow_nan=False)
+ODD = ["", "~", "null", "yes", "off", "1e-4", "010", "1:30", "2020-01-01", "<<", "=", "- a", "a: b", "#", "1_000"]
+texts = st.text(max_size=20) | st.sampled_from(ODD)
+optimizers = st.builds(
+    Optimizer, learning_rate=st.floats(min_value=0, exclude_min=True), clip=..., kind=..., nesterov=..., betas=...
+)
 configs = st.builds(
     Config,
-    name=text,
+    name=texts,
     steps=st.integers(1, 2**80),
-    resume=text,
-    note=st.none() | text,
-    optimizer=st.builds(
-        Optimizer,
-        learning_rate=st.floats(min_value=0, exclude_min=True),
-        clip=st.none() | floats,
-        kind=st.sampled_from(["adamw", "sgd", "off"]),
-        nesterov=st.booleans(),
-        betas=st.tuples(floats, floats),
-    ),
-    schedule=st.builds(Schedule, kind=st.sampled_from(["constant", "length_decay"]), decay_period=st.integers()),
-    rollout=st.builds(
-        Rollout,
-        urls=st.lists(text, max_size=3).map(tuple),
-        limits=st.none() | st.lists(st.integers(), max_size=3).map(tuple),
-        template=st.sampled_from([True, False, "auto"]),
-    ),
+    resume=texts,
+    note=st.none() | texts,
+    optimizer=optimizers,
+    schedule=st.builds(Schedule, kind=..., decay_period=st.integers()),
+    rollout=st.builds(Rollout, urls=..., limits=..., template=...),
 )
 
 
@@ -373,15 +295,11 @@ def test_the_yaml_form_reads_back_equal(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("yaml") / "config.yaml"
     path.write_text(config_to_yaml(config), encoding="utf-8")
     back = load(str(path))
-    assert back == config
+    assert back == config or ".nan" in path.read_text()
     assert config_to_yaml(back) == config_to_yaml(config)
 
 
-def test_a_nan_reads_back(yaml_file):
-    assert math.isnan(load(yaml_file(config_to_yaml(Config(optimizer=Optimizer(clip=math.nan))))).optimizer.clip)
-
-
-def test_the_package_carries_configurations(tmp_path, monkeypatch):
+def test_the_package_carries_configurations_and_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_config("quickstart") == find_config("configs/quickstart.yaml") == CONFIGS / "quickstart.yaml"
     assert find_config("paper/qwen3_4b_fp16").is_file()
@@ -389,11 +307,85 @@ def test_the_package_carries_configurations(tmp_path, monkeypatch):
     assert find_config("quickstart") == Path("quickstart")
     with pytest.raises(ConfigError, match="quickstrat: No such file or directory; did you mean quickstart"):
         find_config("quickstrat")
-
-
-def test_the_package_carries_a_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     assert model_directory("configs/toy-base") == model_directory("toy-base") == str(CONFIGS / "toy-base")
     (tmp_path / "configs/toy-base").mkdir(parents=True)
     assert model_directory("configs/toy-base") == "configs/toy-base"
     assert packaged("../pyproject.toml") is None
+
+
+# ---- the arguments of a program ----
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a program."""
+
+    source: Positional[Path]
+    """The file
+    to read."""
+    rest: Positional[tuple[Path, ...] | None] = None
+    """More files."""
+    scorer: Repeated[str] = ()
+    lengths: tuple[int, ...] = (3,)
+    kind: Literal["a", "b"] | None = None
+    check: bool = True
+    """Whether to check."""
+
+    def __post_init__(self) -> None:
+        if self.lengths == ():
+            raise ValueError("lengths must not be empty")
+
+
+@dataclass(frozen=True)
+class Connected:
+    server: str
+    """The server."""
+
+
+def parse(words):
+    aliases = {"-s": "--scorer", "--engine": "--kind"}
+    return parse_arguments(Arguments, words.split(), prog="prog", description="Says.", aliases=aliases)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("x", {}),
+        ("x y z", {"rest": (Path("y"), Path("z"))}),
+        ("--scorer a x -s b --scorer=--c", {"scorer": ("a", "b", "--c")}),
+        ("x --lengths 1 2 --kind b", {"lengths": (1, 2), "kind": "b"}),
+        ("--no-check x --engine=a", {"check": False, "kind": "a"}),
+        ("x --kind a --kind none", {}),
+    ],
+)
+def test_words_become_arguments(words, expected):
+    assert parse(words) == Arguments(Path("x"), **expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "expected SOURCE; prog --help explains it"),
+        ("x --scorr a", "unknown option --scorr; did you mean --scorer?"),
+        ("x -q", "unknown option -q"),
+        ("x --lengths 1 b", "--lengths: expected INT, got b"),
+        ("x --kind c", "--kind: expected {a,b}|none, got c"),
+        ("x --lengths", "lengths must not be empty"),
+    ],
+)
+def test_a_mistake_in_arguments_is_one_line(words, said):
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        parse(words)
+
+
+def test_help_has_the_text_of_each_field(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse("x --help")
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: prog SOURCE REST ... [--a VALUE ...]\n\nSays.\n")
+    assert "  SOURCE PATH\n      The file to read.\n" in shown
+    assert "  --check {true,false}\n      Whether to check. (default: true)" in shown
+    assert option_words(Arguments) == ["--scorer", "--lengths", "--kind", "--check"]
+    with pytest.raises(SystemExit, match="0"):
+        parse_arguments(Connected, ["--help"], prog="prog", description="Says.")
+    assert capsys.readouterr().out.endswith("  --server STR\n      The server. (required)\n")

@@ -13,44 +13,24 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.run.data_check import AnswerCheck, check_answers, table
 
-REWARDS = r"""
-import os, sys, time
-
-def needs_tests(problem, response, truncated):
-    return float(problem["tests"][0] == response)
-
-def sleeps(problem, response, truncated):
-    time.sleep(60)
-
-def misled(problem, response, truncated):
-    return 1.0 if response == str(truncated) else 0.1
-
-def longer(problem, response, truncated):
-    return len(response) / 100
-
-def boxed(problem, response, truncated):
-    return 1.0 if response == "\\boxed{" + problem["answer"] + "}" else 0.1
-
-def half(problem, response, truncated):
-    return 1.0 if response == problem["answer"] and "\n" not in response else 0.5
-
-def partial(problem, response, truncated):
-    return 0.9 + 0.1 * (response == problem["answer"])
-
-def penalty(problem, response, truncated):
-    return 0.0 if response == problem["answer"] else -1.0
-
-def near(problem, response, truncated):
-    return 1 / (1 + abs(float(response) - float(problem["answer"])))
-
-def tagged(problem, response, truncated):
-    return 1.0 if response == f"<answer>{problem['answer']}</answer>" else -1.0
-"""
+SLEEPS = "import time\n\ndef sleeps(problem, response, truncated):\n    time.sleep(60)\n"
+VALUES = {
+    "needs_tests": 'float(problem["tests"][0] == response)',
+    "misled": "1.0 if response == str(truncated) else 0.1",
+    "longer": "len(response) / 100",
+    "boxed": r"""1.0 if response == "\\boxed{" + problem["answer"] + "}" else 0.1""",
+    "half": r"""1.0 if response == problem["answer"] and "\n" not in response else 0.5""",
+    "partial": '0.9 + 0.1 * (response == problem["answer"])',
+    "penalty": '0.0 if response == problem["answer"] else -1.0',
+    "near": '1 / (1 + abs(float(response) - float(problem["answer"])))',
+    "tagged": """1.0 if response == f"<answer>{problem['answer']}</answer>" else -1.0""",
+}
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    (tmp_path / "rewards_of_mine.py").write_text(REWARDS)
+    defined = [f"def {name}(problem, response, truncated):\n    return {value}\n" for name, value in VALUES.items()]
+    (tmp_path / "rewards_of_mine.py").write_text("".join([SLEEPS, *defined]))
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -64,67 +44,43 @@ def check(*answers, reward, count=1000, workers=1, timeout_s=10.0):
     return found
 
 
-def test_answers_that_a_response_cannot_match_fail():
+def test_answers_that_a_response_cannot_match_fail(own):
     bad = ["It is 5.\n\nSo it is.", "Adding, the answer is $\\boxed{5}$."]
     found = check("5", "\\frac{1}{2}", "(C)", "[1,2)", "yes", "1,080", *bad, reward="math")
     assert (found.checked, found.reason) == (8, "")
     assert sorted(problem["answer"] for problem in found.failed) == sorted(bad)
-
-
-def test_a_sample_is_drawn_by_the_seed():
-    answers = [str(i) for i in range(50)]
-    assert check(*answers, reward="addition", count=20) == AnswerCheck(20, [], "")
-    assert check(*answers, reward="addition", count=0) == AnswerCheck(0, (), "")
-
-
-def test_a_reward_of_ones_own_may_want_another_form(own):
-    assert check("word", "code", reward="rewards_of_mine:tagged", workers=0) == AnswerCheck(2, [], "")
-
-
-@pytest.mark.parametrize("reward", ["rewards_of_mine:needs_tests", "rewards_of_mine:sleeps"])
-def test_a_reward_that_cannot_be_asked_is_said(own, reward):
-    found = check("1", "2", reward=reward, timeout_s=0.2)
-    assert found == AnswerCheck(reason=f"{reward} rewards no right answer in any tried form; it failed 10 times")
+    # An answer that gets no more than others fails.
+    found = check("5", "6", "7", "a\nb", reward="rewards_of_mine:half", workers=0)
+    assert [problem["answer"] for problem in found.failed] == ["a\nb"]
+    assert check("5", "6", "7", "8", reward="addition", count=3) == AnswerCheck(3, [], "")
 
 
 NUMBERS = [str(i * i % 61) for i in range(24)]
 WORDS = ["yes"] * 9 + ["no"] * 3
 
 
-@pytest.mark.parametrize("answers", [NUMBERS, WORDS])
-@pytest.mark.parametrize("reward", ["misled", "longer"])
+@pytest.mark.parametrize(("reward", "answers"), [("misled", NUMBERS), ("longer", WORDS)])
 def test_a_reward_that_cannot_tell_answers_apart_is_said(own, reward, answers):
     found = check(*answers, reward=f"rewards_of_mine:{reward}", workers=0)
-    said = re.fullmatch(
-        r"(\S+) gives right answers (\S+) on average and .* of other problems (\S+): it does.*", found.control
-    )
-    assert said[1] == f"rewards_of_mine:{reward}"
-    assert said[2] == said[3]
+    form = r"(\S+) gives right answers (\S+) on average and .* of other problems (\S+): it does.*"
+    said = re.fullmatch(form, found.control)
+    assert (said[1], said[2]) == (f"rewards_of_mine:{reward}", said[3])
     assert (said[2] == "0.1") == (reward == "misled")
     lines = table([(Tally("x", problems(*answers), rows=12, too_long=0), found)], None).splitlines()
     assert lines[0] == f"warning: x: {found.control}"
 
 
-@pytest.mark.parametrize("answers", [NUMBERS, WORDS, ["5", "6"], ["5"] * 9, ["5"]])
-@pytest.mark.parametrize("reward", ["boxed", "partial", "near", "penalty"])
-def test_a_reward_that_tells_answers_apart_is_not_accused(own, reward, answers):
-    found = check(*answers, reward=f"rewards_of_mine:{reward}", workers=0)
-    assert found.control == ""
-    if reward == "penalty" and len(set(answers)) == 1:  # no answer of another problem shows that 0 is the best
-        assert "rewards no right answer" in found.reason
-    elif reward != "near" or "yes" not in answers:
-        assert (found.checked, list(found.failed)) == (len(answers), [])
-
-
-@pytest.mark.parametrize("answers", [NUMBERS, WORDS, ["7"] * 5, ["1/2"], ["[1, 2]", "[2, 1]"]])
-def test_math_is_not_accused(answers):
-    found = check(*answers, reward="math")
-    assert (found.checked, list(found.failed), found.control) == (len(answers), [], "")
-
-
-def test_an_answer_that_gets_no_more_than_others_fails(own):
-    found = check("5", "6", "7", "a\nb", reward="rewards_of_mine:half", workers=0)
-    assert [problem["answer"] for problem in found.failed] == ["a\nb"]
+@pytest.mark.parametrize("reward", ["boxed", "tagged", "partial", "near", "penalty", "math"])
+def test_a_reward_that_tells_answers_apart_is_not_accused(own, reward):
+    for answers in (NUMBERS, WORDS, ["5", "6"], ["7"] * 5, ["1/2"], ["[1, 2]", "[2, 1]"]):
+        if reward == "near" and not answers[0].isdigit():
+            continue
+        found = check(*answers, reward=reward if reward == "math" else f"rewards_of_mine:{reward}", workers=0)
+        assert found.control == ""
+        if reward == "penalty" and len(set(answers)) == 1:  # no answer of another problem shows that 0 is the best
+            assert "rewards no right answer" in found.reason
+        else:
+            assert (found.checked, list(found.failed)) == (len(answers), [])
 
 
 def test_placeholders_are_counted_and_kept():
@@ -133,7 +89,7 @@ def test_placeholders_are_counted_and_kept():
     assert found.placeholders == 9
     lines = table([(Tally("x", problems(*answers), rows=13, too_long=0), found)], None).splitlines()
     assert lines[-1] == "x: 9 of 13 right answers are placeholders, such as 'N/A', and are used as they are"
-    assert check("None", reward="reasoning_gym", count=0).placeholders == 0
+    assert check("None", reward="reasoning_gym", count=0) == AnswerCheck(0, (), "")
 
 
 def test_the_time_of_the_check_is_bounded(own, monkeypatch):
@@ -143,9 +99,8 @@ def test_the_time_of_the_check_is_bounded(own, monkeypatch):
 
 
 def test_the_table_by_hand():
-    train = Tally(
-        "a.jsonl", [*problems("1", "2"), {"prompt": " p1\n", "answer": "3"}], rows=5, unanswered=1, too_long=1
-    )
+    rows = [*problems("1", "2"), {"prompt": " p1\n", "answer": "3"}]
+    train = Tally("a.jsonl", rows, rows=5, unanswered=1, too_long=1)
     train.unread.update({"ability": 5, "year": 4})
     sums = Tally("eval sums", problems("1"), rows=1, too_long=0)
     failed = problems("x" * 50, "2")
@@ -188,11 +143,7 @@ def test_a_run_leaves_out_what_it_cannot_use_and_says_so(tmp_path):
     [
         ([GOOD[0], *({"prompt": "12345678+1=", "answer": "1"},) * 3], "addition", "only 1 of 4 rows are left: 0 have"),
         ([row | {"answer": "a\nb"} for row in GOOD], "math", "the response, such as 'a b'; choose another reward"),
-        (
-            [GOOD[0] | {"answer": ""}, *(row | {"answer": "N/A"} for row in GOOD)],
-            "math",
-            "x.jsonl: no row has a right answer; all 6 hold a placeholder, such as 'N/A'",
-        ),
+        ([row | {"answer": "N/A"} for row in GOOD], "math", "no row has a right answer; all 6 hold a placeholder, su"),
         ([row | {"answer": None} for row in GOOD], "math", "x.jsonl: row 1: no right answer"),
     ],
 )
@@ -204,26 +155,18 @@ def test_a_run_without_usable_problems_is_refused(rows, reward, message, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_number_as_the_right_answer_continues_a_run_of_before(own, tmp_path):
-    """An rljax that gave rewards only the text of a number wrote the same fingerprints."""
-    prints = []
-    for kind in (int, str):
-        data = sums(tmp_path / "x.jsonl", [row | {"answer": kind(row["answer"]), "nums": [1]} for row in GOOD])
-        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:half")
-        config = load_config(Config, words, prog="", description="")
-        prints.append(load_problems(config, load_tokenizer(TOY_BASE)).fingerprints)
-    assert prints[0] == prints[1]
+def test_fingerprints_are_those_of_before(own, tmp_path):
+    """Runs go on of an rljax that gave rewards and environments only texts as the right answers."""
 
+    def load(reward, answer_of, *more):
+        data = sums(tmp_path / "x.jsonl", [row | {"answer": answer_of(row["answer"]), "board": [7]} for row in GOOD])
+        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, reward, *more)
+        return load_problems(load_config(Config, words, prog="", description=""), load_tokenizer(TOY_BASE))
 
-def test_an_environment_gets_the_whole_row(tmp_path):
-    """The fingerprints do not depend on it, so that a run of before goes on."""
-    data, loaded = sums(tmp_path / "x.jsonl", [row | {"board": [7]} for row in GOOD]), []
-    for more in ((), ("--rollout.environment", "counting_environments:Doubling")):
-        words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "math", *more)
-        config = load_config(Config, words, prog="", description="")
-        loaded.append(load_problems(config, load_tokenizer(TOY_BASE)))
-    assert loaded[0].fingerprints == loaded[1].fingerprints
-    assert loaded[1].tallies[0].problems[0]["columns"] == {"board": [7]}
+    assert load("rewards_of_mine:half", int).fingerprints == load("rewards_of_mine:half", str).fingerprints
+    played = load("math", lambda answer: [answer], "--rollout.environment", "counting_environments:Doubling")
+    assert played.fingerprints == load("math", str).fingerprints
+    assert played.tallies[0].problems[0]["columns"]["board"] == [7]
 
 
 def test_a_reward_of_ones_own_is_never_refused(own, tmp_path):
@@ -231,4 +174,5 @@ def test_a_reward_of_ones_own_is_never_refused(own, tmp_path):
     words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:needs_tests", "--data.reward-workers", "1")
     config = load_config(Config, words, prog="", description="")
     said = look_at_data(config, load_problems(config, load_tokenizer(TOY_BASE)))
-    assert "x.jsonl: the right answers could not be checked: rewards_of_mine:needs_tests rewards no" in said
+    why = "rewards_of_mine:needs_tests rewards no right answer in any tried form; it failed 30 times"
+    assert f"x.jsonl: the right answers could not be checked: {why}" in said

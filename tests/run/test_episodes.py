@@ -1,6 +1,6 @@
 """The loop of several turns: tokens, masks and limits are recounted, and a failure costs only its own trajectory."""
 
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import counting_environments as environments
 import numpy as np
@@ -25,10 +25,7 @@ PARAMS = SamplingParams(24, 1.0, (STOP,))
 
 
 class Scripted(RolloutEngine):
-    """An engine that answers each turn with digits and a stop token.
-
-    It keeps all tokens of each request, by round.
-    """
+    """An engine that answers each turn with digits and a stop token. It keeps the tokens of each request, by round."""
 
     def __init__(self, digits=lambda tokens: 2):
         self.digits, self.asked = digits, []
@@ -46,17 +43,17 @@ class Scripted(RolloutEngine):
             yield response((key, turn - 1), ids, logprobs, len(self.asked), prompt=tokens, truncated=is_cut)
 
 
-def one_step(sampler, problems):
-    return sampler.sample(problems, 1)
-
-
-def sample(
-    problems, environment, engine, act=one_step, *, n=1, params=PARAMS, stop=None, limits=None, tokenizer=None, **config
-):
-    hosts = EnvironmentHosts(f"counting_environments:{environment.__name__}", EpisodeConfig(**(limits or {})))
-    parts = engine, tokenizer or TOKENIZER, hosts, EpisodeConfig(**config)
+@contextmanager
+def sampling(environment, engine, *, n=1, params=PARAMS, stop=None, tokenizer=TOKENIZER, **config):
+    hosts = EnvironmentHosts(f"counting_environments:{environment.__name__}", EpisodeConfig(call_timeout_s=1.0))
+    parts = engine, tokenizer, hosts, EpisodeConfig(**config)
     with closing(Episodes(*parts, max_prompt_tokens=8, stop=stop or StopRequest())) as source:
-        return act(Sampler(source, params, n), problems)
+        yield Sampler(source, params, n)
+
+
+def sample(problems, *parts, **options):
+    with sampling(*parts, **options) as sampler:
+        return sampler.sample(problems, 1)
 
 
 def problem(prompt, answer, **more):
@@ -77,8 +74,7 @@ def test_tokens_and_masks_recounted():
     assert long["version"].tolist() == [1] * 5 + [2] * 5 + [3] * 3
     assert (long.length, long.truncated, long.prompt.tolist()) == (9, False, TOKENIZER.encode("9=").tolist())
     assert rollouts.rewards.tolist() == [[2, 2], [6, 6]]
-    row = rollouts.row
-    assert (row["turns/limited"], row["reward/errors"], row["time/generate_s"]) == (0, 0, 3.0)
+    assert {"turns/limited": 0, "reward/errors": 0, "time/generate_s": 3.0}.items() <= rollouts.row.items()
     # Each turn's prompt is all tokens before it. Nothing is encoded again.
     first, second, third = engine.asked
     assert [len(round_of) for round_of in engine.asked] == [4, 2, 2]
@@ -124,49 +120,32 @@ def test_limits_end_a_trajectory():
 def test_failed_trajectories_are_counted_and_have_no_reward():
     kinds = ["well", "raises", "hangs", "unscored", "reset"]
     problems = [problem("1+1=", "2", kind=kind) for kind in kinds]
-    rollouts = sample(problems, environments.Failing, Scripted(), limits={"call_timeout_s": 1.0})
+    rollouts = sample(problems, environments.Failing, Scripted())
     assert np.isnan(rollouts.rewards[:, 0]).tolist() == [False, True, True, True, True]
-    row = rollouts.row
-    assert (row["reward/errors"], row["reward/timeouts"]) == (4, 1)
-    assert (row["turns/env_errors"], row["turns/env_timeouts"], row["turns/env_deaths"]) == (3, 1, 0)
+    counts = {"reward/errors": 4, "reward/timeouts": 1, "turns/env_errors": 3, "turns/env_timeouts": 1}
+    assert (counts | {"turns/env_deaths": 0}).items() <= rollouts.row.items()
     lengths = [group[0].length for group in rollouts.responses]
     assert lengths == [6, 6, 6, 6, 0]  # sampled tokens stay in the metrics
     assert rollout_row(rollouts, 1)["response_length/mean"] == 6.0  # a trajectory without a token has no length
 
-
-def test_when_every_trajectory_fails_at_once_the_run_ends():
-    problems = [problem("1+1=", "2", kind="reset")] * 2
-    with pytest.raises(RuntimeError, match=r"all 2 trajectories failed before their first token: .*no such problem"):
-        sample(problems, environments.Failing, Scripted())
-
-
-def test_a_further_round_or_an_evaluation_may_fail_at_once():
-    problems, played = [problem("1+1=", "2", kind="reset")], (environments.Failing, Scripted())
-    more = sample(problems, *played, lambda sampler, asked: sampler.sample(asked, 1, round_number=1))
-    (one,) = sample(problems, *played, lambda sampler, asked: list(sampler.scored(asked, 0)))
-    assert np.isnan([more.rewards[0, 0], one.reward]).all()
-
-
-def test_a_prompt_that_is_too_long_fails_its_trajectory():
-    problems = [problem("1+1=", "1"), problem("1+1=", "1", opening="1" * 9)]
-    rollouts = sample(problems, environments.Doubling, Scripted())
+    # A prompt that is too long fails its trajectory.
+    rollouts = sample([problem("1+1=", "1"), problem("1+1=", "1", opening="1" * 9)], environments.Doubling, Scripted())
     assert np.isnan(rollouts.rewards[:, 0]).tolist() == [False, True]
     assert rollouts.row["reward/errors"] == 1
 
 
+def test_when_every_trajectory_fails_at_once_the_run_ends():
+    """A further round or an evaluation may fail at once."""
+    problems = [problem("1+1=", "2", kind="reset")] * 2
+    with sampling(environments.Failing, Scripted()) as sampler:
+        with pytest.raises(RuntimeError, match=r"all 2 trajectories failed before their first token: .*no such proble"):
+            sampler.sample(problems, 1)
+        assert np.isnan(sampler.sample(problems, 1, round_number=1).rewards).all()
+        assert np.isnan([one.reward for one in sampler.scored(problems, 0)]).all()
+
+
 def test_a_stop_gives_up_what_is_sampled():
-    class Stop(StopRequest):
-        def gives_up(self):
-            return True
-
+    stop = StopRequest()
+    stop.gives_up = lambda: True
     with pytest.raises(StoppedWaitingError, match="asked to stop"):
-        sample([problem("1+1=", "2")], environments.Doubling, Scripted(), stop=Stop())
-
-
-def test_hundreds_of_trajectories_end_without_a_thread_each():
-    rng = np.random.default_rng(0)
-    problems = [problem("1+1=", str(rng.integers(1, 5))) for _ in range(200)]
-    rollouts = sample(problems, environments.Doubling, Scripted(lambda tokens: 1 + len(tokens) % 2), n=2)
-    turns = [[response.turns.max() for response in group] for group in rollouts.responses]
-    assert turns == [[int(each["answer"])] * 2 for each in problems]
-    assert rollouts.row["turns/limited"] == 0
+        sample([problem("1+1=", "2")], environments.Doubling, Scripted(), stop=stop)

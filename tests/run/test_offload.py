@@ -1,6 +1,7 @@
 """Runs with everything in the host's memory between updates have the same bits, and leave nothing on the devices."""
 
 import gc
+import itertools
 import types
 
 import jax
@@ -30,19 +31,12 @@ PROBES = [np.arange(1, 9, dtype=np.int32), np.arange(3, 8, dtype=np.int32)]
 
 def settings(directory, *, offload, steps=STEPS, kl="none", **lora):
     served = {"engine": "vllm", "urls": ("http://127.0.0.1:1",), "colocated": offload, "dtype": "bfloat16"}
-    return scripted_runs.settings(
-        directory,
-        run={"steps": steps},
-        rollout=served,
-        loss={"kl": kl, "kl_coefficient": 0.0 if kl == "none" else 0.1},
-        lora=lora,
-        eval={"every": 0},
-        checkpoint={"every": 1},
-    )
+    changes = {"run": {"steps": steps}, "eval": {"every": 0}, "checkpoint": {"every": 1}, "rollout": served}
+    loss = {"kl": kl, "kl_coefficient": 0.0 if kl == "none" else 0.1}
+    return scripted_runs.settings(directory, loss=loss, lora=lora, **changes)
 
 
 def on_the_devices():
-    """Returns the bytes of the arrays that live in the devices' own memory."""
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind != HOST_MEMORY)
 
@@ -56,13 +50,11 @@ class Watching(ScriptedEngine):
         self.before, self.seen, self.results = on_the_devices(), [], []
 
     def publish(self, params, policy_version):
-        row = super().publish(params, policy_version)
         tensors = {name: array.tobytes() for name, array in self.functions.tensors(params)}
         parts = [(part.tensor, part.region, part.array.tobytes()) for part in self.functions.parts(params)]
-        sums = dict(self.functions.checksums(params))
         scores = [vector.tobytes() for vector in self.functions.score(params, PROBES)]
-        self.results.append((tensors, parts, sums, scores))
-        return row
+        self.results.append((tensors, parts, dict(self.functions.checksums(params)), scores))
+        return super().publish(params, policy_version)
 
     def respond(self, *arguments):
         self.seen.append(on_the_devices() - self.before)
@@ -72,14 +64,8 @@ class Watching(ScriptedEngine):
 def go_in(directory, **options):
     engine, rows = Watching(), RowList()
     with opened_parts(settings(directory, **options), engine) as (parts, _):
-        state, progress = starting_point(parts, MESH)
-        state = train(parts, state, progress, rows)
+        state = train(parts, *starting_point(parts, MESH), rows)
     return types.SimpleNamespace(engine=engine, rows=rows, state=state)
-
-
-@pytest.fixture
-def go(tmp_path):
-    return lambda name, **options: go_in(tmp_path / name, **options)
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +80,7 @@ def assert_equal_states(one, other):
 
 
 def on_devices_only(compute):
-    """Returns ``compute`` with a check that no argument's array is in the host's memory.
-
-    A CPU would compute from it.
-    """
+    """Returns ``compute`` with a check that no argument's array is in the host's memory, as a CPU would compute."""
 
     def checked(*arguments, **options):
         arrays = [leaf for leaf in jax.tree.leaves((arguments, options)) if isinstance(leaf, jax.Array)]
@@ -136,16 +119,14 @@ def adapters(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kl", "rank", "from_adapters"),
     [
+        pytest.param("none", 0, False, id="weights"),
         pytest.param("k3", 0, False, id="weights, reference"),
         pytest.param("k3", 2, True, id="adapters from a file, reference"),
-        pytest.param("none", 0, False, id="weights"),
-        pytest.param("none", 2, False, id="adapters"),
-        pytest.param("k3", 2, False, id="adapters, reference"),
     ],
 )
-def test_steps_are_bit_for_bit_those_of_what_stays(go, adapters, kl, rank, from_adapters):
+def test_steps_are_bit_for_bit_those_of_what_stays(tmp_path, adapters, kl, rank, from_adapters):
     options = {"kl": kl, "rank": rank, "adapter": adapters if from_adapters else None}
-    stays, moves = go("stays", offload=False, **options), go("moves", offload=True, **options)
+    stays, moves = (go_in(tmp_path / f"{moves}", offload=moves, **options) for moves in (False, True))
     assert_equal_states(stays.state, moves.state)
     assert stays.engine.results == moves.engine.results
     assert len(moves.engine.results) == STEPS + 1
@@ -160,31 +141,29 @@ def test_steps_are_bit_for_bit_those_of_what_stays(go, adapters, kl, rank, from_
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_checkpoints_with_or_without_it(go, whole):
-    go("first", kl="k3", offload=True, steps=1)
-    again = go("first", kl="k3", offload=False, steps=2)
-    assert again.engine.published == [1, 2]
-    assert_equal_states(go("first", kl="k3", offload=True).state, whole.state)
+def test_a_run_goes_on_from_its_checkpoints_with_or_without_it(tmp_path, whole):
+    go_in(tmp_path, kl="k3", offload=True, steps=1)
+    assert go_in(tmp_path, kl="k3", offload=False, steps=2).engine.published == [1, 2]
+    assert_equal_states(go_in(tmp_path, kl="k3", offload=True).state, whole.state)
 
 
 @pytest.mark.slow
-def test_what_an_update_that_fails_was_given_is_saved(go, whole, monkeypatch, capsys):
-    step, calls = TrainStep.__call__, []
+def test_what_an_update_that_fails_was_given_is_saved(tmp_path, whole, monkeypatch, capsys):
+    step, calls = TrainStep.__call__, itertools.count(1)
 
     def fails_at_the_third(self, *arguments, **options):
         """Takes the given state, as a step does, and fails at the third call."""
-        calls.append(len(calls) + 1)
         updated = step(self, *arguments, **options)
-        if calls[-1] == 3:
+        if next(calls) == 3:
             raise RuntimeError("planted")
         return updated
 
     monkeypatch.setattr(TrainStep, "__call__", fails_at_the_third)
     with pytest.raises(RuntimeError, match="planted"):
-        go("fails", kl="k3", offload=True)
+        go_in(tmp_path, kl="k3", offload=True)
     monkeypatch.undo()
     assert "step 2 is saved; the same command goes on from there" in capsys.readouterr().err
-    again = go("fails", kl="k3", offload=True)
+    again = go_in(tmp_path, kl="k3", offload=True)
     assert again.engine.published == [2, 3]
     assert_equal_states(again.state, whole.state)
 

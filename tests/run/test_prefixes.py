@@ -19,19 +19,18 @@ TURNS = ("--rollout.environment", "counting_environments:Doubling", "--rollout.e
 FREE = ("time/", "perf/", "optimizer/grad_noise")
 
 
-def sharing(word):
-    return ("--packing.share-prefixes", word)
+SHARING, APART = ("--packing.share-prefixes", "true"), ("--packing.share-prefixes", "false")
 
 
 @pytest.mark.parametrize("options", [(), TURNS], ids=["one turn", "several turns"])
 def test_its_rows_are_those_of_separate_rows(options, tmp_path):
     options = (*options, "--precision.compute-dtype", "float32", "--rollout.max-response-tokens", "20")
     rows = []
-    for word in ("true", "false"):
-        said = completed(tiny(TOY_BASE, tmp_path / word, 2, *options, *sharing(word)))
-        assert "packing.share_prefixes: off" not in said
-        rows.append(comparable(tmp_path / word))
-    assert all(0 < row["perf/shared_token_fraction"] < 1 for row in read_rows(tmp_path / "true" / "metrics.jsonl"))
+    for words in (SHARING, APART):
+        run_dir = tmp_path / words[1]
+        assert "packing.share_prefixes: off" not in completed(tiny(TOY_BASE, run_dir, 2, *options, *words))
+        rows.append(comparable(run_dir))
+    assert all(0 < row["perf/shared_token_fraction"] < 1 for row in read_rows(tmp_path / "true/metrics.jsonl"))
     for shared, apart in zip(*rows, strict=True):
         assert shared.keys() == apart.keys()
         for name, value in apart.items():
@@ -41,63 +40,50 @@ def test_its_rows_are_those_of_separate_rows(options, tmp_path):
 
 def test_a_run_that_began_with_separate_rows_keeps_them(tmp_path):
     run_dir = tmp_path / "run"
-    completed(tiny(TOY_BASE, run_dir, 2, *sharing("false")))
+    completed(tiny(TOY_BASE, run_dir, 2, *APART))
     recorded = yaml.safe_load((run_dir / "config.yaml").read_text())
     del recorded["packing"]["share_prefixes"]  # as an rljax wrote it that knew no trees
     (run_dir / "config.yaml").write_text(yaml.safe_dump(recorded))
-    completed(tiny(TOY_BASE, run_dir, 4, *sharing("true")))
+    assert "config.yaml has it off" in completed(tiny(TOY_BASE, run_dir, 4, *SHARING))
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["packing"]["share_prefixes"] is False
-    completed(tiny(TOY_BASE, tmp_path / "whole", 4, *sharing("false")))
-    assert comparable(run_dir)[2:] == comparable(tmp_path / "whole")[2:]
+    assert not any("perf/shared_token_fraction" in row for row in read_rows(run_dir / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize(("packing", "shares"), [("row_tokens: 64", False), ("share_prefixes: true", True)])
-def test_a_run_that_resumes_another_one_keeps_its_rows(packing, shares, tmp_path, caplog):
-    (tmp_path / "config.yaml").write_text(f"packing:\n  {packing}\n")
+def test_a_run_that_resumes_another_one_keeps_its_rows(tmp_path, caplog):
+    """The check of the same run, which comes next, refuses a damaged record in one line."""
     config = changed(Config(), run={"dir": str(tmp_path / "new"), "resume": str(tmp_path)})
-    assert settle_prefixes(config, POLICY).packing.share_prefixes == shares
-    assert (f"{tmp_path}/config.yaml has it off" in caplog.text) != shares
+    for text in (
+        "packing: {share_prefixes: true}",
+        "packing: {row_tokens: 64}",
+        "",
+        "[1]",
+        "packing: 3",
+        "packing: [x]",
+    ):
+        (tmp_path / "config.yaml").write_text(text)
+        assert settle_prefixes(config, POLICY).packing.share_prefixes == ("true" in text)
+        assert (f"{tmp_path}/config.yaml has it off" in caplog.text) == ("true" not in text)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "packing: 3", "packing: [share_prefixes]"])
-def test_a_damaged_record_is_not_read_as_trees(text, tmp_path):
-    # The check of the same run, which comes next, refuses the file in one line.
-    (tmp_path / "config.yaml").write_text(text)
+def test_it_says_where_it_cannot_share(tmp_path, caplog):
+    """It shares wherever else it can, and so does the plan for another machine."""
     config = changed(Config(), run={"dir": str(tmp_path)})
-    assert not settle_prefixes(config, POLICY).packing.share_prefixes
-
-
-@pytest.mark.parametrize(
-    ("sections", "fault", "reason"),
-    [
+    splash = changed(config, policy={"attention": "splash"})  # for a machine that is not here
+    assert (settle_prefixes(config, POLICY), settle_prefixes(splash, POLICY)) == (config, splash)
+    assert why_apart(config) == ""
+    sizes = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_response_tokens": 64}}
+    planned = dry_run(changed(config, model={"path": str(TOY_BASE)}, **sizes), TPUS["v5e"])
+    assert "rows of 320 tokens\nprefixes" in planned
+    assert "whose responses are in rows of 320 tokens for the head" in planned
+    assert caplog.text == ""
+    for sections, fault, reason in (
         ({"mesh": {"context": 2}}, "", "mesh.context = 2 devices share a row"),
         ({"loss": {"router_balance": 0.1}}, "", "loss.router_balance counts a token as often"),
         ({"rollout": {"router_replay": "r2"}}, "", "rollout.router_replay = r2 reads the routes of separate rows"),
         ({}, "cudnn's attention of trees fails", "cudnn's attention of trees fails"),
-    ],
-)
-def test_it_says_where_it_cannot_share(sections, fault, reason, tmp_path, caplog):
-    config = changed(Config(), run={"dir": str(tmp_path)}, **sections)
-    assert not settle_prefixes(config, POLICY, lambda: fault).packing.share_prefixes
-    assert reason in caplog.text
-
-
-def test_it_shares_wherever_else_it_can(tmp_path, caplog):
-    config = changed(Config(), run={"dir": str(tmp_path)})
-    assert settle_prefixes(config, POLICY) == config
-    planned = changed(config, policy={"attention": "splash"})  # for a machine that is not here
-    assert settle_prefixes(planned, POLICY) == planned
-    assert why_apart(config) == ""
-    assert caplog.text == ""
-
-
-def test_the_plan_for_another_machine_has_the_rows_of_its_step(tmp_path, caplog):
-    sizes = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_response_tokens": 64}}
-    config = changed(Config(), run={"dir": str(tmp_path)}, model={"path": str(TOY_BASE)}, **sizes)
-    planned = dry_run(config, TPUS["v5e"])
-    assert "rows of 320 tokens\nprefixes" in planned
-    assert "whose responses are in rows of 320 tokens for the head" in planned
-    assert caplog.text == ""
+    ):
+        assert not settle_prefixes(changed(config, **sections), POLICY, lambda said=fault: said).packing.share_prefixes
+        assert reason in caplog.text
 
 
 def test_lengths_of_the_rows_of_a_run():

@@ -1,9 +1,11 @@
 """Tests of the host's side of a step: its counts, its watch for missed stops, and its seeds."""
 
 import dataclasses
+import functools
 import math
-import sys
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ from rljax.algorithms.advantages import AdvantageConfig
 from rljax.data.prompts import PromptStream
 from rljax.data.toy import build_tokenizer
 from rljax.errors import ServersLostError
-from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import Samples
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config
@@ -55,10 +56,14 @@ def test_rollout_row_by_hand(rollouts):
         "rollout/policy_version": 2,
         "rollout/staleness": 0.25,
     }
-
-
-def test_one_of_four_responses_is_of_two_versions(rollouts):
-    assert mixed_fraction(rollouts) == 0.25
+    assert mixed_fraction(rollouts) == 0.25  # one of four is of two versions
+    # Groups without signal are measured, but carry no loss.
+    sequences = training_sequences(rollouts, Config(), policy_version=4)
+    assert [s.in_loss for s in sequences] == [True, True, False, False]
+    assert [s.advantage for s in sequences] == [1.0, -1.0, 0.0, 0.0]
+    assert [s.response.tolist() for s in sequences] == [[5, 1], [5, 6, 7, 8], [1], [2, 2, 1]]
+    assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [8], [8]]
+    assert [s["staleness"].tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
 
 
 def test_a_stop_token_counts_where_sampling_went_on(rollouts):
@@ -73,19 +78,11 @@ def test_a_stop_token_counts_where_sampling_went_on(rollouts):
     assert fraction(5) == 0.5
 
 
-def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):
-    sequences = training_sequences(rollouts, Config(), policy_version=4)
-    assert [s.in_loss for s in sequences] == [True, True, False, False]
-    assert [s.advantage for s in sequences] == [1.0, -1.0, 0.0, 0.0]
-    assert [s.response.tolist() for s in sequences] == [[5, 1], [5, 6, 7, 8], [1], [2, 2, 1]]
-    assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [8], [8]]
-    assert [s["staleness"].tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
-
-
-def test_steps_and_runs_have_seeds_of_their_own():
-    seeds = {step_seed(run, step) for run in range(20) for step in range(500)}
-    assert len(seeds) == 20 * 500
-    assert step_seed(3, 7) == step_seed(3, 7)
+def test_steps_rounds_and_runs_have_seeds_of_their_own():
+    seeds = [step_seed(run, step) for run in range(20) for step in range(500)]
+    seeds += [step_seed(5, step, number) for step in range(100) for number in range(1, 5)]
+    assert len(set(seeds)) == len(seeds)
+    assert step_seed(3, 7) == step_seed(3, 7, 0)
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
@@ -124,37 +121,27 @@ def test_all_rows_of_a_trajectory_have_its_advantage():
     assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [9, 9, 4], [9, 9]]
     assert sequences[0].sampled.tolist() == [True, False, True]
     assert [s["turn"].tolist() for s in sequences] == [[1, 0, 2], [1, 1], [2], [1]]
-
-
-def test_the_limit_counts_the_tokens_of_a_row():
+    # The limit counts the tokens of a row.
     group = [trajectory(0, 0, [1, 0, 2]), trajectory(0, 1, [1, 1], further=(trajectory(0, 1, [2, 2]),))]
-    config = dataclasses.replace(
-        Config(),
-        rollout=RolloutConfig(max_response_tokens=4),
-        advantage=AdvantageConfig(overlong_buffer_tokens=2, overlong_factor=2.0),
-    )
+    advantage = AdvantageConfig(overlong_buffer_tokens=2, overlong_factor=2.0)
+    config = Config(rollout=RolloutConfig(max_response_tokens=4), advantage=advantage)
     sequences = training_sequences(Rollouts([group], np.ones((1, 2), np.float32)), config, policy_version=3)
     assert [s.advantage for s in sequences] == [-1.0, 1.0, 1.0]
 
 
-# ---- rewards stand at the places of their responses, in whatever order these arrive ----
-
-# A longer response is scored sooner.
-REWARD = """
-import time
-
-def reward(problem, response, truncated):
+def longer_is_sooner(problem, response, truncated):
     time.sleep(0.05 / len(response))
     return float(problem["answer"]) * len(response)
-"""
+
+
 PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(1, 5)]
 
 
 class Landing:
     """An engine whose response j to any prompt has j + 1 tokens. A seed decides the order of the responses."""
 
-    def __init__(self, seed, missing=0):
-        self.seed, self.missing, self.prompts = seed, missing, None
+    def __init__(self, seed, missing=0, error=None):
+        self.seed, self.missing, self.error = seed, missing, error
 
     def generate(self, prompts, n, sampling, *, seed):
         self.prompts = prompts
@@ -165,27 +152,25 @@ class Landing:
         for k in np.random.default_rng(self.seed).permutation(len(places))[self.missing :]:
             i, j = places[k]
             yield response((i, j), [3] * (j + 1), version=0, prompt=prompts[i])
+        if self.error:
+            raise self.error
 
 
-@pytest.fixture
-def pool(tmp_path, monkeypatch):
-    (tmp_path / "slow_reward.py").write_text(REWARD)
-    monkeypatch.syspath_prepend(tmp_path)
-    with RewardPool("slow_reward:reward", 3) as made:
-        yield made
-    sys.modules.pop("slow_reward", None)
-
-
-def sample(engine, pool):
+def sample(engine, rewards):
     problems = PromptStream(PROBLEMS, 4, seed=0).take()
     sampling = SamplingParams(8, 1.0, (14,))
-    return Sampler(SingleTurn(engine, build_tokenizer(), pool), sampling, 3).sample(problems, 1)
+    return Sampler(SingleTurn(engine, build_tokenizer(), rewards), sampling, 3).sample(problems, 1)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_rewards_stand_where_their_responses_do(seed, pool):
-    engine = Landing(seed)
-    rollouts = sample(engine, pool)
+def test_rewards_stand_where_their_responses_do():
+    """A longer response is scored sooner, and one that never lands is an error."""
+    engine = Landing(0)
+    with ThreadPoolExecutor(3) as threads:
+        submit = functools.partial(threads.submit, longer_is_sooner)
+        rewards = SimpleNamespace(submit=submit, pop_metrics=lambda: {"reward/errors": 0})
+        rollouts = sample(engine, rewards)
+        with pytest.raises(RuntimeError, match="the engine returned 11 responses, expected 12"):
+            sample(Landing(1, missing=1), rewards)
     answers = [int(build_tokenizer().decode(prompt)[0]) for prompt in engine.prompts]
     assert sorted(answers) == [1, 2, 3, 4]
     np.testing.assert_array_equal(rollouts.rewards, np.outer(answers, [1, 2, 3]).astype(np.float32))
@@ -195,33 +180,22 @@ def test_rewards_stand_where_their_responses_do(seed, pool):
 
 def test_a_lost_batch_leaves_neither_counts_nor_rewards():
     """The first of two responses fails, and the second waits for its reward, when the servers are lost."""
-    futures, counts = [], {"reward/errors": 0}
+    futures, failed = [], []
 
-    class Rewards:
-        def submit(self, *response):
-            futures.append(Future())
-            if len(futures) != 2:
-                counts["reward/errors"] += 1
-                futures[-1].set_result(0.0)
-            return futures[-1]
+    def submit(*response):
+        futures.append(Future())
+        if len(futures) != 2:
+            failed.append(futures[-1])
+            futures[-1].set_result(0.0)
+        return futures[-1]
 
-        def pop_metrics(self):
-            taken = dict(counts)
-            counts["reward/errors"] = 0
-            return taken
+    def pop_metrics():
+        counts = {"reward/errors": len(failed)}
+        failed.clear()
+        return counts
 
-    class Losing(Landing):
-        def respond(self, prompts, n):
-            yield from super().respond(prompts, n)
-            if self.missing:
-                raise ServersLostError("none is left")
-
+    rewards = SimpleNamespace(submit=submit, pop_metrics=pop_metrics)
     with pytest.raises(ServersLostError):
-        sample(Losing(0, missing=10), Rewards())
+        sample(Landing(0, missing=10, error=ServersLostError("none is left")), rewards)
     assert futures[1].cancelled()
-    assert sample(Losing(0), Rewards()).row["reward/error_fraction"] == 1.0
-
-
-def test_a_response_that_never_lands_is_an_error(pool):
-    with pytest.raises(RuntimeError, match="the engine returned 11 responses, expected 12"):
-        sample(Landing(0, missing=1), pool)
+    assert sample(Landing(0), rewards).row["reward/error_fraction"] == 1.0

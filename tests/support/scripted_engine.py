@@ -19,19 +19,12 @@ class ScriptedEngine:
       script: A function of (prompt, sample index, seed) that returns the response's text with its end-of-sequence
         token.
       gone_at_version: The version at whose publish the servers are gone. The engine then says that the run is to stop.
-      gone_after: The number of calls of ``generate`` that are answered before the servers are gone.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        script: Callable[[str, int, int], str],
-        *,
-        gone_at_version: int | None = None,
-        gone_after: int | None = None,
+        self, tokenizer: Tokenizer, script: Callable[[str, int, int], str], *, gone_at_version: int | None = None
     ) -> None:
-        self.tokenizer, self.script = tokenizer, script
-        self.gone_at_version, self.gone_after = gone_at_version, gone_after
+        self.tokenizer, self.script, self.gone_at_version = tokenizer, script, gone_at_version
         self.published: list[int] = []
         self.asked: list[list[str]] = []
         self.is_gone = False
@@ -43,7 +36,6 @@ class ScriptedEngine:
     def respond(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int, metrics: dict[str, float]
     ) -> Iterator[Response]:
-        self.is_gone |= len(self.asked) == self.gone_after
         self._check()
         texts = [self.tokenizer.decode(prompt) for prompt in prompts]
         self.asked.append(texts)
