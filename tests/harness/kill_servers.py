@@ -19,8 +19,6 @@ The printed phases are those of the random moment, because a server is gone with
 run looks at a list every second, and a list counts when the run has seen it twice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -32,22 +30,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import tyro
 from kill_run import LONGEST_S, PHASES, Runs, served_by, server_config
-from tqdm import tqdm
 
 from rljax.errors import run_cli
 from rljax.record.rows import read_rows
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.engine import Samples
 from rljax.rollout.servers.process import ServerProcess
-from rljax.rollout.types import Response, SamplingParams
 from rljax.run.sampling import step_seed
 
 FIRST_STEPS = 3  # the steps before the first kill; they compile, and they show how long a step takes
@@ -60,28 +53,25 @@ SETTINGS = (
     *("--data.batch-size", str(PROMPTS), "--rollout.group-size", str(GROUP), "--rollout.max-response-tokens", "36"),
     *("--rollout.dump-every", "1", "--eval.every", "0", "--checkpoint.every", "10"),
 )
+COUNTED = ("requests", "retries", "server_losses", "servers_brought_back", "servers_joined", "servers_left")
 
 
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of the command."""
 
-    kills: int = 20
-    """The number of kills in total. Each takes as long as the start of a server."""
-    lists: int = 0
-    """The number of changes of the list in total. With 0 the run gets two servers at its start."""
-    seed: int = 0
-    """The seed of the run and of the moments."""
-    json: Path | None = None
-    """The file for the result."""
+    kills: int = 20  # The number of kills in total. Each takes as long as the start of a server.
+    lists: int = 0  # The number of changes of the list in total. With 0 the run gets two servers at its start.
+    seed: int = 0  # The seed of the run and of the moments.
+    json: Path | None = None  # The file for the result.
 
 
 @dataclass
 class Outcome:
     """The kills and lists by phase, and the failure of the run if it failed."""
 
-    phases: Counter[str]
-    listed: Counter[str]
+    phases: Counter = field(default_factory=Counter)
+    listed: Counter = field(default_factory=Counter)
     both_at_once: int = 0
     failure: str = ""
 
@@ -89,9 +79,9 @@ class Outcome:
 class Servers:
     """A group of servers, each restarted on its own port, and the file that lists the ones that the run may use."""
 
-    def __init__(self, directory: Path, count: int) -> None:
+    def __init__(self, directory, count):
         self._directory, self._started = directory, 0
-        self._servers: dict[int, ServerProcess] = {}
+        self._servers = {}
         self.list_file = directory / "servers"
         try:
             for _ in range(count):
@@ -104,22 +94,20 @@ class Servers:
             raise
 
     @property
-    def ports(self) -> list[int]:
-        """The ports of all servers."""
+    def ports(self):
         return list(self._servers)
 
     @property
-    def urls(self) -> list[str]:
-        """The URLs of all servers."""
+    def urls(self):
         return [server.url for server in self._servers.values()]
 
-    def list(self, ports: Sequence[int]) -> None:
+    def list(self, ports):
         """Lists the servers of these ports and no others."""
         new = self.list_file.with_suffix(".new")
         new.write_text("".join(f"{self._servers[port].url}\n" for port in ports))
         new.replace(self.list_file)
 
-    def kill(self, ports: Sequence[int]) -> None:
+    def kill(self, ports):
         """Kills the servers of these ports and starts them again; returns before they are healthy."""
         for port in ports:
             os.kill(self._servers[port].pid, signal.SIGTERM)  # the server is not asked, as in a crash
@@ -127,22 +115,21 @@ class Servers:
         for port in ports:
             self._servers[port] = self._launch(port)
 
-    def wait(self) -> None:
+    def wait(self):
         """Returns when all servers are healthy. Raises ServerFailedError if one is not healthy in time."""
         for server in self._servers.values():
             server.wait_healthy(LONGEST_S)
 
-    def stop(self) -> None:
-        """Ends all servers."""
+    def stop(self):
         for server in self._servers.values():
             server.stop()
 
-    def _launch(self, port: int) -> ServerProcess:
+    def _launch(self, port):
         self._started += 1
         return ServerProcess(server_config(self._directory / f"server{self._started}.log", port))
 
 
-def pace(gate: Any, handed_on: Path) -> None:
+def pace(gate, handed_on):
     """Prepares the process of the run: ``gate``, a semaphore, permits each step, and responses are noted.
 
     A line of ``handed_on`` has the seed of a step and the place of a response in it.
@@ -152,17 +139,15 @@ def pace(gate: Any, handed_on: Path) -> None:
 
     timed, generate = Timers.phase, ServedEngine.generate
 
-    def phase(self: Timers, name: str) -> Any:
+    def phase(self, name):
         if name == "rollout" and not gate.acquire(timeout=2 * LONGEST_S):
             raise RuntimeError(f"no leave to begin the step within {2 * LONGEST_S:g} s")
         return timed(self, name)
 
-    def noted(
-        self: ServedEngine, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Samples:
+    def noted(self, prompts, n, sampling, *, seed):
         samples = generate(self, prompts, n, sampling, seed=seed)
 
-        def responses() -> Iterator[Response]:
+        def responses():
             with handed_on.open("a") as file:
                 for response in samples:
                     print(seed, response.prompt_index, response.sample_index, file=file)
@@ -173,9 +158,9 @@ def pace(gate: Any, handed_on: Path) -> None:
     Timers.phase, ServedEngine.generate = phase, noted
 
 
-def plan(kills: int, lists: int, chance: random.Random) -> list[int]:
+def plan(kills, lists, chance):
     """Returns the number of servers that each blow kills, together ``kills``; 0 stands for one of ``lists`` lists."""
-    counts: list[int] = []
+    counts = []
     while (left := kills - sum(counts)) > 0:
         counts.append(2 if left > 1 and chance.random() < BOTH else 1)
     for _ in range(lists):
@@ -183,7 +168,7 @@ def plan(kills: int, lists: int, chance: random.Random) -> list[int]:
     return counts
 
 
-def wait_for_row(rows: Path, step: int, process: Any) -> bool:
+def wait_for_row(rows, step, process):
     """Waits for the row of a step; returns False if the process ends before. Raises RuntimeError after a time limit."""
     deadline = time.monotonic() + 2 * LONGEST_S
     while not rows.exists() or len(read_rows(rows)) < step:
@@ -195,9 +180,9 @@ def wait_for_row(rows: Path, step: int, process: Any) -> bool:
     return True
 
 
-def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance: random.Random) -> Outcome:
+def harass(counts, seed, steps, directory, chance):
     """Trains in ``directory`` / "run", and kills ``counts`` servers in turn; for 0 it lists other servers."""
-    run_dir, outcome, by_list = directory / "run", Outcome(Counter(), Counter()), 0 in counts
+    run_dir, outcome, by_list = directory / "run", Outcome(), 0 in counts
     rows, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     with contextlib.ExitStack() as stack:
         servers = Servers(directory, 3 if by_list else 2)
@@ -207,7 +192,6 @@ def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance
         gate, begun = runs.context.Semaphore(FIRST_STEPS), FIRST_STEPS
         prepare = functools.partial(pace, gate, directory / "handed_on")
         process, phase = stack.enter_context(runs.start(run_dir, seed, steps, prepare))
-        bar = stack.enter_context(tqdm(total=len(counts), unit="blow", file=sys.stderr))
         for number, count in enumerate(counts):
             if not wait_for_row(rows, begun, process):
                 break
@@ -216,7 +200,7 @@ def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance
             gate.release()
             gate.release()
             time.sleep(chance.uniform(0.0, span_s))
-            now = (*PHASES, "between")[phase.value]
+            now = PHASES[phase.value]
             if count:
                 outcome.phases[now] += count
                 outcome.both_at_once += count == 2
@@ -224,7 +208,7 @@ def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance
             else:
                 outcome.listed[now] += 1
                 servers.list(chance.sample(servers.ports, chance.randint(1, len(servers.ports))))
-            bar.update()
+            print(f"{number + 1} of {len(counts)} blows", file=sys.stderr)
             servers.wait()
             gate.release()
             begun += STEPS_A_KILL
@@ -236,7 +220,7 @@ def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance
     return outcome
 
 
-def problems_of(rows: Sequence[dict[str, Any]], directory: Path, seed: int, steps: int) -> list[str]:
+def problems_of(rows, directory, seed, steps):
     """Returns the errors in the record of a run of ``steps`` steps; [] if there are none."""
     found = []
     if [row["step"] for row in rows] != list(range(1, steps + 1)):
@@ -260,7 +244,7 @@ def problems_of(rows: Sequence[dict[str, Any]], directory: Path, seed: int, step
     return found
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv):
     """Kills, restarts and counts; returns the exit status."""
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
     began, chance = time.monotonic(), random.Random(arguments.seed)
@@ -275,11 +259,7 @@ def main(argv: Sequence[str]) -> int:
         rows = read_rows(log)
         problems = problems_of(rows, Path(name), arguments.seed, steps)
     problems += filter(None, [outcome.failure])
-    totals = Counter[str]()
-    for row in rows:
-        names = ("requests", "retries", "server_losses", "servers_brought_back", "servers_joined", "servers_left")
-        totals.update({key: int(row.get(f"rollout/{key}", 0.0)) for key in names})
-    record: dict[str, Any] = {
+    record = {
         "command": "python tests/harness/kill_servers.py " + " ".join(argv),
         "kills": outcome.phases.total(),
         "both_at_once": outcome.both_at_once,
@@ -287,22 +267,12 @@ def main(argv: Sequence[str]) -> int:
         "lists_by_phase": dict(outcome.listed),
         "steps": len(rows),
         "rollouts_each_step": PROMPTS * GROUP,
-        **totals,
+        **{key: sum(int(row.get(f"rollout/{key}", 0.0)) for row in rows) for key in COUNTED},
         "logprob_abs_diff_max": max(row["mismatch/logprob_abs_diff_max"] for row in rows),
         "seconds": round(time.monotonic() - began, 1),
         "problems": problems,
     }
-    phases = ", ".join(f"{phase} {count}" for phase, count in outcome.phases.items())
-    print(f"{record['kills']} kills ({phases}; {outcome.both_at_once} times two servers), {record['seconds']} s")
-    if outcome.listed:
-        listed = ", ".join(f"{phase} {count}" for phase, count in outcome.listed.items())
-        print(f"{totals['servers_joined']} servers joined, {totals['servers_left']} left (lists: {listed})")
-    print(
-        f"{len(rows)} of {steps} steps; {totals['server_losses']} losses of a server, "
-        f"{totals['servers_brought_back']} brought back; {totals['requests']} requests, {totals['retries']} retries; "
-        f"|engine - trainer| at most {record['logprob_abs_diff_max']:.1e}"
-    )
-    print("\n".join(problems) or f"{PROMPTS * GROUP} rollouts in every step, none lost or doubled")
+    print(json.dumps(record, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     return int(bool(problems))

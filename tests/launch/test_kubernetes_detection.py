@@ -48,14 +48,8 @@ def test_two_pods_form_one_cluster(manifests, tmp_path):
 def test_a_run_trains_in_two_pods(manifests, tmp_path):
     """The trainers' own command runs; nothing under ``run`` says how many processes there are."""
     words = [str(ROOT / "configs/quickstart.yaml"), "--run.dir", "run", "--run.steps", "2", "--eval.every", "0"]
-    words += [
-        "--model.path",
-        str(ROOT / "configs/toy-base"),
-        "--data.batch-size",
-        "4",
-        "--rollout.max-response-tokens",
-        "8",
-    ]
+    words += ["--model.path", str(ROOT / "configs/toy-base"), "--data.batch-size", "4"]
+    words += ["--rollout.max-response-tokens", "8"]
     command = trainer(rendered(OVERLAY)).spec["containers"][0]["command"]
     assert command == ["python3", "-m", "rljax.train", "/etc/rljax/config.yaml"]
     found = in_pods(tmp_path, [*command[1:3], *words], *manifests)
