@@ -6,8 +6,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from external_rows import make_row
-from served_receivers import FACTS, Served
+from external_rows import FACTS, Served, make_row
 
 from rljax.rollout.external import receiver as module
 from rljax.rollout.types import Response

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import msgspec
 import pytest
-from external_rows import make_row
-from served_receivers import LIMITS, Served
+from external_rows import LIMITS, Served, make_row
 
 from rljax.rollout.external.receiver import MOST_ROWS, make_reader
 from rljax.weights import http_limits
@@ -104,7 +103,7 @@ SERVER = """
 import resource, sys, tempfile
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-from served_receivers import Served
+from external_rows import Served
 with Served(Path(tempfile.mkdtemp()) / "spool") as served:
     print(served.receiver.url, flush=True)
     sys.stdin.readline()
@@ -156,7 +155,7 @@ def test_web_pages_are_refused(guarded):
 
 MEMORY = """
 import resource, sys
-from served_receivers import LIMITS, rubbish
+from external_rows import LIMITS, rubbish
 from rljax.rollout.external.receiver import make_reader
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for kind, body in rubbish(2**24):

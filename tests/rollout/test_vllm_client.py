@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from opened_clients import listed_asks, opened, probes, sampled
+from opened_clients import listed_asks, opened, probes, quick, sampled
 from python_calls import count_calls
-from quick_backends import quick
 from vllm_fake import rollout_reply
 from waiting import until
 

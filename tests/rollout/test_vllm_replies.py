@@ -10,10 +10,9 @@ import time
 
 import numpy as np
 import pytest
-from opened_clients import fleet_of
+from opened_clients import fleet_of, quick
 from opened_clients import opened as opened_at
 from opened_clients import sampled as sampled_from
-from quick_backends import quick
 from stopping import StopWhen
 
 from rljax.errors import ServerError

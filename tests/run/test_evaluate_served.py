@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from quick_backends import quick
+from opened_clients import quick
 
 from rljax.errors import ServerGoneError
 from rljax.rollout.servers.model import ServedModel

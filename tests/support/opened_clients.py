@@ -48,3 +48,10 @@ def call(url, method, path, *, kind=None, **content):
     """Sends one request of the control plane, and returns the reply's JSON object."""
     with opened(url, backend=kind, route=GENERATE) as fleet:
         return fleet.wait(fleet.servers[0].call(method, path, **content))
+
+
+def quick(attempts=VllmBackend.attempts, wait_s=0.01):
+    """Returns a kind of server with these attempts at a request, the first waits of which take ``wait_s``."""
+    backend = VllmBackend()
+    backend.attempts, backend.first_wait_s, backend.longest_wait_s = attempts, wait_s, 2 * wait_s
+    return backend

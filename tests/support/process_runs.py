@@ -11,9 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from ports import free_port
 from toy_runs import ROOT, TIMEOUT, comparable, environment
-from waiting import has_rows, until
+from waiting import free_port, has_rows, until
 
 DEVICES = 4
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from ports import free_port
+from waiting import free_port
 
 BUCKET = "runs"
 START_S = 60

@@ -3,7 +3,7 @@
 import contextlib
 
 import numpy as np
-from quick_backends import quick
+from opened_clients import quick
 from vllm_fake import SHAPE
 
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine

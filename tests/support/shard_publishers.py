@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from ports import free_port
 from process_runs import Group
 from safetensors.numpy import load_file
 from toy_runs import ROOT
-from waiting import until
+from waiting import free_port, until
 
 from rljax.weights.pull import pull
 from rljax.weights.source import open_source

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from ports import free_port
+from waiting import free_port
 
 # torch may abort a process that ends with a thread of its process group still running.
 END = "\nsys.stdout.flush()\nimport os\nos._exit(0)\n"

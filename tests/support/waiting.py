@@ -1,6 +1,7 @@
-"""The wait for a condition, such as the end of a process."""
+"""The wait for a condition, such as the end of a process, and a free port for one."""
 
 import contextlib
+import socket
 import time
 
 import psutil
@@ -33,3 +34,10 @@ def is_gone(pid, within_s=10.0):
                 return False
             time.sleep(0.05)
     return True
+
+
+def free_port() -> int:
+    """Returns a TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

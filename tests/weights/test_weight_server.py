@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
-from child_servers import kill_server, server_at
-from cutting_proxy import CuttingProxy
+from weight_training import CuttingProxy, kill_server, server_at
 
 from rljax.weights.access import KEY_FILE
 from rljax.weights.format import PROTOCOL, FileRecord

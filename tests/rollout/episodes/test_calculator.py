@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from played_episodes import play
+from counting_environments import play
 from toy_texts import TASKS as TEXTS
 from toy_texts import ToyBaseConfig
 

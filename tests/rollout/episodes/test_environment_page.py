@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from played_episodes import play
+from counting_environments import play
 
 from rljax.rollout.episodes.environment import Reply, find_environment
 
