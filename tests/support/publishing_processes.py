@@ -36,16 +36,12 @@ MODEL = Path(__file__).parents[2] / "configs/toy-base"
 
 @jax.jit
 def moved(params, key, share):
-    """Returns ``params`` with a share of about ``share`` moved by at least a bit of bfloat16.
-
-    The result is the same on any mesh.
-    """
+    """Returns ``params`` with about this share moved by at least a bit of bfloat16, the same on any mesh."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     chosen = [jax.random.uniform(key, leaf.shape) < share for key, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(
-        tree, [jnp.where(c, leaf * 1.03125, leaf) for c, leaf in zip(chosen, leaves, strict=True)]
-    )
+    made = [jnp.where(c, leaf * 1.03125, leaf) for c, leaf in zip(chosen, leaves, strict=True)]
+    return jax.tree.unflatten(tree, made)
 
 
 class Policy:
@@ -82,22 +78,15 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
         mesh = make_mesh(MeshConfig())
         params = load_params(MODEL, config, param_shardings(config, mesh))
         functions = policy_functions(config, "bfloat16")
-        parts = make_part_writer(
-            functions.parts,
-            publish,
-            rollout.transfer_dir,
-            api_key_file=find_key_file(None),
-            index=index,
-            coordinator=processes.coordinator,
-        )
+        keys, place = find_key_file(None), {"index": index, "coordinator": processes.coordinator}
+        parts = make_part_writer(functions.parts, publish, rollout.transfer_dir, api_key_file=keys, **place)
         policy, act, move = Policy(params), SharedPublish(processes, functions, parts), Move(processes)
         if index:
             follow(processes, [act, move], policy)
             parts.close()
         else:
-            files = WeightDirectory(
-                publish, rollout.transfer_dir, api_key_file=find_key_file(None), writer=act, anchor_every=3
-            )
+            more = {"api_key_file": keys, "writer": act, "anchor_every": 3}
+            files = WeightDirectory(publish, rollout.transfer_dir, **more)
             for folder in ("truth", "answers"):
                 (root / folder).mkdir()
             for number, line in enumerate(sys.stdin):

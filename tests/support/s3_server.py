@@ -1,13 +1,12 @@
 """A local S3 server (moto's) in its own process, on a free port of 127.0.0.1."""
 
+import contextlib
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 
 import pytest
-from waiting import free_port
+from waiting import free_port, until
 
 BUCKET = "runs"
 START_S = 60
@@ -21,17 +20,17 @@ class S3Server:
         self.url = f"http://127.0.0.1:{port}"
         words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                request = urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")
-                with urllib.request.urlopen(request, timeout=5):
-                    return
-            except (urllib.error.URLError, OSError):
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    self.stop()
-                    raise
-                time.sleep(0.1)
+        try:
+            until(self._has_bucket, START_S, may_come=lambda: self._process.poll() is None, every_s=0.1)
+        except AssertionError:
+            self.stop()
+            raise
+
+    def _has_bucket(self):
+        with contextlib.suppress(OSError):  # as URLError is
+            request = urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")
+            with urllib.request.urlopen(request, timeout=5):
+                return True
 
     @property
     def settings(self):

@@ -32,21 +32,14 @@ def kill_server(server: ServerProcess) -> None:
     server.stop()
 
 
-def kill_worker(group: int) -> int:
-    """Ends the worker of the server in process group ``group`` with SIGILL, and returns its id.
-
-    AMX without permission ends a worker with this signal.
-    """
+def kill_worker(group: int) -> None:
+    """Ends the worker of the server in process group ``group`` with SIGILL, as AMX without permission does."""
     (worker,) = (pid for pid, line in members(group).items() if line.startswith("VLLM::Worker"))
     os.kill(worker, signal.SIGILL)
-    return worker
 
 
 def members(group: int) -> dict[int, str]:
-    """Returns the id and the command line of each process of a group.
-
-    The environment does not identify them, because vLLM overwrites the one that its workers show.
-    """
+    """Returns the id and the command line of each process of a group (vLLM overwrites its workers' environment)."""
     found = {}
     for one in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(ProcessLookupError):
@@ -64,10 +57,7 @@ def serving(port: str) -> list[int]:
 class LaunchedServer:
     """A server from ``launch/vllm_server.sh --follow-parent``; when its caller dies, everything must end.
 
-    Attributes:
-      url: The URL that the script wrote.
-      log_path: The path of the server's output.
-      processes: The ids of the serving processes when the server became healthy.
+    ``processes`` has the ids of the serving processes when the server became healthy.
     """
 
     def __init__(self, interpreter: str, directory: Path, model: Path, *options: str):

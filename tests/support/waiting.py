@@ -8,10 +8,7 @@ import psutil
 
 
 def until(holds, timeout_s=120.0, *, said=str, may_come=lambda: True, every_s=0.02):
-    """Waits until ``holds()`` is true.
-
-    It fails after a time limit, or when ``may_come()`` is false. The message has what ``said()`` returns then.
-    """
+    """Waits until ``holds()`` is true. It fails with ``said()`` after a time limit, or when ``may_come()`` is false."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert may_come() or holds(), f"in vain: {said()}"
