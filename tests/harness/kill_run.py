@@ -10,13 +10,10 @@ process marks its phases in memory that it shares with this process.
 All runs are of configs/toy-base. No row may be lost or doubled. The rows must be equal bit for bit except time/* and
 perf/*, and so must the tokens of the dumps. The exit status is 1 if anything differs.
 
-With --max-staleness batches are sampled ahead, and the version that samples a batch depends on the kills. With --engine
-vllm they are sampled in float32 by one server, which this program starts and does not kill. The program then checks the
-rows and a dump of every step:
-
-- Each step has one row and one dump, with the prompts that the undisturbed run has, each equally often.
-- No token is older than this number of versions, by the row's oldest version.
-- The numerics of float32 are below 1e-4 nats for each token of known version, so the token has the right version.
+With --max-staleness batches are sampled ahead, and the version that samples a batch depends on the kills; with --engine
+vllm one server samples them in float32, which is not killed. Then each step must have one row and one dump, with the
+prompts of the undisturbed run, each equally often. No token may be older than this number of versions, by the row's
+oldest version. The numerics of each token of known version are below 1e-4 nats, so it has the right version.
 """
 
 import contextlib
@@ -56,6 +53,7 @@ SETTINGS = (
     *("--checkpoint.every", "2", "--eval.every", "5", "--rollout.dump-every", "3", "--optimizer.learning-rate", "2e-4"),
 )
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
+MEASURED = ("--rollout.dump-every", "1", "--diagnosis.behaviour-responses", "8")  # dumps every step, and all numerics
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,6 @@ def words(run_dir, seed, steps):
     return [*base, "--run.dir", str(run_dir), "--run.seed", str(seed), "--run.steps", str(steps), *SETTINGS]
 
 
-def ahead_words(arguments):
-    """Returns the options of runs that sample ahead; they measure numerics of all responses and dump every step."""
-    if not arguments.max_staleness:
-        return ()
-    ahead = ("--rollout.max-staleness", str(arguments.max_staleness), "--rollout.update", arguments.update)
-    return *ahead, *FLOAT32, "--rollout.dump-every", "1", "--diagnosis.behaviour-responses", "8"
-
-
 def served_by(*found_by):
     """Returns the options of a run that samples from servers of :func:`server_config`, which ``found_by`` names."""
     return "--rollout.engine", "vllm", *found_by, *FLOAT32
@@ -95,6 +85,15 @@ def server_config(log_path, port=0):
     """Returns the configuration of a vLLM server of configs/toy-base in float32: rounding hardly ever decides."""
     model, python = str(ROOT / "configs/toy-base"), str(environment_python("vllm"))
     return VllmConfig(model, python, "float32", port=port, max_model_len=512, max_num_seqs=64, log_path=log_path)
+
+
+def report(argv, facts, file):
+    """Prints the record of a harness, and writes it to ``file`` if there is one."""
+    command = " ".join(["python tests/harness/" + Path(sys.argv[0]).name, *map(str, argv)])
+    record = json.dumps({"command": command, **facts}, indent=1)
+    print(record)
+    if file:
+        file.write_text(record + "\n")
 
 
 def child(arguments, log, phase, prepare):
@@ -108,26 +107,22 @@ def child(arguments, log, phase, prepare):
     from rljax.run.stop import Timers
 
     @contextlib.contextmanager
-    def marked(name, inner):
+    def marked(name):
         phase.value = PHASES.index(name)
         try:
-            with inner:
-                yield
+            yield
         finally:
             phase.value = OTHER
 
-    def marking(name, function):
-        def call(*args, **options):
-            with marked(name, contextlib.nullcontext()):
-                return function(*args, **options)
-
-        return call
+    @contextlib.contextmanager
+    def timed(self, name):
+        with marked(names.get(name, "between")), plain(self, name):
+            yield
 
     names = {"rollout": "rollout", "wait": "rollout", "train": "step", "publish": "publish", "eval": "evaluation"}
-    timed = Timers.phase
-    Timers.phase = lambda self, name: marked(names.get(name, "between"), timed(self, name))
-    Recorder.write = marking("log", Recorder.write)
-    Checkpointer.save = marking("checkpoint", Checkpointer.save)
+    plain, Timers.phase = Timers.phase, timed
+    Recorder.write = marked("log")(Recorder.write)
+    Checkpointer.save = marked("checkpoint")(Checkpointer.save)
     if prepare is not None:
         prepare()
     sys.exit(run_cli(train.main, arguments))
@@ -138,10 +133,9 @@ class Runs:
 
     def __init__(self, more=()):
         """Prepares the server process. ``more`` has the last words of every run's command line."""
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"), **os.environ}
+        limits = ("MIN_COMPILE_TIME_SECS", "0"), ("MIN_ENTRY_SIZE_BYTES", "-1")
+        os.environ |= {f"JAX_PERSISTENT_CACHE_{name}": value for name, value in limits}
         self._more = more
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["rljax.train", "orbax.checkpoint", "tensorboardX", "matplotlib.pyplot"])
@@ -290,18 +284,13 @@ def main(argv):
         if arguments.engine == "vllm":
             server = stack.enter_context(start(server_config(directory / "server.log"), LONGEST_S))
             more = served_by("--rollout.urls", server.url)
-        phases, count, found = harass(Runs((*more, *ahead_words(arguments))), arguments, directory)
-    record = {
-        "command": "python tests/harness/kill_run.py " + " ".join(argv),
-        "kills": phases.total(),
-        "runs": count,
-        "by_phase": {name: phases[name] for name in PHASES if phases[name]},
-        "seconds": round(time.monotonic() - began, 1),
-        "differences": found,
-    }
-    print(json.dumps(record, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        if arguments.max_staleness:
+            more = (*more, "--rollout.max-staleness", str(arguments.max_staleness), *FLOAT32, *MEASURED)
+            more = (*more, "--rollout.update", arguments.update)
+        phases, count, found = harass(Runs(more), arguments, directory)
+    by_phase, seconds = {name: phases[name] for name in PHASES if phases[name]}, round(time.monotonic() - began, 1)
+    facts = {"kills": phases.total(), "runs": count, "by_phase": by_phase, "seconds": seconds, "differences": found}
+    report(argv, facts, arguments.json)
     return int(bool(found))
 
 

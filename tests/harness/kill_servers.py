@@ -6,22 +6,19 @@
 A run of configs/toy-base trains in float32 on two vLLM servers that this program starts. A server is killed with
 SIGKILL at a random moment of a step. Every other kill is in the rollout, and one in four kills both servers. A killed
 server is restarted on the same port. Meanwhile the run trains the next step, with the other server or as soon as one is
-back. Then it waits for the restarted server and brings it back in an extra step, so that each kill hits a server in
-use.
+back, and brings the restarted server back in an extra step, so that each kill hits a server in use.
 
 With ``--lists`` there are three servers, and the run finds them in a file (``rollout.discovery``). From a random moment
 on, the file lists other servers, so servers leave while they sample, and join. Kills and lists take turns at random. A
-kill may hit a server that is not listed.
+list counts when the run has seen it twice; the run looks every second.
 
 At the end the run must be complete, and each step's dump must have all rollouts. The engine must have returned each
 rollout exactly once, under the newest version and with the trainer's log-probabilities. Otherwise the exit status is 1.
-The printed phases are those of the random moment, because a server is gone within a quarter of a second after it. The
-run looks at a list every second, and a list counts when the run has seen it twice.
+The printed phases are those of the random moment, because a server is gone within a quarter of a second after it.
 """
 
 import contextlib
 import functools
-import json
 import os
 import random
 import signal
@@ -30,11 +27,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from kill_run import LONGEST_S, PHASES, Runs, served_by, server_config
+from kill_run import LONGEST_S, PHASES, Runs, report, served_by, server_config
 
 from rljax.errors import run_cli
 from rljax.record.rows import read_rows
@@ -66,16 +63,6 @@ class Arguments:
     json: Path | None = None  # The file for the result.
 
 
-@dataclass
-class Outcome:
-    """The kills and lists by phase, and the failure of the run if it failed."""
-
-    phases: Counter = field(default_factory=Counter)
-    listed: Counter = field(default_factory=Counter)
-    both_at_once: int = 0
-    failure: str = ""
-
-
 class Servers:
     """A group of servers, each restarted on its own port, and the file that lists the ones that the run may use."""
 
@@ -97,15 +84,14 @@ class Servers:
     def ports(self):
         return list(self._servers)
 
-    @property
-    def urls(self):
-        return [server.url for server in self._servers.values()]
-
     def list(self, ports):
         """Lists the servers of these ports and no others."""
         new = self.list_file.with_suffix(".new")
         new.write_text("".join(f"{self._servers[port].url}\n" for port in ports))
         new.replace(self.list_file)
+
+    def urls(self):
+        return [server.url for server in self._servers.values()]
 
     def kill(self, ports):
         """Kills the servers of these ports and starts them again; returns before they are healthy."""
@@ -181,13 +167,16 @@ def wait_for_row(rows, step, process):
 
 
 def harass(counts, seed, steps, directory, chance):
-    """Trains in ``directory`` / "run", and kills ``counts`` servers in turn; for 0 it lists other servers."""
-    run_dir, outcome, by_list = directory / "run", Outcome(), 0 in counts
+    """Trains in ``directory`` / "run", and kills ``counts`` servers in turn; for 0 it lists other servers.
+
+    Returns the kills and the lists by phase, and the run's failure if it failed.
+    """
+    run_dir, kills, lists, by_list = directory / "run", Counter(), Counter(), 0 in counts
     rows, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     with contextlib.ExitStack() as stack:
         servers = Servers(directory, 3 if by_list else 2)
         stack.callback(servers.stop)
-        found_by = ("--rollout.discovery", str(servers.list_file)) if by_list else ("--rollout.urls", *servers.urls)
+        found_by = ("--rollout.discovery", str(servers.list_file)) if by_list else ("--rollout.urls", *servers.urls())
         runs = Runs((*SETTINGS, *served_by(*found_by)))
         gate, begun = runs.context.Semaphore(FIRST_STEPS), FIRST_STEPS
         prepare = functools.partial(pace, gate, directory / "handed_on")
@@ -200,13 +189,11 @@ def harass(counts, seed, steps, directory, chance):
             gate.release()
             gate.release()
             time.sleep(chance.uniform(0.0, span_s))
-            now = PHASES[phase.value]
             if count:
-                outcome.phases[now] += count
-                outcome.both_at_once += count == 2
+                kills[PHASES[phase.value]] += count
                 servers.kill(chance.sample(servers.ports, count))
             else:
-                outcome.listed[now] += 1
+                lists[PHASES[phase.value]] += 1
                 servers.list(chance.sample(servers.ports, chance.randint(1, len(servers.ports))))
             print(f"{number + 1} of {len(counts)} blows", file=sys.stderr)
             servers.wait()
@@ -215,9 +202,8 @@ def harass(counts, seed, steps, directory, chance):
         for _ in range(LAST_STEPS):
             gate.release()
         process.join(2 * LONGEST_S)
-        if process.exitcode != 0:
-            outcome.failure = f"the run ended with {process.exitcode} (None: not in time):\n{log.read_text()[-2000:]}"
-    return outcome
+        failed = process.exitcode != 0 and f"{process.exitcode} (None: not in time):\n{log.read_text()[-2000:]}"
+    return kills, lists, failed and f"the run ended with {failed}"
 
 
 def problems_of(rows, directory, seed, steps):
@@ -251,30 +237,18 @@ def main(argv):
     counts = plan(arguments.kills, arguments.lists, chance)
     steps = FIRST_STEPS + STEPS_A_KILL * len(counts) + LAST_STEPS
     with tempfile.TemporaryDirectory() as name:
-        outcome = harass(counts, arguments.seed, steps, Path(name), chance)
+        kills, listed, failure = harass(counts, arguments.seed, steps, Path(name), chance)
         log = Path(name, "run", "metrics.jsonl")
         if not log.exists():
-            print(outcome.failure, file=sys.stderr)
+            print(failure, file=sys.stderr)
             return 1
         rows = read_rows(log)
-        problems = problems_of(rows, Path(name), arguments.seed, steps)
-    problems += filter(None, [outcome.failure])
-    record = {
-        "command": "python tests/harness/kill_servers.py " + " ".join(argv),
-        "kills": outcome.phases.total(),
-        "both_at_once": outcome.both_at_once,
-        "by_phase": dict(outcome.phases),
-        "lists_by_phase": dict(outcome.listed),
-        "steps": len(rows),
-        "rollouts_each_step": PROMPTS * GROUP,
-        **{key: sum(int(row.get(f"rollout/{key}", 0.0)) for row in rows) for key in COUNTED},
-        "logprob_abs_diff_max": max(row["mismatch/logprob_abs_diff_max"] for row in rows),
-        "seconds": round(time.monotonic() - began, 1),
-        "problems": problems,
-    }
-    print(json.dumps(record, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        problems = [*problems_of(rows, Path(name), arguments.seed, steps), *filter(None, [failure])]
+    facts = {"kills": kills.total(), "both_at_once": counts.count(2), "by_phase": kills, "lists_by_phase": listed}
+    facts |= {"steps": len(rows), "rollouts_each_step": PROMPTS * GROUP}
+    facts |= {key: sum(int(row.get(f"rollout/{key}", 0.0)) for row in rows) for key in COUNTED}
+    facts["logprob_abs_diff_max"] = max(row["mismatch/logprob_abs_diff_max"] for row in rows)
+    report(argv, facts | {"seconds": round(time.monotonic() - began, 1), "problems": problems}, arguments.json)
     return int(bool(problems))
 
 

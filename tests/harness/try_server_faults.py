@@ -105,13 +105,13 @@ class Proxy:
 
     def __init__(self, upstream, stall_s):
         self._upstream, self._stall_s = (urlparse(upstream).hostname, urlparse(upstream).port), stall_s
-        self._fault, self._left, self.planted = "", 0, 0
         self._exchanges = set()  # the event loop holds tasks weakly
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._listener = asyncio.run_coroutine_threadsafe(self._listen(0), self._loop).result(30.0)
         self.port = self._listener.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.arm("", 0)
 
     def arm(self, fault, times):
         """Plants ``fault`` in the next ``times`` replies to samples."""
@@ -196,8 +196,8 @@ async def read_message(reader):
 
 
 def message(status, content):
-    head = f"HTTP/1.1 {status} Planted\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-    return head.encode() + b"Connection: close\r\n\r\n" + content
+    lines = [f"HTTP/1.1 {status} Planted", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + content
 
 
 @contextlib.contextmanager
@@ -261,13 +261,9 @@ def rollout(make, proxy, fault, times, prompts, n, vocab):
 
 
 def is_sound(response, vocab):
-    return bool(
-        response["version"].tolist() == [VERSION] * TOKENS
-        and len(response.response) == TOKENS
-        and 0 <= response.response.min() <= response.response.max() < vocab
-        and np.isfinite(response["rollout_logprobs"]).all()
-        and response["rollout_logprobs"].max() <= 1e-3
-    )
+    ids, logprobs = response.response, response["rollout_logprobs"]
+    bounds = 0 <= ids.min() <= ids.max() < vocab and np.isfinite(logprobs).all() and logprobs.max() <= 1e-3
+    return bool(bounds and len(ids) == TOKENS and response["version"].tolist() == [VERSION] * TOKENS)
 
 
 def within(limit_s, work):
@@ -287,25 +283,19 @@ def within(limit_s, work):
     return dict(done)
 
 
-def said(row, asked):
+def said(row):
     if row["ended"]:
         text = re.sub(r"http://127\.0\.0\.1:\d+", "URL", row["ended"])
         return "ended in one line: " + (text if len(text) <= 150 else text[:147] + "...")
-    return f"survived, {row['retries']} retries, {row['server_losses']} losses of the server, {asked} responses"
-
-
-def line(row, asked):
-    """Returns the line of a fault in the table."""
-    cells = [row["fault"], str(row["some"]["planted"]), said(row["some"], asked), said(row["every"], asked)]
-    cells.append("yes" if row["good"] else "**NO**")
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    survived = f"survived, {row['retries']} retries, {row['server_losses']} losses of the server"
+    return f"{survived}, {row['responses']} responses"
 
 
 def main(argv):
     options = tyro.cli(Arguments, args=argv, description=__doc__)
     logging.basicConfig(level=logging.ERROR)
     VllmBackend.attempts, VllmBackend.first_wait_s, VllmBackend.longest_wait_s = 4, 0.05, 0.5
-    asked, rows = options.prompts * options.responses, []
+    rows = []
     lines = ["| fault | planted | some replies | every reply | each response once |", "|---|---|---|---|---|"]
     # A stalled response is given up after half a stall and sampled again.
     limits = {"server_wait_s": 4 * DOWN_S, "limits": ClientLimits(request_timeout_s=options.stall / 2)}
@@ -320,7 +310,9 @@ def main(argv):
             fitting = not row["some"]["ended"] and bool(row["every"]["ended"]) != (fault in COST_TIME)
             row["good"] = fitting and row["some"]["good"] and row["every"]["good"]
             rows.append(row)
-            lines.append(line(row, asked))
+            cells = [fault, str(row["some"]["planted"]), said(row["some"]), said(row["every"])]
+            cells = [cell.replace("|", "\\|") for cell in [*cells, "yes" if row["good"] else "**NO**"]]
+            lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     bad = sum(not row["good"] for row in rows)
     print(f"{len(rows)} faults, {bad} not good")

@@ -8,7 +8,6 @@ tenth of the steps. In this first tenth, programs are compiled and caches fill. 
 rows are written again into a new record. The cost is the median of the rows around step 20, and of the last 20.
 """
 
-import json
 import os
 import platform
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from kill_run import ROOT, words
+from kill_run import ROOT, report, words
 
 from rljax.errors import run_cli
 from rljax.record.rows import read_rows
@@ -106,11 +105,7 @@ def main(argv):
             print((Path(directory) / "log").read_text()[-2000:], file=sys.stderr)
             return 1
         figures = summarize(readings, read_rows(run_dir / "metrics.jsonl"))
-    told = "python tests/harness/watch_long_run.py " + " ".join(argv)
-    record = {"command": told, "hardware": f"{platform.machine()}, {os.cpu_count()} cores", **figures}
-    print(json.dumps(record, indent=1))
-    if file:
-        file.write_text(json.dumps(record, indent=1) + "\n")
+    report(argv, {"hardware": f"{platform.machine()}, {os.cpu_count()} cores", **figures}, file)
     return 0
 
 

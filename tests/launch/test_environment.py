@@ -24,23 +24,22 @@ def search(path, *words):
     return status, said.strip()
 
 
-def test_a_version_that_pyenv_has_but_has_not_chosen_is_found(machine):
+def test_the_interpreter_is_found(machine):
+    """A version that pyenv has but has not chosen is found. The path comes first, and a named program before it."""
     path, real = machine
     assert search(path, "11") == (0, str(real))
-
-
-def test_the_path_comes_first_and_a_named_program_before_it(machine):
-    path, real = machine
-    chosen = program(path / "bin/python3", f'exec {sys.executable} "$@"')
+    assert search(path, str(sys.version_info.minor + 1)) == (1, "")
+    program(path / "bin/python3", f'exec {sys.executable} "$@"')
     assert search(path, "11") == (0, "python3")
     assert search(path, "11", str(real)) == (0, str(real))
     assert search(path, "11", str(path / "bin/python3.12")) == (1, "")
-    chosen.unlink()
-
-
-def test_a_version_that_is_too_old_is_not_taken(machine):
-    path, _ = machine
-    assert search(path, str(sys.version_info.minor + 1)) == (1, "")
+    for script in (
+        "launch/environment.sh",
+        "launch/installing.sh",
+        "launch/install_compilers.sh",
+        "tools/test_peers.sh",
+    ):
+        assert "find_python" in (ROOT / script).read_text(encoding="utf-8")
 
 
 def make_environment(python, venv):
@@ -61,21 +60,10 @@ def test_half_an_environment_is_removed(tmp_path):
     whole = 'mkdir -p "$3/bin" && ln -s /bin/true "$3/bin/python"'
     assert make_environment(str(program(tmp_path / "mended", whole)), str(venv)) == (0, "")
     assert make_environment("never called", str(venv)) == (0, "")
-
-
-def test_an_environment_without_pip_is_named_and_kept(tmp_path):
-    python = program(tmp_path / "venv/bin/python", "exit 1")
-    status, said = make_environment("never called", str(tmp_path / "venv"))
-    assert (status, python.exists()) == (1, True)
-    assert f"{tmp_path}/venv has no pip" in said
-
-
-SEARCHING = ["launch/environment.sh", "launch/installing.sh", "launch/install_compilers.sh", "tools/test_peers.sh"]
-
-
-@pytest.mark.parametrize("script", SEARCHING)
-def test_every_script_searches_in_one_way(script):
-    assert "find_python" in (ROOT / script).read_text(encoding="utf-8")
+    bare = program(tmp_path / "bare/bin/python", "exit 1")
+    status, said = make_environment("never called", str(tmp_path / "bare"))
+    assert (status, bare.exists()) == (1, True)
+    assert f"{tmp_path}/bare has no pip" in said
 
 
 def test_the_quickstart_reads_its_settings_with_the_engine(tmp_path):

@@ -1,6 +1,7 @@
 """The launch scripts must work on imperfect machines: old drivers, no compiler, a login node, a step of Slurm."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def gpu_machine(tmp_path):
 def finished_vllm(tmp_path):
     """Returns a function that makes an environment with one build of vLLM, as ``install_vllm.sh`` leaves it.
 
-    Its interpreter only notes, in the file calls, what it is to run with -m. It sees the packages in ``paths``.
+    Its interpreter sees the packages in ``paths``, and only notes, in the file calls, what it is to run with -m.
     """
 
     def make(requirement, paths=""):
@@ -106,25 +107,24 @@ def test_the_builds_do_not_share_an_environment(finished_vllm):
         assert said.strip().endswith(f"{venv} holds {held}: remove it, or name another directory")
 
 
-@pytest.mark.parametrize(
-    ("name", "entry", "installs"),
-    [
+def test_an_outdated_entry_point_is_installed_again(finished_vllm, tmp_path):
+    venv, calls = finished_vllm("some-vllm", f"{tmp_path}/site:{ROOT}"), tmp_path / "calls"
+    for name, entry, installs in (
         ("rljax-llm", CURRENT, False),
         ("rljax-llm", "rljax.moved_since:register", True),
         ("rljax", CURRENT, True),  # the former name of the distribution
-    ],
-)
-def test_an_outdated_entry_point_is_installed_again(name, entry, installs, finished_vllm, tmp_path):
-    metadata = tmp_path / "site" / f"{name.replace('-', '_')}-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nrljax = {entry}\n")
-    venv = finished_vllm("some-vllm", f"{tmp_path}/site:{ROOT}")
-    assert install(venv, RLJAX_VLLM_SPEC="some-vllm")[0] == 0
-    noted = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
-    besides = "-m pip install zstandard>=0.23,<1 xxhash>=3.5,<5 numba>=0.61,<1\n"
-    removes = "-m pip uninstall -qq --yes rljax\n"
-    assert noted == (f"{removes}-m pip install --no-deps -e {ROOT}\n{besides}" if installs else "")
+    ):
+        shutil.rmtree(tmp_path / "site", ignore_errors=True)
+        metadata = tmp_path / "site" / f"{name.replace('-', '_')}-0.1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nrljax = {entry}\n")
+        calls.write_text("")
+        assert install(venv, RLJAX_VLLM_SPEC="some-vllm")[0] == 0
+        besides = "-m pip install zstandard>=0.23,<1 xxhash>=3.5,<5 numba>=0.61,<1\n"
+        removes = "-m pip uninstall -qq --yes rljax\n"
+        expected = f"{removes}-m pip install --no-deps -e {ROOT}\n{besides}" if installs else ""
+        assert calls.read_text() == expected
 
 
 def test_a_login_node_says_which_build_it_takes(finished_vllm):

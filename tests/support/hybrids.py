@@ -1,7 +1,7 @@
-"""Random tiny Qwen3.5 models of transformers, whose heads forget slowly, and their packed rows.
+"""Random tiny Qwen3.5 models of transformers, and their packed rows.
 
-With the A of new models of transformers, almost every head forgets within a few tokens. Then no test would see a state
-that is lost, rounded or left over.
+Their heads forget slowly. With the A of new models almost every head forgets within a few tokens, and then no test
+would see a state that is lost, rounded or left over.
 """
 
 import json
@@ -50,16 +50,10 @@ def hybrid_base(path, **changes):
 
 def text_config(shape, **rope):
     *sizes, hk, hv, dk, dv, taps, share = shape
-    return hf_config(
-        (*sizes, 10_000.0),
-        "Qwen3_5Text",
-        {"rope_type": "default", "partial_rotary_factor": share, **rope},
-        linear_num_key_heads=hk,
-        linear_num_value_heads=hv,
-        linear_key_head_dim=dk,
-        linear_value_head_dim=dv,
-        linear_conv_kernel_dim=taps,
-    )
+    heads = {"linear_num_key_heads": hk, "linear_num_value_heads": hv, "linear_conv_kernel_dim": taps}
+    widths = {"linear_key_head_dim": dk, "linear_value_head_dim": dv}
+    rope = {"rope_type": "default", "partial_rotary_factor": share, **rope}
+    return hf_config((*sizes, 10_000.0), "Qwen3_5Text", rope, **heads, **widths)
 
 
 def hybrid_model(shape=SHAPES_HYBRID[0], seed=0, make=None, config=None):

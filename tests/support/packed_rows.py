@@ -35,7 +35,6 @@ def heads(segments, dtype="float32", num_heads=4, kv_heads=2, head_dim=8, seed=0
 
 @functools.cache
 def compiled(attention):
-    """Returns the jitted function behind ``gradients``. Arrays of the same shapes share a program."""
     return jax.jit(attention_errors.gradients(attention))
 
 

@@ -1,10 +1,13 @@
 """Faults that can be planted into a transformers model, each with the operation that a comparison must name."""
 
 import importlib
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+
+
+def _modeling(model):
+    return importlib.import_module(type(model).__module__)
 
 
 def _scale(tensor, factor):
@@ -12,17 +15,10 @@ def _scale(tensor, factor):
         tensor.mul_(factor)
 
 
-def _projection(model):
-    _scale(model.model.layers[1].self_attn.k_proj.weight, 1.01)
-
-
-def _one_element(model):
-    _scale(model.model.layers[1].input_layernorm.weight[5], 1.03)
-
-
-def _swapped(model):
-    mlp = model.model.layers[1].mlp
-    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+def _swap(module, one, other):
+    first, second = getattr(module, one), getattr(module, other)
+    setattr(module, one, second)
+    setattr(module, other, first)
 
 
 def _rope_base(model):
@@ -50,13 +46,12 @@ def _stale(model):
 
 
 def _cache(model):
-    modeling = importlib.import_module(type(model).__module__)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
     def attention(module, q, k, v, mask, **more):
         k, v = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v))
-        return modeling.eager_attention_forward(module, q, k, v, mask, **more)
+        return _modeling(model).eager_attention_forward(module, q, k, v, mask, **more)
 
     AttentionInterface.register("eight_bits", attention)
     AttentionMaskInterface.register("eight_bits", eager_mask)
@@ -70,24 +65,30 @@ def _head(model):
 
 
 def _sum(model):
-    def forward(linear):
-        def halves(x):
+    def in_halves(linear):
+        def forward(x):
             half = x.shape[-1] // 2
             parts = (slice(0, half), slice(half, None))
             sums = [torch.nn.functional.linear(x[..., at], linear.weight[:, at]).bfloat16() for at in parts]
             return (sums[0] + sums[1]).to(x)
 
-        return halves
+        linear.forward = forward
 
     for layer in model.model.layers:
-        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            linear.forward = forward(linear)
+        in_halves(layer.self_attn.o_proj)
+        in_halves(layer.mlp.down_proj)
 
 
-FAULTS: dict[str, tuple[Callable, str]] = {
-    "projection": (_projection, "layer 1, key projection"),
-    "one element": (_one_element, "layer 1, norm before attention"),
-    "swapped": (_swapped, "layer 1, gate projection"),
+FAULTS = {
+    "projection": (
+        lambda model: _scale(model.model.layers[1].self_attn.k_proj.weight, 1.01),
+        "layer 1, key projection",
+    ),
+    "one element": (
+        lambda model: _scale(model.model.layers[1].input_layernorm.weight[5], 1.03),
+        "layer 1, norm before attention",
+    ),
+    "swapped": (lambda model: _swap(model.model.layers[1].mlp, "gate_proj", "up_proj"), "layer 1, gate projection"),
     "rope base": (_rope_base, "every layer, rotation of keys"),
     "eps": (_eps, "every layer, norm before attention"),
     "no norms": (_no_norms, "every layer, query norm"),
@@ -99,18 +100,9 @@ FAULTS: dict[str, tuple[Callable, str]] = {
 """The functions that plant a fault, each with the place that a finding must name."""
 
 
-def _modeling(model):
-    return importlib.import_module(type(model).__module__)
-
-
 def _taps(model, patch):
     weight = model.model.layers[1].linear_attn.conv1d.weight
     weight.data = weight.data.flip(-1)
-
-
-def _swapped_vectors(model, patch):
-    net = model.model.layers[4].linear_attn
-    net.in_proj_a, net.in_proj_b = net.in_proj_b, net.in_proj_a
 
 
 def _no_gate(model, patch):
@@ -123,8 +115,7 @@ def _rounded_state(model, patch):
     def rule(query, key, value, g, beta, **more):
         state, found = None, []
         for token in zip(*(x.split(1, dim=1) for x in (query, key, value, g, beta)), strict=True):
-            at = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-            y, state = step(*token, **at)
+            y, state = step(*token, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
             state = state.bfloat16().float()
             found.append(y)
         return torch.cat(found, dim=1), None
@@ -136,9 +127,12 @@ def _no_offset(model, patch):
     model.model.layers[3].input_layernorm.weight.data -= 1
 
 
-HYBRID_FAULTS: dict[str, tuple[Callable, str]] = {
+HYBRID_FAULTS = {
     "taps": (_taps, "layer 1, short convolution"),
-    "swapped": (_swapped_vectors, "layer 4, rate projection of a delta net"),
+    "swapped": (
+        lambda model, patch: _swap(model.model.layers[4].linear_attn, "in_proj_a", "in_proj_b"),
+        "layer 4, rate projection of a delta net",
+    ),
     "gate": (_no_gate, "every layer, attention times its gate"),
     "state": (_rounded_state, "every layer, delta rule"),
     "offset": (_no_offset, "layer 3, norm before attention"),

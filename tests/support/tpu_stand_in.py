@@ -96,9 +96,7 @@ def attend(
 
 def attending(plain: Callable) -> Callable:
     own = set(inspect.signature(attend).parameters) - {"others"}
-    assert own <= set(inspect.signature(plain).parameters), (
-        "the attention kernel of tpu-inference takes other arguments"
-    )
+    assert own <= set(inspect.signature(plain).parameters), "tpu-inference's attention kernel takes other arguments"
     return attend
 
 
