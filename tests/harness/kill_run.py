@@ -58,8 +58,6 @@ MEASURED = ("--rollout.dump-every", "1", "--diagnosis.behaviour-responses", "8")
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of the command."""
-
     engine: Literal["jax", "vllm"] = "jax"  # vllm is a server that this program starts.
     kills: int = 50  # The number of kills in total.
     seeds: tuple[int, ...] = (0, 1, 2, 3)  # The seeds of the runs and of the moments. Each has an undisturbed run.
@@ -71,7 +69,6 @@ class Arguments:
 
 
 def words(run_dir, seed, steps):
-    """Returns the command line of a run."""
     base = [str(ROOT / "configs/quickstart.yaml"), "--model.path", str(ROOT / "configs/toy-base")]
     return [*base, "--run.dir", str(run_dir), "--run.seed", str(seed), "--run.steps", str(steps), *SETTINGS]
 
@@ -132,7 +129,6 @@ class Runs:
     """A starter of runs, from one server process that has imported everything; a start then takes a second."""
 
     def __init__(self, more=()):
-        """Prepares the server process. ``more`` has the last words of every run's command line."""
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"), **os.environ}
         limits = ("MIN_COMPILE_TIME_SECS", "0"), ("MIN_ENTRY_SIZE_BYTES", "-1")
         os.environ |= {f"JAX_PERSISTENT_CACHE_{name}": value for name, value in limits}
@@ -157,7 +153,6 @@ class Runs:
             process.join()
 
     def complete(self, run_dir, seed, steps):
-        """Trains to the end. Raises RuntimeError if that fails."""
         with self.start(run_dir, seed, steps) as (process, _):
             process.join(LONGEST_S)
             if process.exitcode != 0:
@@ -271,7 +266,6 @@ def harass(runs, arguments, directory):
 
 
 def main(argv):
-    """Kills, resumes and compares; returns the exit status."""
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
     if arguments.engine == "vllm" and not arguments.max_staleness:
         raise ConfigError("--engine vllm: rows of a server do not repeat bit for bit; give --max-staleness")

@@ -55,8 +55,6 @@ COUNTED = ("requests", "retries", "server_losses", "servers_brought_back", "serv
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of the command."""
-
     kills: int = 20  # The number of kills in total. Each takes as long as the start of a server.
     lists: int = 0  # The number of changes of the list in total. With 0 the run gets two servers at its start.
     seed: int = 0  # The seed of the run and of the moments.
@@ -85,7 +83,6 @@ class Servers:
         return list(self._servers)
 
     def list(self, ports):
-        """Lists the servers of these ports and no others."""
         new = self.list_file.with_suffix(".new")
         new.write_text("".join(f"{self._servers[port].url}\n" for port in ports))
         new.replace(self.list_file)
@@ -231,7 +228,6 @@ def problems_of(rows, directory, seed, steps):
 
 
 def main(argv):
-    """Kills, restarts and counts; returns the exit status."""
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
     began, chance = time.monotonic(), random.Random(arguments.seed)
     counts = plan(arguments.kills, arguments.lists, chance)

@@ -50,8 +50,6 @@ SCRIPTED_VOCAB = 64
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of the command."""
-
     out: Path | None = None  # The Markdown file for the table. The JSON file is beside it.
     scripted: bool = False  # Whether the stand-in of the tests takes the place of vLLM.
     prompts: int = 4  # The number of prompts of a rollout.
@@ -118,7 +116,6 @@ class Proxy:
         self._fault, self._left, self.planted = fault, times, 0
 
     def close(self):
-        """Closes the listener, so that no further connection is accepted."""
         self._loop.call_soon_threadsafe(self._listener.close)
 
     async def _listen(self, port):

@@ -58,7 +58,6 @@ def watch(process, run_dir, steps):
 
 
 def row_costs(rows):
-    """Returns the microseconds to write each row."""
     taken = []
     with tempfile.TemporaryDirectory() as directory:
         recorder = Recorder(directory, len(rows), progress=False)
@@ -85,8 +84,6 @@ def summarize(readings, rows):
 
 
 def main(argv):
-    """Runs, watches and prints; returns the exit status."""
-
     def arguments(steps: int = 2000, json: Path | None = None):
         return steps, json
 

@@ -17,17 +17,13 @@ ENTRYPOINT []
 """
 
 
-def test_lines_that_go_on_are_one_instruction():
+def test_instructions_and_the_commands_of_the_manifests_are_read():
     text = "# a comment\nFROM a:1\nRUN one \\\n    && two\nENTRYPOINT []\n"
     assert check_images.instructions(text) == [("FROM", "a:1"), ("RUN", "one && two"), ("ENTRYPOINT", "[]")]
-
-
-def test_the_commands_are_those_of_the_manifests():
     key = ["install", "-m", "0400", "/run/secret/key", "/run/rljax/key"]
-    train = ["python3", "-m", "rljax.train", "/etc/rljax/config.yaml"]
-    assert check_images.container_commands("trainer") == [key, train]
-    serve = ["python3", "-m", "rljax.cli", "serve", "vllm"]
-    assert check_images.container_commands("server") == [key, serve, ["vllm", "serve"]]
+    train, serve = ["-m", "rljax.train", "/etc/rljax/config.yaml"], ["-m", "rljax.cli", "serve", "vllm"]
+    assert check_images.container_commands("trainer") == [key, ["python3", *train]]
+    assert check_images.container_commands("server") == [key, ["python3", *serve], ["vllm", "serve"]]
 
 
 def test_lines_that_do_not_work_and_other_base_images_fail(tmp_path):
@@ -77,7 +73,6 @@ def test_the_installers_vllm_is_that_of_the_image(tmp_path):
 
 
 def test_packages_of_cuda_are_installed_where_they_fit(tmp_path, monkeypatch):
-    """Each package is installed by itself, so that only one download at a time is on the disk."""
     usage, venv = collections.namedtuple("usage", "total used free"), plant_pip(tmp_path)
     packages = {"jax": "0.12", "jax-cuda12-plugin": "0.12", "nvidia-nccl-cu12": "2.32"}
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 9 * 2**30))

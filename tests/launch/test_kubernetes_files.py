@@ -21,7 +21,6 @@ FROM_SETTINGS = [{"configMapRef": {"name": "rljax-server"}}]
 
 
 def read(file):
-    """Returns the only object of a file of launch/kubernetes."""
     return yaml.safe_load((FOLDER / file).read_text(encoding="utf-8"))
 
 

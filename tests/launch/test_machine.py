@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 from programs import bash, of_script, program
@@ -20,7 +19,6 @@ from rljax.train import main
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS, GROUP = PROJECT["optional-dependencies"], "vllm.general_plugins"
 CURRENT = PROJECT["entry-points"][GROUP]["rljax"]
-PARTS = {part.split(">")[0].split("[")[0] for part in EXTRAS["plugin"]}
 SLURM_STEP = {
     **{"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
     **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
@@ -63,13 +61,11 @@ def finished_vllm(tmp_path):
 
 
 def install(venv, *options, **more):
-    status, _, said = bash(ROOT / "launch/install_vllm.sh", *options, venv, **more)
-    return status, said
+    return bash(ROOT / "launch/install_vllm.sh", *options, venv, **more)[::2]
 
 
 def function(name, *words, **more):
-    status, _, said = of_script(ROOT / "launch/machine.sh", name, *words, **more)
-    return status, said
+    return of_script(ROOT / "launch/machine.sh", name, *words, **more)[::2]
 
 
 def test_a_driver_below_580_is_refused_and_other_ways_are_named(gpu_machine):
@@ -135,15 +131,13 @@ def test_a_login_node_says_which_build_it_takes(finished_vllm):
 
 
 def test_a_missing_compiler_and_header_are_named(tmp_path):
-    python = program(tmp_path / "python", f"echo {tmp_path}/include")
-    status, said = function("check_compiler", str(python), CC="no-such-compiler")
+    python, include = program(tmp_path / "python", f"echo {tmp_path}/include"), tmp_path / "include"
+    status, said = function("check_compiler", python, CC="no-such-compiler")
     assert status == 1
-    assert f"the C compiler of CC=no-such-compiler and {tmp_path}/include/Python.h is not here" in said
-    assert f"install gcc and python{tmp_path}/include-dev" in said  # the planted interpreter always says this
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include/Python.h").touch()
-    program(tmp_path / "cc", "exit 0")
-    assert function("check_compiler", str(python), CC=str(tmp_path / "cc")) == (0, "")
+    assert f"the C compiler of CC=no-such-compiler and {include}/Python.h is not here" in said
+    assert f"install gcc and python{include}-dev" in said  # the planted interpreter always says this
+    program(include / "Python.h", "")
+    assert function("check_compiler", python, CC=str(program(tmp_path / "cc", "exit 0"))) == (0, "")
 
 
 def start(script, *words, **more):
@@ -153,21 +147,21 @@ def start(script, *words, **more):
 
 
 def plan(script, *words, **more):
-    """Returns the first lines of a dry run, up to the trainers' command; the plan of the run comes after it."""
+    """Returns the last lines of a dry run up to the trainers' command: the servers' and this one."""
     lines = []
     with start(script, *words, **more) as process:
         for line in process.stdout:
             lines.append(line)
             if line.startswith("trainer"):
                 process.kill()
-                return lines
+                return lines[-2:]
         raise AssertionError(process.stderr.read())
 
 
 def test_one_machine_trains_with_one_process(tmp_path):
     """vLLM returns the sampled token with the likeliest ones, and allows 20 unless it is told otherwise."""
     words = ["--server-wait", "90", "--", "--rollout.top-logprobs", "19"]
-    server, trainer = plan("launch/single_node.sh", *words, **SLURM_STEP)[-2:]
+    server, trainer = plan("launch/single_node.sh", *words, **SLURM_STEP)
     assert "--timeout 90 " in server
     assert "--max-logprobs" not in server
     assert "--run.processes 1 " in trainer
@@ -180,7 +174,7 @@ def test_one_machine_trains_with_one_process(tmp_path):
 
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.harness)])
 def test_a_slurm_job_serves_and_writes_what_changed(engine):
-    servers, trainers = plan("launch/slurm.sbatch", "--", *SERVED, "--rollout.engine", engine)[-2:]
+    servers, trainers = plan("launch/slurm.sbatch", "--", "--rollout.engine", engine, *SERVED[2:])
     assert servers.startswith("servers:  srun --nodes=1 --ntasks=8 ")
     assert f"/launch/slurm_server.sh {engine} " in servers
     assert "quickstart.yaml --publish.store directory --rollout" in trainers
@@ -192,22 +186,21 @@ def test_servers_have_the_form_of_the_configuration(script):
     served = [*SERVED, "--publish.store", "http"] if "slurm" in script else []
     form = ["--rollout.server-form.kv-cache", "fp8_e5m2", "--rollout.server-form.weights", "fp8_per_channel"]
     chosen = ["--rollout.top-k", "20", "--rollout.batch-invariant"]
-    server, trainer = plan(script, "--", *served, *form, *chosen)[-2:]
+    server, trainer = plan(script, "--", *served, *form, *chosen)
     assert " --batch-invariant " in server
     assert " --max-logprobs 21 " in server
     assert server.rstrip().endswith("-- --quantization fp8_per_channel --kv-cache-dtype fp8_e5m2")
     assert "--publish.store directory" not in trainer
 
 
-def test_one_machine_refuses_an_old_driver(gpu_machine):
-    path = gpu_machine("535.183.01")
-    command = ["bash", str(ROOT / "launch/single_node.sh"), "configs/quickstart.yaml"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RLJAX_VLLM")}
-    done = subprocess.run(command, env=environment | {"PATH": path}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: the NVIDIA driver is 535.183.01")
+def test_one_machine_refuses_an_old_driver(gpu_machine, monkeypatch):
+    path, said = gpu_machine("535.183.01"), "the NVIDIA driver is 535.183.01"
+    for name in [name for name in os.environ if name.startswith("RLJAX_VLLM")]:
+        monkeypatch.delenv(name)
+    status, _, refused = bash(ROOT / "launch/single_node.sh", "configs/quickstart.yaml", PATH=path)
+    assert (status, refused.startswith(f"error: {said}")) == (2, True)
     with start("launch/single_node.sh", PATH=path) as process:
-        assert process.stderr.readline().startswith("warning: the NVIDIA driver is 535.183.01")
+        assert process.stderr.readline().startswith(f"warning: {said}")
         assert process.stdout.readline().startswith("server 0: ")
         process.kill()
 
@@ -220,8 +213,7 @@ def test_the_only_task_of_a_step_trains_alone(step, monkeypatch):
     for name, value in step.items():
         monkeypatch.setenv(name, value)
     processes = start_processes()
-    assert (processes.index, processes.count) == (0, 1)
-    assert not jax.distributed.is_initialized()
+    assert (processes.index, processes.count, jax.distributed.is_initialized()) == (0, 1, False)
 
 
 @pytest.fixture
@@ -317,7 +309,7 @@ def test_steps_of_a_job_run_in_images():
         ("org#t:1", f"{pyxis}{ROOT}/runs,", ""),
     ):
         images = ["--trainer-image", image, "--server-image", image]
-        servers, trainers = plan("launch/slurm.sbatch", *images, "--", *SERVED)[-2:]
+        servers, trainers = plan("launch/slurm.sbatch", *images, "--", *SERVED)
         for line in (servers, trainers):
             assert f"srun {options}" in line
             assert f"{command}bash {ROOT}/launch/slurm_" in line
@@ -326,12 +318,13 @@ def test_steps_of_a_job_run_in_images():
 
 
 def test_what_the_plugin_needs_is_listed_once():
-    listed = subprocess.run([sys.executable, "launch/plugin_needs.py"], cwd=ROOT, capture_output=True, text=True)
-    assert listed.stdout.splitlines() == EXTRAS["plugin"]
+    listed = subprocess.run([sys.executable, ROOT / "launch/plugin_needs.py"], capture_output=True, text=True).stdout
+    assert listed.splitlines() == EXTRAS["plugin"]
     assert "rljax-llm[plugin]" in EXTRAS["train"]
     for name in ("launch/installing.sh", "launch/kubernetes/server.Dockerfile"):
         assert "launch/plugin_needs.py" in (ROOT / name).read_text(), name
-    written = [path for path in Path(ROOT / "launch").rglob("*") if path.is_file() and "zstandard>" in path.read_text()]
-    assert written == []
-    told = (ROOT / "rljax/commands/serve.py").read_text()
-    assert f"pip install --no-deps . {' '.join(sorted(PARTS, reverse=True))}" in told
+    for path in (ROOT / "launch").rglob("*"):
+        assert not path.is_file() or "zstandard>" not in path.read_text(), path
+    parts = {part.split(">")[0].split("[")[0] for part in EXTRAS["plugin"]}
+    told = f"pip install --no-deps . {' '.join(sorted(parts, reverse=True))}"
+    assert told in (ROOT / "rljax/commands/serve.py").read_text()

@@ -23,14 +23,12 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 def slurm(*words):
-    """Runs a command of Slurm and returns its output."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def of_jobs():
-    """Returns all processes that run in a job's step or script."""
     processes = psutil.process_iter(["cmdline", "environ"])
     return [one for one in processes if "SLURM_JOB_ID" in (one.info["environ"] or ())]
 
@@ -51,7 +49,6 @@ class Job:
         self.number = done.stdout.strip()
 
     def printed(self):
-        """Returns the output of all starts of the job so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else "nothing"
 
     def fact(self, key):
@@ -71,12 +68,10 @@ class Job:
         until(done, timeout, said=lambda: f"{self.ends}: {self.printed()}", may_come=goes_on, every_s=0.2)
 
     def wait(self, timeout=300):
-        """Waits for the end of the job and returns ``ends``."""
         self.wait_until(lambda: self.fact("JobState") in ENDED, timeout)
         return self.ends
 
     def wait_for_rows(self, count, timeout=300):
-        """Returns when the run has recorded ``count`` steps."""
         self.wait_until(lambda: has_rows(self.run_dir, count), timeout)
 
     def wait_for_restart(self):
@@ -133,8 +128,6 @@ def alone(toy_base, tmp_path_factory):
 
 @pytest.fixture
 def submit(cluster, toy_base, tmp_path):
-    """Returns a function that submits a run of ``STEPS`` steps."""
-
     def job(*options, sbatch=(), **settings):
         return Job(tmp_path, words(toy_base, tmp_path / "run", *options), sbatch, **settings)
 

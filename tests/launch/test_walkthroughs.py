@@ -72,7 +72,6 @@ FUNCTIONS = {"bash", "sbatch", "tail"}
 
 
 def blocks(text, language):
-    """Returns the contents of the fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
@@ -95,7 +94,6 @@ def first_words(script):
 
 
 def uncovered(script):
-    """Returns the commands of a script that have no rule."""
     return {Path(word).name for word in first_words(script)} - AS_IT_STANDS - set(STAND_INS) - FUNCTIONS
 
 

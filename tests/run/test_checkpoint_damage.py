@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
-from checkpoint_states import state
 
 from rljax.run.checkpoint import BEST, Checkpointer, DamagedCheckpointError
 from rljax.run.fingerprint import array_checksums
@@ -23,6 +22,12 @@ STEPS = (2, 4)
 THREE = (2, 4, 6)
 FOREIGN = ("0", "x", "9", "05", "-1", "²", "٣", "3.tmp", "tmp_4", "copy_of_3", "1" + "0" * 12)
 HARMLESS = {"commit_success.txt", "_CHECKPOINT_METADATA", "_sharding"}  # nothing of the state is read from these
+
+
+def state(step):
+    """Returns a state whose noise does not compress, so the format stores it unchanged and sees no flipped bit."""
+    noise = jnp.asarray(np.random.default_rng(step).standard_normal((64, 300)), jnp.float32)
+    return {"noise": noise, "half": noise[:5].astype(jnp.bfloat16), "count": jnp.int32(step), "flag": jnp.array(True)}
 
 
 WANTED = jax.tree.map(

@@ -53,8 +53,6 @@ class Failing(Doubling):
 
 
 def play(environment, problem, *turns, truncated=False):
-    """Returns the replies to the turns, and the reward."""
-
     async def episode():
         assert await environment.reset(problem) is None
         replies = [await environment.step(turn, truncated) for turn in turns]

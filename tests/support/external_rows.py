@@ -27,8 +27,6 @@ def write_file(path, rows):
 
 
 class Served:
-    """A receiver on a free port, its queue, and a client; ``max_groups`` is 2."""
-
     def __init__(self, spool, url="http://127.0.0.1:0", **options):
         spool.mkdir(exist_ok=True)
         self.spool, self.queue = spool, TrajectoryQueue(spool, LIMITS, group_size=2, max_staleness=9)

@@ -36,7 +36,6 @@ def sockets():
 
 
 def write(data):
-    """Writes into every socket of this process."""
     for descriptor in sockets():
         with contextlib.suppress(OSError):
             os.write(descriptor, data)

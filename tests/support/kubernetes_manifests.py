@@ -53,7 +53,6 @@ def name_of(one):
 
 
 def job_templates(objects):
-    """Yields each JobSet with each of its ``replicatedJobs``."""
     for jobset in of_kind(objects, "JobSet"):
         for replicated in jobset["spec"]["replicatedJobs"]:
             yield jobset, replicated

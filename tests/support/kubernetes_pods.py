@@ -118,7 +118,6 @@ def api_server(certificate, *rules):
 
 
 def main(work):
-    """Plays the node, and prints what ``in_pods`` returns."""
     made, asked, processes = json.loads((work / "made.json").read_text()), set(), []
     port = api_server(work / "server.pem", created(made), made["allowed"], asked).server_address[1]
     kept = {key: value for key, value in os.environ.items() if key.startswith(("JAX_", "XLA_", "PYTHONPATH", "PATH"))}

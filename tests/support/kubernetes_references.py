@@ -33,7 +33,6 @@ def _names(objects, kind):
 
 
 def _data(objects, key):
-    """Returns the data of the only ConfigMap that has this key."""
     (found,) = (one["data"] for one in of_kind(objects, "ConfigMap") if key in one["data"])
     return found
 
@@ -201,7 +200,6 @@ def action_after(jobset, end):
 
 
 def is_served(container):
-    """Whether a container runs ``rljax serve``."""
     return container.get("command", [])[1:4] == ["-m", "rljax.cli", "serve"]
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Side:
-    """One end of the link: the namespace's name, its device and its address."""
-
     name: str
     device: str
     address: str
@@ -19,7 +17,6 @@ class Side:
         return "ip", "netns", "exec", self.name
 
     def sent_bytes(self):
-        """Returns the number of bytes that left this side."""
         return int(_run(*self.inside, "cat", f"/sys/class/net/{self.device}/statistics/tx_bytes"))
 
     def set_up(self, up):

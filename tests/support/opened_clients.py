@@ -10,7 +10,6 @@ from rljax.rollout.types import ClientLimits, RolloutConfig
 
 
 def fleet_of(*urls, limits=None, backend=None, stop=None):
-    """Returns a fleet whose servers nobody opens."""
     config = RolloutConfig(urls=urls, limits=limits or ClientLimits())
     return Fleet(config, backend or VllmBackend(), stop=stop)
 

@@ -41,14 +41,11 @@ class Group:
             self.processes[0].stdin.close()
 
     def printed(self):
-        """Returns the output of each process."""
         paths = [Path(f"{self.output}.{index}") for index in range(len(self.processes))]
         return [path.read_text(errors="replace") for path in paths]
 
 
 class Run(Group):
-    """A run of ``python -m rljax.train`` in ``count`` processes."""
-
     def __init__(self, words, count, output, heartbeat_s=10, inside=(), own=lambda index: (), **settings):
         """Starts the processes. The output of process i goes to the path ``output``.i.
 
@@ -71,14 +68,12 @@ class Run(Group):
         return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in wanted]
 
     def wait_for_rows(self, run_dir, count):
-        """Returns when the run has recorded ``count`` steps."""
         until(lambda: has_rows(run_dir, count), TIMEOUT, said=self.printed, may_come=self._all_run)
 
     def _all_run(self):
         return all(process.poll() is None for process in self.processes)
 
     def send(self, index, number=signal.SIGKILL):
-        """Sends a signal to one process."""
         self.processes[index].send_signal(number)
 
 
@@ -111,7 +106,6 @@ def largest_differences(rows, others):
 
 
 def assert_alike(rows, others, bound=1e-5):
-    """Checks that the rows of two float32 runs differ by rounding alone."""
     differences = largest_differences(rows, others)
     print(f"largest difference: {max(differences.values(), default=0.0):.1e}")
     assert max(differences.values(), default=0.0) < bound, differences

@@ -45,8 +45,6 @@ def moved(params, key, share):
 
 
 class Policy:
-    """The newest parameters of a process, which the acts read."""
-
     def __init__(self, params):
         self.params = params
 
@@ -59,8 +57,6 @@ class Policy:
 
 
 class Move(Shared):
-    """The change of the parameters before a version is published."""
-
     name = "move"
 
     @together
@@ -69,7 +65,6 @@ class Move(Shared):
 
 
 def main(index, count, coordinator, store, host, directory, heartbeat_s):
-    """Runs one process."""
     root = Path(directory)
     publish = PublishConfig(store=store, host=host)
     rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))

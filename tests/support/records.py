@@ -42,7 +42,6 @@ def study_run(last, grad_norm=lambda step: 1.0, steps=100):
 
 
 def write_record(directory, rows):
-    """Writes these rows into a new run directory, and returns it."""
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
@@ -80,7 +79,6 @@ def make_tokens(kind, prompt, tokens, arrays, **facts):
 
 
 def train_sequence(prompt, tokens, rollout_logprobs=None, advantage=0.0, in_loss=True, trajectory=-1, **arrays):
-    """Returns a sequence to train on, with further arrays of its response by name."""
     zeros = np.zeros(len(tokens))
     arrays = {"rollout_logprobs": zeros if rollout_logprobs is None else rollout_logprobs, "staleness": zeros} | arrays
     facts = {"advantage": advantage, "in_loss": in_loss, "trajectory": trajectory}
@@ -97,7 +95,6 @@ def response(place, tokens, rollout_logprobs=None, version=None, *, prompt=(9,),
 
 
 def completion(tokens, rollout_logprobs, *, prompt=(9,), finish_reason="length", spans=None, scores=(), **arrays):
-    """Returns a completion of a server, with further arrays of its tokens by name."""
     facts = {"finish_reason": finish_reason, "spans": spans, "prompt_logprobs": scores}
     return make_tokens(Completion, prompt, tokens, {"rollout_logprobs": rollout_logprobs} | arrays, **facts)
 

@@ -34,7 +34,6 @@ class S3Server:
 
     @property
     def settings(self):
-        """The environment variables with which botocore asks this server."""
         keys = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_DEFAULT_REGION": "us-east-1"}
         return keys | {"AWS_ENDPOINT_URL": self.url}
 
@@ -46,7 +45,6 @@ class S3Server:
 
 @pytest.fixture
 def s3(monkeypatch):
-    """Yields a running server; the environment variables name it."""
     server = S3Server()
     for name, value in server.settings.items():
         monkeypatch.setenv(name, value)

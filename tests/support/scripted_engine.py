@@ -7,8 +7,6 @@ from rljax.rollout.engine import Samples
 
 
 class RowList(list):
-    """The record of a run in memory: its rows, in order."""
-
     def write(self, row, histograms):
         self.append(row)
 

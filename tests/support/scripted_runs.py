@@ -55,7 +55,6 @@ def half_right(prompt, sample, seed):
 
 
 def compiled_step(directory, **changes):
-    """Returns the update of such runs, which they can share."""
     return make_update(settings(directory, **changes), POLICY, MESH, None)
 
 

@@ -28,8 +28,6 @@ START_S = 400
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The configuration and the parameters of a policy, and the dtype in which the servers compute."""
-
     config: PolicyConfig
     params: dict
     dtype: str
@@ -55,14 +53,12 @@ class Policy:
         return ServedEngine(expected, SglangBackend(), functions, publish=publish)
 
     def moved(self, seed):
-        """Returns the parameters after a big random step."""
         leaves, tree = jax.tree.flatten(self.params)
         keys = jax.random.split(jax.random.key(seed), len(leaves))
         moved = [x + 0.3 * x.std() * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
         return jax.tree.unflatten(tree, moved)
 
     def gaps(self, params, responses):
-        """Returns |reported - scored| of each token (nats)."""
         pairs = zip(responses, self.scorer()(params, [r.ids for r in responses]), strict=True)
         return np.concatenate([np.abs(scored[-r.length :] - r["rollout_logprobs"]) for r, scored in pairs])
 

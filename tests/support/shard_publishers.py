@@ -18,8 +18,6 @@ ANSWER_S = 240
 
 
 class Publishers(Group):
-    """A group of ``count`` processes of ``publishing_processes``."""
-
     def __init__(self, root, count, store="http", host="127.0.0.1", heartbeat_s=10.0, **where):
         inside, coordinator = where.get("inside", lambda index: ()), where.get("coordinator", "127.0.0.1")
         self.root, self.answered = root, 0
@@ -29,7 +27,6 @@ class Publishers(Group):
         super().__init__(root / "said", [[*inside(index), *program, index, *told] for index in range(count)])
 
     def ask(self, share):
-        """Tells process 0 to publish the next version."""
         leader = self.processes[0]
         leader.stdin.write(f"{share}\n")
         leader.stdin.flush()
@@ -48,12 +45,10 @@ class Publishers(Group):
         return told
 
     def end(self):
-        """Ends the run and returns the exit statuses."""
         self.processes[0].stdin.close()
         return [process.wait(120) for process in self.processes]
 
     def own(self, index):
-        """Returns the directory that a process created."""
         (found,) = (self.root / f"process_{index}").glob("rljax-weights-*")
         return found
 

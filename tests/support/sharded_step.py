@@ -65,7 +65,6 @@ def outcome(mesh, made=None, *, steps=1, **options):
 
 @functools.cache
 def alone():
-    """Returns the outcome on one device."""
     return outcome(MeshConfig(1))
 
 

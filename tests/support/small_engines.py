@@ -30,7 +30,6 @@ def exact_pass(config, count, limit, *, rows, row_tokens, mesh=MESH):
 
 
 def in_order(responses):
-    """Returns responses in the order of their prompts, and of their numbers."""
     return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
 
 

@@ -40,7 +40,6 @@ def log_softmax(logits):
 
 
 def prefixes(tokens, vocabulary):
-    """Returns the number of the prefix before each token, [n, length]."""
     number = np.zeros(tokens.shape, int)
     for t in range(1, tokens.shape[1]):
         number[:, t] = number[:, t - 1] * vocabulary + tokens[:, t - 1]
@@ -48,7 +47,6 @@ def prefixes(tokens, vocabulary):
 
 
 def token_logprobs(tables, tokens):
-    """Returns the log-probability of each token (nats), [n, length]."""
     where = prefixes(tokens, tables[0].shape[1])
     return np.stack([log_softmax(table)[where[:, t], tokens[:, t]] for t, table in enumerate(tables)], axis=1)
 
@@ -64,7 +62,6 @@ def token_scores(tables, features, tokens):
 
 
 def probabilities(logprobs, mask):
-    """Returns the probabilities of whole responses, [n]."""
     return np.exp(np.sum(np.where(mask, logprobs, 0), axis=1))
 
 

@@ -23,8 +23,6 @@ def load_for_path(config, tokenizer):
 
 @dataclasses.dataclass(frozen=True)
 class _Equal:
-    """A tokenizer that equals others by its key."""
-
     key: object
     tokenizer: object = dataclasses.field(compare=False)
 

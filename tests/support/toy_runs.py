@@ -30,7 +30,6 @@ def environment(**settings):
 
 
 def command(base, run_dir, *options):
-    """Returns the arguments of ``python -m rljax.train``."""
     return [str(ROOT / "configs/quickstart.yaml"), "--model.path", str(base), "--run.dir", str(run_dir), *options]
 
 
@@ -55,7 +54,6 @@ def resumed_rows(base, directory, *options):
 
 
 def start(words, **settings):
-    """Starts the run in its own process with the environment variables ``settings``."""
     command, pipe = [sys.executable, "-m", "rljax.train", *words], subprocess.PIPE
     own = environment(**settings)
     return subprocess.Popen(command, env=own, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
@@ -70,7 +68,6 @@ def outcome(main, words):
 
 
 def printed(main, words):
-    """Returns the standard output of a program that must end well."""
     status, out, err = outcome(main, words)
     assert status == 0, err
     return out
@@ -98,7 +95,6 @@ def complete(words, *, figure=False, is_sound=True):
 
 
 def completed(words, **options):
-    """Runs the command like ``complete``, checks that it ends well, and returns its output."""
     status, output = complete(words, **options)
     assert status == 0, output
     return output
@@ -140,8 +136,6 @@ def complete_beside(server, words):
 
 
 def wait_for_rows(process, run_dir, count):
-    """Waits until the run of a process has written ``count`` rows."""
-
     def said():
         return "" if process.poll() is None else f"the run ended with {process.returncode}: {process.stdout.read()}"
 
@@ -149,7 +143,6 @@ def wait_for_rows(process, run_dir, count):
 
 
 def kill_at(words, run_dir, count, **settings):
-    """Starts the run in its own process, and kills it once it has written ``count`` rows."""
     process = start(words, **settings)
     wait_for_rows(process, run_dir, count)
     process.kill()
@@ -162,5 +155,4 @@ def without_clock(rows):
 
 
 def comparable(run_dir):
-    """Returns the rows of a run without the metrics that depend on the clock."""
     return without_clock(read_rows(run_dir / "metrics.jsonl"))

@@ -53,7 +53,6 @@ def in_trees(sequences, row=48, rows=2, flat=40):
 
 
 def tree_tokens(batch):
-    """Returns the number of tokens that the policy computes."""
     return int(np.count_nonzero(batch.trees.ends))
 
 

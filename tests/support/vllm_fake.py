@@ -252,7 +252,6 @@ def hash_of(prompt):
 
 
 def as_base64(values, dtype):
-    """Returns an array in the form that it has in JSON."""
     return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()
 
 

@@ -49,7 +49,6 @@ def members(group: int) -> dict[int, str]:
 
 
 def serving(port: str) -> list[int]:
-    """Returns the ids of the processes that serve on ``port`` and of their descendants."""
     roots = [one for one in psutil.process_iter(["cmdline"]) if {"--port", port} <= {*(one.info["cmdline"] or ())}]
     return sorted({each.pid for one in roots for each in (one, *one.children(recursive=True))})
 
@@ -77,7 +76,6 @@ class LaunchedServer:
             raise
 
     def alive(self) -> bool:
-        """Whether the server can answer, now or later."""
         try:
             with DIRECT.open(f"{self.url}/health", timeout=2):
                 return True
@@ -87,11 +85,9 @@ class LaunchedServer:
             return bool(self.running())
 
     def running(self) -> list[int]:
-        """Returns the ids in ``processes`` that still exist."""
         return [*filter(psutil.pid_exists, self.processes)]
 
     def log_tail(self, lines: int = 40) -> str:
-        """Returns the last lines of the server's output."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def kill_caller(self) -> None:

@@ -158,7 +158,6 @@ class Sabotage(vllm_plugin.WorkerExtension):
         model.load_weights = load_others
 
     def sabotage_load_of(self, rank: str, how: str, of: str) -> None:
-        """Calls ``sabotage_load`` in the worker of this rank only."""
         if self.rank == int(rank):
             self.sabotage_load(how, of)
 

@@ -17,7 +17,6 @@ def until(holds, timeout_s=120.0, *, said=str, may_come=lambda: True, every_s=0.
 
 
 def has_rows(run_dir, count):
-    """Returns whether a run has recorded ``count`` steps."""
     path = run_dir / "metrics.jsonl"
     return path.exists() and len(path.read_text().splitlines()) >= count
 

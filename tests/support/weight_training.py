@@ -33,7 +33,6 @@ class Training:
         self.files, self.number, self.versions = files or WeightDirectory(publish, root, **options), 0, []
 
     def step(self, share=0.05):
-        """Changes a share of the elements and writes a version."""
         for array in self.tensors.values():
             bits = bits_of(array).reshape(-1)
             bits[self.rng.random(bits.size) < share] ^= 1
@@ -47,7 +46,6 @@ class Training:
         return self.versions[-1]
 
     def publish(self, mirror, share=0.05):
-        """Writes the next version and pulls it."""
         self.step(share)
         return self.pull(mirror)
 
@@ -119,7 +117,6 @@ def server_at(url):
 
 
 def kill_server(url):
-    """Kills the process that serves the weights at a URL, and returns its id."""
     server = server_at(url)
     os.kill(server, signal.SIGKILL)
     return server
