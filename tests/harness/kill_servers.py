@@ -62,54 +62,37 @@ class Arguments:
 
 
 class Servers:
-    """A group of servers, each restarted on its own port, and the file that lists the ones that the run may use."""
+    """A group of servers by port, each restarted on its own, and the file that lists the ones that the run may use."""
 
-    def __init__(self, directory, count):
-        self._directory, self._started = directory, 0
-        self._servers = {}
-        self.list_file = directory / "servers"
-        try:
-            for _ in range(count):
-                server = self._launch(0)
-                self._servers[server.port] = server
-            self.wait()
-            self.list(self.ports)
-        except BaseException:
-            self.stop()
-            raise
+    def __init__(self, directory):
+        self._directory, self._started, self.by_port, self.list_file = directory, 0, {}, directory / "servers"
 
-    @property
-    def ports(self):
-        return list(self._servers)
+    def launch(self, port=0):
+        self._started += 1
+        server = ServerProcess(server_config(self._directory / f"server{self._started}.log", port))
+        self.by_port[server.port] = server
 
     def list(self, ports):
         new = self.list_file.with_suffix(".new")
-        new.write_text("".join(f"{self._servers[port].url}\n" for port in ports))
+        new.write_text("".join(f"{self.by_port[port].url}\n" for port in ports))
         new.replace(self.list_file)
-
-    def urls(self):
-        return [server.url for server in self._servers.values()]
 
     def kill(self, ports):
         """Kills the servers of these ports and starts them again; returns before they are healthy."""
         for port in ports:
-            os.kill(self._servers[port].pid, signal.SIGTERM)  # the server is not asked, as in a crash
-            self._servers[port].stop()
+            os.kill(self.by_port[port].pid, signal.SIGTERM)  # the server is not asked, as in a crash
+            self.by_port[port].stop()
         for port in ports:
-            self._servers[port] = self._launch(port)
+            self.launch(port)
 
     def wait(self):
         """Returns when all servers are healthy. Raises ServerFailedError if one is not healthy in time."""
-        for server in self._servers.values():
+        for server in self.by_port.values():
             server.wait_healthy(LONGEST_S)
 
     def stop(self):
-        for server in self._servers.values():
+        for server in self.by_port.values():
             server.stop()
-
-    def _launch(self, port):
-        self._started += 1
-        return ServerProcess(server_config(self._directory / f"server{self._started}.log", port))
 
 
 def pace(gate, handed_on):
@@ -171,9 +154,14 @@ def harass(counts, seed, steps, directory, chance):
     run_dir, kills, lists, by_list = directory / "run", Counter(), Counter(), 0 in counts
     rows, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     with contextlib.ExitStack() as stack:
-        servers = Servers(directory, 3 if by_list else 2)
+        servers = Servers(directory)
         stack.callback(servers.stop)
-        found_by = ("--rollout.discovery", str(servers.list_file)) if by_list else ("--rollout.urls", *servers.urls())
+        for _ in range(3 if by_list else 2):
+            servers.launch()
+        servers.wait()
+        servers.list(servers.by_port)
+        urls = [server.url for server in servers.by_port.values()]
+        found_by = ("--rollout.discovery", str(servers.list_file)) if by_list else ("--rollout.urls", *urls)
         runs = Runs((*SETTINGS, *served_by(*found_by)))
         gate, begun = runs.context.Semaphore(FIRST_STEPS), FIRST_STEPS
         prepare = functools.partial(pace, gate, directory / "handed_on")
@@ -188,10 +176,10 @@ def harass(counts, seed, steps, directory, chance):
             time.sleep(chance.uniform(0.0, span_s))
             if count:
                 kills[PHASES[phase.value]] += count
-                servers.kill(chance.sample(servers.ports, count))
+                servers.kill(chance.sample([*servers.by_port], count))
             else:
                 lists[PHASES[phase.value]] += 1
-                servers.list(chance.sample(servers.ports, chance.randint(1, len(servers.ports))))
+                servers.list(chance.sample([*servers.by_port], chance.randint(1, len(servers.by_port))))
             print(f"{number + 1} of {len(counts)} blows", file=sys.stderr)
             servers.wait()
             gate.release()

@@ -17,24 +17,16 @@ ACTIONS = {
 
 def reference_problems(objects):
     """Returns a line for each reference to something that does not exist, and for each disagreement of two places."""
-    found = [
-        f"{name_of(one)}: not in the namespace rljax" for one in objects if one["metadata"]["namespace"] != "rljax"
-    ]
-    for pod in pods(objects):
-        lines = [*_volumes(pod, objects), *_environment(pod, objects), *_ports(pod)]
-        found += [f"{pod.where}: {line}" for line in lines]
-    for check in (_access, _selectors, _jobset, _servers, _directories):
+    elsewhere = [one for one in objects if one["metadata"].get("namespace") != "rljax"]
+    found = [f"{name_of(one)}: not in the namespace rljax" for one in elsewhere]
+    found += [f"{pod.where}: {line}" for pod in pods(objects) for line in _pod(pod, objects)]
+    for check in (_access, _selectors, _jobset, _run):
         found += check(objects)
     return found
 
 
 def _names(objects, kind):
     return {one["metadata"]["name"] for one in of_kind(objects, kind)}
-
-
-def _data(objects, key):
-    (found,) = (one["data"] for one in of_kind(objects, "ConfigMap") if key in one["data"])
-    return found
 
 
 def matches(selector, labels):
@@ -44,60 +36,48 @@ def matches(selector, labels):
     return bool(wanted) and all(labels.get(key) == value for key, value in wanted.items())
 
 
-def _volumes(pod, objects):
+def _pod(pod, objects):
+    """Yields what is wrong with a pod's volumes, and with its containers' mounts, variables and ports."""
     run_sh = (ROOT / "launch/kubernetes/run.sh").read_text(encoding="utf-8")
     (secret,), (key,) = set(re.findall(r"\bsecret=(\S+)", run_sh)), set(re.findall(r"--from-file=(\w+)=", run_sh))
-    there = {
-        ("configMap", "name"): _names(objects, "ConfigMap"),
-        ("persistentVolumeClaim", "claimName"): _names(objects, "PersistentVolumeClaim"),
-        ("secret", "secretName"): {secret},
-    }
-    volumes = {volume["name"]: volume for volume in pod.spec.get("volumes", [])}
+    data = {one["metadata"]["name"]: one["data"] for one in of_kind(objects, "ConfigMap")}
+    there = {("configMap", "name"): {*data}, ("secret", "secretName"): {secret}}
+    there["persistentVolumeClaim", "claimName"] = _names(objects, "PersistentVolumeClaim")
+    volumes, mounted = {volume["name"]: volume for volume in pod.spec.get("volumes", [])}, set()
     for volume in volumes.values():
         for (source, key_of_name), names in there.items():
             if volume.get(source, {}).get(key_of_name, "") not in {"", *names}:
                 yield f"no {source} {volume[source][key_of_name]}"
-    mounted = set()
     for container in pod.containers:
-        mounts = container.get("volumeMounts", [])
+        name, mounts, ports = container["name"], container.get("volumeMounts", []), container.get("ports", [])
         mounted |= {mount["name"] for mount in mounts}
-        if len({mount["mountPath"] for mount in mounts}) != len(mounts):
-            yield f"{container['name']}: two volumes at one path"
-        if container["name"] == "key" and container["command"][-2:] != [f"/run/secret/{key}", "/run/rljax/key"]:
+        paths = {mount["mountPath"] for mount in mounts}
+        if len(paths) != len(mounts):
+            yield f"{name}: two volumes at one path"
+        if name == "key" and container["command"][-2:] != [f"/run/secret/{key}", "/run/rljax/key"]:
             yield "the key is not where run.sh and RLJAX_API_KEY_FILE have it"
-    if mounted != set(volumes):
-        yield f"volumes {sorted(volumes)}, mounted {sorted(mounted)}"
-
-
-def _environment(pod, objects):
-    data = {one["metadata"]["name"]: one["data"] for one in of_kind(objects, "ConfigMap")}
-    for container in pod.containers:
         own = {one["name"]: one.get("value") for one in container.get("env", [])}
-        known = {*own} | (BY_LEADERWORKERSET if pod.owner["kind"] == "LeaderWorkerSet" else set())
-        for source in container.get("envFrom", []):
-            name = source["configMapRef"]["name"]
-            if name not in data:
-                yield f"no ConfigMap {name}"
-            known |= set(data.get(name, {}))
-        used = set(re.findall(r"\$\((\w+)\)", " ".join([*container.get("command", []), *container.get("args", [])])))
+        if own.get("RLJAX_API_KEY_FILE", "/run/rljax/key") != "/run/rljax/key":
+            yield f"{name}: no key at {own['RLJAX_API_KEY_FILE']}"
+        if "RLJAX_API_KEY_FILE" in own and "/run/rljax" not in paths:
+            yield f"{name}: no key in the container"
+        sources = [source["configMapRef"]["name"] for source in container.get("envFrom", [])]
+        yield from (f"no ConfigMap {source}" for source in sources if source not in data)
+        known = {*own}.union(*(data.get(source, {}) for source in sources))
+        known |= BY_LEADERWORKERSET if pod.owner["kind"] == "LeaderWorkerSet" else set()
+        args = container.get("args", [])
+        used = set(re.findall(r"\$\((\w+)\)", " ".join([*container.get("command", []), *args])))
         if used - known:
-            yield f"{container['name']}: not set: {sorted(used - known)}"
-        paths = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
-        key_file = own.get("RLJAX_API_KEY_FILE")
-        if key_file is not None and (key_file != "/run/rljax/key" or "/run/rljax" not in paths):
-            yield f"{container['name']}: no key at {key_file}"
-
-
-def _ports(pod):
-    for container in pod.containers:
-        ports = container.get("ports", [])
+            yield f"{name}: not set: {sorted(used - known)}"
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             port = container.get(probe, {}).get("httpGet", {}).get("port")
             if isinstance(port, str) and port not in {one.get("name") for one in ports}:
                 yield f"{probe}: no port {port}"
         words = [f"--port={port['containerPort']}" for port in ports]
-        if is_served(container) and words != [word for word in container["args"] if word.startswith("--port=")]:
+        if is_served(container) and words != [word for word in args if word.startswith("--port=")]:
             yield f"the server's port is not in {words}"
+    if mounted != set(volumes):
+        yield f"volumes {sorted(volumes)}, mounted {sorted(mounted)}"
 
 
 def allowed(objects, account):
@@ -208,14 +188,23 @@ def _answers(pod):
     return any(is_served(container) for container in pod.containers)
 
 
-def _servers(objects):
-    config, settings = run_config(objects), _data(objects, "TENSOR_PARALLEL")
+def _run(objects):
+    """Yields where the pods and the run's configuration disagree: on servers, times, GPUs, and the shared volume.
+
+    A path is on this volume if it outlasts a pod or two pods use it.
+    """
+    (settings,) = (one["data"] for one in of_kind(objects, "ConfigMap") if "TENSOR_PARALLEL" in one["data"])
+    config, gpus_a_server = run_config(objects), int(settings["TENSOR_PARALLEL"])
     containers = [container for pod in pods(objects) if _answers(pod) for container in pod.containers]
     ports = {port["containerPort"] for container in containers for port in container.get("ports", [])}
     names = {f"dns://{name}:{port}" for name in _names(objects, "Service") for port in ports}
-    discovery = config["rollout"]["discovery"]
-    if names != {discovery}:
-        yield f"rollout.discovery is {discovery}, the servers' names are {sorted(names)}"
+    if names != {config["rollout"]["discovery"]}:
+        yield f"rollout.discovery is {config['rollout']['discovery']}, the servers' names are {sorted(names)}"
+    both = [config["model"]["path"], config["rollout"]["transfer_dir"]]
+    named = [config["run"]["dir"], *both, config["data"]["path"], *config["eval"]["datasets"]]
+    (claim,) = of_kind(objects, "PersistentVolumeClaim")
+    if claim["spec"]["accessModes"] != ["ReadWriteMany"]:
+        yield "the volume of all pods is ReadWriteMany"
     for pod in pods(objects):
         trains, grace_s = pod.owner["kind"] == "JobSet", pod.spec["terminationGracePeriodSeconds"]
         if grace_s <= (config["run"]["grace_s"] if trains else SERVER_STOP_S):
@@ -224,23 +213,10 @@ def _servers(objects):
         (container,) = pod.spec["containers"]
         gpus = int(container["resources"]["limits"]["nvidia.com/gpu"]) * group
         needed = not trains and (group > 1 or not pod.where.endswith("/worker"))  # a group of one has no workers
-        if needed and gpus != int(settings["TENSOR_PARALLEL"]):
-            yield f"{pod.where}: {gpus} GPUs a server, TENSOR_PARALLEL is {settings['TENSOR_PARALLEL']}"
-
-
-def _directories(objects):
-    """Yields a line for each path that is not on the shared volume although it outlasts a pod or two pods use it."""
-    config, served = run_config(objects), _data(objects, "MODEL")["MODEL"]
-    both = [config["model"]["path"], config["rollout"]["transfer_dir"]]
-    if served != both[0]:
-        yield f"servers serve {served}, model.path is {both[0]}"
-    named = [config["run"]["dir"], *both, config["data"]["path"], *config["eval"]["datasets"]]
-    (claim,) = of_kind(objects, "PersistentVolumeClaim")
-    if claim["spec"]["accessModes"] != ["ReadWriteMany"]:
-        yield "the volume of all pods is ReadWriteMany"
-    for pod in pods(objects):
+        if needed and gpus != gpus_a_server:
+            yield f"{pod.where}: {gpus} GPUs a server, TENSOR_PARALLEL is {gpus_a_server}"
         (volume,) = (one["name"] for one in pod.spec["volumes"] if "persistentVolumeClaim" in one)
-        mounts = [one["mountPath"] for one in pod.spec["containers"][0]["volumeMounts"] if one["name"] == volume]
-        for path in named if pod.owner["kind"] == "JobSet" else both:
+        mounts = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == volume]
+        for path in named if trains else both:
             if not any(PurePosixPath(path).is_relative_to(mount) for mount in mounts):
                 yield f"{pod.where}: {path} is not on the shared volume"

@@ -136,10 +136,10 @@ def complete_beside(server, words):
 
 
 def wait_for_rows(process, run_dir, count):
-    def said():
-        return "" if process.poll() is None else f"the run ended with {process.returncode}: {process.stdout.read()}"
+    def runs():
+        return process.poll() is None
 
-    until(lambda: has_rows(run_dir, count), TIMEOUT, said=said, may_come=lambda: process.poll() is None)
+    until(lambda: has_rows(run_dir, count), TIMEOUT, said=lambda: runs() or process.stdout.read(), may_come=runs)
 
 
 def kill_at(words, run_dir, count, **settings):

@@ -75,7 +75,7 @@ class LaunchedServer:
             self.kill_caller()
             raise
 
-    def alive(self) -> bool:
+    def alive(self):
         try:
             with DIRECT.open(f"{self.url}/health", timeout=2):
                 return True
@@ -84,10 +84,10 @@ class LaunchedServer:
         except OSError:
             return bool(self.running())
 
-    def running(self) -> list[int]:
+    def running(self):
         return [*filter(psutil.pid_exists, self.processes)]
 
-    def log_tail(self, lines: int = 40) -> str:
+    def log_tail(self, lines=40):
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def kill_caller(self) -> None:

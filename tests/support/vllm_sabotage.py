@@ -22,88 +22,64 @@ def replace(module, forward, undo):
     undo.append(lambda: vars(module).pop("forward"))
 
 
-def projection(model, undo):
-    attention = model.model.layers[1].self_attn
+def plant(model, fault, undo):
+    """Plants a fault of ``planted_layers`` into the modules of a worker; ``undo`` gets what takes it out."""
+    layers, table = model.model.layers, model.model.embed_tokens.weight  # the head is tied to the table
+    attention, mlp = layers[1].self_attn, layers[1].mlp
+    other = torch.float32 if table.dtype == torch.bfloat16 else torch.bfloat16
 
-    def forward(original, x):
+    def scaled_key(original, x):
         out, bias = original(x)
         out[..., attention.q_size : attention.q_size + attention.kv_size] *= 1.01
         return out, bias
 
-    replace(attention.qkv_proj, forward, undo)
-
-
-def one_element(model, undo):
-    weight = model.model.layers[1].input_layernorm.weight.data
-    before = weight[5].clone()
-    weight[5] *= 1.03
-    undo.append(lambda: weight[5].copy_(before))
-
-
-def swapped(model, undo):
-    def forward(original, x):
+    def swapped(original, x):
         out, bias = original(x)
         return torch.cat(out.chunk(2, -1)[::-1], -1), bias
 
-    replace(model.model.layers[1].mlp.gate_up_proj, forward, undo)
-
-
-def rope_base(model, undo):
-    rotary = model.model.layers[0].self_attn.rotary_emb
-    before = rotary.base
-
-    def fill(base):
-        rotary.base = base
-        for name in ("cos_sin_cache", "cos_sin_cache_bf16"):
-            if getattr(rotary, name, None) is not None:
-                getattr(rotary, name).copy_(rotary._compute_cos_sin_cache())
-
-    fill(1.1 * before)
-    undo.append(lambda: fill(before))
-
-
-def eps(model, undo):
-    for layer in model.model.layers:
-        norm = layer.input_layernorm
-        undo.append(functools.partial(setattr, norm, "variance_epsilon", norm.variance_epsilon))
-        norm.variance_epsilon = 1e-3
-
-
-def no_norms(model, undo):
-    for layer in model.model.layers:
-        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            replace(norm, lambda original, x: x, undo)
-
-
-def cache(model, undo):
-    def forward(original, q, k, v, **more):
+    def eight_bits(original, q, k, v, **more):
         k, v = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v))
         return original(q, k, v, **more)
 
-    for layer in model.model.layers:
-        replace(layer.self_attn.attn, forward, undo)
-
-
-def head(model, undo):
-    table = model.model.embed_tokens.weight  # the head is tied to it
-    other = torch.float32 if table.dtype == torch.bfloat16 else torch.bfloat16
-    replace(model.logits_processor, lambda _, head, hidden, *more: (hidden.to(other) @ table.to(other).T).float(), undo)
-
-
-def in_halves(model, undo):
-    def forward(original, x):
+    def in_halves(original, x):
         first = torch.arange(x.shape[-1]) < x.shape[-1] // 2
         sums = [original(x * half.to(x))[0].bfloat16() for half in (first, ~first)]
         return (sums[0] + sums[1]).to(x), None
 
-    for layer in model.model.layers:
-        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            replace(linear, forward, undo)
+    def other_head(original, head, hidden, *more):
+        return (hidden.to(other) @ table.to(other).T).float()
 
+    parts = [layer.self_attn for layer in layers]
+    replaced = {
+        "projection": (scaled_key, [attention.qkv_proj]),
+        "swapped": (swapped, [mlp.gate_up_proj]),
+        "no norms": (lambda original, x: x, [norm for part in parts for norm in (part.q_norm, part.k_norm)]),
+        "cache": (eight_bits, [part.attn for part in parts]),
+        "head": (other_head, [model.logits_processor]),
+        "sum": (in_halves, [linear for layer in layers for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)]),
+    }
+    forward, modules = replaced.get(fault, (None, []))
+    for module in modules:
+        replace(module, forward, undo)
+    if fault == "eps":
+        for norm in [layer.input_layernorm for layer in layers]:
+            undo.append(functools.partial(setattr, norm, "variance_epsilon", norm.variance_epsilon))
+            norm.variance_epsilon = 1e-3
+    if fault == "one element":
+        weight = layers[1].input_layernorm.weight.data
+        undo.append(functools.partial(weight[5].copy_, weight[5].clone()))
+        weight[5] *= 1.03
+    if fault == "rope base":
+        rotary = layers[0].self_attn.rotary_emb
 
-# The functions that plant the faults of ``planted_layers`` into the modules of a worker.
-FAULTS = {"projection": projection, "one element": one_element, "swapped": swapped, "rope base": rope_base, "eps": eps}
-FAULTS |= {"no norms": no_norms, "cache": cache, "head": head, "sum": in_halves}
+        def fill(base):
+            rotary.base = base
+            for name in ("cos_sin_cache", "cos_sin_cache_bf16"):
+                if getattr(rotary, name, None) is not None:
+                    getattr(rotary, name).copy_(rotary._compute_cos_sin_cache())
+
+        undo.append(functools.partial(fill, rotary.base))
+        fill(1.1 * rotary.base)
 
 
 class Sabotage(vllm_plugin.WorkerExtension):
@@ -111,14 +87,14 @@ class Sabotage(vllm_plugin.WorkerExtension):
         vllm_plugin.repair_tied_head = _REPAIR if state == "off" else (lambda model: None)
 
     def sabotage_layers(self, fault: str) -> dict[str, int]:
-        """Plants a fault of ``FAULTS``, or takes all faults out ("off"); returns the number of hooks."""
+        """Plants a fault, or takes all faults out ("off"); returns the number of hooks."""
         model = self.model_runner.model
         with torch.no_grad():
             for undo in getattr(self, "planted", []):
                 undo()
             self.planted = []
             if fault != "off":
-                FAULTS[fault](model, self.planted)
+                plant(model, fault, self.planted)
         return {"hooks": sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())}
 
     def sabotage_repack(self, state: str) -> None:
