@@ -74,17 +74,12 @@ def test_accounts_of_runs_that_sample_ahead(tmp_path):
 
 
 @pytest.mark.harness
-def test_two_kills_keep_the_rows_and_a_changed_row_is_seen(tmp_path):
+def test_two_kills_keep_the_rows(tmp_path):
     words = ["--kills", "2", "--seeds", "3", "--steps", "6", "--directory", tmp_path, "--json", tmp_path / "found.json"]
     printed(kill_run.main, words)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["kills"] == sum(found["by_phase"].values()) == 2
     assert found["differences"] == []
-    whole, killed = tmp_path / "runs" / "whole3", tmp_path / "runs" / "killed3-0"
-    rows = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
-    row = json.loads(rows[3]) | {"reward/mean": 0.123}
-    (killed / "metrics.jsonl").write_text("".join([*rows[:3], json.dumps(row) + "\n", *rows[4:]]))
-    assert kill_run.differences(killed, whole) == [f"{killed}: step 4 differs in reward/mean"]
 
 
 def full_dump(directory, step, count):
