@@ -1,7 +1,7 @@
 """Kills a small training run at random moments, resumes it, and compares its rows with those of an undisturbed run.
 
     python tests/harness/kill_run.py --kills 50 --seeds 0 1 2 3 --json benchmarks/kill_run.json
-    python tests/harness/kill_run.py --max-staleness 2 --kills 4 --seeds 0 --engine vllm
+    python tests/harness/kill_run.py --max-staleness 2 --kills 14 --seeds 0 --steps 12
 
 Each kill is a SIGKILL that aims at one phase, in turn: start, rollout, step, publish, row of the log, checkpoint,
 evaluation. It comes a random time after the phase began, and counts for the phase in which it struck. The run's own
@@ -10,10 +10,10 @@ process marks its phases in memory that it shares with this process.
 All runs are of configs/toy-base. No row may be lost or doubled. The rows must be equal bit for bit except time/* and
 perf/*, and so must the tokens of the dumps. The exit status is 1 if anything differs.
 
-With --max-staleness batches are sampled ahead, and the version that samples a batch depends on the kills; with --engine
-vllm one server samples them in float32, which is not killed. Then each step must have one row and one dump, with the
-prompts of the undisturbed run, each equally often. No token may be older than this number of versions, by the row's
-oldest version. The numerics of each token of known version are below 1e-4 nats, so it has the right version.
+With --max-staleness batches are sampled ahead, and the version that samples a batch depends on the kills. Then each
+step must have one row and one dump, with the prompts of the undisturbed run, each equally often. No token may be older
+than this number of versions, by the row's oldest version. The numerics of each token of known version are below 1e-4
+nats in float32, so it has the right version.
 """
 
 import contextlib
@@ -31,15 +31,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
-from rljax.errors import ConfigError, run_cli
+from rljax.errors import run_cli
 from rljax.record.rows import read_rows
-from rljax.rollout.servers.process import environment_python
-from rljax.rollout.servers.vllm.server import VllmConfig, start
-from rljax.rollout.types import InFlight
 
 ROOT = Path(__file__).parents[2]
 PHASES = ("start", "rollout", "step", "publish", "log", "checkpoint", "evaluation", "between")
@@ -58,12 +54,10 @@ MEASURED = ("--rollout.dump-every", "1", "--diagnosis.behaviour-responses", "8")
 
 @dataclass(frozen=True)
 class Arguments:
-    engine: Literal["jax", "vllm"] = "jax"  # vllm is a server that this program starts.
     kills: int = 50  # The number of kills in total.
     seeds: tuple[int, ...] = (0, 1, 2, 3)  # The seeds of the runs and of the moments. Each has an undisturbed run.
     steps: int = 20  # The number of steps of a run.
     max_staleness: int = 0  # rollout.max_staleness. Above 0, batches are sampled ahead and rows may differ.
-    update: InFlight = "wait"  # rollout.update, for --max-staleness with a server.
     directory: Path | None = None  # The directory that keeps the runs, instead of a temporary one.
     json: Path | None = None  # The file for the result.
 
@@ -71,17 +65,6 @@ class Arguments:
 def words(run_dir, seed, steps):
     base = [str(ROOT / "configs/quickstart.yaml"), "--model.path", str(ROOT / "configs/toy-base")]
     return [*base, "--run.dir", str(run_dir), "--run.seed", str(seed), "--run.steps", str(steps), *SETTINGS]
-
-
-def served_by(*found_by):
-    """Returns the options of a run that samples from servers of :func:`server_config`, which ``found_by`` names."""
-    return "--rollout.engine", "vllm", *found_by, *FLOAT32
-
-
-def server_config(log_path, port=0):
-    """Returns the configuration of a vLLM server of configs/toy-base in float32: rounding hardly ever decides."""
-    model, python = str(ROOT / "configs/toy-base"), str(environment_python("vllm"))
-    return VllmConfig(model, python, "float32", port=port, max_model_len=512, max_num_seqs=64, log_path=log_path)
 
 
 def report(argv, facts, file):
@@ -267,21 +250,14 @@ def harass(runs, arguments, directory):
 
 def main(argv):
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
-    if arguments.engine == "vllm" and not arguments.max_staleness:
-        raise ConfigError("--engine vllm: rows of a server do not repeat bit for bit; give --max-staleness")
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         directory = (arguments.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))) / "runs"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-        more = ()
-        if arguments.engine == "vllm":
-            server = stack.enter_context(start(server_config(directory / "server.log"), LONGEST_S))
-            more = served_by("--rollout.urls", server.url)
-        if arguments.max_staleness:
-            more = (*more, "--rollout.max-staleness", str(arguments.max_staleness), *FLOAT32, *MEASURED)
-            more = (*more, "--rollout.update", arguments.update)
-        phases, count, found = harass(Runs(more), arguments, directory)
+        ahead = ("--rollout.max-staleness", str(arguments.max_staleness), *FLOAT32, *MEASURED)
+        runs = Runs(ahead if arguments.max_staleness else ())
+        phases, count, found = harass(runs, arguments, directory)
     by_phase, seconds = {name: phases[name] for name in PHASES if phases[name]}, round(time.monotonic() - began, 1)
     facts = {"kills": phases.total(), "runs": count, "by_phase": by_phase, "seconds": seconds, "differences": found}
     report(argv, facts, arguments.json)

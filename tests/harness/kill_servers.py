@@ -31,13 +31,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from kill_run import LONGEST_S, PHASES, Runs, report, served_by, server_config
+from kill_run import FLOAT32, LONGEST_S, PHASES, ROOT, Runs, report
 
 from rljax.errors import run_cli
 from rljax.record.rows import read_rows
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.engine import Samples
-from rljax.rollout.servers.process import ServerProcess
+from rljax.rollout.servers.process import ServerProcess, environment_python
+from rljax.rollout.servers.vllm.server import VllmConfig
 from rljax.run.sampling import step_seed
 
 FIRST_STEPS = 3  # the steps before the first kill; they compile, and they show how long a step takes
@@ -59,6 +60,17 @@ class Arguments:
     lists: int = 0  # The number of changes of the list in total. With 0 the run gets two servers at its start.
     seed: int = 0  # The seed of the run and of the moments.
     json: Path | None = None  # The file for the result.
+
+
+def served_by(*found_by):
+    """Returns the options of a run that samples from servers of :func:`server_config`, which ``found_by`` names."""
+    return "--rollout.engine", "vllm", *found_by, *FLOAT32
+
+
+def server_config(log_path, port=0):
+    """Returns the configuration of a vLLM server of configs/toy-base in float32: rounding hardly ever decides."""
+    model, python = str(ROOT / "configs/toy-base"), str(environment_python("vllm"))
+    return VllmConfig(model, python, "float32", port=port, max_model_len=512, max_num_seqs=64, log_path=log_path)
 
 
 class Servers:

@@ -4,11 +4,11 @@
     python tests/harness/try_server_faults.py --scripted --stall 3 --out /tmp/faults.md
 
 A proxy stands before a vLLM server, which this program starts on configs/toy-base; with --scripted it is the stand-in
-of the tests, for a quick look. Each fault is planted twice. In the first three replies of a rollout, the rollout should
-survive it. In every reply, the rollout should end with one line, unless the fault only costs time. The program checks
-every response: each place occurs at most once (exactly once if the rollout survives), the log-probabilities are sound,
-and the version is the published one. FILE.md gets the table, and FILE.json the numbers behind it. The exit status is 1
-if a rollout hung, lost or doubled a response, or ended otherwise.
+of the tests. Each fault is planted twice. In the first three replies of a rollout, the rollout should survive it. In
+every reply, the rollout should end with one line, unless the fault only costs time. Each place of a response may occur
+once (and must, if the rollout survives); its log-probabilities must be sound and its version the published one. FILE.md
+gets the table, and FILE.json the numbers behind it. The exit status is 1 if a rollout hung, lost or doubled a response,
+or ended otherwise.
 """
 
 import asyncio

@@ -38,8 +38,7 @@ def test_scripts_are_bash_and_manifests_are_yaml():
 def test_a_dry_run_prints_commands_and_manifests(overlay):
     status, out, err = bash(RUN, overlay, "--dry-run")
     assert (status, err) == (0, "")
-    lines = out.splitlines()
-    assert [line.split()[1] for line in lines[:3]] == ["kubectl", "openssl", "kubectl"]
+    assert [line.split()[1] for line in out.splitlines()[:3]] == ["kubectl", "openssl", "kubectl"]
     kinds = [one["kind"] for one in yaml.safe_load_all(out)]
     assert {"JobSet", "PersistentVolumeClaim", "Role"} < set(kinds)
     assert "Secret" not in kinds  # it is made once, and is in no file

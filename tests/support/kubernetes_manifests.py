@@ -73,9 +73,3 @@ def pods(objects):
 def trainer(objects):
     (found,) = (pod for pod in pods(objects) if pod.owner["kind"] == "JobSet")
     return found
-
-
-def run_config(objects):
-    """Returns the run's configuration in its ConfigMap, as it is written. The base that it names is not read."""
-    (found,) = (one for one in of_kind(objects, "ConfigMap") if "config.yaml" in one["data"])
-    return yaml.safe_load(found["data"]["config.yaml"])

@@ -3,7 +3,8 @@
 import re
 from pathlib import PurePosixPath
 
-from kubernetes_manifests import ROOT, name_of, of_kind, pods, run_config
+import yaml
+from kubernetes_manifests import ROOT, name_of, of_kind, pods
 
 SERVER_STOP_S = 45  # the longest time that rljax.rollout.servers.process takes to end vLLM (seconds)
 BY_LEADERWORKERSET = {"LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"}
@@ -194,7 +195,8 @@ def _run(objects):
     A path is on this volume if it outlasts a pod or two pods use it.
     """
     (settings,) = (one["data"] for one in of_kind(objects, "ConfigMap") if "TENSOR_PARALLEL" in one["data"])
-    config, gpus_a_server = run_config(objects), int(settings["TENSOR_PARALLEL"])
+    (text,) = (one["data"]["config.yaml"] for one in of_kind(objects, "ConfigMap") if "config.yaml" in one["data"])
+    config, gpus_a_server = yaml.safe_load(text), int(settings["TENSOR_PARALLEL"])  # the base that it names is not read
     containers = [container for pod in pods(objects) if _answers(pod) for container in pod.containers]
     ports = {port["containerPort"] for container in containers for port in container.get("ports", [])}
     names = {f"dns://{name}:{port}" for name in _names(objects, "Service") for port in ports}

@@ -2,14 +2,15 @@
 
     python publishing_processes.py INDEX COUNT COORDINATOR STORE HOST DIRECTORY HEARTBEAT_S
 
-Each line on the standard input of process 0 is the share of the parameters to change before the next version. Process 0
-answers with DIRECTORY/answers/NUMBER.json, which says where the version is or why there is none. It also gathers the
-whole tensors and writes their bits to DIRECTORY/truth/NUMBER.npz.
+Each line is the share of the parameters to change before the next version. Process 0 answers with
+DIRECTORY/answers/NUMBER.json: where the version is, or why there is none. It also gathers the whole tensors and writes
+their bits to DIRECTORY/truth/NUMBER.npz.
 """
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -44,23 +45,11 @@ def moved(params, key, share):
     return jax.tree.unflatten(tree, made)
 
 
-class Policy:
-    def __init__(self, params):
-        self.params = params
-
-    @property
-    def state(self):
-        return self
-
-    def take(self, made):
-        pass
-
-
 class Move(Shared):
     name = "move"
 
     @together
-    def move(self, state: Policy, number: int, share: float):
+    def move(self, state, number: int, share: float):
         state.params = moved(state.params, jax.random.key(number), share)
 
 
@@ -75,7 +64,9 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
         functions = policy_functions(config, "bfloat16")
         keys, place = find_key_file(None), {"index": index, "coordinator": processes.coordinator}
         parts = make_part_writer(functions.parts, publish, rollout.transfer_dir, api_key_file=keys, **place)
-        policy, act, move = Policy(params), SharedPublish(processes, functions, parts), Move(processes)
+        policy = SimpleNamespace(params=params, take=lambda made: None)
+        policy.state = policy  # which the acts read
+        act, move = SharedPublish(processes, functions, parts), Move(processes)
         if index:
             follow(processes, [act, move], policy)
             parts.close()
