@@ -12,6 +12,8 @@ from toy_runs import ROOT
 
 from rljax.weights.access import read_api_key
 
+SEARCHING = ["launch/environment.sh", "launch/installing.sh", "launch/install_compilers.sh", "tools/test_peers.sh"]
+
 
 @pytest.fixture
 def machine(tmp_path):
@@ -38,12 +40,7 @@ def test_the_interpreter_is_found(machine):
     assert search(path, "11") == (0, "python3")
     assert search(path, "11", str(real)) == (0, str(real))
     assert search(path, "11", str(path / "bin/python3.12")) == (1, "")
-    for script in (
-        "launch/environment.sh",
-        "launch/installing.sh",
-        "launch/install_compilers.sh",
-        "tools/test_peers.sh",
-    ):
+    for script in SEARCHING:
         assert "find_python" in (ROOT / script).read_text(encoding="utf-8")
 
 

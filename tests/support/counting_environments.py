@@ -25,8 +25,6 @@ class Doubling:
 
 
 class Opening(Doubling):
-    """An environment of two turns whose prompt is the ``opening`` of a row."""
-
     async def reset(self, problem):
         self.turns, self.seen = 2, []
         return problem["opening"]

@@ -67,8 +67,6 @@ class HangsAtFinish(Kept):
 
 
 class Slow(Kept):
-    """A tracker that takes a tenth of a second for each row."""
-
     def log(self, row):
         time.sleep(0.1)
         super().log(row)

@@ -68,10 +68,10 @@ class Run(Group):
         return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in wanted]
 
     def wait_for_rows(self, run_dir, count):
-        until(lambda: has_rows(run_dir, count), TIMEOUT, said=self.printed, may_come=self._all_run)
+        def all_run():
+            return all(process.poll() is None for process in self.processes)
 
-    def _all_run(self):
-        return all(process.poll() is None for process in self.processes)
+        until(lambda: has_rows(run_dir, count), TIMEOUT, said=self.printed, may_come=all_run)
 
     def send(self, index, number=signal.SIGKILL):
         self.processes[index].send_signal(number)

@@ -18,8 +18,8 @@ ANSWER_S = 240
 
 
 class Publishers(Group):
-    def __init__(self, root, count, store="http", host="127.0.0.1", heartbeat_s=10.0, **where):
-        inside, coordinator = where.get("inside", lambda index: ()), where.get("coordinator", "127.0.0.1")
+    def __init__(self, root, count, store="http", host="127.0.0.1", heartbeat_s=10.0, coordinator=None, inside=None):
+        coordinator, inside = coordinator or "127.0.0.1", inside or (lambda index: ())
         self.root, self.answered = root, 0
         root.mkdir(exist_ok=True)
         program = [sys.executable, ROOT / "tests/support/publishing_processes.py"]
