@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro_batches import micro_batch
+from records import micro_batch
 
 from rljax.algorithms.advantages import optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig, correct

@@ -6,24 +6,19 @@
 A run of configs/toy-base trains in float32 on two vLLM servers that this program starts. A server is killed with
 SIGKILL at a random moment of a step. Every other kill is in the rollout, and one in four kills both servers. A killed
 server is restarted on the same port. Meanwhile the run trains the next step, with the other server or as soon as one is
-back. Then it waits for the restarted server and brings it back in an extra step, so that each kill hits a server in
-use.
+back, and brings the restarted server back in an extra step, so that each kill hits a server in use.
 
 With ``--lists`` there are three servers, and the run finds them in a file (``rollout.discovery``). From a random moment
 on, the file lists other servers, so servers leave while they sample, and join. Kills and lists take turns at random. A
-kill may hit a server that is not listed.
+list counts when the run has seen it twice; the run looks every second.
 
 At the end the run must be complete, and each step's dump must have all rollouts. The engine must have returned each
 rollout exactly once, under the newest version and with the trainer's log-probabilities. Otherwise the exit status is 1.
-The printed phases are those of the random moment, because a server is gone within a quarter of a second after it. The
-run looks at a list every second, and a list counts when the run has seen it twice.
+The printed phases are those of the random moment, because a server is gone within a quarter of a second after it.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import random
 import signal
@@ -32,22 +27,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import tyro
-from kill_run import LONGEST_S, PHASES, Runs, served_by, server_config
-from tqdm import tqdm
+from kill_run import FLOAT32, LONGEST_S, PHASES, ROOT, Runs, report
 
 from rljax.errors import run_cli
 from rljax.record.rows import read_rows
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.engine import Samples
-from rljax.rollout.servers.process import ServerProcess
-from rljax.rollout.types import Response, SamplingParams
+from rljax.rollout.servers.process import ServerProcess, environment_python
+from rljax.rollout.servers.vllm.server import VllmConfig
 from rljax.run.sampling import step_seed
 
 FIRST_STEPS = 3  # the steps before the first kill; they compile, and they show how long a step takes
@@ -60,89 +51,63 @@ SETTINGS = (
     *("--data.batch-size", str(PROMPTS), "--rollout.group-size", str(GROUP), "--rollout.max-response-tokens", "36"),
     *("--rollout.dump-every", "1", "--eval.every", "0", "--checkpoint.every", "10"),
 )
+COUNTED = ("requests", "retries", "server_losses", "servers_brought_back", "servers_joined", "servers_left")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of the command."""
-
-    kills: int = 20
-    """The number of kills in total. Each takes as long as the start of a server."""
-    lists: int = 0
-    """The number of changes of the list in total. With 0 the run gets two servers at its start."""
-    seed: int = 0
-    """The seed of the run and of the moments."""
-    json: Path | None = None
-    """The file for the result."""
+    kills: int = 20  # The number of kills in total. Each takes as long as the start of a server.
+    lists: int = 0  # The number of changes of the list in total. With 0 the run gets two servers at its start.
+    seed: int = 0  # The seed of the run and of the moments.
+    json: Path | None = None  # The file for the result.
 
 
-@dataclass
-class Outcome:
-    """The kills and lists by phase, and the failure of the run if it failed."""
+def served_by(*found_by):
+    """Returns the options of a run that samples from servers of :func:`server_config`, which ``found_by`` names."""
+    return "--rollout.engine", "vllm", *found_by, *FLOAT32
 
-    phases: Counter[str]
-    listed: Counter[str]
-    both_at_once: int = 0
-    failure: str = ""
+
+def server_config(log_path, port=0):
+    """Returns the configuration of a vLLM server of configs/toy-base in float32: rounding hardly ever decides."""
+    model, python = str(ROOT / "configs/toy-base"), str(environment_python("vllm"))
+    return VllmConfig(model, python, "float32", port=port, max_model_len=512, max_num_seqs=64, log_path=log_path)
 
 
 class Servers:
-    """A group of servers, each restarted on its own port, and the file that lists the ones that the run may use."""
+    """A group of servers by port, each restarted on its own, and the file that lists the ones that the run may use."""
 
-    def __init__(self, directory: Path, count: int) -> None:
-        self._directory, self._started = directory, 0
-        self._servers: dict[int, ServerProcess] = {}
-        self.list_file = directory / "servers"
-        try:
-            for _ in range(count):
-                server = self._launch(0)
-                self._servers[server.port] = server
-            self.wait()
-            self.list(self.ports)
-        except BaseException:
-            self.stop()
-            raise
+    def __init__(self, directory):
+        self._directory, self._started, self.by_port, self.list_file = directory, 0, {}, directory / "servers"
 
-    @property
-    def ports(self) -> list[int]:
-        """The ports of all servers."""
-        return list(self._servers)
+    def launch(self, port=0):
+        self._started += 1
+        server = ServerProcess(server_config(self._directory / f"server{self._started}.log", port))
+        self.by_port[server.port] = server
 
-    @property
-    def urls(self) -> list[str]:
-        """The URLs of all servers."""
-        return [server.url for server in self._servers.values()]
-
-    def list(self, ports: Sequence[int]) -> None:
-        """Lists the servers of these ports and no others."""
+    def list(self, ports):
         new = self.list_file.with_suffix(".new")
-        new.write_text("".join(f"{self._servers[port].url}\n" for port in ports))
+        new.write_text("".join(f"{self.by_port[port].url}\n" for port in ports))
         new.replace(self.list_file)
 
-    def kill(self, ports: Sequence[int]) -> None:
+    def kill(self, ports):
         """Kills the servers of these ports and starts them again; returns before they are healthy."""
         for port in ports:
-            os.kill(self._servers[port].pid, signal.SIGTERM)  # the server is not asked, as in a crash
-            self._servers[port].stop()
+            os.kill(self.by_port[port].pid, signal.SIGTERM)  # the server is not asked, as in a crash
+            self.by_port[port].stop()
         for port in ports:
-            self._servers[port] = self._launch(port)
+            self.launch(port)
 
-    def wait(self) -> None:
+    def wait(self):
         """Returns when all servers are healthy. Raises ServerFailedError if one is not healthy in time."""
-        for server in self._servers.values():
+        for server in self.by_port.values():
             server.wait_healthy(LONGEST_S)
 
-    def stop(self) -> None:
-        """Ends all servers."""
-        for server in self._servers.values():
+    def stop(self):
+        for server in self.by_port.values():
             server.stop()
 
-    def _launch(self, port: int) -> ServerProcess:
-        self._started += 1
-        return ServerProcess(server_config(self._directory / f"server{self._started}.log", port))
 
-
-def pace(gate: Any, handed_on: Path) -> None:
+def pace(gate, handed_on):
     """Prepares the process of the run: ``gate``, a semaphore, permits each step, and responses are noted.
 
     A line of ``handed_on`` has the seed of a step and the place of a response in it.
@@ -152,17 +117,15 @@ def pace(gate: Any, handed_on: Path) -> None:
 
     timed, generate = Timers.phase, ServedEngine.generate
 
-    def phase(self: Timers, name: str) -> Any:
+    def phase(self, name):
         if name == "rollout" and not gate.acquire(timeout=2 * LONGEST_S):
             raise RuntimeError(f"no leave to begin the step within {2 * LONGEST_S:g} s")
         return timed(self, name)
 
-    def noted(
-        self: ServedEngine, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Samples:
+    def noted(self, prompts, n, sampling, *, seed):
         samples = generate(self, prompts, n, sampling, seed=seed)
 
-        def responses() -> Iterator[Response]:
+        def responses():
             with handed_on.open("a") as file:
                 for response in samples:
                     print(seed, response.prompt_index, response.sample_index, file=file)
@@ -173,9 +136,9 @@ def pace(gate: Any, handed_on: Path) -> None:
     Timers.phase, ServedEngine.generate = phase, noted
 
 
-def plan(kills: int, lists: int, chance: random.Random) -> list[int]:
+def plan(kills, lists, chance):
     """Returns the number of servers that each blow kills, together ``kills``; 0 stands for one of ``lists`` lists."""
-    counts: list[int] = []
+    counts = []
     while (left := kills - sum(counts)) > 0:
         counts.append(2 if left > 1 and chance.random() < BOTH else 1)
     for _ in range(lists):
@@ -183,7 +146,7 @@ def plan(kills: int, lists: int, chance: random.Random) -> list[int]:
     return counts
 
 
-def wait_for_row(rows: Path, step: int, process: Any) -> bool:
+def wait_for_row(rows, step, process):
     """Waits for the row of a step; returns False if the process ends before. Raises RuntimeError after a time limit."""
     deadline = time.monotonic() + 2 * LONGEST_S
     while not rows.exists() or len(read_rows(rows)) < step:
@@ -195,19 +158,26 @@ def wait_for_row(rows: Path, step: int, process: Any) -> bool:
     return True
 
 
-def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance: random.Random) -> Outcome:
-    """Trains in ``directory`` / "run", and kills ``counts`` servers in turn; for 0 it lists other servers."""
-    run_dir, outcome, by_list = directory / "run", Outcome(Counter(), Counter()), 0 in counts
+def harass(counts, seed, steps, directory, chance):
+    """Trains in ``directory`` / "run", and kills ``counts`` servers in turn; for 0 it lists other servers.
+
+    Returns the kills and the lists by phase, and the run's failure if it failed.
+    """
+    run_dir, kills, lists, by_list = directory / "run", Counter(), Counter(), 0 in counts
     rows, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     with contextlib.ExitStack() as stack:
-        servers = Servers(directory, 3 if by_list else 2)
+        servers = Servers(directory)
         stack.callback(servers.stop)
-        found_by = ("--rollout.discovery", str(servers.list_file)) if by_list else ("--rollout.urls", *servers.urls)
+        for _ in range(3 if by_list else 2):
+            servers.launch()
+        servers.wait()
+        servers.list(servers.by_port)
+        urls = [server.url for server in servers.by_port.values()]
+        found_by = ("--rollout.discovery", str(servers.list_file)) if by_list else ("--rollout.urls", *urls)
         runs = Runs((*SETTINGS, *served_by(*found_by)))
         gate, begun = runs.context.Semaphore(FIRST_STEPS), FIRST_STEPS
         prepare = functools.partial(pace, gate, directory / "handed_on")
         process, phase = stack.enter_context(runs.start(run_dir, seed, steps, prepare))
-        bar = stack.enter_context(tqdm(total=len(counts), unit="blow", file=sys.stderr))
         for number, count in enumerate(counts):
             if not wait_for_row(rows, begun, process):
                 break
@@ -216,27 +186,24 @@ def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance
             gate.release()
             gate.release()
             time.sleep(chance.uniform(0.0, span_s))
-            now = (*PHASES, "between")[phase.value]
             if count:
-                outcome.phases[now] += count
-                outcome.both_at_once += count == 2
-                servers.kill(chance.sample(servers.ports, count))
+                kills[PHASES[phase.value]] += count
+                servers.kill(chance.sample([*servers.by_port], count))
             else:
-                outcome.listed[now] += 1
-                servers.list(chance.sample(servers.ports, chance.randint(1, len(servers.ports))))
-            bar.update()
+                lists[PHASES[phase.value]] += 1
+                servers.list(chance.sample([*servers.by_port], chance.randint(1, len(servers.by_port))))
+            print(f"{number + 1} of {len(counts)} blows", file=sys.stderr)
             servers.wait()
             gate.release()
             begun += STEPS_A_KILL
         for _ in range(LAST_STEPS):
             gate.release()
         process.join(2 * LONGEST_S)
-        if process.exitcode != 0:
-            outcome.failure = f"the run ended with {process.exitcode} (None: not in time):\n{log.read_text()[-2000:]}"
-    return outcome
+        failed = process.exitcode != 0 and f"{process.exitcode} (None: not in time):\n{log.read_text()[-2000:]}"
+    return kills, lists, failed and f"the run ended with {failed}"
 
 
-def problems_of(rows: Sequence[dict[str, Any]], directory: Path, seed: int, steps: int) -> list[str]:
+def problems_of(rows, directory, seed, steps):
     """Returns the errors in the record of a run of ``steps`` steps; [] if there are none."""
     found = []
     if [row["step"] for row in rows] != list(range(1, steps + 1)):
@@ -260,51 +227,24 @@ def problems_of(rows: Sequence[dict[str, Any]], directory: Path, seed: int, step
     return found
 
 
-def main(argv: Sequence[str]) -> int:
-    """Kills, restarts and counts; returns the exit status."""
+def main(argv):
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
     began, chance = time.monotonic(), random.Random(arguments.seed)
     counts = plan(arguments.kills, arguments.lists, chance)
     steps = FIRST_STEPS + STEPS_A_KILL * len(counts) + LAST_STEPS
     with tempfile.TemporaryDirectory() as name:
-        outcome = harass(counts, arguments.seed, steps, Path(name), chance)
+        kills, listed, failure = harass(counts, arguments.seed, steps, Path(name), chance)
         log = Path(name, "run", "metrics.jsonl")
         if not log.exists():
-            print(outcome.failure, file=sys.stderr)
+            print(failure, file=sys.stderr)
             return 1
         rows = read_rows(log)
-        problems = problems_of(rows, Path(name), arguments.seed, steps)
-    problems += filter(None, [outcome.failure])
-    totals = Counter[str]()
-    for row in rows:
-        names = ("requests", "retries", "server_losses", "servers_brought_back", "servers_joined", "servers_left")
-        totals.update({key: int(row.get(f"rollout/{key}", 0.0)) for key in names})
-    record: dict[str, Any] = {
-        "command": "python tests/harness/kill_servers.py " + " ".join(argv),
-        "kills": outcome.phases.total(),
-        "both_at_once": outcome.both_at_once,
-        "by_phase": dict(outcome.phases),
-        "lists_by_phase": dict(outcome.listed),
-        "steps": len(rows),
-        "rollouts_each_step": PROMPTS * GROUP,
-        **totals,
-        "logprob_abs_diff_max": max(row["mismatch/logprob_abs_diff_max"] for row in rows),
-        "seconds": round(time.monotonic() - began, 1),
-        "problems": problems,
-    }
-    phases = ", ".join(f"{phase} {count}" for phase, count in outcome.phases.items())
-    print(f"{record['kills']} kills ({phases}; {outcome.both_at_once} times two servers), {record['seconds']} s")
-    if outcome.listed:
-        listed = ", ".join(f"{phase} {count}" for phase, count in outcome.listed.items())
-        print(f"{totals['servers_joined']} servers joined, {totals['servers_left']} left (lists: {listed})")
-    print(
-        f"{len(rows)} of {steps} steps; {totals['server_losses']} losses of a server, "
-        f"{totals['servers_brought_back']} brought back; {totals['requests']} requests, {totals['retries']} retries; "
-        f"|engine - trainer| at most {record['logprob_abs_diff_max']:.1e}"
-    )
-    print("\n".join(problems) or f"{PROMPTS * GROUP} rollouts in every step, none lost or doubled")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        problems = [*problems_of(rows, Path(name), arguments.seed, steps), *filter(None, [failure])]
+    facts = {"kills": kills.total(), "both_at_once": counts.count(2), "by_phase": kills, "lists_by_phase": listed}
+    facts |= {"steps": len(rows), "rollouts_each_step": PROMPTS * GROUP}
+    facts |= {key: sum(int(row.get(f"rollout/{key}", 0.0)) for row in rows) for key in COUNTED}
+    facts["logprob_abs_diff_max"] = max(row["mismatch/logprob_abs_diff_max"] for row in rows)
+    report(argv, facts | {"seconds": round(time.monotonic() - began, 1), "problems": problems}, arguments.json)
     return int(bool(problems))
 
 

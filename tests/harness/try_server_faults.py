@@ -4,17 +4,14 @@
     python tests/harness/try_server_faults.py --scripted --stall 3 --out /tmp/faults.md
 
 A proxy stands before a vLLM server, which this program starts on configs/toy-base; with --scripted it is the stand-in
-of the tests, for a quick look. Each fault is planted twice. In the first three replies of a rollout, the rollout should
-survive it. In every reply, the rollout should end with one line, unless the fault only costs time. The program checks
-every response: each place occurs at most once (exactly once if the rollout survives), the log-probabilities are sound,
-and the version is the published one. FILE.md gets the table, and FILE.json the numbers behind it. The exit status is 1
-if a rollout hung, lost or doubled a response, or ended otherwise.
+of the tests. Each fault is planted twice. In the first three replies of a rollout, the rollout should survive it. In
+every reply, the rollout should end with one line, unless the fault only costs time. Each place of a response may occur
+once (and must, if the rollout survives); its log-probabilities must be sound and its version the published one. FILE.md
+gets the table, and FILE.json the numbers behind it. The exit status is 1 if a rollout hung, lost or doubled a response,
+or ended otherwise.
 """
 
-from __future__ import annotations
-
 import asyncio
-import collections
 import contextlib
 import functools
 import json
@@ -23,10 +20,8 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlparse
 
 import jax
@@ -38,11 +33,10 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import Samples
-from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.process import environment_python
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS, VllmConfig, start
-from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
+from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -52,48 +46,35 @@ VERSION = 3
 TOKENS = 12
 DOWN_S = 1.5  # the seconds for which the proxy refuses connections
 SCRIPTED_VOCAB = 64
-Choice = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of the command."""
-
-    out: Path | None = None
-    """The Markdown file for the table. The JSON file is beside it."""
-    scripted: bool = False
-    """Whether the stand-in of the tests takes the place of vLLM."""
-    prompts: int = 4
-    """The number of prompts of a rollout."""
-    responses: int = 8
-    """The number of responses to each prompt."""
-    stall: float = 60.0
-    """The seconds that a stall lasts."""
-    fault: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A fault to plant. May be repeated. Without any: all faults."""
+    out: Path | None = None  # The Markdown file for the table. The JSON file is beside it.
+    scripted: bool = False  # Whether the stand-in of the tests takes the place of vLLM.
+    prompts: int = 4  # The number of prompts of a rollout.
+    responses: int = 8  # The number of responses to each prompt.
+    stall: float = 60.0  # The seconds that a stall lasts.
+    fault: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # A fault to plant. May be repeated. Without any: all.
 
 
-def first_logprob(value: Any) -> Callable[[Choice], None]:
+def first_logprob(value):
     return lambda choice: choice["logprobs"]["content"][0].update(logprob=value)
 
 
-def first_version(value: str) -> Callable[[Choice], None]:
-    return lambda choice: choice["weight_versions"][0].update(version=value)
-
-
-def replace_token(choice: Choice) -> None:
+def replace_token(choice):
     """Puts a token id that no vocabulary holds in both places that name the token."""
     choice["token_ids"][0] = choice["logprobs"]["content"][0]["token_id"] = 2**30
 
 
-def repeat_token(choice: Choice) -> None:
+def repeat_token(choice):
     """Adds one token more than was asked for, with everything that belongs to it."""
     for part in (choice["token_ids"], choice["logprobs"]["content"]):
         part.append(part[-1])
     choice["weight_versions"][-1]["end"] += 1
 
 
-CHOICES: dict[str, Callable[[Choice], object]] = {
+CHOICES = {
     "log-probabilities missing": lambda choice: choice.update(logprobs=None),
     "a log-probability NaN": first_logprob(float("nan")),
     "a log-probability positive": first_logprob(0.5),
@@ -102,10 +83,10 @@ CHOICES: dict[str, Callable[[Choice], object]] = {
     "a token more than asked for": repeat_token,
     "a token id outside the vocabulary": replace_token,
     "tokens in another order": lambda choice: choice["token_ids"].insert(0, choice["token_ids"].pop() ^ 1),
-    "weights of another run": first_version("default"),
+    "weights of another run": lambda choice: choice["weight_versions"][0].update(version="default"),
     "spans that end too early": lambda choice: choice["weight_versions"][-1].update(end=1),
 }
-REPLIES: dict[str, Callable[[dict[str, Any]], object]] = {
+REPLIES = {
     **{name: lambda reply, act=act: act(reply["choices"][0]) for name, act in CHOICES.items()},
     "a choice twice": lambda reply: reply["choices"].append(reply["choices"][0]),
     "the second choice alone": lambda reply: reply["choices"][0].update(index=1),
@@ -120,32 +101,27 @@ FAULTS = (*CONNECTIONS, *STATUSES, *REPLIES)
 class Proxy:
     """A proxy that forwards HTTP to one server on its own thread, and plants the armed fault in replies to samples."""
 
-    def __init__(self, upstream: str, stall_s: float) -> None:
-        self._host, self._port = urlparse(upstream).hostname, urlparse(upstream).port
-        self._stall_s = stall_s
-        self._fault, self._left, self.planted = "", 0, 0
-        self._exchanges: set[asyncio.Task[None] | None] = set()  # the event loop holds tasks weakly
+    def __init__(self, upstream, stall_s):
+        self._upstream, self._stall_s = (urlparse(upstream).hostname, urlparse(upstream).port), stall_s
+        self._exchanges = set()  # the event loop holds tasks weakly
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._listener = self._run(self._listen(0))
+        self._listener = asyncio.run_coroutine_threadsafe(self._listen(0), self._loop).result(30.0)
         self.port = self._listener.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.arm("", 0)
 
-    def arm(self, fault: str, times: int) -> None:
+    def arm(self, fault, times):
         """Plants ``fault`` in the next ``times`` replies to samples."""
         self._fault, self._left, self.planted = fault, times, 0
 
-    def close(self) -> None:
-        """Closes the listener, so that no further connection is accepted."""
+    def close(self):
         self._loop.call_soon_threadsafe(self._listener.close)
 
-    def _run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30.0)
-
-    async def _listen(self, port: int) -> asyncio.Server:
+    async def _listen(self, port):
         return await asyncio.start_server(self._serve, "127.0.0.1", port, backlog=1024)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader, writer):
         self._exchanges.add(asyncio.current_task())
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             try:
@@ -162,7 +138,7 @@ class Proxy:
                 self._exchanges.discard(asyncio.current_task())
                 writer.close()
 
-    async def _answer(self, fault: str, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, fault, head, body, writer):
         if fault == "refused":
             writer.transport.abort()
             await self._refuse()
@@ -184,25 +160,23 @@ class Proxy:
             writer.write(sent[: -len(content) // 2])
             await writer.drain()
             writer.transport.abort()
-        elif fault in ("1 MB/s", "a byte now and then"):
-            size, pause_s = (1000, 0.001) if fault == "1 MB/s" else (1, self._stall_s / 50)
-            for start in range(0, len(sent), size):
-                writer.write(sent[start : start + size])
-                await writer.drain()
-                await asyncio.sleep(pause_s)
-        else:
-            writer.write(sent)
+            return
+        slow = {"1 MB/s": (1000, 0.001), "a byte now and then": (1, self._stall_s / 50)}
+        size, pause_s = slow.get(fault, (len(sent), 0.0))
+        for begin in range(0, len(sent), size):
+            writer.write(sent[begin : begin + size])
             await writer.drain()
+            await asyncio.sleep(pause_s)
 
-    async def _refuse(self) -> None:
+    async def _refuse(self):
         """Closes the listener for a moment; simultaneous refusals count as one fault."""
         if self._listener.is_serving():
             self._listener.close()
             await asyncio.sleep(DOWN_S if self._left < 1000 else 60.0)
             self._listener = await self._listen(self.port)
 
-    async def _forward(self, head: bytes, body: bytes) -> tuple[int, bytes]:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+    async def _forward(self, head, body):
+        reader, writer = await asyncio.open_connection(*self._upstream)
         writer.write(re.sub(rb"(?i)\r\nconnection:[^\r]*", b"\r\nConnection: close", head) + body)
         try:
             head, content = await read_message(reader)
@@ -211,53 +185,45 @@ class Proxy:
         return int(head.split(b" ")[1]), content
 
 
-async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+async def read_message(reader):
     """Returns the head, with its empty line, and the body of an HTTP message that states its length."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
     return head, await reader.readexactly(int(length[1])) if length else b""
 
 
-def message(status: int, content: bytes) -> bytes:
-    head = f"HTTP/1.1 {status} Planted\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-    return head.encode() + b"Connection: close\r\n\r\n" + content
-
-
-# --- rollouts ---------------------------------------------------------------------------------------------------------
-
-
-MakeEngine = Callable[[str], ServedEngine]
+def message(status, content):
+    lines = [f"HTTP/1.1 {status} Planted", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + content
 
 
 @contextlib.contextmanager
-def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
+def scripted_server(limits):
     """Yields the stand-in's URL, a function from a URL to an engine that has the policy, and the vocabulary size."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     import served_engines
     import vllm_fake
 
-    fake, limits = vllm_fake.FakeVllm(), limits_of(stall_s)
-
-    def make(url: str) -> ServedEngine:
-        engine: ServedEngine = served_engines.make(url, backend=VllmBackend(), **limits)
+    def make(url):
+        engine = served_engines.make(url, backend=VllmBackend(), **limits)
         engine.publish(served_engines.PARAMS, VERSION)
         return engine
 
+    fake = vllm_fake.FakeVllm()
     yield fake.url, make, SCRIPTED_VOCAB
     fake.stop()
 
 
 @contextlib.contextmanager
-def real_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
+def real_server(limits):
     """Does the same as :func:`scripted_server` for a vLLM server, which runs inside the block."""
     policy = read_config(MODEL)
     params = load_params(MODEL, policy)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
-    def make(proxied: str) -> ServedEngine:
-        config = RolloutConfig(engine="vllm", urls=(proxied,), dtype="float32", **limits_of(stall_s))
+    def make(proxied):
+        config = RolloutConfig(engine="vllm", urls=(proxied,), dtype="float32", **limits)
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         engine = make_engine(config, policy, mesh, max_prompt_tokens=16, max_tokens=64)
-        assert isinstance(engine, ServedEngine)
         engine.publish(params, VERSION)
         return engine
 
@@ -267,17 +233,10 @@ def real_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
         yield server.url, make, policy.vocab_size
 
 
-def limits_of(stall_s: float) -> dict[str, Any]:
-    """Returns the limits of a rollout. A stalled response is given up after half a stall and sampled again."""
-    return {"server_wait_s": 4 * DOWN_S, "limits": ClientLimits(request_timeout_s=stall_s / 2)}
-
-
-def rollout(make: MakeEngine, proxy: Proxy, fault: str, times: int, prompts: int, n: int, vocab: int) -> dict[str, Any]:
+def rollout(make, proxy, fault, times, prompts, n, vocab):
     """Runs a rollout of ``prompts * n`` responses with the fault planted ``times`` times; returns its row."""
     engine = make(proxy.url)
-    responses: list[Response] = []
-    samples = Samples(iter(()))
-    ended = ""
+    responses, samples, ended = [], Samples(iter(())), ""
     try:
         proxy.arm(fault, times)
         asked = [np.arange(1, 4 + i, dtype=np.int32) for i in range(prompts)]
@@ -298,21 +257,17 @@ def rollout(make: MakeEngine, proxy: Proxy, fault: str, times: int, prompts: int
     return {"planted": planted, "ended": ended, "good": sound and once, "responses": len(places), **counted}
 
 
-def is_sound(response: Response, vocab: int) -> bool:
-    return bool(
-        response["version"].tolist() == [VERSION] * TOKENS
-        and len(response.response) == TOKENS
-        and 0 <= response.response.min() <= response.response.max() < vocab
-        and np.isfinite(response["rollout_logprobs"]).all()
-        and response["rollout_logprobs"].max() <= 1e-3
-    )
+def is_sound(response, vocab):
+    ids, logprobs = response.response, response["rollout_logprobs"]
+    bounds = 0 <= ids.min() <= ids.max() < vocab and np.isfinite(logprobs).all() and logprobs.max() <= 1e-3
+    return bool(bounds and len(ids) == TOKENS and response["version"].tolist() == [VERSION] * TOKENS)
 
 
-def within(limit_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def within(limit_s, work):
     """Returns the result of ``work``, or a row that says that it took too long or failed without a one-line error."""
-    done: dict[str, Any] = {"planted": 0, "ended": f"HUNG for {limit_s:g} s", "good": False, "responses": 0}
+    done = {"planted": 0, "ended": f"HUNG for {limit_s:g} s", "good": False, "responses": 0}
 
-    def run() -> None:
+    def run():
         try:
             done.update(work())
         except Exception as error:
@@ -325,32 +280,25 @@ def within(limit_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]
     return dict(done)
 
 
-def said(row: dict[str, Any], asked: int) -> str:
+def said(row):
     if row["ended"]:
         text = re.sub(r"http://127\.0\.0\.1:\d+", "URL", row["ended"])
         return "ended in one line: " + (text if len(text) <= 150 else text[:147] + "...")
-    return f"survived, {row['retries']} retries, {row['server_losses']} losses of the server, {asked} responses"
+    survived = f"survived, {row['retries']} retries, {row['server_losses']} losses of the server"
+    return f"{survived}, {row['responses']} responses"
 
 
-def table(rows: Sequence[dict[str, Any]], asked: int) -> str:
-    lines = ["| fault | planted | some replies | every reply | each response once |", "|---|---|---|---|---|"]
-    for row in rows:
-        cells = [row["fault"], str(row["some"]["planted"]), said(row["some"], asked), said(row["every"], asked)]
-        cells.append("yes" if row["good"] else "**NO**")
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def main(argv: Sequence[str]) -> int:
+def main(argv):
     options = tyro.cli(Arguments, args=argv, description=__doc__)
     logging.basicConfig(level=logging.ERROR)
     VllmBackend.attempts, VllmBackend.first_wait_s, VllmBackend.longest_wait_s = 4, 0.05, 0.5
-    asked = options.prompts * options.responses
     rows = []
-    opened = scripted_server(options.stall) if options.scripted else real_server(options.stall)
-    with opened as (url, make, vocab):
+    lines = ["| fault | planted | some replies | every reply | each response once |", "|---|---|---|---|---|"]
+    # A stalled response is given up after half a stall and sampled again.
+    limits = {"server_wait_s": 4 * DOWN_S, "limits": ClientLimits(request_timeout_s=options.stall / 2)}
+    with (scripted_server if options.scripted else real_server)(limits) as (url, make, vocab):
         for fault in options.fault or FAULTS:
-            row: dict[str, Any] = {"fault": fault}
+            row = {"fault": fault}
             for name, times in (("some", PLANTED), ("every", sys.maxsize)):
                 proxy = Proxy(url, options.stall)
                 work = functools.partial(rollout, make, proxy, fault, times, options.prompts, options.responses, vocab)
@@ -358,15 +306,16 @@ def main(argv: Sequence[str]) -> int:
                 proxy.close()
             fitting = not row["some"]["ended"] and bool(row["every"]["ended"]) != (fault in COST_TIME)
             row["good"] = fitting and row["some"]["good"] and row["every"]["good"]
-            print(f"{fault}: {row['some']['planted']} planted: {said(row['some'], asked)}", end="; ")
-            print(f"every reply: {said(row['every'], asked)}; {'each response once' if row['good'] else 'NOT GOOD'}")
-            sys.stdout.flush()
             rows.append(row)
-    bad = collections.Counter(row["good"] for row in rows)[False]
+            cells = [fault, str(row["some"]["planted"]), said(row["some"]), said(row["every"])]
+            cells = [cell.replace("|", "\\|") for cell in [*cells, "yes" if row["good"] else "**NO**"]]
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    bad = sum(not row["good"] for row in rows)
     print(f"{len(rows)} faults, {bad} not good")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".md").write_text(table(rows, asked))
+        options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
         options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
     return int(bad > 0)
 

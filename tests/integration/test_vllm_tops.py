@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from exact_distributions import distributions
+from small_engines import distributions
 
 from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.types import SamplingParams

@@ -17,36 +17,24 @@ ENTRYPOINT []
 """
 
 
-def test_lines_that_go_on_are_one_instruction():
+def test_instructions_and_the_commands_of_the_manifests_are_read():
     text = "# a comment\nFROM a:1\nRUN one \\\n    && two\nENTRYPOINT []\n"
     assert check_images.instructions(text) == [("FROM", "a:1"), ("RUN", "one && two"), ("ENTRYPOINT", "[]")]
-
-
-def test_the_commands_are_those_of_the_manifests():
     key = ["install", "-m", "0400", "/run/secret/key", "/run/rljax/key"]
-    assert check_images.container_commands("trainer") == [
-        key,
-        ["python3", "-m", "rljax.train", "/etc/rljax/config.yaml"],
-    ]
-    serve = ["python3", "-m", "rljax.cli", "serve", "vllm"]
-    worker = ["vllm", "serve"]
-    assert check_images.container_commands("server") == [key, serve, worker]
+    train, serve = ["-m", "rljax.train", "/etc/rljax/config.yaml"], ["-m", "rljax.cli", "serve", "vllm"]
+    assert check_images.container_commands("trainer") == [key, ["python3", *train]]
+    assert check_images.container_commands("server") == [key, ["python3", *serve], ["vllm", "serve"]]
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
+def test_lines_that_do_not_work_and_other_base_images_fail(tmp_path):
+    for line, says in (
         ("RUN echo all is lost && exit 3", "RUN echo all is lost && exit 3: status 3\nall is lost"),
         ("ADD x y", "ADD x y: this program does not know what to do with it"),
-    ],
-)
-def test_a_line_that_does_not_work_fails(line, says, tmp_path):
-    with pytest.raises(check_images.Failed) as failed:
-        check_images.check("trainer", f"FROM python:3.12-slim\n{line}\n", tmp_path, Path(sys.prefix))
-    assert str(failed.value) == says
-
-
-def test_another_version_of_the_base_image_fails(tmp_path):
+    ):
+        (place := tmp_path / line[:3]).mkdir()
+        with pytest.raises(check_images.Failed) as failed:
+            check_images.check("trainer", f"FROM python:3.12-slim\n{line}\n", place, Path(sys.prefix))
+        assert str(failed.value) == says
     with pytest.raises(check_images.Failed, match=r"FROM vllm/vllm-openai:v0.32.0: .* does not hold this version"):
         check_images.base_image(OLD_SERVER, tmp_path)
 
@@ -85,7 +73,6 @@ def test_the_installers_vllm_is_that_of_the_image(tmp_path):
 
 
 def test_packages_of_cuda_are_installed_where_they_fit(tmp_path, monkeypatch):
-    """Each package is installed by itself, so that only one download at a time is on the disk."""
     usage, venv = collections.namedtuple("usage", "total used free"), plant_pip(tmp_path)
     packages = {"jax": "0.12", "jax-cuda12-plugin": "0.12", "nvidia-nccl-cu12": "2.32"}
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 9 * 2**30))

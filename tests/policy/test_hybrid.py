@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.torch
-from hybrids import SHAPES_HYBRID, hybrid_model, packed, sequences_of, text_config, tiny_hybrid, torch_logprobs
+from hybrids import SHAPES_HYBRID, hybrid_model, text_config, tiny_hybrid
 from safetensors.numpy import load_file
 from tiny_adapters import random_adapters
 from transformers_models import ROPES, saved, torch, transformers
@@ -25,6 +25,30 @@ from rljax.rollout.decoding import cached
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
+
+LENGTHS = (7, 64, 65, 1, 130, 3)  # shorter than a chunk, as long and longer; sequences that start inside of chunks
+
+
+def sequences_of(vocab, lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
+
+
+def packed(sequences, tokens):
+    """Returns tokens, segment ids and positions [1, tokens] of one row."""
+    row, ids, positions = (np.zeros((1, tokens), np.int32) for _ in range(3))
+    used = sum(len(s) for s in sequences)
+    row[0, :used] = np.concatenate(sequences)
+    ids[0, :used] = np.concatenate([np.full(len(s), i + 1) for i, s in enumerate(sequences)])
+    positions[0, :used] = np.concatenate([np.arange(len(s)) for s in sequences])
+    return row, ids, positions
+
+
+def torch_logprobs(model, sequence):
+    """Returns the log-probability of each token but the first, a torch tensor with a gradient."""
+    x = torch.tensor(np.asarray(sequence)[None], dtype=torch.long)
+    scores = model(x, use_cache=False).logits.float().log_softmax(-1)
+    return scores[0, :-1].gather(-1, x[0, 1:, None])[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))

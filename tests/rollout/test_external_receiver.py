@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import msgspec
 import pytest
-from external_rows import make_row
-from served_receivers import FACTS, LIMITS, Served
+from external_rows import FACTS, LIMITS, Served, make_row
 from waiting import until
 
 from rljax.rollout.external import receiver as module
@@ -90,7 +89,7 @@ SERVER = """
 import resource, sys, tempfile
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-from served_receivers import Served
+from external_rows import Served
 with Served(Path(tempfile.mkdtemp()) / "spool") as served:
     print(served.receiver.url, flush=True)
     sys.stdin.readline()
@@ -147,7 +146,7 @@ def test_web_pages_are_refused(guarded, tmp_path):
 
 MEMORY = """
 import resource, sys
-from served_receivers import LIMITS, rubbish
+from external_rows import LIMITS, rubbish
 from rljax.rollout.external.receiver import make_reader
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for kind, body in rubbish(2**24):

@@ -13,8 +13,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from opened_clients import listed_asks, opened
-from quick_backends import quick
+from opened_clients import listed_asks, opened, quick
 from vllm_fake import as_base64, flat_scores, hash_of
 
 from rljax.errors import ReplyError, ServerError

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact_distributions import distributions
-from small_engines import CONFIG, MESH, PROMPTS, exact_pass, in_order
+from small_engines import CONFIG, MESH, PROMPTS, distributions, exact_pass, in_order
 
 from rljax.policy.model import init_params
 from rljax.rollout.embedded import JaxEngine

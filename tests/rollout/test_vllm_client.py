@@ -11,9 +11,8 @@ import time
 
 import numpy as np
 import pytest
-from opened_clients import fleet_of, listed_asks, opened, sampled
+from opened_clients import fleet_of, listed_asks, opened, quick, sampled
 from python_calls import count_calls
-from quick_backends import quick
 from stopping import StopWhen
 from vllm_fake import rollout_reply
 

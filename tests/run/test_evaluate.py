@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from quick_backends import quick
+from opened_clients import quick
 from records import response
 from scripted_engine import ScriptedEngine
 

@@ -13,8 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from row_list import RowList
-from scripted_engine import ScriptedEngine
+from scripted_engine import RowList, ScriptedEngine
 from scripted_runs import POLICY, TOKENIZER, Stop, compiled_step, half_right, opened_parts, settings, sum_of, trained
 from toy_runs import TOY_BASE, without_clock
 from waiting import until

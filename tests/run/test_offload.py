@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 import scripted_runs
-from row_list import RowList
-from scripted_engine import ScriptedEngine
+from scripted_engine import RowList, ScriptedEngine
 from scripted_runs import MESH, POLICY, TOKENIZER, half_right, opened_parts
 from toy_runs import TOY_BASE, without_clock
 

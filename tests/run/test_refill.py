@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from row_list import RowList
-from scripted_engine import ScriptedEngine
+from scripted_engine import RowList, ScriptedEngine
 from scripted_runs import TOKENIZER, half_right, opened_parts, settings, sum_of, trained
 
 from rljax.algorithms.advantages import AdvantageConfig

@@ -8,10 +8,10 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from exact_distributions import distributions
 from in_flight import GROUP, check_versions, sampled_across_publishes
 from opened_clients import call
 from sglang_policy import KEYS, NORM, PROMPTS, serving
+from small_engines import distributions
 from vllm_checks import OTHER_BITS, OUT_OF_BAND
 from weight_training import change_after_writing
 

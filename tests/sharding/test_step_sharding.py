@@ -7,9 +7,9 @@ import optax
 import pytest
 from compile.count import count_program
 from compile.hlo import parse_module
-from cut_batches import with_supports
 from records import train_sequence
 from sharded_step import CONFIG, alone, batch, check_equal, make_step, outcome, shape
+from tree_batches import with_supports
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.policy.model import abstract_params, param_shardings

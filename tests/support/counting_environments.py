@@ -1,4 +1,4 @@
-"""Environments of several turns for tests; each counts what the policy did, and some misbehave."""
+"""Environments of several turns that count what the policy did, some of which misbehave, and an episode with one."""
 
 import asyncio
 
@@ -6,9 +6,7 @@ from rljax.rollout.episodes.environment import Reply
 
 
 class Doubling:
-    """An environment whose reply to a turn is the length of the turn, written twice.
-
-    It ends after the problem's number of turns.
+    """An environment of the problem's number of turns. Its reply is the length of the turn, written twice.
 
     The reward is the number of characters that the policy wrote.
     """
@@ -27,8 +25,6 @@ class Doubling:
 
 
 class Opening(Doubling):
-    """An environment of two turns whose prompt is the ``opening`` of a row."""
-
     async def reset(self, problem):
         self.turns, self.seen = 2, []
         return problem["opening"]
@@ -52,3 +48,12 @@ class Failing(Doubling):
 
     async def reward(self):
         return float("nan") if self.kind == "unscored" else await super().reward()
+
+
+def play(environment, problem, *turns, truncated=False):
+    async def episode():
+        assert await environment.reset(problem) is None
+        replies = [await environment.step(turn, truncated) for turn in turns]
+        return replies, await environment.reward()
+
+    return asyncio.run(episode())

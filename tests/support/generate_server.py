@@ -41,15 +41,11 @@ class GenerateServer(FakeVllm):
                 likeliest = zip(response["top_ids"][t].tolist(), response["top_logprobs"][t].tolist(), strict=True)
             tops = [_scored(*each) for each in [(token, logprob), *likeliest]]
             content.append(_scored(token, logprob) | {"top_logprobs": tops})
-        first, rest = ((name, *place) for name, place in zip(VERSIONS, ((0, 1), (1, len(ids))), strict=True))
-        spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in (first, rest)[: len(ids)]]
-        choice = {
-            "token_ids": ids,
-            "finish_reason": "length" if response.truncated else "stop",
-            "logprobs": {"content": content},
-            "weight_versions": spans,
-            "routed_experts": _npy(routes_of([*tokens, *ids])),
-        }
+        spans = [(VERSIONS[0], 0, 1), (VERSIONS[1], 1, len(ids))][: len(ids)]
+        spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans]
+        choice = {"token_ids": ids, "finish_reason": "length" if response.truncated else "stop"}
+        choice |= {"logprobs": {"content": content}, "weight_versions": spans}
+        choice["routed_experts"] = _npy(routes_of([*tokens, *ids]))
         return 200, {"choices": [choice]}
 
 

@@ -1,5 +1,6 @@
 """Code in a child process that attacks its parent: it writes to the socket what the parent did not ask for."""
 
+import contextlib
 import os
 import pickle
 import socket
@@ -24,14 +25,20 @@ class Trap:
         return open, (self.path, "w")
 
 
-def write(data):
-    """Writes into every socket of this process."""
+def sockets():
+    """Returns the descriptors of this process's sockets, besides the first three."""
+    found = []
     for descriptor in range(3, os.sysconf("SC_OPEN_MAX")):
-        try:
+        with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                os.write(descriptor, data)
-        except OSError:
-            pass
+                found.append(descriptor)
+    return found
+
+
+def write(data):
+    for descriptor in sockets():
+        with contextlib.suppress(OSError):
+            os.write(descriptor, data)
 
 
 def number():
@@ -48,41 +55,28 @@ def number():
 
 def attack(kind, path="", honest=None):
     """Sends something that nobody asked for. ``honest`` is the content of an honest message."""
-    trap = pickle.dumps(Trap(path))
-    said = msgspec.msgpack.encode(honest)
-    if kind == "pickle":
-        write(struct.pack("!i", len(trap)) + trap)
-    elif kind == "framed pickle":
-        write(HEAD.pack(number(), len(trap)) + trap)
-    elif kind == "huge":
-        write(HEAD.pack(number(), 2 << 30) + b"x")
-    elif kind == "shift":
-        write(HEAD.pack(number() + 1, len(said)) + said)
-    elif kind == "twice":
-        write(HEAD.pack(number(), len(said)) + said)
-    elif kind == "garbage":
-        write(b"\xff" * 64)
-    elif kind == "wrong form":
-        body = msgspec.msgpack.encode({"a": [1, "x" * 1000]})
-        write(HEAD.pack(number(), len(body)) + body)
-    elif kind == "end of head":
-        write(b"\0" * 15)
-    elif kind == "half":
-        write(HEAD.pack(number(), 1000))
-    elif kind == "late":
+    trap, said, n = pickle.dumps(Trap(path)), msgspec.msgpack.encode(honest), number()
+    wrong = msgspec.msgpack.encode({"a": [1, "x" * 1000]})
+    if kind == "late":
         threading.Timer(0.05, write, [HEAD.pack(7, len(said)) + said]).start()
+        return
+    data = {
+        "pickle": struct.pack("!i", len(trap)) + trap,
+        "framed pickle": HEAD.pack(n, len(trap)) + trap,
+        "huge": HEAD.pack(n, 2 << 30) + b"x",
+        "shift": HEAD.pack(n + 1, len(said)) + said,
+        "twice": HEAD.pack(n, len(said)) + said,
+        "garbage": b"\xff" * 64,
+        "wrong form": HEAD.pack(n, len(wrong)) + wrong,
+        "end of head": b"\0" * 15,
+        "half": HEAD.pack(n, 1000),
+    }
+    write(data[kind])
 
 
 def socket_pair_is_hidden():
     """Returns whether neither the arguments nor the environment of this process name the descriptor of its socket."""
-    found = []
-    for descriptor in range(0, os.sysconf("SC_OPEN_MAX")):
-        try:
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                found.append(descriptor)
-        except OSError:
-            pass
-    (descriptor,) = found
+    (descriptor,) = sockets()
     assert not os.get_inheritable(descriptor)
     assert socket.socket(fileno=os.dup(descriptor)).family == socket.AF_UNIX
     words = [word for name in ("cmdline", "environ") for word in Path("/proc/self", name).read_text().split("\0")]

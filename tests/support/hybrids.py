@@ -1,13 +1,12 @@
-"""Random tiny Qwen3.5 models of transformers, whose heads forget slowly, and their packed rows.
+"""Random tiny Qwen3.5 models of transformers, and their packed rows.
 
-With the A of new models of transformers, almost every head forgets within a few tokens. Then no test would see a state
-that is lost, rounded or left over.
+Their heads forget slowly. With the A of new models almost every head forgets within a few tokens, and then no test
+would see a state that is lost, rounded or left over.
 """
 
 import json
 import math
 
-import numpy as np
 from toy_runs import TOY_BASE
 from transformers_models import hf_config, torch, transformers
 
@@ -22,7 +21,6 @@ SHAPES_HYBRID = [
     (64, 32, 48, 8, 2, 1, 32, True, 2, 2, 8, 16, 3, 0.5),
     (51, 40, 40, 4, 2, 2, 8, True, 2, 6, 12, 20, 2, 1.0),
 ]
-LENGTHS = (7, 64, 65, 1, 130, 3)  # shorter than a chunk, as long and longer; sequences that start inside of chunks
 
 
 def tiny_hybrid(**changes):
@@ -50,16 +48,10 @@ def hybrid_base(path, **changes):
 
 def text_config(shape, **rope):
     *sizes, hk, hv, dk, dv, taps, share = shape
-    return hf_config(
-        (*sizes, 10_000.0),
-        "Qwen3_5Text",
-        {"rope_type": "default", "partial_rotary_factor": share, **rope},
-        linear_num_key_heads=hk,
-        linear_num_value_heads=hv,
-        linear_key_head_dim=dk,
-        linear_value_head_dim=dv,
-        linear_conv_kernel_dim=taps,
-    )
+    heads = {"linear_num_key_heads": hk, "linear_num_value_heads": hv, "linear_conv_kernel_dim": taps}
+    widths = {"linear_key_head_dim": dk, "linear_value_head_dim": dv}
+    rope = {"rope_type": "default", "partial_rotary_factor": share, **rope}
+    return hf_config((*sizes, 10_000.0), "Qwen3_5Text", rope, **heads, **widths)
 
 
 def hybrid_model(shape=SHAPES_HYBRID[0], seed=0, make=None, config=None):
@@ -73,25 +65,3 @@ def hybrid_model(shape=SHAPES_HYBRID[0], seed=0, make=None, config=None):
             elif "norm" in name or "bias" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
-
-
-def sequences_of(vocab, lengths=LENGTHS):
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
-
-
-def packed(sequences, tokens):
-    """Returns tokens, segment ids and positions [1, tokens] of one row."""
-    row, ids, positions = (np.zeros((1, tokens), np.int32) for _ in range(3))
-    used = sum(len(s) for s in sequences)
-    row[0, :used] = np.concatenate(sequences)
-    ids[0, :used] = np.concatenate([np.full(len(s), i + 1) for i, s in enumerate(sequences)])
-    positions[0, :used] = np.concatenate([np.arange(len(s)) for s in sequences])
-    return row, ids, positions
-
-
-def torch_logprobs(model, sequence):
-    """Returns the log-probability of each token but the first, a torch tensor with a gradient."""
-    x = torch.tensor(np.asarray(sequence)[None], dtype=torch.long)
-    scores = model(x, use_cache=False).logits.float().log_softmax(-1)
-    return scores[0, :-1].gather(-1, x[0, 1:, None])[:, 0]

@@ -18,11 +18,7 @@ class Only:
 
 sys.meta_path[:] = [Only(finder) for finder in sys.meta_path]
 """
-COMMAND = """
-from rljax.errors import run_cli
-from rljax.cli import main
-sys.exit(run_cli(main))
-"""
+COMMAND = "from rljax.errors import run_cli; from rljax.cli import main; sys.exit(run_cli(main))"
 # A module without a spec was made inside an extension module, not imported.
 ALONE = """
 loaded = {name.partition(".")[0] for name, module in sys.modules.items() if getattr(module, "__spec__", None)}

@@ -3,32 +3,29 @@
 import functools
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted(path.parent for path in (ROOT / "launch/kubernetes/overlays").glob("*/kustomization.yaml"))
 
-Object = dict[str, Any]
-
 
 class Pod(NamedTuple):
     """A pod template: its place, the object that creates it, its labels and its specification."""
 
     where: str
-    owner: Object
-    labels: dict[str, str]
-    spec: Object
+    owner: dict
+    labels: dict
+    spec: dict
 
     @property
-    def containers(self) -> list[Object]:
+    def containers(self):
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
 
-def renderer() -> list[str] | None:
+def renderer():
     """Returns the command that renders a kustomization, or None if neither program is installed."""
     if shutil.which("kubectl"):
         return ["kubectl", "kustomize"]
@@ -36,57 +33,43 @@ def renderer() -> list[str] | None:
 
 
 @functools.cache
-def _text(overlay: Path) -> str:
-    command = renderer()
-    assert command is not None, "kubectl or kustomize must be on the PATH"
-    done = subprocess.run([*command, str(overlay)], capture_output=True, text=True, timeout=60)
+def _text(overlay):
+    done = subprocess.run([*renderer(), str(overlay)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def rendered(overlay: Path) -> list[Object]:
+def rendered(overlay):
     """Returns the objects of an overlay. Each call returns new ones, which a test may change."""
     return list(yaml.safe_load_all(_text(overlay)))
 
 
-def of_kind(objects: list[Object], kind: str) -> list[Object]:
+def of_kind(objects, kind):
     return [one for one in objects if one["kind"] == kind]
 
 
-def name_of(one: Object) -> str:
+def name_of(one):
     return f"{one['kind']}/{one['metadata']['name']}"
 
 
-def job_templates(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
-    """Yields each JobSet with each of its ``replicatedJobs``."""
+def job_templates(objects):
     for jobset in of_kind(objects, "JobSet"):
         for replicated in jobset["spec"]["replicatedJobs"]:
             yield jobset, replicated
 
 
-def pods(objects: list[Object]) -> Iterator[Pod]:
+def pods(objects):
     """Yields the pod templates of Deployments, JobSets and LeaderWorkerSets."""
-    for one in of_kind(objects, "Deployment"):
-        yield _pod(name_of(one), one, one["spec"]["template"])
+    found = [(name_of(one), one, one["spec"]["template"]) for one in of_kind(objects, "Deployment")]
     for jobset, replicated in job_templates(objects):
-        template = replicated["template"]["spec"]["template"]
-        yield _pod(f"{name_of(jobset)}/{replicated['name']}", jobset, template)
+        found.append((f"{name_of(jobset)}/{replicated['name']}", jobset, replicated["template"]["spec"]["template"]))
     for one in of_kind(objects, "LeaderWorkerSet"):
         both = one["spec"]["leaderWorkerTemplate"]
-        yield _pod(f"{name_of(one)}/leader", one, both["leaderTemplate"])
-        yield _pod(f"{name_of(one)}/worker", one, both["workerTemplate"])
+        found += [(f"{name_of(one)}/{role}", one, both[f"{role}Template"]) for role in ("leader", "worker")]
+    for where, owner, template in found:
+        yield Pod(where, owner, template.get("metadata", {}).get("labels", {}), template["spec"])
 
 
-def _pod(where: str, owner: Object, template: Object) -> Pod:
-    return Pod(where, owner, template.get("metadata", {}).get("labels", {}), template["spec"])
-
-
-def trainer(objects: list[Object]) -> Pod:
+def trainer(objects):
     (found,) = (pod for pod in pods(objects) if pod.owner["kind"] == "JobSet")
     return found
-
-
-def run_config(objects: list[Object]) -> Object:
-    """Returns the run's configuration in its ConfigMap, as it is written. The base that it names is not read."""
-    (found,) = (one for one in of_kind(objects, "ConfigMap") if "config.yaml" in one["data"])
-    return yaml.safe_load(found["data"]["config.yaml"])

@@ -1,17 +1,18 @@
 """Runs the processes of an Indexed Job as its pods would; JAX finds the cluster by asking an API server.
 
 Tests call ``in_pods``. It starts this file as a program, which plays the node inside its own namespaces (network,
-mounts).
+mounts). The API server knows a few objects and allows what a Role's rules allow.
 """
 
 import json
 import os
+import ssl
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-
-from fake_api_server import FakeApiServer
+from urllib.parse import parse_qs, urlsplit
 
 TOKEN = "the-service-accounts-token"
 # The script mounts a tmpfs on /var/run, where JAX and the kubernetes package look for the service account. It also
@@ -26,20 +27,11 @@ exec "$2" "$3" "$1"
 """
 
 
-def in_pods(work: Path, words: list[str], job: Any, jobset: str, namespace: str, allowed: list[list[str]]) -> Any:
-    """Runs a JobSet's only Job with the pods that the controllers would create, and returns what happened.
+def in_pods(work, words, job, jobset, namespace, allowed):
+    """Runs a JobSet's only Job in the directory ``work`` with the pods that the controllers would create.
 
-    Args:
-      work: An empty directory, in which the processes start.
-      words: The arguments with which each process starts this interpreter.
-      job: The specification of the Job.
-      jobset: The name of the JobSet. The Job is called JOBSET-trainers-0.
-      namespace: The namespace of all objects.
-      allowed: The list of [API group, resource, verb] that the pods' service account permits.
-
-    Returns:
-      A dictionary. ``asked`` has [API group, resource, verb] of each request. ``processes`` has [exit status, output,
-      errors] of each process.
+    Each process starts this interpreter with ``words``. Their account permits ``allowed``, [API group, resource, verb].
+    Returns what was ``asked``, in the same form, and [exit status, output, errors] of the ``processes``.
     """
     name = f"{jobset}-trainers-0"
     hosts = [f"{name}-{index}" for index in range(job["parallelism"])]
@@ -48,45 +40,30 @@ def in_pods(work: Path, words: list[str], job: Any, jobset: str, namespace: str,
     account = work / "serviceaccount"
     account.mkdir()
     certificate = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=api"]
-    certificate += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(work / "key.pem")]
-    subprocess.run([*certificate, "-out", str(account / "ca.crt")], check=True, capture_output=True, timeout=60)
+    certificate += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", work / "key.pem", "-out", account / "ca.crt"]
+    subprocess.run(certificate, check=True, capture_output=True, timeout=60)
     (work / "server.pem").write_text((work / "key.pem").read_text() + (account / "ca.crt").read_text())
     (account / "token").write_text(TOKEN)
     (account / "namespace").write_text(namespace)
-    made = {
-        "words": words,
-        "name": name,
-        "hosts": hosts,
-        "job": job,
-        "jobset": jobset,
-        "namespace": namespace,
-        "allowed": allowed,
-    }
-    (work / "made.json").write_text(json.dumps(made))
+    made = {"words": words, "name": name, "hosts": hosts, "job": job, "jobset": jobset, "allowed": allowed}
+    (work / "made.json").write_text(json.dumps(made | {"namespace": namespace}))
     unshare = ["unshare", "--mount", "--net", *([] if os.getuid() == 0 else ["--map-root-user"])]
-    done = subprocess.run(
-        [*unshare, "bash", "-c", IN_NAMESPACES, "node", str(work), sys.executable, __file__],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    command = [*unshare, "bash", "-c", IN_NAMESPACES, "node", work, sys.executable, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def _objects(made: Any) -> dict[tuple[str, str], list[Any]]:
+def created(made):
     """Returns what the controllers of JobSet and Kubernetes would create: the Job, its pods, the headless Service."""
-    labels = {"jobset.sigs.k8s.io/jobset-name": made["jobset"]}
-    job = {"metadata": {"name": made["name"], "namespace": made["namespace"], "labels": labels}, "spec": made["job"]}
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": made["name"], "uid": "1", "controller": True}
+    labels, name, namespace = {"jobset.sigs.k8s.io/jobset-name": made["jobset"]}, made["name"], made["namespace"]
+    job = {"metadata": {"name": name, "namespace": namespace, "labels": labels}, "spec": made["job"]}
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": "1", "controller": True}
+    facts = {"namespace": namespace, "ownerReferences": [owner]}
+    facts["labels"] = {"job-name": name, "batch.kubernetes.io/job-name": name, **labels}
     pods = [
         {
-            "metadata": {
-                "name": f"{host}-abcde",
-                "namespace": made["namespace"],
-                "labels": {"job-name": made["name"], "batch.kubernetes.io/job-name": made["name"], **labels},
-                "ownerReferences": [owner],
-            },
+            "metadata": {"name": f"{host}-abcde", **facts},
             "spec": {**made["job"]["template"]["spec"], "hostname": host, "subdomain": made["jobset"]},
             "status": {"podIP": f"127.0.0.{index + 1}"},
         }
@@ -96,30 +73,69 @@ def _objects(made: Any) -> dict[tuple[str, str], list[Any]]:
     return {("batch", "jobs"): [job], ("", "pods"): pods, ("", "services"): [service]}
 
 
-def _node(work: Path) -> Any:
-    made = json.loads((work / "made.json").read_text())
-    server = FakeApiServer(_objects(made), made["allowed"], TOKEN, work / "server.pem")
-    processes = []
+def answer(target, authorization, objects, allowed, asked):
+    """Returns (status, body) for a path with its query, such as /apis/batch/v1/namespaces/NAMESPACE/jobs/NAME."""
+    if (authorization or "").lower() != f"bearer {TOKEN}":
+        return 401, {"reason": "Unauthorized"}
+    words = urlsplit(target).path.strip("/").split("/")
+    group, (resource, *name) = ("", words[4:]) if words[0] == "api" else (words[1], words[5:])
+    asked.add(access := (group, resource, "get" if name else "list"))
+    if [*access] not in allowed:
+        return 403, {"reason": "Forbidden"}
+    found = objects.get((group, resource), [])
+    for selector in parse_qs(urlsplit(target).query).get("fieldSelector", []):
+        path, _, wanted = selector.partition("=")
+        section, key = path.split(".")
+        found = [one for one in found if one[section][key] == wanted]
+    if not name:
+        return 200, {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": found}
+    named = [one for one in found if one["metadata"]["name"] == name[0]]
+    return (200, named[0]) if named else (404, {"reason": "NotFound"})
+
+
+def api_server(certificate, *rules):
+    """Returns an HTTPS server on a free port; ``rules`` are the further arguments of ``answer``."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body = answer(self.path, self.headers["Authorization"], *rules)
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *words):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    http.socket = context.wrap_socket(http.socket, server_side=True)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    return http
+
+
+def main(work):
+    made, asked, processes = json.loads((work / "made.json").read_text()), set(), []
+    port = api_server(work / "server.pem", created(made), made["allowed"], asked).server_address[1]
+    kept = {key: value for key, value in os.environ.items() if key.startswith(("JAX_", "XLA_", "PYTHONPATH", "PATH"))}
+    kept |= {"HOME": str(work), "KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(port)}
     for index, host in enumerate(made["hosts"]):
-        env = {
-            key: value for key, value in os.environ.items() if key.startswith(("JAX_", "XLA_", "PYTHONPATH", "PATH"))
-        }
-        env |= {"HOME": str(work), "HOSTNAME": host}
-        env |= {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.port)}
+        env = kept | {"HOSTNAME": host}
         if made["job"].get("completionMode") == "Indexed":
             env["JOB_COMPLETION_INDEX"] = str(index)
         named = 'hostname "$HOSTNAME" && exec "$0" "$@"'
-        command = ["unshare", "--uts", "sh", "-c", named, sys.executable, *made["words"]]
-        pipe = subprocess.PIPE
+        command, pipe = ["unshare", "--uts", "sh", "-c", named, sys.executable, *made["words"]], subprocess.PIPE
         processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, cwd=work))
     try:
         ended = [(*one.communicate(timeout=400), one.returncode) for one in processes]
     finally:
         for one in processes:
             one.kill()
-    server.stop()
-    return {"asked": sorted(server.asked), "processes": [[status, out, err] for out, err, status in ended]}
+    print(json.dumps({"asked": sorted(asked), "processes": [[status, out, err] for out, err, status in ended]}))
 
 
 if __name__ == "__main__":
-    print(json.dumps(_node(Path(sys.argv[1]))))
+    main(Path(sys.argv[1]))

@@ -3,69 +3,51 @@
 import functools
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import jsonschema
 import kubernetes_validate
-from kubernetes_manifests import ROOT, Object, job_templates, name_of, pods
+from kubernetes_manifests import ROOT, job_templates, name_of, pods
 
 VERSIONS = ("1.31", "1.37")  # the oldest with a stable podFailurePolicy, and the newest known here
 API_VERSIONS = {
-    "ServiceAccount": "v1",
-    "ConfigMap": "v1",
-    "Service": "v1",
-    "PersistentVolumeClaim": "v1",
-    "Role": "rbac.authorization.k8s.io/v1",
-    "RoleBinding": "rbac.authorization.k8s.io/v1",
+    **dict.fromkeys(("ServiceAccount", "ConfigMap", "Service", "PersistentVolumeClaim"), "v1"),
+    **dict.fromkeys(("Role", "RoleBinding"), "rbac.authorization.k8s.io/v1"),
     "NetworkPolicy": "networking.k8s.io/v1",
     "Deployment": "apps/v1",
     "JobSet": "jobset.x-k8s.io/v1alpha2",
     "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
 }
 CUSTOM = {"JobSet": "jobset", "LeaderWorkerSet": "leaderworkerset"}
-
 # The values that the API server accepts, by the end of a path without the indices of lists.
 ENUMS = {
-    ("podFailurePolicy", "rules", "action"): {"Ignore", "FailJob", "Count", "FailIndex"},
-    ("onExitCodes", "operator"): {"In", "NotIn"},
-    ("onPodConditions", "type"): {"DisruptionTarget", "PodReadyToStartContainers", "Ready", "ContainersReady"},
-    ("onPodConditions", "status"): {"True", "False", "Unknown"},
-    ("onJobFailureReasons",): {
-        "BackoffLimitExceeded",
-        "DeadlineExceeded",
-        "FailedIndexes",
-        "MaxFailedIndexesExceeded",
-        "PodFailurePolicy",
-    },
-    ("completionMode",): {"NonIndexed", "Indexed"},
-    ("tolerations", "operator"): {"Exists", "Equal"},
-    ("tolerations", "effect"): {"NoSchedule", "PreferNoSchedule", "NoExecute"},
-    ("strategy", "type"): {"Recreate", "RollingUpdate"},
-    ("emptyDir", "medium"): {"", "Memory", "HugePages"},
-    ("imagePullPolicy",): {"Always", "IfNotPresent", "Never"},
-    ("fsGroupChangePolicy",): {"OnRootMismatch", "Always"},
-    ("protocol",): {"TCP", "UDP", "SCTP"},
-    ("accessModes",): {"ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"},
-    ("policyTypes",): {"Ingress", "Egress"},
-    ("roleRef", "kind"): {"Role", "ClusterRole"},
-    ("subjects", "kind"): {"User", "Group", "ServiceAccount"},
-    ("verbs",): {"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"},
-    ("fieldRef", "fieldPath"): {
-        "metadata.name",
-        "metadata.namespace",
-        "status.podIP",
-        "status.hostIP",
-        "spec.nodeName",
-    },
-    ("capabilities", "drop"): {"ALL"},
+    "podFailurePolicy.rules.action": "Ignore FailJob Count FailIndex",
+    "onExitCodes.operator": "In NotIn",
+    "onPodConditions.type": "DisruptionTarget PodReadyToStartContainers Ready ContainersReady",
+    "onPodConditions.status": "True False Unknown",
+    "onJobFailureReasons": "BackoffLimitExceeded DeadlineExceeded FailedIndexes MaxFailedIndexesExceeded "
+    "PodFailurePolicy",
+    "completionMode": "NonIndexed Indexed",
+    "tolerations.operator": "Exists Equal",
+    "tolerations.effect": "NoSchedule PreferNoSchedule NoExecute",
+    "strategy.type": "Recreate RollingUpdate",
+    "emptyDir.medium": "Memory HugePages",
+    "imagePullPolicy": "Always IfNotPresent Never",
+    "fsGroupChangePolicy": "OnRootMismatch Always",
+    "protocol": "TCP UDP SCTP",
+    "accessModes": "ReadWriteOnce ReadOnlyMany ReadWriteMany ReadWriteOncePod",
+    "policyTypes": "Ingress Egress",
+    "roleRef.kind": "Role ClusterRole",
+    "subjects.kind": "User Group ServiceAccount",
+    "verbs": "get list watch create update patch delete deletecollection",
+    "fieldRef.fieldPath": "metadata.name metadata.namespace status.podIP status.hostIP spec.nodeName",
+    "capabilities.drop": "ALL",
 }
 POD_RESTARTS = {"Deployment": {"Always"}, "LeaderWorkerSet": {"Always"}, "JobSet": {"Never", "OnFailure"}}
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[KMGTP]i?)?")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
-def schema_problems(objects: list[Object]) -> list[str]:
+def schema_problems(objects):
     """Returns a line for each thing that the API server would refuse."""
     found = []
     for one in objects:
@@ -89,17 +71,14 @@ def schema_problems(objects: list[Object]) -> list[str]:
     return found
 
 
-def _published(where: str, one: Object) -> list[str]:
+def _published(where, one):
     lines = ((version, _refusal(json.dumps(one), version)) for version in VERSIONS)
     return [f"{where}: {version}: {line}" for version, line in lines if line]
 
 
 @functools.cache
-def _refusal(text: str, version: str) -> str | None:
-    """Returns the error of ``kubernetes-validate --strict`` for a JSON object, or None.
-
-    A Deployment takes half a second.
-    """
+def _refusal(text, version):
+    """Returns the error of ``kubernetes-validate --strict`` for a JSON object, or None. It can take half a second."""
     try:
         kubernetes_validate.validate(json.loads(text), version, strict=True)
     except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
@@ -107,34 +86,33 @@ def _refusal(text: str, version: str) -> str | None:
     return None
 
 
-def _custom(one: Object) -> list[str]:
+def _custom(one):
     schema = json.loads((ROOT / f"tests/launch/schemas/{CUSTOM[one['kind']]}.json").read_text(encoding="utf-8"))
     errors = jsonschema.Draft202012Validator(schema).iter_errors(one)
     return [f"{name_of(one)}: {error.json_path}: {error.message}" for error in errors]
 
 
-def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, dict):
-        for key, below in value.items():
-            yield from _leaves(below, (*path, key))
-    elif isinstance(value, list):
-        for below in value:
-            yield from _leaves(below, path)
-    else:
-        yield path, value
+def _leaves(value, path=()):
+    for key, below in value.items() if isinstance(value, dict) else ((None, one) for one in value):
+        at = path if key is None else (*path, key)
+        if isinstance(below, dict | list):
+            yield from _leaves(below, at)
+        else:
+            yield at, below
 
 
-def _open_values(one: Object) -> Iterator[str]:
+def _open_values(one):
     for path, value in _leaves(one):
-        for end, allowed in ENUMS.items():
-            if path[-len(end) :] == end and value not in allowed:
-                yield f"{'.'.join(path)}: {value!r} is none of {sorted(allowed)}"
+        where = ".".join(path)
+        for end, accepted in ENUMS.items():
+            if f".{where}".endswith(f".{end}") and value not in accepted.split():
+                yield f"{where}: {value!r} is none of {accepted}"
         is_quantity = path[-2:-1] in {("requests",), ("limits",)} or path[-1] == "sizeLimit"
         if is_quantity and not QUANTITY.fullmatch(str(value)):
-            yield f"{'.'.join(path)}: {value!r} is no quantity"
+            yield f"{where}: {value!r} is no quantity"
 
 
-def _pod_failure_policy(job: Object) -> Iterator[str]:
+def _pod_failure_policy(job):
     """Yields the errors in ``podFailurePolicy`` that the API server finds beyond its schema."""
     pod = job["template"]["spec"]
     rules = job.get("podFailurePolicy", {}).get("rules", [])

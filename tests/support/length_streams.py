@@ -44,10 +44,7 @@ def stream_of(seed):
 
 
 def streams():
-    """Returns a strategy that draws a seed for each stream.
-
-    To draw the numbers of a stream one by one would take longer than to test them.
-    """
+    """Returns a strategy that draws a seed for each stream. To draw its numbers would take longer than to test them."""
     return st.integers(0, 2**32 - 1).map(stream_of)
 
 

@@ -1,42 +1,32 @@
 """Two network namespaces of this machine that act as two machines, with a shaped link between them; needs root."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Side:
-    """One end of the link: the namespace's name, its device and its address."""
-
     name: str
     device: str
     address: str
 
     @property
-    def inside(self) -> tuple[str, ...]:
+    def inside(self):
         """The words that run a command there, when they stand before it."""
         return "ip", "netns", "exec", self.name
 
-    def sent_bytes(self) -> int:
-        """Returns the number of bytes that left this side."""
+    def sent_bytes(self):
         return int(_run(*self.inside, "cat", f"/sys/class/net/{self.device}/statistics/tx_bytes"))
 
-    def set_up(self, up: bool) -> None:
+    def set_up(self, up):
         """Brings this side of the link up, or cuts the link."""
         _run(*self.inside, "ip", "link", "set", self.device, "up" if up else "down")
 
 
 @contextlib.contextmanager
-def linked(first: Side, second: Side, rate: str = "1gbit") -> Iterator[None]:
-    """Makes both namespaces for the block; what each sends is shaped to ``rate`` (in the notation of tc).
-
-    Raises:
-      subprocess.CalledProcessError: If the namespaces cannot be made here.
-    """
+def linked(first, second, rate="1gbit"):
+    """Makes both namespaces for the block, or raises CalledProcessError; what each sends is shaped to ``rate`` (tc)."""
     sides = (first, second)
     try:
         for side in sides:
@@ -55,5 +45,5 @@ def linked(first: Side, second: Side, rate: str = "1gbit") -> Iterator[None]:
             subprocess.run(["ip", "netns", "del", side.name], capture_output=True, check=False)
 
 
-def _run(*words: str) -> str:
+def _run(*words):
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout

@@ -12,7 +12,7 @@ from rljax.trainer.update import TrainerValues, Updated
 class NumberUpdate:
     """An update that raises its policy by one. Its forward gives each token the negative of the number.
 
-    The update's own log-probabilities are ``own``. ``asked`` has the arguments of the forwards.
+    Its own log-probabilities are ``own``; ``asked`` has the arguments of the forwards.
     """
 
     def __init__(self, own, rows=1):

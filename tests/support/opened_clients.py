@@ -10,7 +10,6 @@ from rljax.rollout.types import ClientLimits, RolloutConfig
 
 
 def fleet_of(*urls, limits=None, backend=None, stop=None):
-    """Returns a fleet whose servers nobody opens."""
     config = RolloutConfig(urls=urls, limits=limits or ClientLimits())
     return Fleet(config, backend or VllmBackend(), stop=stop)
 
@@ -48,3 +47,10 @@ def call(url, method, path, *, kind=None, **content):
     """Sends one request of the control plane, and returns the reply's JSON object."""
     with opened(url, backend=kind, route=GENERATE) as fleet:
         return fleet.wait(fleet.servers[0].call(method, path, **content))
+
+
+def quick(attempts=VllmBackend.attempts, wait_s=0.01):
+    """Returns a kind of server with these attempts at a request, the first waits of which take ``wait_s``."""
+    backend = VllmBackend()
+    backend.attempts, backend.first_wait_s, backend.longest_wait_s = attempts, wait_s, 2 * wait_s
+    return backend

@@ -35,7 +35,6 @@ def heads(segments, dtype="float32", num_heads=4, kv_heads=2, head_dim=8, seed=0
 
 @functools.cache
 def compiled(attention):
-    """Returns the jitted function behind ``gradients``. Arrays of the same shapes share a program."""
     return jax.jit(attention_errors.gradients(attention))
 
 
@@ -45,12 +44,10 @@ def gradients(attention, arrays, segments):
 
 
 def tree_gradients(attention, arrays, ends):
-    """Returns ``gradients`` of rows of trees."""
     return [np.asarray(x) for x in compiled(attention)(*arrays, ends)]
 
 
 def check_trees(attention, ends, **kind):
-    """Compares attention of rows of trees with float64."""
     arrays = heads(ends, **kind)
     expected = masked_reference(*arrays, np.asarray(path_mask(ends)) & (ends > 0)[:, :, None])
     for x, wanted in zip(tree_gradients(attention, arrays, ends), expected, strict=True):
@@ -97,7 +94,6 @@ def masked_reference(q, k, v, d_out, mask):
 
 
 def equations(jaxpr):
-    """Yields every equation of a jaxpr and of the jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):

@@ -1,7 +1,4 @@
-"""Runs of several real processes on one machine, with four simulated devices in total.
-
-The processes are ended by their ids.
-"""
+"""Runs of several real processes on one machine, with four simulated devices in total; they are ended by their ids."""
 
 import contextlib
 import os
@@ -11,9 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from ports import free_port
 from toy_runs import ROOT, TIMEOUT, comparable, environment
-from waiting import has_rows, until
+from waiting import free_port, has_rows, until
 
 DEVICES = 4
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
@@ -25,13 +21,7 @@ class Group:
     """Processes that share the simulated devices; a context manager that ends them all."""
 
     def __init__(self, output, commands, **settings):
-        """Starts the commands. The output of process i goes to the path ``output``.i, and the first one has a pipe.
-
-        Args:
-          output: The path.
-          commands: The words of each process.
-          **settings: The environment variables.
-        """
+        """Starts the commands with these environment variables; process i prints to ``output``.i."""
         self.output, self.processes = output, []
         share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // len(commands)}"
         pipes = [subprocess.PIPE] + [subprocess.DEVNULL] * (len(commands) - 1)
@@ -51,25 +41,17 @@ class Group:
             self.processes[0].stdin.close()
 
     def printed(self):
-        """Returns the output of each process."""
         paths = [Path(f"{self.output}.{index}") for index in range(len(self.processes))]
         return [path.read_text(errors="replace") for path in paths]
 
 
 class Run(Group):
-    """A run of ``python -m rljax.train`` in ``count`` processes."""
-
     def __init__(self, words, count, output, heartbeat_s=10, inside=(), own=lambda index: (), **settings):
-        """Starts the processes.
+        """Starts the processes. The output of process i goes to the path ``output``.i.
 
-        Args:
-          words: The words of the command.
-          count: The number of processes.
-          output: A path; the output of process i goes to ``output``.i.
-          heartbeat_s: The longest time from the last sign of life of a process to the end of the others.
-          inside: The words before each command.
-          own: A function that returns the additional words of process i.
-          **settings: The environment variables, and ``path``, which is added to PYTHONPATH.
+        ``heartbeat_s`` is the longest time from the last sign of life of a process to the end of the others. ``inside``
+        comes before each command, and ``own(i)`` has more words of process i. ``settings`` has environment variables,
+        and ``path``, which is added to PYTHONPATH.
         """
         path = f"{ROOT}:{ROOT / 'tests/support'}:{settings.pop('path', '')}"
         program = [*inside, sys.executable, ROOT / "tests/support/timed_train.py", heartbeat_s]
@@ -86,15 +68,12 @@ class Run(Group):
         return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in wanted]
 
     def wait_for_rows(self, run_dir, count):
-        """Returns when the run has recorded ``count`` steps."""
-
-        def are_running():
+        def all_run():
             return all(process.poll() is None for process in self.processes)
 
-        until(lambda: has_rows(run_dir, count), TIMEOUT, said=self.printed, may_come=are_running)
+        until(lambda: has_rows(run_dir, count), TIMEOUT, said=self.printed, may_come=all_run)
 
     def send(self, index, number=signal.SIGKILL):
-        """Sends a signal to one process."""
         self.processes[index].send_signal(number)
 
 
@@ -127,7 +106,6 @@ def largest_differences(rows, others):
 
 
 def assert_alike(rows, others, bound=1e-5):
-    """Checks that the rows of two float32 runs differ by rounding alone."""
     differences = largest_differences(rows, others)
     print(f"largest difference: {max(differences.values(), default=0.0):.1e}")
     assert max(differences.values(), default=0.0) < bound, differences
@@ -144,10 +122,8 @@ if any(word.endswith("timed_train.py") for word in sys.orig_argv):
 def replay(directory, runs, **options):
     """Trains several runs on a real server; all take the answers that the server gave to the first one.
 
-    Args:
-      directory: An empty directory. Each run gets a folder in it.
-      runs: The number of processes of each run by its name, and a function of its folder that returns its words.
-      **options: The options of ``Run``.
+    ``runs`` has the number of processes of each run by its name, and a function of its folder in the empty
+    ``directory`` that returns its words. ``options`` are those of ``Run``.
     """
     (directory / "sitecustomize.py").write_text(SITE)
     (directory / "answers").mkdir()
@@ -159,9 +135,6 @@ def replay(directory, runs, **options):
 
 
 def without_publish(run_dir):
-    """Returns the rows without the metrics of publishes and without the counts of requests.
-
-    The server's probes are sampled anew in each run.
-    """
+    """Returns the rows without publishes and counts of requests: the server's probes are sampled anew in each run."""
     anew = ("publish/", "rollout/re")  # requests, retries
     return [{key: value for key, value in row.items() if not key.startswith(anew)} for row in comparable(run_dir)]

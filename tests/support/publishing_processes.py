@@ -2,14 +2,15 @@
 
     python publishing_processes.py INDEX COUNT COORDINATOR STORE HOST DIRECTORY HEARTBEAT_S
 
-Each line on the standard input of process 0 is the share of the parameters to change before the next version. Process 0
-answers with DIRECTORY/answers/NUMBER.json, which says where the version is or why there is none. It also gathers the
-whole tensors and writes their bits to DIRECTORY/truth/NUMBER.npz.
+Each line is the share of the parameters to change before the next version. Process 0 answers with
+DIRECTORY/answers/NUMBER.json: where the version is, or why there is none. It also gathers the whole tensors and writes
+their bits to DIRECTORY/truth/NUMBER.npz.
 """
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -36,44 +37,23 @@ MODEL = Path(__file__).parents[2] / "configs/toy-base"
 
 @jax.jit
 def moved(params, key, share):
-    """Returns ``params`` with a share of about ``share`` moved by at least a bit of bfloat16.
-
-    The result is the same on any mesh.
-    """
+    """Returns ``params`` with about this share moved by at least a bit of bfloat16, the same on any mesh."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     chosen = [jax.random.uniform(key, leaf.shape) < share for key, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(
-        tree, [jnp.where(c, leaf * 1.03125, leaf) for c, leaf in zip(chosen, leaves, strict=True)]
-    )
-
-
-class Policy:
-    """The newest parameters of a process, which the acts read."""
-
-    def __init__(self, params):
-        self.params = params
-
-    @property
-    def state(self):
-        return self
-
-    def take(self, made):
-        pass
+    made = [jnp.where(c, leaf * 1.03125, leaf) for c, leaf in zip(chosen, leaves, strict=True)]
+    return jax.tree.unflatten(tree, made)
 
 
 class Move(Shared):
-    """The change of the parameters before a version is published."""
-
     name = "move"
 
     @together
-    def move(self, state: Policy, number: int, share: float):
+    def move(self, state, number: int, share: float):
         state.params = moved(state.params, jax.random.key(number), share)
 
 
 def main(index, count, coordinator, store, host, directory, heartbeat_s):
-    """Runs one process."""
     root = Path(directory)
     publish = PublishConfig(store=store, host=host)
     rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))
@@ -82,22 +62,17 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
         mesh = make_mesh(MeshConfig())
         params = load_params(MODEL, config, param_shardings(config, mesh))
         functions = policy_functions(config, "bfloat16")
-        parts = make_part_writer(
-            functions.parts,
-            publish,
-            rollout.transfer_dir,
-            api_key_file=find_key_file(None),
-            index=index,
-            coordinator=processes.coordinator,
-        )
-        policy, act, move = Policy(params), SharedPublish(processes, functions, parts), Move(processes)
+        keys, place = find_key_file(None), {"index": index, "coordinator": processes.coordinator}
+        parts = make_part_writer(functions.parts, publish, rollout.transfer_dir, api_key_file=keys, **place)
+        policy = SimpleNamespace(params=params, take=lambda made: None)
+        policy.state = policy  # which the acts read
+        act, move = SharedPublish(processes, functions, parts), Move(processes)
         if index:
             follow(processes, [act, move], policy)
             parts.close()
         else:
-            files = WeightDirectory(
-                publish, rollout.transfer_dir, api_key_file=find_key_file(None), writer=act, anchor_every=3
-            )
+            more = {"api_key_file": keys, "writer": act, "anchor_every": 3}
+            files = WeightDirectory(publish, rollout.transfer_dir, **more)
             for folder in ("truth", "answers"):
                 (root / folder).mkdir()
             for number, line in enumerate(sys.stdin):

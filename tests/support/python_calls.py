@@ -1,7 +1,4 @@
-"""Counts the calls of Python and C functions.
-
-The count grows with the work that Python itself does, and is the same on any machine.
-"""
+"""Counts the calls of Python and C functions. The count grows with Python's own work, the same on any machine."""
 
 import sys
 from collections import Counter

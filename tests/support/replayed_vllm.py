@@ -1,8 +1,7 @@
 """Records what a real vLLM server answered in one run, and replays it in another run, which publishes for real.
 
-The weights of two runs may differ in a last bit, and this changes what a server samples. A process imports this module
-at its start (``sitecustomize``). It then writes its responses to the folder ``RLJAX_RECORD``, or takes them from the
-folder ``RLJAX_REPLAY``.
+The weights of two runs may differ in a last bit, and this changes what a server samples. A process that imports this at
+its start writes its responses to the folder ``RLJAX_RECORD``, or takes them from the folder ``RLJAX_REPLAY``.
 """
 
 import os

@@ -1,13 +1,12 @@
 """A local S3 server (moto's) in its own process, on a free port of 127.0.0.1."""
 
+import contextlib
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 
 import pytest
-from ports import free_port
+from waiting import free_port, until
 
 BUCKET = "runs"
 START_S = 60
@@ -21,21 +20,20 @@ class S3Server:
         self.url = f"http://127.0.0.1:{port}"
         words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                request = urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")
-                with urllib.request.urlopen(request, timeout=5):
-                    return
-            except (urllib.error.URLError, OSError):
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    self.stop()
-                    raise
-                time.sleep(0.1)
+        try:
+            until(self._has_bucket, START_S, may_come=lambda: self._process.poll() is None, every_s=0.1)
+        except AssertionError:
+            self.stop()
+            raise
+
+    def _has_bucket(self):
+        with contextlib.suppress(OSError):  # as URLError is
+            request = urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")
+            with urllib.request.urlopen(request, timeout=5):
+                return True
 
     @property
     def settings(self):
-        """The environment variables with which botocore asks this server."""
         keys = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_DEFAULT_REGION": "us-east-1"}
         return keys | {"AWS_ENDPOINT_URL": self.url}
 
@@ -47,7 +45,6 @@ class S3Server:
 
 @pytest.fixture
 def s3(monkeypatch):
-    """Yields a running server; the environment variables name it."""
     server = S3Server()
     for name, value in server.settings.items():
         monkeypatch.setenv(name, value)

@@ -55,9 +55,7 @@ def half_right(prompt, sample, seed):
 
 
 def compiled_step(directory, **changes):
-    """Returns the update of such runs, which they can share."""
-    config = settings(directory, **changes)
-    return make_update(config, POLICY, MESH, None)
+    return make_update(settings(directory, **changes), POLICY, MESH, None)
 
 
 class Stop(StopRequest):

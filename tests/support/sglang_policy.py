@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -21,7 +20,6 @@ from rljax.rollout.servers.process import environment_python
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.sglang.server import SglangConfig, start
 from rljax.rollout.types import RolloutConfig
-from rljax.weights.publish_config import PublishConfig
 
 PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
 NORM, KEYS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -30,14 +28,6 @@ START_S = 400
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A policy of the tests.
-
-    Attributes:
-      config: The configuration of the policy.
-      params: The parameters of the policy.
-      dtype: The dtype in which the servers compute.
-    """
-
     config: PolicyConfig
     params: dict
     dtype: str
@@ -48,39 +38,27 @@ class Policy:
         return cls(config, load_params(path, config), dtype)
 
     @property
-    def tensors(self) -> Callable:
+    def tensors(self):
         return functools.partial(hf_tensors, config=self.config, dtype=jnp.dtype(self.dtype))
 
-    def scorer(self, temperature: float = 1.0) -> Callable:
+    def scorer(self, temperature=1.0):
         return make_scorer(self.config, jnp.dtype(self.dtype), temperature=temperature)
 
-    def engine(
-        self,
-        *urls: str,
-        tensors: Callable | None = None,
-        publish: PublishConfig | None = None,
-        max_tokens=128,
-        **config,
-    ) -> ServedEngine:
+    def engine(self, *urls, tensors=None, publish=None, max_tokens=128, **config):
         """Returns an engine that publishes to these servers. ``config`` has fields of RolloutConfig."""
         settings = {"engine": "sglang", "urls": urls, "dtype": self.dtype, "server_wait_s": 240.0} | config
+        expected = Expectation(RolloutConfig(**settings), config_to_hf(self.config, self.dtype), max_tokens)
         checksums = functools.partial(hf_checksums, config=self.config, dtype=jnp.dtype(self.dtype))
-        return ServedEngine(
-            Expectation(RolloutConfig(**settings), config_to_hf(self.config, self.dtype), max_tokens),
-            SglangBackend(),
-            PolicyFunctions(tensors or self.tensors, checksums, self.scorer()),
-            publish=publish,
-        )
+        functions = PolicyFunctions(tensors or self.tensors, checksums, self.scorer())
+        return ServedEngine(expected, SglangBackend(), functions, publish=publish)
 
-    def moved(self, seed: int) -> dict:
-        """Returns the parameters after a big random step."""
+    def moved(self, seed):
         leaves, tree = jax.tree.flatten(self.params)
         keys = jax.random.split(jax.random.key(seed), len(leaves))
         moved = [x + 0.3 * x.std() * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
         return jax.tree.unflatten(tree, moved)
 
-    def gaps(self, params: dict, responses: list) -> np.ndarray:
-        """Returns |reported - scored| of each token (nats)."""
+    def gaps(self, params, responses):
         pairs = zip(responses, self.scorer()(params, [r.ids for r in responses]), strict=True)
         return np.concatenate([np.abs(scored[-r.length :] - r["rollout_logprobs"]) for r, scored in pairs])
 
@@ -93,21 +71,21 @@ class Served:
     policy: Policy
     fault: Path
 
-    def break_updates(self, how: str, of: str = "-") -> None:
+    def break_updates(self, how, of="-"):
         self.fault.write_text(f"{how} {of}")
 
-    def engine(self, **options) -> ServedEngine:
+    def engine(self, **options):
         return self.policy.engine(self.url, **options)
 
 
-def config_of(model: Path, dtype: str, log_path: Path, **options) -> SglangConfig:
+def config_of(model, dtype, log_path, **options):
     """Returns the configuration of a server of ``model``. ``options`` are further fields of it."""
     python = str(environment_python("sglang"))
     return SglangConfig(str(model), python, dtype=dtype, max_model_len=256, log_path=log_path, **options)
 
 
 @contextlib.contextmanager
-def serving(folder: Path, model: Path, dtype: str, environment_of: Callable, extra_env=None, extra_args=()):
+def serving(folder, model, dtype, environment_of, extra_env=None, extra_args=()):
     """Yields a server. ``environment_of`` is a function of the file that names its fault (``with_faults``)."""
     fault = folder / "fault"
     environment = environment_of(fault) | (extra_env or {})

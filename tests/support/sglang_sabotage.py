@@ -1,9 +1,9 @@
 """A plugin of the test servers: it breaks updates of the weights in ways that a check must notice.
 
-The file that ``$RLJAX_TEST_FAULT`` names holds the fault of the next updates and the name of a tensor. A third word is
-the only worker that has the fault. The faults are: ``skip`` leaves the tensor out, ``flip`` changes one bit of it, and
-``unflushed`` keeps the prefix cache. ``busy`` and a number make so many flushes of the cache impossible, as if a
-request were still under way. ``slow`` and a number make each forward take so many seconds longer. ``off`` is no fault.
+The file that ``$RLJAX_TEST_FAULT`` names holds the fault of the next updates, the name of a tensor, and the only worker
+that has the fault, if it is one. ``skip`` leaves the tensor out, ``flip`` changes a bit of it, ``unflushed`` keeps the
+prefix cache, and ``off`` is no fault. ``busy`` and a number make so many flushes of the cache impossible, as if a
+request were still under way. ``slow`` and a number make each forward take so many seconds longer.
 """
 
 import dataclasses

@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from ports import free_port
 from process_runs import Group
 from safetensors.numpy import load_file
 from toy_runs import ROOT
-from waiting import until
+from waiting import free_port, until
 
 from rljax.weights.pull import pull
 from rljax.weights.source import open_source
@@ -19,18 +18,8 @@ ANSWER_S = 240
 
 
 class Publishers(Group):
-    """A group of ``count`` processes of ``publishing_processes``."""
-
-    def __init__(
-        self,
-        root,
-        count,
-        store="http",
-        host="127.0.0.1",
-        coordinator="127.0.0.1",
-        inside=lambda index: (),
-        heartbeat_s=10.0,
-    ):
+    def __init__(self, root, count, store="http", host="127.0.0.1", heartbeat_s=10.0, coordinator=None, inside=None):
+        coordinator, inside = coordinator or "127.0.0.1", inside or (lambda index: ())
         self.root, self.answered = root, 0
         root.mkdir(exist_ok=True)
         program = [sys.executable, ROOT / "tests/support/publishing_processes.py"]
@@ -38,7 +27,6 @@ class Publishers(Group):
         super().__init__(root / "said", [[*inside(index), *program, index, *told] for index in range(count)])
 
     def ask(self, share):
-        """Tells process 0 to publish the next version."""
         leader = self.processes[0]
         leader.stdin.write(f"{share}\n")
         leader.stdin.flush()
@@ -57,12 +45,10 @@ class Publishers(Group):
         return told
 
     def end(self):
-        """Ends the run and returns the exit statuses."""
         self.processes[0].stdin.close()
         return [process.wait(120) for process in self.processes]
 
     def own(self, index):
-        """Returns the directory that a process created."""
         (found,) = (self.root / f"process_{index}").glob("rljax-weights-*")
         return found
 

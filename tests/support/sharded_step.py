@@ -28,17 +28,9 @@ def sequences(seed=0):
     for i in range(COUNT):
         p, r = int(rng.integers(2, 9)), int(rng.integers(1, 22))
         rollout, old, reference = (rng.normal(-3.0, 0.5, r).astype(np.float32) for _ in range(3))
-        result.append(
-            train_sequence(
-                rng.integers(0, 32, p).astype(np.int32),
-                rng.integers(0, 32, r).astype(np.int32),
-                rollout,
-                float(rng.normal()),
-                i % 5 != 0,
-                old_logprobs=old,
-                reference_logprobs=reference,
-            )
-        )
+        ids = [rng.integers(0, 32, n).astype(np.int32) for n in (p, r)]
+        others = {"old_logprobs": old, "reference_logprobs": reference}
+        result.append(train_sequence(*ids, rollout, float(rng.normal()), i % 5 != 0, **others))
     return result
 
 
@@ -73,7 +65,6 @@ def outcome(mesh, made=None, *, steps=1, **options):
 
 @functools.cache
 def alone():
-    """Returns the outcome on one device."""
     return outcome(MeshConfig(1))
 
 

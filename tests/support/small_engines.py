@@ -1,4 +1,4 @@
-"""A small policy with prompts, the executable of an exact engine, and comparisons of what engines sample."""
+"""A small policy with prompts, the executable of an exact engine, and what checks the samples of engines."""
 
 import contextlib
 import dataclasses
@@ -6,11 +6,14 @@ import functools
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
+from rljax.policy.model import hidden_states, lm_head_table
+from rljax.policy.score import segment_ends
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass
 from rljax.trainer.objective import Objective
@@ -30,7 +33,6 @@ def exact_pass(config, count, limit, *, rows, row_tokens, mesh=MESH):
 
 
 def in_order(responses):
-    """Returns responses in the order of their prompts, and of their numbers."""
     return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
 
 
@@ -45,3 +47,21 @@ def assert_same_bits(found, expected):
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a.response, b.response)
         np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def states(params, config, tokens, segments):
+    return hidden_states(params, config, tokens, segment_ends(segments), jnp.arange(tokens.shape[1])[None])[0]
+
+
+def distributions(params, config, prompts, response, temperature):
+    """Returns the log-probability of every token at each position of a response, [t, v], with logits in float64."""
+    prompt = prompts[response.prompt_index]
+    ids = np.concatenate([prompt, response.response])
+    tokens, segments = np.zeros((2, 1, -(-len(ids) // 32) * 32), np.int32)  # so that few lengths are compiled
+    tokens[0, : len(ids)], segments[0, : len(ids)] = ids, 1
+    hidden = np.asarray(states(params, config, tokens, segments), np.float64)
+    rows = hidden[0, len(prompt) - 1 : len(ids) - 1]
+    logits = (rows @ np.asarray(lm_head_table(params), np.float64).T) / temperature
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

@@ -1,9 +1,8 @@
-"""Tabular autoregressive policies so small that tests can sum over all responses.
+"""Tabular autoregressive policies so small that tests can sum over all responses: probabilities, scores, gradients.
 
-The module has their probabilities, scores and exact gradients. A policy of vocabulary v and length T is a list of T
-tables of logits. Table t is [v**t, v], with a row for each prefix of t tokens. Prefixes are numbered as base-v
-integers. Parameters enter the logits through features. Table t of the features is [v**t, v, p], the derivative of each
-logit by each parameter.
+A policy of vocabulary v and length T is a list of T tables of logits. Table t is [v**t, v], with a row for each prefix
+of t tokens. Prefixes are numbered as base-v integers. Parameters enter the logits through features. Table t of the
+features is [v**t, v, p], the derivative of each logit by each parameter.
 """
 
 import itertools
@@ -12,10 +11,7 @@ import numpy as np
 
 
 def every_response(vocabulary, length, end=None):
-    """Returns (tokens, mask), both [n, length], of all responses.
-
-    A response ends after its first ``end`` token, and is padded with this token.
-    """
+    """Returns (tokens, mask), both [n, length], of all responses. One ends after its first ``end``, which pads it."""
     tokens = np.array(list(itertools.product(range(vocabulary), repeat=length)))
     if end is None:
         return tokens, np.ones(tokens.shape, bool)
@@ -44,7 +40,6 @@ def log_softmax(logits):
 
 
 def prefixes(tokens, vocabulary):
-    """Returns the number of the prefix before each token, [n, length]."""
     number = np.zeros(tokens.shape, int)
     for t in range(1, tokens.shape[1]):
         number[:, t] = number[:, t - 1] * vocabulary + tokens[:, t - 1]
@@ -52,16 +47,12 @@ def prefixes(tokens, vocabulary):
 
 
 def token_logprobs(tables, tokens):
-    """Returns the log-probability of each token (nats), [n, length]."""
     where = prefixes(tokens, tables[0].shape[1])
     return np.stack([log_softmax(table)[where[:, t], tokens[:, t]] for t, table in enumerate(tables)], axis=1)
 
 
 def token_scores(tables, features, tokens):
-    """Returns d log pi(token) / d parameters, [n, length, p].
-
-    It is the feature of the token minus the mean feature under the policy.
-    """
+    """Returns d log pi(token) / d parameters, [n, length, p]: the token's feature minus the mean under the policy."""
     where = prefixes(tokens, tables[0].shape[1])
     out = []
     for t, (table, feature) in enumerate(zip(tables, features, strict=True)):
@@ -71,15 +62,11 @@ def token_scores(tables, features, tokens):
 
 
 def probabilities(logprobs, mask):
-    """Returns the probabilities of whole responses, [n]."""
     return np.exp(np.sum(np.where(mask, logprobs, 0), axis=1))
 
 
 def gradient_of(function, tables):
-    """Returns the gradient of a real function of the logits, in table order.
-
-    It is computed by complex steps, and is exact to rounding.
-    """
+    """Returns the gradient of a real function of the logits, in table order, by complex steps (exact to rounding)."""
     step, found = 1e-30, []
     for t, table in enumerate(tables):
         for at in np.ndindex(table.shape):

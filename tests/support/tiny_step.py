@@ -53,34 +53,15 @@ def keep_gradient():
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
 
 
-def make_step(
-    tx=None,
-    *,
-    config=CONFIG,
-    mesh=MESH,
-    row=20,
-    rows=2,
-    shape=None,
-    loss=PLAIN,
-    correction=UNCORRECTED,
-    count=COUNT,
-    limit=16,
-    dtype="float32",
-    remat=False,
-    head="compute",
-    diagnosis=None,
-    **options,
-):
+def make_step(tx=None, *, config=CONFIG, mesh=MESH, row=20, rows=2, shape=None, count=COUNT, limit=16, **options):
     """Returns the step of such a batch, or of batches of ``shape``. Without ``tx`` its state keeps the gradient."""
+    loss, correction = options.pop("loss", PLAIN), options.pop("correction", UNCORRECTED)
+    precision = {"compute_dtype": options.pop("dtype", "float32"), "remat": options.pop("remat", False)}
+    precision["lm_head_dtype"] = options.pop("head", "compute")
+    objective = Objective(loss, correction.resolved(), count, limit, has_tail=not options.get("cut"))
+    more = {"batch_shape": shape or batch_shape(row, rows), "diagnosis": None, **options}
     return TrainStep(
-        config,
-        tx or keep_gradient(),
-        mesh,
-        precision=PrecisionConfig(compute_dtype=dtype, remat=remat, lm_head_dtype=head),
-        objective=Objective(loss, correction.resolved(), count, limit, has_tail=not options.get("cut")),
-        batch_shape=shape or batch_shape(row, rows),
-        diagnosis=diagnosis,
-        **options,
+        config, tx or keep_gradient(), mesh, precision=PrecisionConfig(**precision), objective=objective, **more
     )
 
 
@@ -113,10 +94,9 @@ def log_distributions(params, tokens, segments, positions, temperature=1.0):
 
 
 def expected_gradient(batch_sequences, params=None):
-    """Returns equation 3, computed directly, with each sequence in its own row.
+    """Returns equation 3, -sum_i sum_t A_i grad log pi(token) / (the number of tokens in the loss), computed directly.
 
-    It is -sum_i sum_t A_i grad log pi(token) / (the number of tokens in the loss). Tokens may have own
-    advantages.
+    Each sequence is in its own row. Tokens may have own advantages.
     """
     in_loss = [s for s in batch_sequences if s.in_loss]
     total, rows = sum(len(s.response) for s in in_loss), in_own_rows(in_loss)

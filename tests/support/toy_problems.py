@@ -1,7 +1,4 @@
-"""The toy's problems for runs in one process.
-
-They are counted and fingerprinted once, because this takes as long as a tiny run.
-"""
+"""The toy's problems for runs in one process, counted and fingerprinted once: this takes as long as a tiny run."""
 
 import copy
 import dataclasses
@@ -14,10 +11,7 @@ from rljax.run.config import Config, RunConfig
 
 
 def load_once(config, tokenizer):
-    """Returns what ``load_problems`` returns; the stream is a new copy at its first batch.
-
-    A file is read each time, as a training set or for evaluation.
-    """
+    """Returns what ``load_problems`` returns; the stream is a new copy at its first batch. Files are read each time."""
     return _load(config, _Equal(id(tokenizer), tokenizer))
 
 
@@ -29,8 +23,6 @@ def load_for_path(config, tokenizer):
 
 @dataclasses.dataclass(frozen=True)
 class _Equal:
-    """A tokenizer that equals others by its key."""
-
     key: object
     tokenizer: object = dataclasses.field(compare=False)
 

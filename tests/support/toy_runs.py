@@ -25,23 +25,16 @@ TIMEOUT = 600
 
 
 def environment(**settings):
-    """Returns the environment of a child process, which imports the modules of this checkout.
-
-    The process inherits the settings of tests/conftest.py.
-    """
+    """Returns the environment of a child process, which imports this checkout. tests/conftest.py has set the rest."""
     return os.environ | {"PYTHONPATH": str(ROOT)} | settings
 
 
 def command(base, run_dir, *options):
-    """Returns the arguments of ``python -m rljax.train``."""
     return [str(ROOT / "configs/quickstart.yaml"), "--model.path", str(base), "--run.dir", str(run_dir), *options]
 
 
 def tiny(base, run_dir, steps, *options):
-    """Returns the arguments of a run whose steps take a few hundredths of a second.
-
-    It saves a checkpoint every two steps.
-    """
+    """Returns the arguments of a run whose steps take a few hundredths of a second, with a checkpoint every two."""
     size = ("--data.batch-size", "2", "--rollout.group-size", "4", "--rollout.max-response-tokens", "12")
     # Separate rows start faster: rows of trees are compared with them at the first step.
     rows = ("--packing.row-tokens", "64", "--packing.rows-per-micro-batch", "2", "--packing.share-prefixes", "false")
@@ -61,15 +54,9 @@ def resumed_rows(base, directory, *options):
 
 
 def start(words, **settings):
-    """Starts the run in its own process with the environment variables ``settings``."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "rljax.train", *words],
-        env=environment(**settings),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command, pipe = [sys.executable, "-m", "rljax.train", *words], subprocess.PIPE
+    own = environment(**settings)
+    return subprocess.Popen(command, env=own, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
 def outcome(main, words):
@@ -81,7 +68,6 @@ def outcome(main, words):
 
 
 def printed(main, words):
-    """Returns the standard output of a program that must end well."""
     status, out, err = outcome(main, words)
     assert status == 0, err
     return out
@@ -109,16 +95,15 @@ def complete(words, *, figure=False, is_sound=True):
 
 
 def completed(words, **options):
-    """Runs the command like ``complete``, checks that it ends well, and returns its output."""
     status, output = complete(words, **options)
     assert status == 0, output
     return output
 
 
 def _complete_until(is_over, words, *, every_s, again_s):
-    """Runs the command like ``complete``, and sends SIGTERM once ``is_over()`` holds.
+    """Runs the command like ``complete``, asks ``is_over`` every ``every_s`` seconds, and then sends SIGTERM.
 
-    It asks every ``every_s`` seconds, and sends the signal again after ``again_s`` seconds.
+    The signal comes again after ``again_s`` seconds.
     """
     ended = threading.Event()
 
@@ -143,10 +128,7 @@ def complete_signalled(words, run_dir, count):
 
 
 def complete_beside(server, words):
-    """Runs the command like ``complete``, with rollouts from ``server``.
-
-    If the server dies, the run receives SIGTERM and the test fails.
-    """
+    """Runs the command like ``complete``. If ``server`` dies, the run receives SIGTERM and the test fails."""
     status, output = _complete_until(lambda: not server.alive(), words, every_s=1.0, again_s=1.0)
     if not server.alive():
         pytest.fail(f"the vLLM server ended; the end of {server.log_path}:\n{server.log_tail()}\n{output}")
@@ -154,16 +136,13 @@ def complete_beside(server, words):
 
 
 def wait_for_rows(process, run_dir, count):
-    """Waits until the run of a process has written ``count`` rows."""
+    def runs():
+        return process.poll() is None
 
-    def said():
-        return "" if process.poll() is None else f"the run ended with {process.returncode}: {process.stdout.read()}"
-
-    until(lambda: has_rows(run_dir, count), TIMEOUT, said=said, may_come=lambda: process.poll() is None)
+    until(lambda: has_rows(run_dir, count), TIMEOUT, said=lambda: runs() or process.stdout.read(), may_come=runs)
 
 
 def kill_at(words, run_dir, count, **settings):
-    """Starts the run in its own process, and kills it once it has written ``count`` rows."""
     process = start(words, **settings)
     wait_for_rows(process, run_dir, count)
     process.kill()
@@ -176,5 +155,4 @@ def without_clock(rows):
 
 
 def comparable(run_dir):
-    """Returns the rows of a run without the metrics that depend on the clock."""
     return without_clock(read_rows(run_dir / "metrics.jsonl"))

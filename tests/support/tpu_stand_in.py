@@ -1,10 +1,8 @@
 """A plugin of vLLM that lets tpu-inference run where JAX has only a CPU, and plants faults that a check must notice.
 
-``tpu_plugins`` beside it has the entry point. :data:`REPLACED` lists what is replaced in tpu-inference 0.32.0. A name
-that is not there any more ends the server's start.
-
-The mesh needs no replacement if device indexes are given (:func:`options`): only without them devices are sorted by
-coordinates, which a CPU does not have.
+``tpu_plugins`` beside it has the entry point. :data:`REPLACED` lists what is replaced in tpu-inference 0.32.0; a name
+that is not there any more ends the server's start. The mesh needs no replacement if device indexes are given
+(:func:`options`): only without them devices are sorted by coordinates, which a CPU does not have.
 """
 
 import importlib
@@ -96,9 +94,7 @@ def attend(
 
 def attending(plain: Callable) -> Callable:
     own = set(inspect.signature(attend).parameters) - {"others"}
-    assert own <= set(inspect.signature(plain).parameters), (
-        "the attention kernel of tpu-inference takes other arguments"
-    )
+    assert own <= set(inspect.signature(plain).parameters), "tpu-inference's attention kernel takes other arguments"
     return attend
 
 

@@ -17,7 +17,6 @@ from rljax.policy.score import segment_ends
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-
 # vocab, d, f, layers, h, g, head_dim, tied, theta
 SHAPES = [
     (16, 64, 128, 2, 4, 2, 16, True, 10_000.0),
@@ -26,16 +25,12 @@ SHAPES = [
     (130, 40, 72, 4, 2, 2, 20, False, 10_000.0),
     (51, 24, 40, 2, 8, 2, 6, True, 5_000_000.0),
 ]
-
-
 # A Qwen2 has heads of width d / h.
 SHAPES_QWEN2 = [
     (16, 64, 128, 2, 4, 2, 16, True, 10_000.0),
     (97, 48, 80, 3, 6, 1, 8, False, 1_000_000.0),
     (51, 40, 40, 2, 2, 2, 20, False, 500.0),
 ]
-
-
 # Scaled rotary embeddings. The original length is shorter than the sequences of the tests.
 SHORT = {"original_max_position_embeddings": 16}
 ROPES = [
@@ -45,24 +40,17 @@ ROPES = [
     {"rope_type": "yarn", "factor": 2.5, "attention_factor": 1.3, "beta_fast": 9.0, "truncate": False, **SHORT},
     {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_slow": 2.0, **SHORT},
 ]
+# The number of experts, the experts of a token, their width, and whether the gates are normalised.
+MIXTURES = [(8, 2, 32, True), (4, 1, 24, False), (16, 8, 8, True), (5, 3, 40, False), (3, 3, 16, True)]
 
 
 def hf_config(shape, family, rope=None, **more):
-    vocab, d, f, layers, h, g, head_dim, tied, theta = shape
-    return getattr(transformers, f"{family}Config")(
-        vocab_size=vocab,
-        hidden_size=d,
-        intermediate_size=f,
-        num_hidden_layers=layers,
-        num_attention_heads=h,
-        num_key_value_heads=g,
-        head_dim=head_dim,
-        tie_word_embeddings=tied,
-        rope_parameters={"rope_theta": theta, **(rope or {"rope_type": "default"})},
-        initializer_range=0.1,
-        attn_implementation="eager",
-        **more,
-    )
+    *sizes, theta = shape
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "tie_word_embeddings")
+    more |= {"rope_parameters": {"rope_theta": theta, **(rope or {"rope_type": "default"})}, "initializer_range": 0.1}
+    sized = dict(zip(names, sizes, strict=True))
+    return getattr(transformers, f"{family}Config")(**sized, attn_implementation="eager", **more)
 
 
 def hf_model(shape, family="Qwen3", seed=0, rope=None, **more):
@@ -105,10 +93,6 @@ def _logits(params, config, tokens, segments, positions):
 def torch_logits(model, tokens):
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.float().numpy()
-
-
-# The number of experts, the experts of a token, their width, and whether the gates are normalised.
-MIXTURES = [(8, 2, 32, True), (4, 1, 24, False), (16, 8, 8, True), (5, 3, 40, False), (3, 3, 16, True)]
 
 
 def mixture(experts, k, width, normalized):

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from ports import free_port
+from waiting import free_port
 
 # torch may abort a process that ends with a thread of its process group still running.
 END = "\nsys.stdout.flush()\nimport os\nos._exit(0)\n"
@@ -15,16 +15,9 @@ def outputs_of_two_ranks(program, *words, timeout):
 
     The arguments are RANK PORT and ``words``. The program must import ``sys``.
     """
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program + END, str(rank), port, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    port, pipe = str(free_port()), subprocess.PIPE
+    commands = [[sys.executable, "-c", program + END, str(rank), port, *words] for rank in range(2)]
+    ranks = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for command in commands]
     try:
         outputs = [process.communicate(timeout=timeout) for process in ranks]
     finally:

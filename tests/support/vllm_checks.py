@@ -11,7 +11,6 @@ OUT_OF_BAND = "does not sample from them"
 
 
 def rpc(served, method: str, *arguments: object) -> list:
-    """Calls a method in each worker, and returns their answers."""
     return call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})["results"]
 
 

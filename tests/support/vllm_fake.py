@@ -11,7 +11,6 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,52 +24,40 @@ from rljax.weights.format import PROTOCOL
 from rljax.weights.sums import array_checksum
 
 SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "tie_word_embeddings": True,
+    **{"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    **{"num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+GENERATE = "/inference/v1/generate"
 
 
 class FakeVllm:
     """A stand-in server whose settings are attributes; ``seen`` counts the requests by path."""
 
-    def __init__(self, port: int = 0) -> None:
-        self.version = "default"
-        self.weights_path = None
+    def __init__(self, port=0):
+        self.version, self.weights_path = "default", None
         self.logprob = -1.0
         self.policy = None  # a function of (prompt, settings) that returns tokens and their log-probabilities
-        self.delay_s = 0.0
-        self.token_s = 0.0  # the time that each token takes
+        self.delay_s = self.token_s = 0.0  # the time of each request, and that of each token
         self.after_load_s = 0.0  # the additional time of requests after an update
-        self.pauses: list[str] = []  # the mode of each pause
-        self.asked: list[tuple[list[int], int, int | None]] = []  # the prompt, limit and seed of each sample
-        self.sampling: list[dict] = []  # the settings of each sample
+        self.pauses = []  # the mode of each pause
+        self.asked, self.sampling = [], []  # the (prompt, limit, seed) of each sample, and its settings
         self.tops = None  # maps a token to the (token, log-probability) pairs of its position, the sampled one first
-        self.max_logprobs = 20
-        self.described: dict = {}  # additional entries of the plugin's description
+        self.described = {}  # additional entries of the plugin's description
         self.forcing = {"way": "extra_args", "reason": ""}  # its answer to a client that gives the tokens to decode
-        self.obeys = True  # whether it decodes the given tokens
-        self.names_versions = True
+        self.obeys, self.names_versions = True, True  # whether it decodes the given tokens, and names its versions
         self.block = 0  # the size of a block of its prefix cache (tokens), which it tells of; 0: it does not tell
-        self.cached: set[tuple[int, ...]] = set()  # the prefixes of prompts, in whole blocks, that it has computed
-        self.fail_next: list[int] = []  # the statuses of the next samples
-        self.routes = {ROLLOUTS, "/inference/v1/generate", "/weight_info"}
-        self.dtype, self.protocol = "float32", PROTOCOL
+        self.cached = set()  # the prefixes of prompts, in whole blocks, that it has computed
+        self.fail_next = []  # the statuses of the next samples
+        self.routes = {ROLLOUTS, GENERATE, "/weight_info"}
+        self.dtype, self.protocol, self.max_logprobs = "float32", PROTOCOL, 20
         self.engines = 1  # the number of its engines, of one worker each
-        self.model, self.root = "policy", "nowhere"
+        self.model, self.root, self.finish = "policy", "nowhere", "length"
         self.raw, self.paused, self.asleep = False, False, False
-        self.finish = "length"
         self.key = ""  # every route except /health needs this key
-        self.refuse: dict[str, int] = {}  # the status by path
-        self.not_loaded: set[str] = set()  # the tensors that its next updates leave out
-        self.seen: Counter[str] = Counter()
-        self.events: list[str] = []
+        self.refuse = {}  # the status by path
+        self.not_loaded = set()  # the tensors that its next updates leave out
+        self.seen, self.events = Counter(), []
         self.running, self.most_running = 0, 0
         self._lock = threading.Condition()
         self._holds, self._given_up = False, 0
@@ -79,41 +66,39 @@ class FakeVllm:
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
-    def stop(self) -> None:
+    def stop(self):
         with self._lock:
             self._holds = False
             self._lock.notify_all()
         self._httpd.shutdown()
         self._httpd.server_close()
 
-    def answer(self, method: str, path: str, body: dict) -> tuple[int, dict | Iterator[bytes]]:
+    def answer(self, method, path, body):
         self.seen[path] += 1
-        if path in (ROLLOUTS, "/inference/v1/generate", "/weight_info") and path not in self.routes:
+        if path in (ROLLOUTS, GENERATE, "/weight_info") and path not in self.routes:
             return 404, {"error": "Not Found"}
         if path in self.refuse:
             return self.refuse[path], {"error": {"message": "no such thing"}}
-        if path == "/health":
-            return 200, {}
         if path in ("/sleep", "/wake_up"):
             self.asleep = path == "/sleep"
-        if path == "/is_sleeping":
-            return 200, {"is_sleeping": self.asleep}
         if self.asleep and path.endswith(("/generate", "_weight_update", "_weights")):
             return 500, {"error": {"message": "it sleeps"}}
-        if path == "/is_paused":
-            return 200, {"is_paused": self.paused}
-        if path == "/v1/models":
-            return 200, {"data": [{"id": self.model, "root": self.root, "max_model_len": 128}]}
-        if path == "/version":
-            return 200, {"version": "fake"}
-        if path == "/weight_info":
-            return 200, {"weight_version": self.version}
-        if path == "/get_world_size":
-            return 200, {"world_size": self.engines if body["include_dp"] == "true" else 1}
-        if path == "/collective_rpc":
-            methods = {"rljax_describe": self._describe, "rljax_checksums": self.checksums}
-            methods |= {"rljax_force": lambda: self.forcing}
-            return 200, {"results": [methods[body["method"]](*body.get("args", ()))]}
+        told = {
+            "/health": dict,
+            "/is_sleeping": lambda: {"is_sleeping": self.asleep},
+            "/is_paused": lambda: {"is_paused": self.paused},
+            "/v1/models": lambda: {"data": [{"id": self.model, "root": self.root, "max_model_len": 128}]},
+            "/version": lambda: {"version": "fake"},
+            "/weight_info": lambda: {"weight_version": self.version},
+            "/get_world_size": lambda: {"world_size": self.engines if body["include_dp"] == "true" else 1},
+            "/collective_rpc": lambda: {"results": [self._call(body["method"], *body.get("args", ()))]},
+        }
+        if path in told:
+            return 200, told[path]()
+        if path == ROLLOUTS:
+            return (200, self.lines(body)) if method == "POST" else (405, {"detail": "Method Not Allowed"})
+        if path.endswith("/generate"):
+            return self._sample(body) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         if path in ("/pause", "/resume"):
             with self._lock:
                 self.paused = path == "/pause"
@@ -125,46 +110,37 @@ class FakeVllm:
             self.version = body["weight_version"]
         if path == "/update_weights":
             self.weights_path = body["update_info"]["path"]
-        if path == ROLLOUTS:
-            return (200, self.lines(body)) if method == "POST" else (405, {"detail": "Method Not Allowed"})
-        if path.endswith("/generate"):
-            return self._sample(body) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         self.events.append(path)
         return 200, {}
 
-    def _describe(self) -> dict:
-        return {
-            "protocol": self.protocol,
-            "vllm": "fake",
-            "dtype": self.dtype,
-            "quantization": None,
-            "max_model_len": 128,
-            "max_logprobs": self.max_logprobs,
-            "block_size": 16,
-            "backend": "rljax_file",
-            "shape": SHAPE,
-        } | self.described
+    def _call(self, method, *arguments):
+        if method == "rljax_force":
+            return self.forcing
+        if method == "rljax_checksums":
+            return self.checksums(*arguments)
+        assert method == "rljax_describe", method
+        facts = {"protocol": self.protocol, "vllm": "fake", "dtype": self.dtype, "quantization": None, "shape": SHAPE}
+        facts |= {"max_model_len": 128, "max_logprobs": self.max_logprobs, "block_size": 16, "backend": "rljax_file"}
+        return facts | self.described
 
-    def checksums(self) -> dict:
+    def checksums(self):
         tensors = {}
         for file in Path(self.weights_path).glob("*.safetensors"):
             tensors |= {name: dataclasses.astuple(array_checksum(array)) for name, array in load_file(file).items()}
-        left_out = dict.fromkeys(self.not_loaded)
-        tensors |= left_out
-        return {"tag": self.version, "tensors": tensors, "seconds": 0.25}
+        return {"tag": self.version, "tensors": tensors | dict.fromkeys(self.not_loaded), "seconds": 0.25}
 
-    def lines(self, asked: list[dict]) -> Iterator[bytes]:
+    def lines(self, asked):
         """Yields the lines of rljax's endpoint; each has the answer of /inference/v1/generate to its request."""
         with ThreadPoolExecutor(len(asked)) as threads:
             bodies = [{"model": self.model, **each} for each in asked]
-            sampled = [threads.submit(self.answer, "POST", "/inference/v1/generate", body) for body in bodies]
+            sampled = [threads.submit(self.answer, "POST", GENERATE, body) for body in bodies]
             for each in as_completed(sampled):
                 status, reply = each.result()
                 number = sampled.index(each)
                 said = json.dumps(rollout_reply(reply, asked[number]["token_ids"]) if status == 200 else reply)
                 yield f"{number} {status} {said}\n".encode()
 
-    def _sample(self, body: dict) -> tuple[int, dict]:
+    def _sample(self, body):
         with self._lock:
             self.running += 1
             self.most_running = max(self.most_running, self.running)
@@ -176,7 +152,7 @@ class FakeVllm:
             with self._lock:
                 self.running -= 1
 
-    def _sampled(self, body: dict, status: int) -> tuple[int, dict]:
+    def _sampled(self, body, status):
         if status != 200:
             return status, {"error": {"message": f"told to fail with {status}"}}
         if body["model"] != self.model:
@@ -218,21 +194,17 @@ class FakeVllm:
         content = [
             {
                 "token_id": token,
-                "logprob": logprob,
+                "logprob": value,
                 "top_logprobs": [{"token_id": t, "logprob": v} for t, v in top.items()],
             }
-            for token, logprob, top in zip(tokens, logprobs, tops, strict=False)
+            for token, value, top in zip(tokens, logprobs, tops, strict=False)
         ]
-        choice = {
-            "token_ids": tokens,
-            "finish_reason": finish,
-            "weight_versions": spans if self.names_versions else None,
-            "logprobs": {"content": content},
-        }
+        choice = {"token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
+        choice["weight_versions"] = spans if self.names_versions else None
         told = self.block and {"prompt_tokens_details": {"cached_tokens": self._from_cache(prompt)}}
         return 200, {"choices": [choice], "prompt_logprobs": scored, "usage": told or {"prompt_tokens": len(prompt)}}
 
-    def _from_cache(self, prompt: list[int]) -> int:
+    def _from_cache(self, prompt):
         """Returns the number of tokens of the prompt in cached blocks, and caches all its whole blocks."""
         with self._lock:
             blocks = [tuple(prompt[:end]) for end in range(self.block, len(prompt), self.block)]
@@ -241,7 +213,7 @@ class FakeVllm:
         return known * self.block
 
 
-def rollout_reply(reply: dict, prompt: list[int]) -> dict:
+def rollout_reply(reply, prompt):
     """Returns the reply of rljax's endpoint to ``prompt`` that corresponds to one of /inference/v1/generate."""
     (choice,) = reply["choices"]
     content = choice["logprobs"]["content"]
@@ -262,7 +234,7 @@ def rollout_reply(reply: dict, prompt: list[int]) -> dict:
     }
 
 
-def flat_scores(rows: list[list[tuple[int, float]]]) -> dict[str, str]:
+def flat_scores(rows):
     """Returns the (token, log-probability) pairs of each position in the format of rljax's endpoint."""
     return {
         "counts": as_base64([len(row) for row in rows], "<i4"),
@@ -271,13 +243,12 @@ def flat_scores(rows: list[list[tuple[int, float]]]) -> dict[str, str]:
     }
 
 
-def hash_of(prompt: list[int]) -> str:
+def hash_of(prompt):
     """Returns the hash by which a reply of rljax's endpoint names its prompt, as it stands in JSON."""
     return base64.b64encode(prompt_hash(np.asarray(prompt, "<i4").tobytes())).decode()
 
 
-def as_base64(values: list, dtype: str) -> str:
-    """Returns an array in the form that it has in JSON."""
+def as_base64(values, dtype):
     return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()
 
 
@@ -287,11 +258,11 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
 
-def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
+def _handler(fake):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def _answer(self) -> None:
+        def _answer(self):
             length = int(self.headers.get("Content-Length") or 0)
             path, query = urlparse(self.path).path, parse_qsl(urlparse(self.path).query)
             body = json.loads(self.rfile.read(length)) if length else {}
@@ -314,7 +285,7 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
 
         do_GET = do_POST = _answer
 
-        def log_message(self, *args) -> None:
+        def log_message(self, *args):
             pass
 
     return Handler

@@ -32,21 +32,14 @@ def kill_server(server: ServerProcess) -> None:
     server.stop()
 
 
-def kill_worker(group: int) -> int:
-    """Ends the worker of the server in process group ``group`` with SIGILL, and returns its id.
-
-    AMX without permission ends a worker with this signal.
-    """
+def kill_worker(group: int) -> None:
+    """Ends the worker of the server in process group ``group`` with SIGILL, as AMX without permission does."""
     (worker,) = (pid for pid, line in members(group).items() if line.startswith("VLLM::Worker"))
     os.kill(worker, signal.SIGILL)
-    return worker
 
 
 def members(group: int) -> dict[int, str]:
-    """Returns the id and the command line of each process of a group.
-
-    The environment does not identify them, because vLLM overwrites the one that its workers show.
-    """
+    """Returns the id and the command line of each process of a group (vLLM overwrites its workers' environment)."""
     found = {}
     for one in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(ProcessLookupError):
@@ -56,7 +49,6 @@ def members(group: int) -> dict[int, str]:
 
 
 def serving(port: str) -> list[int]:
-    """Returns the ids of the processes that serve on ``port`` and of their descendants."""
     roots = [one for one in psutil.process_iter(["cmdline"]) if {"--port", port} <= {*(one.info["cmdline"] or ())}]
     return sorted({each.pid for one in roots for each in (one, *one.children(recursive=True))})
 
@@ -64,10 +56,7 @@ def serving(port: str) -> list[int]:
 class LaunchedServer:
     """A server from ``launch/vllm_server.sh --follow-parent``; when its caller dies, everything must end.
 
-    Attributes:
-      url: The URL that the script wrote.
-      log_path: The path of the server's output.
-      processes: The ids of the serving processes when the server became healthy.
+    ``processes`` has the ids of the serving processes when the server became healthy.
     """
 
     def __init__(self, interpreter: str, directory: Path, model: Path, *options: str):
@@ -86,8 +75,7 @@ class LaunchedServer:
             self.kill_caller()
             raise
 
-    def alive(self) -> bool:
-        """Whether the server can answer, now or later."""
+    def alive(self):
         try:
             with DIRECT.open(f"{self.url}/health", timeout=2):
                 return True
@@ -96,12 +84,10 @@ class LaunchedServer:
         except OSError:
             return bool(self.running())
 
-    def running(self) -> list[int]:
-        """Returns the ids in ``processes`` that still exist."""
+    def running(self):
         return [*filter(psutil.pid_exists, self.processes)]
 
-    def log_tail(self, lines: int = 40) -> str:
-        """Returns the last lines of the server's output."""
+    def log_tail(self, lines=40):
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def kill_caller(self) -> None:

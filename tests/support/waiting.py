@@ -1,16 +1,14 @@
-"""The wait for a condition, such as the end of a process."""
+"""The wait for a condition, such as the end of a process, and a free port for one."""
 
 import contextlib
+import socket
 import time
 
 import psutil
 
 
 def until(holds, timeout_s=120.0, *, said=str, may_come=lambda: True, every_s=0.02):
-    """Waits until ``holds()`` is true.
-
-    It fails after a time limit, or when ``may_come()`` is false. The message has what ``said()`` returns then.
-    """
+    """Waits until ``holds()`` is true. It fails with ``said()`` after a time limit, or when ``may_come()`` is false."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert may_come() or holds(), f"in vain: {said()}"
@@ -19,7 +17,6 @@ def until(holds, timeout_s=120.0, *, said=str, may_come=lambda: True, every_s=0.
 
 
 def has_rows(run_dir, count):
-    """Returns whether a run has recorded ``count`` steps."""
     path = run_dir / "metrics.jsonl"
     return path.exists() and len(path.read_text().splitlines()) >= count
 
@@ -33,3 +30,10 @@ def is_gone(pid, within_s=10.0):
                 return False
             time.sleep(0.05)
     return True
+
+
+def free_port() -> int:
+    """Returns a TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

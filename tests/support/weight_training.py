@@ -1,4 +1,4 @@
-"""Tensors of which each step changes a share, their versions, and the content of a machine's mirror."""
+"""Tensors of which each step changes a share, their versions, and what a mirror holds."""
 
 import contextlib
 import json
@@ -7,13 +7,11 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rljax.weights.format import TensorRegion
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import open_source
 from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum, bits_of
-from rljax.weights.writer import Part
 
 DIRECTORY = PublishConfig("directory")
 SHAPES = {"embed": (64, 48), "norm": (48,), "experts": (4, 6, 8), "head": (64, 48)}
@@ -28,11 +26,9 @@ class Training:
         self.files, self.number, self.versions = files or WeightDirectory(publish, root, **options), 0, []
 
     def step(self, share=0.05):
-        """Changes a share of the elements and writes a version."""
         for array in self.tensors.values():
             bits = bits_of(array).reshape(-1)
-            chosen = self.rng.random(bits.size) < share
-            bits[chosen] ^= 1
+            bits[self.rng.random(bits.size) < share] ^= 1
         return self.write()
 
     def write(self):
@@ -43,7 +39,6 @@ class Training:
         return self.versions[-1]
 
     def publish(self, mirror, share=0.05):
-        """Writes the next version and pulls it."""
         self.step(share)
         return self.pull(mirror)
 
@@ -51,30 +46,6 @@ class Training:
         version = version or self.versions[-1]
         with contextlib.closing(open_source(version.source)) as source:
             return pull(source, version.path.name, mirror, **options)
-
-
-def shards(tensors, count):
-    """Returns the parts that each of ``count`` processes holds.
-
-    A process holds rows of most tensors and columns of the embedding; the first process holds the norm.
-    """
-    held = [[] for _ in range(count)]
-    for name, array in tensors.items():
-        whole = TensorRegion.whole(array.shape)
-        matrix = array.reshape(whole.rows, whole.width)
-        for process in range(count):
-            if name == "norm":
-                region = whole if process == 0 else None
-            elif name == "embed":
-                width = whole.width // count
-                region = TensorRegion(0, whole.rows, process * width, width, whole.width)
-            else:
-                rows = whole.rows // count
-                region = TensorRegion(process * rows, rows, 0, whole.width, whole.width)
-            if region is not None:
-                part = matrix[region.row : region.row + region.rows, region.column : region.column + region.width]
-                held[process].append(Part(name, array.shape, region, part.copy()))
-    return held
 
 
 def held(root):
@@ -91,17 +62,13 @@ def assert_holds(mirror, training, version=None):
     assert tag == (version or training.versions[-1]).tag
     assert list(tensors) == list(training.tensors)
     for name, array in training.tensors.items():
-        assert tensors[name].tobytes() == array.tobytes(), name
-        assert tensors[name].shape == array.shape
-        assert tensors[name].dtype == array.dtype
+        found = tensors[name]
+        assert (found.tobytes(), found.shape, found.dtype) == (array.tobytes(), array.shape, array.dtype), name
     mirror.check()
 
 
 def change_after_writing(monkeypatch, change):
-    """Changes the files of each version after it is written.
-
-    A file then stores ``change(name, array)``, or nothing for None.
-    """
+    """Makes each file of a version store ``change(name, array)``, or nothing for None, after it is written."""
     sound = WeightDirectory.write
 
     def write(self, *arguments):

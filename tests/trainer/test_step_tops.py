@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cut_batches import cut_log_softmax, with_supports
 from tiny_step import CONFIG, COUNT, check_close, fresh_state, make_step, packed, sequences
+from tree_batches import cut_log_softmax, with_supports
 
 from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.policy.score import segment_ends

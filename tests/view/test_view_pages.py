@@ -1,14 +1,17 @@
 """Tests of the page of a token dump or run: its numbers against ones by hand, and its words on broken dumps."""
 
+import base64
 import dataclasses
+import gzip
+import json
 import math
+import re
 
 import numpy as np
 import pytest
 import yaml
 from records import record_row, small_dump, write_record
 from toy_runs import outcome, refused
-from view_pages import numbers, page_data
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.commands.view import main
@@ -27,6 +30,15 @@ def viewed(tmp_path, source, *words):
     status, out, err = outcome(main, [source, "-o", tmp_path / "page.html", *words])
     assert (status, out.strip()) == (0, str(tmp_path / "page.html")), err
     return page_data(tmp_path / "page.html")
+
+
+def page_data(path):
+    text = path.read_text()
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def numbers(array):
+    return np.frombuffer(gzip.decompress(base64.b64decode(array["bytes"])), "<" + array["dtype"]).tolist()
 
 
 def dump_of(tmp_path, dump):

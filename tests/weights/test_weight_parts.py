@@ -10,20 +10,40 @@ import threading
 import httpx
 import pytest
 from toy_runs import ROOT
-from weight_training import Training, assert_holds, shards
+from weight_training import Training, assert_holds
 
 from rljax.errors import ConfigError, NotWrittenError
 from rljax.weights import writer as writers
 from rljax.weights.access import KEY_FILE, find_key_file, own_address
-from rljax.weights.format import FileRecord
+from rljax.weights.format import FileRecord, TensorRegion
 from rljax.weights.mirror import Mirror
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
 from rljax.weights.store import WeightDirectory
-from rljax.weights.writer import PartWriter, WrittenFiles, make_part_writer, merge_summaries, merge_written
+from rljax.weights.writer import Part, PartWriter, WrittenFiles, make_part_writer, merge_summaries, merge_written
 
 HERE = "127.0.0.1:1"  # a coordinator on this machine
+
+
+def shards(tensors, count):
+    """Returns the parts that each of ``count`` processes holds.
+
+    A process holds rows of most tensors and columns of the embedding; the first process holds the norm.
+    """
+    held = [[] for _ in range(count)]
+    for name, array in tensors.items():
+        whole = TensorRegion.whole(array.shape)
+        matrix = array.reshape(whole.rows, whole.width)
+        for process in range(1 if name == "norm" else count):
+            region, rows, width = whole, whole.rows // count, whole.width // count
+            if name == "embed":
+                region = TensorRegion(0, whole.rows, process * width, width, whole.width)
+            elif name != "norm":
+                region = TensorRegion(process * rows, rows, 0, whole.width, whole.width)
+            part = matrix[region.row : region.row + region.rows, region.column : region.column + region.width]
+            held[process].append(Part(name, array.shape, region, part.copy()))
+    return held
 
 
 class InTurn:

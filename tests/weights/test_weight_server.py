@@ -2,17 +2,18 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
+import psutil
 import pytest
-from child_servers import kill_server, server_at
-from cutting_proxy import CuttingProxy
 
 from rljax.weights.access import KEY_FILE
 from rljax.weights.format import PROTOCOL, FileRecord
@@ -21,6 +22,71 @@ from rljax.weights.publish_config import PublishConfig
 from rljax.weights.source import HttpSource, SourceError, open_source
 from rljax.weights.store import WeightDirectory
 from rljax.weights.worker import WorkerWeights
+
+
+def server_at(url):
+    """Returns the id of the process that serves the weights at a URL on this machine, besides those that started it."""
+    port = int(url.rpartition(":")[2])
+    holders = [one for one in psutil.process_iter() if _listens(one, port)]
+    (server,) = {one.pid for one in holders} - {one.ppid() for one in holders}
+    return server
+
+
+def kill_server(url):
+    server = server_at(url)
+    os.kill(server, signal.SIGKILL)
+    return server
+
+
+def _listens(process, port):
+    try:
+        return (port, psutil.CONN_LISTEN) in [(one.laddr.port, one.status) for one in process.net_connections("tcp4")]
+    except psutil.Error:  # it has ended, or belongs to another user
+        return False
+
+
+class CuttingProxy:
+    """A proxy on a free port before a server on 127.0.0.1; it refuses connections unless it is ``open``.
+
+    It cuts a connection after ``cut_after`` bytes of an answer; it counts ``cuts`` and the bytes that it ``passed``.
+    """
+
+    def __init__(self, url, cut_after):
+        self._server = ("127.0.0.1", int(url.rpartition(":")[2]))
+        self.open, self.cut_after, self.passed, self.cuts = True, cut_after, 0, 0
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self):
+        self._listening.close()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                if self.open:
+                    server = socket.create_connection(self._server)
+                    for ends in ((client, server, False), (server, client, True)):
+                        threading.Thread(target=self._forward, args=ends, daemon=True).start()
+                else:
+                    client.close()
+
+    def _forward(self, source, target, limited):
+        count = 0
+        with contextlib.suppress(OSError):
+            while content := source.recv(16_384):
+                target.sendall(content)
+                count += len(content)
+                if limited:
+                    self.passed += len(content)
+                    if not self.open or count >= self.cut_after:
+                        self.cuts += 1
+                        break
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import yaml
 from generate_server import VERSIONS, routes_of
-from ports import free_port
 from toy_runs import start, tiny
-from waiting import until
+from waiting import free_port, until
 
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import load_tokenizer

@@ -9,7 +9,6 @@ with known properties refuse other properties, as the API server does for ``kube
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,7 +16,7 @@ TEMPLATES = {"template", "leaderTemplate", "workerTemplate"}
 KEPT = ("type", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "required")
 
 
-def cut(schema: dict[str, Any], name: str = "") -> dict[str, Any]:
+def cut(schema, name=""):
     """Returns the JSON schema for an OpenAPI schema of a CRD; ``name`` is the property that it describes."""
     if name in TEMPLATES or name == "metadata":
         return {"type": "object"}
@@ -34,14 +33,11 @@ def cut(schema: dict[str, Any], name: str = "") -> dict[str, Any]:
     return found
 
 
-def main(source: str, output: str) -> None:
-    spec = yaml.safe_load(Path(source).read_text(encoding="utf-8"))["spec"]
-    (version,) = spec["versions"]
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **cut(version["schema"]["openAPIV3Schema"])}
-    schema["properties"]["apiVersion"]["const"] = f"{spec['group']}/{version['name']}"
-    schema["properties"]["kind"]["const"] = spec["names"]["kind"]
-    Path(output).write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    source, output = map(Path, sys.argv[1:])
+    spec = yaml.safe_load(source.read_text(encoding="utf-8"))["spec"]
+    (version,) = spec["versions"]
+    made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **cut(version["schema"]["openAPIV3Schema"])}
+    made["properties"]["apiVersion"]["const"] = f"{spec['group']}/{version['name']}"
+    made["properties"]["kind"]["const"] = spec["names"]["kind"]
+    output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from counting_environments import play
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_episodes import play
 from records import response
 from toy_texts import TASKS as TEXTS
 from toy_texts import ToyBaseConfig

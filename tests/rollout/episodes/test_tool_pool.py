@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from played_episodes import play
+from counting_environments import play
 
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import Reply
