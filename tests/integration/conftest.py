@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from stopping import StopWhen
+from toy_runs import outcome
 from vllm_processes import FORKED, kill_server
 
+from rljax.commands import accept
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.hf import hf_tensors, load_params
@@ -161,6 +163,18 @@ class Served:
         return np.concatenate([np.abs(np.asarray(s)[-r.length :] - r["rollout_logprobs"]) for r, s in pairs])
 
 
+def accepted(served, out, *options, model=None):
+    """Returns the exit status of ``rljax accept``, the checks of its JSON, and the page with the errors."""
+    words = [model or served.model.path, "--server", served.url, "--out", out, "--length", "64", "--steps", "2"]
+    status, page, err = outcome(accept.main, [*words, *options])
+    return status, json.loads((out / "accept.json").read_text())["checks"], page + err
+
+
+def failed(checks):
+    """Returns the names of the checks of ``rljax accept`` that failed."""
+    return [name for name, one in checks.items() if one["status"] == "FAIL"]
+
+
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory) -> Callable[..., Model]:
     @functools.cache
@@ -257,11 +271,6 @@ def bfloat16(servers) -> Served:
 
 
 @pytest.fixture
-def float16(servers) -> Served:
-    return servers.of("float16")
-
-
-@pytest.fixture
 def float32(servers) -> Served:
     return servers.of("float32")
 
@@ -273,9 +282,9 @@ def mortal(servers) -> Served:
 
 
 @pytest.fixture
-def served(request) -> Served:
+def served(request, servers) -> Served:
     """Returns the server of the dtype that an indirect parameter names."""
-    return request.getfixturevalue(request.param)
+    return servers.of(request.param)
 
 
 @pytest.fixture

@@ -11,17 +11,19 @@ import pytest
 from transformers_models import repeat_head
 from vllm_checks import OTHER_BITS, OUT_OF_BAND, sabotaged
 
+from rljax.commands import check_server
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.operations import operations
 from rljax.compare.layers.tracers import open_tracer
+from rljax.data.toy import build_tokenizer
 from rljax.errors import HandshakeError, VerificationError
 from rljax.policy.families import config_to_hf
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.rollout.servers.vllm.server import VllmConfig
 from rljax.rollout.types import SamplingParams
-from tests.integration.conftest import HYBRID, SHAPES, Model, Served
+from tests.integration.conftest import HYBRID, SHAPES, Model, Served, accepted, failed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
 # The bounds are mean absolute differences of log-probabilities, in nats.
@@ -41,8 +43,7 @@ def parameters(family):
     return jax.tree.unflatten(tree, moved)
 
 
-SERVED = [("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32"), ("qwen2", "bfloat16")]
-SERVED += [("llama", "bfloat16"), ("llama", "float32")]
+SERVED = [("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32"), ("qwen2", "float32"), ("llama", "bfloat16")]
 
 
 @pytest.fixture(scope="module", params=[*SERVED, (HYBRID, "bfloat16")], ids="-".join)
@@ -53,9 +54,19 @@ def served(request, start_server, tmp_path_factory):
     save_params(path, init_params(config, 7), config, jnp.dtype(dtype))
     if dtype == "bfloat16" and config.tie_word_embeddings:
         repeat_head(path)
+    build_tokenizer().save(path)  # for rljax accept
     model = Model(path, config, params, json.loads(json.dumps(config_to_hf(config, dtype))))
     with start_server(model, dtype) as server:
         yield Served(server, model, dtype)
+
+
+def test_a_clean_pair_is_accepted(served, tmp_path, monkeypatch):
+    """It is the first test, because the server still has the weights of its files."""
+    monkeypatch.setattr(check_server, "QUIET_S", 0.5)
+    steps = "20" if served.model.config.family == "qwen2" else "2"
+    status, checks, page = accepted(served, tmp_path / "out", "--steps", steps)
+    assert (status, failed(checks)) == (0, []), page
+    assert checks["training"]["says"].startswith(f"{steps} steps, ")
 
 
 def test_what_is_published_is_proven_and_sampled_from(served):
@@ -82,10 +93,7 @@ FAULTS = {
 
 
 def test_a_tensor_that_is_not_loaded_is_named(served):
-    """Single tensors are left out, such as an expert, a router or a bias.
-
-    Each is named, and the same step loaded soundly passes.
-    """
+    """Single tensors are left out, such as an expert, a router or a bias. The same step loaded soundly passes."""
     with served.published() as engine:
         for version, name in enumerate(FAULTS[served.model.config.family]):
             said = f"{OTHER_BITS}: .*{name}"
@@ -96,10 +104,7 @@ def test_a_tensor_that_is_not_loaded_is_named(served):
 
 @pytest.mark.parametrize("served", [("qwen3_moe", "bfloat16")], ids="-".join, indirect=True)
 def test_experts_that_are_not_packed_are_caught_by_their_use(served):
-    """A plain reload in vLLM on a CPU has this fault.
-
-    Every bit is the trainer's, but the kernel reads another layout.
-    """
+    """A plain reload in vLLM on a CPU has this fault: every bit is there, but the kernel reads another layout."""
     with served.published() as engine:
         with sabotaged(served, "repack", "on"), pytest.raises(VerificationError, match=OUT_OF_BAND):
             engine.publish(served.model.moved(20), 1)

@@ -11,10 +11,9 @@ from vllm_processes import kill_worker
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.types import SamplingParams
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.harness]
 
 
-@pytest.mark.harness
 def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
     """The run waits, sends the weights again, verifies them, and samples every response from them."""
     thread = threading.Thread(target=servers.kill_and_restart)
@@ -37,12 +36,8 @@ def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
     assert mortal.gaps(params, responses).max() < 1e-4
 
 
-@pytest.mark.harness
 def test_the_death_of_a_server_of_ours_ends_the_wait(mortal, prompts):
-    """The server's worker dies as from SIGILL.
-
-    The engine would wait for 900 s, but `alive` notices the server's end.
-    """
+    """The server's worker dies as from SIGILL. The engine would wait for 900 s, but notices the server's end."""
     with mortal.published() as engine:
         stream = iter(engine.generate(prompts, 24, SamplingParams(160), seed=0))
         next(stream)
