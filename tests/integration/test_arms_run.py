@@ -32,10 +32,7 @@ def rows_of(base, run_dir, *options):
 
 @pytest.fixture(scope="module")
 def several(toy_base, tmp_path_factory):
-    """Runs GRPO with two mini-batches, two epochs, a KL penalty and VeXact's remedy for noisy weights.
-
-    Returns rows and folder.
-    """
+    """Runs GRPO with two mini-batches, two epochs, a KL penalty and VeXact's remedy for noisy weights."""
     run_dir = tmp_path_factory.mktemp("several") / "run"
     options = [
         *("--loss.mini-batches", "2", "--loss.epochs", "2", "--advantage.estimator", "grpo"),
@@ -50,8 +47,7 @@ def several(toy_base, tmp_path_factory):
 
 def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
     _, rows = several
-    # The row has the mean of the largest weights of both mini-batches. It is the cap if both have a token above the
-    # cap.
+    # The row has the mean of the largest weights of both mini-batches, which is the cap if both have such a token.
     assert np.float32(CAP) in [row["correction/weight_max"] for row in rows]
     for row in rows:
         # The first mini-batch of a run moves the policy away from the reference.
@@ -99,28 +95,22 @@ def test_the_transcript_can_be_read(several):
     assert total / tokens == pytest.approx(rows[2]["mismatch/logprob_abs_diff_mean"], rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def bypass(toy_base, tmp_path_factory):
-    """Returns the rows of a bfloat16 run that clips the ratio of trainer to rollout within tight bounds."""
-    bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
-    return rows_of(toy_base, tmp_path_factory.mktemp("bypass") / "run", "--loss.old-logprobs", "rollout", *bounds)
-
-
 @pytest.mark.harness
-def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, bypass, tmp_path):
+def test_bypass_and_float16_on_both_sides(toy_base, tmp_path):
+    """In bfloat16, the mismatch goes into the ratio, which is clipped within tight bounds at the very first update.
+
+    Rejection is on, and no sequence is rejected. In float16, the loss is scaled, and both sides lie closer.
+    """
+    bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
+    bypass = rows_of(toy_base, tmp_path / "bypass", "--loss.old-logprobs", "rollout", *bounds)
+    assert bypass[0]["policy/clip_fraction"] > 0
+    assert bypass[0]["correction/rejected_sequence_fraction"] == 0.0
     options = ["--rollout.dtype", "float16", "--precision.compute-dtype", "float16", "--correction.preset", "token_mis"]
     rows = rows_of(toy_base, tmp_path / "run", *options)
     assert all(row["precision/loss_scale"] == 2.0**15 for row in rows)
     assert rows[-1]["precision/overflows"] == 0
     assert rows[0]["mismatch/logprob_abs_diff_mean"] < 0.5 * bypass[0]["mismatch/logprob_abs_diff_mean"]
     assert rows[0]["correction/changed_fraction"] == 0.0
-
-
-@pytest.mark.harness
-def test_bypass_puts_the_mismatch_into_the_ratio(bypass):
-    """The ratio is clipped at the very first update. Rejection is on, and no sequence is rejected."""
-    assert bypass[0]["policy/clip_fraction"] > 0
-    assert bypass[0]["correction/rejected_sequence_fraction"] == 0.0
 
 
 def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
@@ -132,26 +122,18 @@ def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_settings_that_make_no_sense_are_one_line(toy_base, tmp_path):
+    presets = ["--correction.preset", "token_tis"]
+    for options, message in (
         (["--loss.mini-batches", "3"], "data.batch_size = 8 does not divide into loss.mini_batches = 3"),
         (["--publish.store", "http"], "publish.store = http is for servers: rollout.engine must be vllm or sglang"),
         (["--publish.store", "nowhere"], "store must be shared, directory, http or a URL, got 'nowhere'"),
-        (
-            ["--loss.old-logprobs", "rollout", "--correction.preset", "token_tis"],
-            "loss.old_logprobs = rollout puts the mismatch into the ratio already",
-        ),
+        (["--loss.old-logprobs", "rollout", *presets], "loss.old_logprobs = rollout puts the mismatch into the ratio"),
         (["--loss.router-balance", "0.01"], "loss.router_balance is for a mixture of experts"),
-        (
-            ["--correction.preset", "token_tis", "--correction.part", "numerics"],
-            "correction.part = numerics is for rollouts that may be stale",
-        ),
-    ],
-)
-def test_settings_that_make_no_sense_are_one_line(options, message, toy_base, tmp_path):
-    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options))
-    assert code == 2
-    assert message in output
-    assert len(output.strip().splitlines()) == 1
-    assert not (tmp_path / "run").exists()
+        (["--correction.part", "numerics", *presets], "correction.part = numerics is for rollouts that may be stale"),
+    ):
+        code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options))
+        assert code == 2
+        assert message in output
+        assert len(output.strip().splitlines()) == 1
+        assert not (tmp_path / "run").exists()

@@ -1,11 +1,12 @@
-"""A run directory has one trainer, with processes as a person or a scheduler starts them."""
+"""Runs in processes as a person or a scheduler starts them: a directory has one trainer, and a stop is in time."""
 
 import os
 import signal
 import threading
+import time
 
 import pytest
-from toy_runs import TIMEOUT, comparable, complete, completed, start, tiny, wait_for_rows
+from toy_runs import ROOT, TIMEOUT, comparable, complete, completed, start, tiny, wait_for_rows
 from waiting import has_rows, until
 
 from rljax.distributed.ownership import read
@@ -41,15 +42,51 @@ def test_of_two_started_at_once_one_trains(toy_base, tmp_path):
     assert not (run_dir / "owner.json").exists()
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-def test_a_refused_run_leaves_the_directory_as_it_was(is_new, tmp_path):
-    run_dir = tmp_path / "run"
-    if not is_new:
-        run_dir.mkdir()
-    status, output = complete(tiny("nowhere", run_dir, 1))
-    assert (status, len(output.splitlines())) == (2, 1)
-    assert run_dir.exists() != is_new
-    assert is_new or list(run_dir.iterdir()) == []
+SLOW_REWARD = """
+import pathlib, time
+
+def reward(problem, response, truncated):
+    if pathlib.Path(__file__).with_name("slow").exists():
+        time.sleep(300)
+    return float(len(response) % 2)
+"""
+
+
+@pytest.mark.harness
+def test_terminated_while_rewards_are_awaited(toy_base, tmp_path, monkeypatch):
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = ("--data.reward", "slow_reward:reward", "--data.reward-timeout-s", "400", "--run.grace-s", "4")
+    run_dir, size = tmp_path / "run", (*reward, "--checkpoint.every", "1")
+    process = start(tiny(toy_base, run_dir, 100, *size, "--data.reward-workers", "1"), PYTHONPATH=f"{ROOT}:{tmp_path}")
+    try:
+        wait_for_rows(process, run_dir, 3)
+        (tmp_path / "slow").touch()
+        time.sleep(2.0)
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        output, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+    assert time.monotonic() - began < 30
+    done = len(comparable(run_dir))
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert f"step {done + 1} is given up: asked to stop while responses were sampled" in output
+    assert f"stopped after step {done}, saved" in output
+    assert max(int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()) == done
+    (tmp_path / "slow").unlink()
+    for name in ("run", "whole"):
+        completed(tiny(toy_base, tmp_path / name, done + 2, *size))
+    assert comparable(run_dir) == comparable(tmp_path / "whole")
+
+
+def test_a_refused_run_leaves_the_directory_as_it_was(tmp_path):
+    for there in (False, True):
+        run_dir = tmp_path / "run"
+        assert complete(tiny("nowhere", run_dir, 1))[0] == 2
+        assert run_dir.exists() == there
+        run_dir.mkdir(exist_ok=True)
+        assert list(run_dir.iterdir()) == []
 
 
 def test_a_run_in_a_moved_directory_goes_on_there(toy_base, tmp_path):
