@@ -10,7 +10,7 @@ from toy_runs import command, completed
 pytestmark = pytest.mark.slow
 
 # The toy's run of one process on the embedded engine does not show these keys. Other tests show them:
-# test_vllm_train.py, test_exact_run.py, test_two_processes.py, rollout/test_vllm_engine.py. test_mixture_run.py has a
+# test_vllm_train.py, test_exact_run.py, processes/test_forms.py, rollout/test_vllm_engine.py. test_mixture_run.py has a
 # mixture of experts, and run/test_offload.py a state that moves. run/test_stop_tokens.py has a chat template, and
 # run/test_refill.py groups that are replaced. trainer/test_turns_update.py has an environment, and
 # run/test_external.py has trajectories of another program. test_self_check_run.py has several devices.

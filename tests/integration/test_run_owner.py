@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from process_runs import FLOAT32, TINY, Run
 from toy_runs import ROOT, TIMEOUT, comparable, complete, completed, start, tiny, wait_for_rows
 from waiting import has_rows, until
 
@@ -78,6 +79,13 @@ def test_terminated_while_rewards_are_awaited(toy_base, tmp_path, monkeypatch):
     for name in ("run", "whole"):
         completed(tiny(toy_base, tmp_path / name, done + 2, *size))
     assert comparable(run_dir) == comparable(tmp_path / "whole")
+
+
+def test_a_wrong_setting_ends_two_processes_with_status_2(toy_base, tmp_path):
+    words = tiny(toy_base, tmp_path / "run", 2, *FLOAT32, *TINY, "--mesh.fsdp", "2")
+    with Run(words, 2, tmp_path / "printed") as run:
+        assert run.wait() == [2, 2], run.printed()
+        assert "error: a mesh of replica=1, fsdp=2, tp=1 leaves processes without a part" in run.printed()[0]
 
 
 def test_a_refused_run_leaves_the_directory_as_it_was(tmp_path):

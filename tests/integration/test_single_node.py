@@ -186,7 +186,8 @@ def test_the_key_file_and_the_head_reach_the_servers(shared):
     assert "--precision.lm-head-dtype float32" in trainer
 
 
-def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path):
+def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     code, out, err = bash(ROOT / "launch/dapo.sh", "--dry-run", "--", "--run.dir", tmp_path / "run", **settings())
     assert code == 0, err
     lines = out.splitlines()

@@ -1,13 +1,8 @@
-"""Two network namespaces act as two machines: trainer processes on one side, a vLLM server on the other.
-
-The link between them has 1 Gbit/s, and the namespaces need root. The weights go through a directory that both sides
-see, as on a shared file system.
-"""
+"""Two network namespaces act as two machines that share a file system: trainers here, a vLLM server there."""
 
 import os
 import secrets
 import subprocess
-import sys
 
 import pytest
 from network_link import Side, linked
@@ -24,16 +19,15 @@ PORT = 18731
 
 
 @pytest.fixture
-def link():
+def served(toy_base, tmp_path):
+    """Yields the URL and key file of a float32 server on the other side of a link. The server is ended by its id."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     with linked(TRAINERS, SERVERS):
-        yield
+        yield from serve(toy_base, tmp_path)
 
 
-@pytest.fixture
-def served(link, toy_base, tmp_path):
-    """Yields the URL and key file of a float32 server on the other side of the link. The server is ended by its id."""
+def serve(toy_base, tmp_path):
     key, url = tmp_path / "key", tmp_path / "url"
     key.write_text(secrets.token_hex(32))
     key.chmod(0o600)
@@ -51,7 +45,7 @@ def served(link, toy_base, tmp_path):
         process.wait(60)
 
 
-def test_two_trainer_processes_and_a_server_beyond_the_link(link, served, toy_base, tmp_path):
+def test_two_trainer_processes_and_a_server_beyond_the_link(served, toy_base, tmp_path):
     url, key = served
     engine = ("--rollout.engine", "vllm", "--rollout.urls", url, "--rollout.api-key-file", str(key))
     size = ("--data.batch-size", "16", "--packing.rows-per-micro-batch", "4", "--rollout.max-response-tokens", "24")
@@ -67,5 +61,4 @@ def test_two_trainer_processes_and_a_server_beyond_the_link(link, served, toy_ba
     assert any(row["publish/changed_fraction"] > 0.5 for row in rows)
     after = [side.sent_bytes() for side in (TRAINERS, SERVERS)]
     sent = [last - first for first, last in zip(before, after, strict=True)]
-    print(f"bytes over the link: {sent[0]} to the server, {sent[1]} from it; python {sys.version.split()[0]}")
     assert min(sent) > 10_000

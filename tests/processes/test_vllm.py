@@ -1,7 +1,4 @@
-"""A run on a real vLLM server has the same rows on 1, 2 and 4 processes.
-
-All of them use the server's answers to the first run.
-"""
+"""A run on a real vLLM server has the same rows on 1, 2 and 4 processes, given the answers to the first one."""
 
 import pytest
 from process_runs import FLOAT32, TINY, assert_alike, largest_differences, replay, without_publish
@@ -23,36 +20,24 @@ def server(toy_base, tmp_path_factory):
         yield started
 
 
-def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):
-    def words(run_dir):
-        engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--loss.mini-batches", "2")
-        return tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
-
-    replay(tmp_path, {str(count): (count, words) for count in (1, 2, 4)})
-    for name in ("1", "2", "4"):
-        assert all(row["publish/verified_tensors"] > 10 for row in comparable(tmp_path / name))
-        assert_alike(without_publish(tmp_path / "1"), without_publish(tmp_path / name))
-
-
 @pytest.mark.parametrize("kind", ["directory", "http"])
-def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tmp_path):
-    """The server receives the same weights, by deltas, and checks every tensor against the devices' checksums.
-
-    Over HTTP each process has its own directory, which no other process reads.
-    """
+def test_the_rows_are_those_of_one_process(kind, server, toy_base, tmp_path):
+    """Each process writes its shards, by deltas, over HTTP into a directory that no other process reads."""
 
     def own(index):
         return "--rollout.transfer-dir", tmp_path / ("weights" if kind == "directory" else f"weights_{index}")
 
     def words(run_dir):
         engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--publish.store", kind)
-        return tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
+        return tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine, "--loss.mini-batches", "2")
 
     replay(tmp_path, {str(count): (count, words) for count in (1, 2, 4)}, own=own)
     assert len(list(tmp_path.glob("weights*"))) == (1 if kind == "directory" else 4)
     assert not list(tmp_path.glob("weights*/*")), "what was published is left"
-    first, *others = (comparable(tmp_path / name) for name in ("1", "2", "4"))
-    for rows in (first, *others):
+    first = comparable(tmp_path / "1")
+    for name in ("1", "2", "4"):
+        rows = comparable(tmp_path / name)
+        assert_alike(without_publish(tmp_path / "1"), without_publish(tmp_path / name))
         assert all(row["publish/verified_tensors"] > 10 for row in rows)
         assert not any("publish/mirrors_repaired" in row for row in rows)
         fractions = [[row["publish/changed_fraction"] for row in each] for each in (first, rows)]
@@ -60,10 +45,7 @@ def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tm
 
 
 def test_colocated_state_is_on_the_host_during_sampling(server, toy_base, tmp_path):
-    """The rows must equal those of a run whose state stays on the device.
-
-    With two processes, each moves its shards and serves its weights.
-    """
+    """The rows must equal those of a run whose state stays on the device. Each of two processes moves its shards."""
     shared = ("--rollout.colocated", "true")
 
     def words(run_dir, *options):
