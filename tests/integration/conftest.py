@@ -61,15 +61,11 @@ SHAPES = {
 
 
 def pytest_collection_modifyitems(items):
-    """Orders the tests so that the server of each dtype starts once.
-
-    Tests that end the server of a dtype follow all tests that only use such servers. Tests with servers of their own
-    come last.
-    """
+    """Orders the tests so that the server of each dtype starts once. Tests with servers of their own come last."""
 
     def place(item) -> int:
         used = {*item.fixturenames, getattr(item, "callspec", None) and item.callspec.params.get("served")}
-        return next((i for i, fixture in enumerate([*TIED, "mortal"]) if fixture in used), len(TIED) + 1)
+        return next((i for i, dtype in enumerate(TIED) if dtype in used), len(TIED))
 
     items.sort(key=place)
 
@@ -272,12 +268,6 @@ def bfloat16(servers) -> Served:
 
 @pytest.fixture
 def float32(servers) -> Served:
-    return servers.of("float32")
-
-
-@pytest.fixture
-def mortal(servers) -> Served:
-    """Returns the server of ``float32`` to a test that ends it."""
     return servers.of("float32")
 
 

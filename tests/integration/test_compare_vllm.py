@@ -1,17 +1,14 @@
 """The comparison against a real server: sound columns pass, and each comparison of unlike things is told apart."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from opened_clients import call
-from vllm_checks import sabotaged
 from vllm_processes import FORKED
 
 from rljax.commands import compare
-from rljax.compare.distributions import compare_distributions
 from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import score_column
@@ -43,12 +40,6 @@ def with_scores(dump, served, *specs, **options):
     return dump
 
 
-def verdict(dump, a, b, **changes):
-    """Returns the verdict on two columns. ``changes`` replace fields of the second column's description."""
-    dump = dump.with_column(b, dump.logprobs[b], dataclasses.replace(dump.sources[b], **changes))
-    return compare_columns(dump, [a, b]).pairs[0].verdict
-
-
 def test_columns_of_server_trainer_and_embedded_engine_pass(bfloat16, prompts):
     """The columns have equal weights."""
     served, drawn = bfloat16, "vllm-decode:bfloat16"
@@ -65,21 +56,6 @@ def test_columns_of_server_trainer_and_embedded_engine_pass(bfloat16, prompts):
         assert pair.metrics["token_count"] == sum(mask.sum() for mask in sound.response_mask) > 500
         assert pair.metrics["logprob_abs_diff_mean"] < 5e-2
     assert comparison.noise_floor[drawn]["token_count"] > 100
-
-
-@pytest.mark.harness
-def test_raw_logprobs_at_temperature_07_are_refused(bfloat16, prompts):
-    """The columns are refused by their declared temperature. Without a declaration their numbers show it."""
-    publish(bfloat16, bfloat16.model.params)
-    with sabotaged(bfloat16, "logprobs_mode", "raw_logprobs"):
-        raw = with_scores(draw(bfloat16, prompts, temperature=0.7), bfloat16, "jax:bfloat16", temperature=0.7)
-    for declared in (1.0, None):
-        found = verdict(raw, "jax:bfloat16", "vllm-decode:bfloat16", temperature=declared)
-        assert (found.status, found.cause) == ("refused", "temperature"), found.reason
-    assert raw.sources["vllm-decode:bfloat16"].temperature == 1.0
-    processed = with_scores(draw(bfloat16, prompts, temperature=0.7), bfloat16, "jax:bfloat16", temperature=0.7)
-    assert processed.sources["vllm-decode:bfloat16"].temperature == 0.7
-    assert verdict(processed, "jax:bfloat16", "vllm-decode:bfloat16").status == "pass"
 
 
 def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
@@ -124,20 +100,3 @@ def test_a_server_is_started_for_the_rows_that_need_one(vllm_interpreter, monkey
     gap = np.nanmean(np.abs(np.subtract(decoded, prefilled, dtype=np.float64)))
     assert 0.016 > rows["vllm", "decode"]["floor_path"] == pytest.approx(gap, abs=1e-9)
     assert {"vllm:bfloat16", "vllm:bfloat16@2", "vllm-forced:bfloat16"} < set(columns)
-
-
-@pytest.mark.harness
-def test_whole_distributions_of_a_server_and_of_the_trainer(bfloat16, prompts):
-    """The server gives its 20 likeliest tokens of 256 and the rest of the mass. Other weights lie far away."""
-    publish(bfloat16, bfloat16.model.params)
-    dump, specs = draw(bfloat16, prompts), ["jax:bfloat16", f"vllm:{bfloat16.url}"]
-    (near,) = compare_distributions(specs, dump, bfloat16.model.path)
-    assert (near.trainer, near.rollout, near.is_complete) == (*specs, False)
-    assert near.metrics["token_count"] == sum(mask.sum() for mask in dump.response_mask)
-    assert 0 < near.metrics["kl"] < 1e-3
-    assert near.metrics["total_variation"] < 0.02
-    assert near.metrics["top1_agreement"] > 0.9
-    assert 0 < near.metrics["rest_mass"] < 1
-    publish(bfloat16, bfloat16.model.moved(1, 0.3))
-    (far,) = compare_distributions(specs, dump, bfloat16.model.path)
-    assert far.metrics["kl"] > 100 * near.metrics["kl"]

@@ -10,11 +10,11 @@ from safetensors.numpy import load_file
 from toy_runs import command, comparable, complete_beside, completed, printed, resumed_rows, tiny
 from vllm_processes import LaunchedServer
 
-from rljax import train
 from rljax.commands.export import main as export_main
 from rljax.policy.families import read_config
 from rljax.policy.hf import SINGLE_NAME, load_params, open_tensors
 from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
+from rljax.rollout.servers.vllm.server import VllmConfig
 
 pytestmark = pytest.mark.slow
 SIZE = ("--data.reward", "parity_reward:reward", "--optimizer.learning-rate", "1e-3")
@@ -89,22 +89,11 @@ def test_adapters_of_delta_nets_are_trained(base, tmp_path):
     assert json.loads((tmp_path / "again" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] == str(wrapped)
 
 
-def test_a_dry_run_counts_its_parameters_and_states(base, tmp_path):
-    """A delta net has 4,624 parameters, and the attention 4,112. With them, each block has an MLP and two norms, 6,208.
-
-    Each of 8 responses has three states of 4 x 8 x 8 floats, the last 3 inputs of 64 channels in 16 bits, and 20 keys
-    and values of 2 heads of 8 in 16 bits.
-    """
-    said = printed(train.main, [*tiny(base, tmp_path / "run", 2, *SIZE, *ADAPTERS), "--dry-run"])
-    lines = dict(line.split("  ", 1) for line in said.splitlines()[1:])
-    assert lines["prefixes"].strip() == "not shared"
-    assert lines["parameters"].strip() == f"{3 * 4624 + 4112 + 4 * 6208 + 2 * 16 * 32 + 32:,}"
-    of_delta_net = 2 * (32 + 64) + 2 * (32 + 32) + 2 * (32 + 32)
-    assert lines["lora"].strip().startswith(f"{3 * of_delta_net + 2 * (32 + 64):,} parameters are trained")
-    assert 8 * (3 * (4 * 8 * 8 * 4 + 3 * 64 * 2) + 2 * 20 * 2 * 8 * 2) == 43 * 1024
-    cache = "8 of 8 responses at once, whose cache of 160 tokens takes 43.00 KiB of each device"
-    assert lines["decoding"].strip() == cache
-    assert not (tmp_path / "run").exists()
+def test_a_server_on_a_cpu_caches_no_prefixes(base):
+    """vLLM cannot cache the states of delta nets there."""
+    command = VllmConfig(str(base)).command
+    assert "--no-enable-prefix-caching" in command(1, gpu=False)
+    assert "--enable-prefix-caching" in command(1, gpu=True)
 
 
 TENSORS = 3 * 14 + 11 + 3

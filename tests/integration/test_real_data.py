@@ -113,14 +113,13 @@ def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepare
 
 def test_long_prompts_are_counted_and_the_remedy_named(toy_base, capsys):
     words = ["--data.task", "file", "--data.path", str(DATA / "math_chat.jsonl"), "--model.path", str(toy_base)]
-    words += ["--data.batch-size", "4"]
 
     def check(*more):
-        load_problems(load_config(Config, [*words, *more], prog="", description=""), load_tokenizer(toy_base))
+        config = load_config(Config, [*words, "--data.batch-size", "4", *more], prog="", description="")
+        load_problems(config, load_tokenizer(toy_base))
+        return capsys.readouterr().err
 
     with pytest.raises(ValueError, match=r"and 12 of 12 are longer in .*; raise it, or: rljax prepare"):
         check("--data.max-prompt-tokens", "30")
-    check()
-    assert "warning: nothing is evaluated: eval.datasets is empty" in capsys.readouterr().err
-    check("--eval.every", "0")
-    assert capsys.readouterr().err == ""
+    assert "warning: nothing is evaluated: eval.datasets is empty" in check()
+    assert check("--eval.every", "0") == ""

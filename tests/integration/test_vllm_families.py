@@ -17,11 +17,10 @@ from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.operations import operations
 from rljax.compare.layers.tracers import open_tracer
 from rljax.data.toy import build_tokenizer
-from rljax.errors import HandshakeError, VerificationError
+from rljax.errors import VerificationError
 from rljax.policy.families import config_to_hf
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
-from rljax.rollout.servers.vllm.server import VllmConfig
 from rljax.rollout.types import SamplingParams
 from tests.integration.conftest import HYBRID, SHAPES, Model, Served, accepted, failed
 
@@ -109,18 +108,6 @@ def test_experts_that_are_not_packed_are_caught_by_their_use(served):
         with sabotaged(served, "repack", "on"), pytest.raises(VerificationError, match=OUT_OF_BAND):
             engine.publish(served.model.moved(20), 1)
         engine.publish(served.model.moved(20), 2)
-
-
-@pytest.mark.parametrize("served", [(HYBRID, "bfloat16")], ids="-".join, indirect=True)
-def test_another_recurrent_state_is_refused(served):
-    other = served.model.hf_config | {"mamba_ssm_dtype": "bfloat16", "linear_num_value_heads": 2}
-    with pytest.raises(HandshakeError) as error:
-        served.engine(hf_config=other)
-    assert "the state of linear attention is float32, expected bfloat16 (mamba_ssm_dtype): start" in str(error.value)
-    assert "linear_num_value_heads is 4, expected 2 (another model)" in str(error.value)
-    command = VllmConfig(str(served.model.path)).command
-    assert "--no-enable-prefix-caching" in command(1, gpu=False)
-    assert "--enable-prefix-caching" in command(1, gpu=True)
 
 
 def changed_in_layer_1(params):

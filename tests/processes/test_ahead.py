@@ -96,5 +96,6 @@ def test_after_a_lost_server_the_batch_is_requested_again(servers, whole, toy_ba
         assert run.wait() == [0, 0], run.printed()
     assert_sound(run_dir, whole)
     rows = read_rows(run_dir / "metrics.jsonl")
+    assert all(row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 for row in rows if row["rollout/staleness"] > 0)
     assert sum(row["rollout/server_losses"] for row in rows) == 1
     assert sum(row.get("rollout/servers_brought_back", 0) for row in rows) == 1
