@@ -1,5 +1,7 @@
 """Real vLLM servers over tiny random models, one server for each dtype, and the toy base of whole runs."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -90,6 +92,11 @@ class Model:
     config: PolicyConfig
     params: dict
     hf_config: dict
+
+    @classmethod
+    def read(cls, path: Path) -> Model:
+        policy = read_config(path)
+        return cls(path, policy, load_params(path, policy), json.loads((path / "config.json").read_text()))
 
     def tensors(self, dtype: str) -> Callable:
         return functools.partial(hf_tensors, config=self.config, dtype=jnp.dtype(dtype))
@@ -186,8 +193,7 @@ def make_model(tmp_path_factory) -> Callable[..., Model]:
         Qwen3ForCausalLM(config).save_pretrained(path)
         if repeats_head:
             repeat_head(path)
-        policy = read_config(path)
-        return Model(path, policy, load_params(path, policy), json.loads((path / "config.json").read_text()))
+        return Model.read(path)
 
     return make
 
@@ -195,31 +201,18 @@ def make_model(tmp_path_factory) -> Callable[..., Model]:
 @pytest.fixture(scope="session")
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProcess]:
     def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, more: tuple[str, ...] = ()) -> ServerProcess:
-        environment = {**FORKED, "PYTHONPATH": os.pathsep.join([SUPPORT, FORKED["PYTHONPATH"]])}
-        config = VllmConfig(
-            model=str(model.path),
-            python=vllm_interpreter,
-            dtype=dtype,
-            port=port,
-            max_model_len=MAX_LEN,
-            max_num_seqs=64,
-            max_logprobs=256,  # the whole vocabulary
-            log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
-            extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage", f"--tensor-parallel-size={workers}", *more),
-            extra_env=environment,
-        )
-        return start(config, timeout_s=480)
+        sizes = {"max_model_len": MAX_LEN, "max_num_seqs": 64, "max_logprobs": 256}  # the whole vocabulary
+        where = {"port": port, "log_path": tmp_path_factory.mktemp("vllm") / f"{dtype}.log"}
+        arguments = ("--worker-extension-cls", "vllm_sabotage.Sabotage", f"--tensor-parallel-size={workers}", *more)
+        extra = {**FORKED, "PYTHONPATH": os.pathsep.join([SUPPORT, FORKED["PYTHONPATH"]])}
+        how = {"dtype": dtype, "extra_args": arguments, "extra_env": extra}
+        return start(VllmConfig(str(model.path), vllm_interpreter, **sizes, **where, **how), timeout_s=480)
 
     return run
 
 
 class Servers:
-    """One server at a time, by its name. A request for another one ends it, and a dead server is started again.
-
-    Args:
-      model_of: A function of the name that returns the model and its dtype.
-      start_server: A function of the name and a port that starts the server of this model.
-    """
+    """One server at a time, by its name. A request for another one ends it, and a dead server is started again."""
 
     def __init__(
         self, model_of: Callable[[str], tuple[Model, str]], start_server: Callable[[str, int], ServerProcess]

@@ -1,7 +1,4 @@
-"""``rljax accept`` beside real vLLM servers: clean pairs pass, and each planted fault fails the check that is for it.
-
-Faults of a server's start are planted together in one server, and those that leave the server as it is one by one.
-"""
+"""``rljax accept`` beside real vLLM servers: clean pairs pass, and each planted fault fails the check for it."""
 
 import json
 import shutil

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from toy_runs import command, comparable, complete, completed, tiny
 
-from rljax.mismatch import mismatch_metrics
+from rljax.compare.report import compare_columns
 from rljax.record.token_dumps import read_dump
 
 pytestmark = pytest.mark.slow
@@ -74,16 +74,10 @@ def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
 def test_the_dump_holds_what_the_row_was_measured_from(several):
     run_dir, rows = several
     dump = read_dump(run_dir / "rollouts" / "step_000002.parquet")
-    width = max(map(len, dump.token_ids))
-    padded = {name: np.zeros((len(dump.token_ids), width)) for name in ("trainer", "rollout", "mask")}
-    for i, mask in enumerate(dump.response_mask):
-        for name in ("trainer", "rollout"):
-            padded[name][i, : len(mask)] = np.where(mask, dump.logprobs[name][i], 0.0)
-        padded["mask"][i, : len(mask)] = mask
-    expected = mismatch_metrics(padded["trainer"], padded["rollout"], padded["mask"])
+    (pair,) = compare_columns(dump).pairs
     assert len(dump.token_ids) == 32
     for name in ("k3_kl", "logprob_abs_diff_mean", "log_ppl_abs_diff"):
-        assert rows[1][f"mismatch/{name}"] == pytest.approx(expected[name], rel=1e-3), name
+        assert rows[1][f"mismatch/{name}"] == pytest.approx(pair.metrics[name], rel=1e-3), name
     source = dump.sources["trainer"]
     assert (source.dtype, source.temperature) == ("bfloat16", 1.0)
     assert dump.sources["rollout"].weights_hash == f"{source.weights_hash}, weight_noise 0.05"
@@ -92,10 +86,7 @@ def test_the_dump_holds_what_the_row_was_measured_from(several):
 
 @pytest.mark.harness
 def test_bypass_and_float16_on_both_sides(toy_base, tmp_path):
-    """In bfloat16, the mismatch goes into the ratio, which is clipped within tight bounds at the very first update.
-
-    Rejection is on, and no sequence is rejected. In float16, the loss is scaled, and both sides lie closer.
-    """
+    """The ratio has the mismatch and is clipped at the very first update. In float16 both sides lie closer."""
     bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
     bypass = rows_of(toy_base, tmp_path / "bypass", "--loss.old-logprobs", "rollout", *bounds)
     assert bypass[0]["policy/clip_fraction"] > 0

@@ -1,19 +1,14 @@
 """Whole runs of tiny hybrids of delta nets and attention, with the engines of this process and with a real vLLM."""
 
-import json
-import shutil
-
 import numpy as np
 import pytest
 from hybrids import hybrid_base
-from safetensors.numpy import load_file
 from toy_runs import command, comparable, complete_beside, completed, printed, resumed_rows, tiny
 from vllm_processes import LaunchedServer
 
 from rljax.commands.export import main as export_main
 from rljax.policy.families import read_config
 from rljax.policy.hf import SINGLE_NAME, load_params, open_tensors
-from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
 from rljax.rollout.servers.vllm.server import VllmConfig
 
 pytestmark = pytest.mark.slow
@@ -70,25 +65,6 @@ def test_with_one_executable_the_mismatch_is_exactly_zero(base, tmp_path):
         assert row["mismatch/logprob_abs_diff_max"] == row["mismatch/k3_kl"] == 0.0
 
 
-@pytest.mark.harness
-def test_adapters_of_delta_nets_are_trained(base, tmp_path):
-    completed(tiny(base, tmp_path / "run", 2, *SIZE, *ADAPTERS))
-    assert all(row["optimizer/grad_norm"] > 0 for row in comparable(tmp_path / "run"))
-    printed(export_main, [tmp_path / "run", tmp_path / "out", "--adapter"])
-    tensors = load_file(tmp_path / "out" / WEIGHTS_NAME)
-    layers = [f"{i}.linear_attn.{name}" for i in range(3) for name in ADAPTERS[3:6]] + ["3.self_attn.q_proj"]
-    assert set(tensors) == {
-        f"base_model.model.model.layers.{layer}.lora_{matrix}.weight" for layer in layers for matrix in "AB"
-    }
-    assert all(tensor.any() for tensor in tensors.values())
-    wrapped = shutil.copytree(base, tmp_path / "wrapped")
-    text = json.loads((base / "config.json").read_text())
-    (wrapped / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
-    said = printed(export_main, [tmp_path / "run", tmp_path / "again", "--adapter", "--model", wrapped])
-    assert "for vLLM, rename model.layers to model.language_model.layers" in said
-    assert json.loads((tmp_path / "again" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] == str(wrapped)
-
-
 def test_a_server_on_a_cpu_caches_no_prefixes(base):
     """vLLM cannot cache the states of delta nets there."""
     command = VllmConfig(str(base)).command
@@ -117,10 +93,7 @@ def served(vllm_interpreter, tmp_path_factory):
 @pytest.mark.harness
 @pytest.mark.parametrize("how", [("--optimizer.learning-rate", "1e-6", *AHEAD), ADAPTERS], ids=["deltas", "adapters"])
 def test_a_vllm_server_takes_each_step(served, how, tmp_path):
-    """As deltas at a rate that changes a few of the 16-bit weights in a step, in a run that is interrupted.
-
-    Or as merged adapters.
-    """
+    """The rate of deltas changes a few of the 16-bit weights in a step, and their run is interrupted."""
     server, model = served
     engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--publish.store", "http")
     for steps in (2, 4) if how != ADAPTERS else (3,):

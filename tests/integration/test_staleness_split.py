@@ -24,10 +24,7 @@ def weighs(part):
 
 @pytest.fixture(scope="module")
 def ahead(toy_base, tmp_path_factory):
-    """Returns the rows of a run that samples each batch during the update before it.
-
-    The correction weighs the drift of the two versions alone.
-    """
+    """Returns the rows of a run that samples each batch during the update before it, and weighs the drift alone."""
     return run(toy_base, tmp_path_factory.mktemp("ahead") / "run", *weighs("drift"))
 
 

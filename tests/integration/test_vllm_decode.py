@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from opened_clients import call
 from vllm_checks import rpc
 from vllm_processes import ONE_THREAD
 
 from rljax.compare.scorers import open_server, score_column
 from rljax.record.token_dumps import make_dump
-from rljax.rollout.servers.vllm.server import FORCED_TOKENS, VllmConfig, start
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 from rljax.rollout.types import SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]
@@ -61,8 +60,6 @@ def test_decode_alone_differs_by_split_keys_and_values(model, vllm_interpreter, 
             (again,) = client.decode([FIRST], [tokens], at_once=1)
         np.testing.assert_array_equal(again, logprobs)
         np.testing.assert_array_equal(sampled(server.url)[0], tokens)
-        assert fails_harmlessly(server)
-        assert server.healthy()
     assert 1.8e-3 < gaps[1].mean() < 1.6e-2
     first = PROMPT + int(np.flatnonzero(gaps[1][0])[0])
     print("the first place that differs, decoded alone:", first)
@@ -83,13 +80,3 @@ def sampled(url):
     with open_server(url) as server:
         (response,) = server.generate([FIRST], 1, SamplingParams(16), seed=3)
     return response.response, response["rollout_logprobs"]
-
-
-def fails_harmlessly(server):
-    """Returns whether a failing hook logs its reason. Checks that the request is answered."""
-    assert rpc(server, "rljax_force") == [{"way": "extra_args", "reason": ""}]
-    how = {"max_tokens": 4, "logprobs": 0, "extra_args": {FORCED_TOKENS: [10**6]}}
-    body = {"model": "policy", "token_ids": [1, 2], "sampling_params": how}
-    reply = call(server.url, "POST", "/inference/v1/generate", json=body)
-    assert len(reply["choices"][0]["token_ids"]) > 0
-    return "outside the vocabulary of 509" in server.log_tail()

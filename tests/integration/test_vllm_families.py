@@ -122,10 +122,7 @@ def changed_in_layer_1(params):
 
 
 def test_its_operations_are_a_references(served, tmp_path):
-    """Each operation of the server differs by rounding only, biases and experts included.
-
-    Another layer of the reference is named. A server's delta net shows its convolution only with the rule.
-    """
+    """Another layer of the reference is named. A server's delta net shows its convolution only with the rule."""
     config, params = served.model.config, served.model.params
     with served.published():
         pass

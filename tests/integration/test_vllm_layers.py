@@ -2,17 +2,13 @@
 
 import numpy as np
 import pytest
-from opened_clients import call
 from planted_layers import FAULTS
-from safetensors.numpy import save_file
 from vllm_checks import rpc, sabotaged
 
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.tracers import open_tracer
 from rljax.policy.hf import save_params
-from rljax.rollout.servers.vllm.client import GENERATE
-from rljax.rollout.servers.vllm.server import GIVEN, PROBE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]
 DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float32"], indirect=True)
@@ -70,19 +66,3 @@ def part_of_layer(ours, theirs):
     if isinstance(ours, dict):
         return {key: part_of_layer(ours[key], theirs[key]) for key in ours}
     return ours.at[1].set(theirs[1])
-
-
-def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
-    """The given array has fewer tokens than the prompt. The error is told, and the prompt is answered."""
-    (tmp_path / PROBE).write_text("broken")
-    save_file({"0/attention": np.zeros((1, 1), np.float32)}, tmp_path / GIVEN)
-    assert rpc(bfloat16, "rljax_tap", str(tmp_path), "broken") == [{"error": ""}]
-    body = {"model": "policy", "token_ids": TOKENS.tolist(), "request_id": "broken"}
-    body["sampling_params"] = {"max_tokens": 1, "prompt_logprobs": 0}
-    answer = call(bfloat16.url, "POST", GENERATE, json=body)
-    assert len(answer["choices"][0]["token_ids"]) == 1
-    assert "IndexError" in rpc(bfloat16, "rljax_untap")[0]["error"]
-    assert rpc(bfloat16, "sabotage_layers", "off") == [{"hooks": 0}]
-    with open_tracer(f"vllm:{bfloat16.url}", None) as tested:
-        assert len(tested.run(TOKENS, {})["logits"]) == 59
-    assert rpc(bfloat16, "rljax_tap", str(tmp_path), "other")[0]["error"].startswith("it does not see")

@@ -42,10 +42,7 @@ def test_engines_agree_after_each_publish(served, prompts):
 
 
 def test_stops_greedy_and_many_seeded_prompts(float32, prompts):
-    """A stop token ends its response and belongs to it. Greedy log-probabilities are those at temperature 1.
-
-    The many prompts have more tokens than the server computes at once. A seeded prompt in parts would end its engine.
-    """
+    """Greedy log-probabilities are those at temperature 1. A seeded prompt computed in parts would end the engine."""
     stops, rng = tuple(range(0, VOCABULARY, 5)), np.random.default_rng(0)
     many = [rng.integers(2, 250, 150).astype(np.int32) for _ in range(120)]
     with float32.published() as engine:
@@ -61,10 +58,7 @@ def test_stops_greedy_and_many_seeded_prompts(float32, prompts):
 
 
 def support(logprobs: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """Returns a mask of the tokens that can be sampled at one position.
-
-    The cuts follow in the order min_p, top_k, top_p.
-    """
+    """Returns a mask of the tokens that can be sampled after the cuts, in the order min_p, top_k, top_p."""
     stays = logprobs >= logprobs.max() + np.log(max(sampling.min_p, 1e-300))
     stays &= logprobs >= np.sort(np.where(stays, logprobs, -np.inf))[-sampling.top_k]
     shares = np.where(stays, np.exp(logprobs), 0.0)
@@ -74,10 +68,7 @@ def support(logprobs: np.ndarray, sampling: SamplingParams) -> np.ndarray:
 
 
 def compared(served, prompts, sampling, n=3, **config):
-    """Yields each response with the trainer's distributions. What is reported whole must add up to 1.
-
-    The engine has published the policy that the server was started from.
-    """
+    """Yields responses of the first policy with the trainer's distributions. What is reported whole adds up to 1."""
     with served.published(**config) as engine:
         responses = list(engine.generate(prompts, n, sampling, seed=3))
     for response in responses:

@@ -45,6 +45,7 @@ def test_the_parts_of_operations_are_joined(two_workers):
 
 def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, tmp_path):
     engine = two_workers.engine(publish=PublishConfig(store="shared"), transfer_dir=str(tmp_path))
+    rpc(two_workers, "sabotage_load", "off", "")
     try:
         params = two_workers.model.params
         for version in range(2):

@@ -1,11 +1,20 @@
-"""Two processes sample ahead from a real vLLM server, are stopped and killed, and lose their server."""
+"""Processes with a real vLLM server: their rows, and runs ahead that are stopped and killed, or lose their server."""
 
 import dataclasses
 import signal
 
 import pytest
 from kill_run import broken_accounts
-from process_runs import FLOAT32, TINY, Run, assert_alike, complete_together, replay, without_publish
+from process_runs import (
+    FLOAT32,
+    TINY,
+    Run,
+    assert_alike,
+    complete_together,
+    largest_differences,
+    replay,
+    without_publish,
+)
 from toy_runs import comparable, tiny
 from vllm_processes import kill_server
 
@@ -51,6 +60,50 @@ def assert_sound(run_dir, whole):
     split = [row["mismatch_drift/logprob_abs_diff_max"] for row in rows if row["rollout/staleness"] > 0]
     assert len(split) > STEPS // 2
     assert max(split) > 1e-4
+
+
+# The first tests have the rows of one process, given the server's answers to it.
+@pytest.mark.parametrize("kind", ["directory", "http"])
+def test_the_rows_are_those_of_one_process(kind, servers, toy_base, tmp_path):
+    """Each process writes its shards, by deltas, over HTTP into a directory that no other process reads."""
+
+    def own(index):
+        return "--rollout.transfer-dir", tmp_path / ("weights" if kind == "directory" else f"weights_{index}")
+
+    def of(run_dir):
+        engine = ("--rollout.engine", "vllm", "--rollout.urls", servers[-1].url, "--publish.store", kind)
+        return tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine, "--loss.mini-batches", "2")
+
+    replay(tmp_path, {str(count): (count, of) for count in (1, 2, 4)}, own=own)
+    assert len(list(tmp_path.glob("weights*"))) == (1 if kind == "directory" else 4)
+    assert not list(tmp_path.glob("weights*/*")), "what was published is left"
+    first = comparable(tmp_path / "1")
+    for name in ("1", "2", "4"):
+        rows = comparable(tmp_path / name)
+        assert_alike(without_publish(tmp_path / "1"), without_publish(tmp_path / name))
+        assert all(row["publish/verified_tensors"] > 10 for row in rows)
+        assert not any("publish/mirrors_repaired" in row for row in rows)
+        fractions = [[row["publish/changed_fraction"] for row in each] for each in (first, rows)]
+        assert fractions[1] == pytest.approx(fractions[0], rel=1e-3)
+
+
+def test_colocated_state_is_on_the_host_during_sampling(servers, toy_base, tmp_path):
+    """The rows must equal those of a run whose state stays on the device. Each of two processes moves its shards."""
+    shared = ("--rollout.colocated", "true")
+
+    def of(run_dir, *options):
+        engine = ("--rollout.engine", "vllm", "--rollout.urls", servers[-1].url)
+        return tiny(toy_base, run_dir, 3, *FLOAT32, *TINY, *engine, *options)
+
+    runs = {"stays": (1, of), "moves": (1, lambda run_dir: of(run_dir, *shared))}
+    replay(tmp_path, runs | {"both_move": (2, lambda run_dir: of(run_dir, *shared, "--publish.store", "http"))})
+    for name in ("stays", "moves", "both_move"):
+        for row in read_rows(tmp_path / name / "metrics.jsonl"):
+            assert (row.keys() >= {"time/offload_s", "time/reload_s", "time/sleep_s"}) == (name != "stays")
+            assert row["publish/verified_tensors"] > 10
+    stays = without_publish(tmp_path / "stays")
+    assert largest_differences(stays, without_publish(tmp_path / "moves")) == {}
+    assert_alike(stays, without_publish(tmp_path / "both_move"))
 
 
 def test_the_same_responses_give_the_same_rows(servers, toy_base, tmp_path):

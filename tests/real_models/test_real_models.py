@@ -64,11 +64,7 @@ def test_logprobs_of_real_text_are_those_of_transformers(known, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_layers_differ_by_rounding_and_a_fault_is_named(name, dtype, tmp_path):
-    """In the bad copy the gate of the fourth layer is 1.05 times as large.
-
-    transformers rounds logits to 16 bits, as the reference then does. Its eager attention also rounds its scores, which
-    are large in a real model, and would be named.
-    """
+    """In the bad copy a gate is 1.05 times as large. Eager attention, which rounds large scores, would be named."""
     tokens, found = real_tokens(name, 100), {}
     shutil.copytree(MODELS / name, tmp_path / "bad")
     tensors = load_file(tmp_path / "bad" / SINGLE_NAME)
