@@ -2,14 +2,10 @@
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 from opened_clients import call
-from toy_runs import ROOT, environment
 from vllm_checks import rpc, sabotaged
 
 from rljax.commands import accept, check_server
@@ -99,27 +95,6 @@ def test_other_requests_end_the_command(toy, tmp_path, during):
         assert list(checks) == [*[name for name in accept.CHECKS if name != "training"], accept.PUT_BACK]
         assert checks[accept.PUT_BACK]["status"] == "PASS"
         assert rows.read_text().count("\n") < 400
-
-
-def test_an_interrupt_puts_the_first_weights_back(toy, tmp_path):
-    """The same command then goes on with the run, and passes."""
-    words = ["accept", str(toy.model.path), "--server", toy.url, "--out", str(tmp_path / "out"), "--length", "64"]
-    words = [sys.executable, "-m", "rljax", *words, "--steps", "6"]
-    command = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
-    rows = tmp_path / "out/run/metrics.jsonl"
-    while command.poll() is None and not (rows.exists() and rows.read_text().count("\n") >= 2):
-        threading.Event().wait(0.05)
-    command.send_signal(signal.SIGINT)
-    page = command.communicate(timeout=120)[0]
-    assert command.returncode == 130, page
-    checks = json.loads((tmp_path / "out/accept.json").read_text())["checks"]
-    assert checks[accept.PUT_BACK]["status"] == "PASS"
-    assert "training" not in checks
-    steps = rows.read_text().count("\n")
-    status, checks, page = accepted(toy, tmp_path / "out", "--steps", "6")
-    assert status == 0, page
-    assert 2 <= steps < 6
-    assert rows.read_text().count("\n") == 6
 
 
 def test_faults_of_a_servers_start_are_each_named(toy_base, start_server, tmp_path):

@@ -84,21 +84,6 @@ def test_the_dump_holds_what_the_row_was_measured_from(several):
     assert dump.sampling["inject"] == {"weight_noise": 0.05}
 
 
-@pytest.mark.harness
-def test_bypass_and_float16_on_both_sides(toy_base, tmp_path):
-    """The ratio has the mismatch and is clipped at the very first update. In float16 both sides lie closer."""
-    bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
-    bypass = rows_of(toy_base, tmp_path / "bypass", "--loss.old-logprobs", "rollout", *bounds)
-    assert bypass[0]["policy/clip_fraction"] > 0
-    assert bypass[0]["correction/rejected_sequence_fraction"] == 0.0
-    options = ["--rollout.dtype", "float16", "--precision.compute-dtype", "float16", "--correction.preset", "token_mis"]
-    rows = rows_of(toy_base, tmp_path / "run", *options)
-    assert all(row["precision/loss_scale"] == 2.0**15 for row in rows)
-    assert rows[-1]["precision/overflows"] == 0
-    assert rows[0]["mismatch/logprob_abs_diff_mean"] < 0.5 * bypass[0]["mismatch/logprob_abs_diff_mean"]
-    assert rows[0]["correction/changed_fraction"] == 0.0
-
-
 def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
     rule = "mismatch/logprob_abs_diff_mean > 1e-9 for 2"
     code, output = complete(tiny(toy_base, tmp_path / "run", 3, "--checkpoint.every", "0", "--guard.stop", rule))

@@ -169,23 +169,6 @@ SHARED = ("--trainer-gpus", "0", "--server-gpus", "0")
 SHARE = ("--gpu-memory-utilization", "0.4", "--dry-run", "--", "--model.path")
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """Returns the dry run of a server and a trainer on one GPU, with a key and a head in float32."""
-    key = ("--rollout.api-key-file", "/secrets/key", "--precision.lm-head-dtype", "float32")
-    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), *key)
-    assert code == 0, err
-    return out
-
-
-def test_the_key_file_and_the_head_reach_the_servers(shared):
-    server, trainer = (line for line in shared.splitlines() if line.startswith(("server", "trainer")))
-    found = re.findall(r"--(?:api-key-file|head-dtype) \S+", server)
-    assert sorted(found) == ["--api-key-file /secrets/key", "--head-dtype float32"]
-    assert "--rollout.api-key-file /secrets/key " in trainer
-    assert "--precision.lm-head-dtype float32" in trainer
-
-
 def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = bash(ROOT / "launch/dapo.sh", "--dry-run", "--", "--run.dir", tmp_path / "run", **settings())
@@ -208,14 +191,23 @@ def test_the_environment_has_cuda_where_nvidia_smi_finds_a_gpu(tmp_path, status,
     assert found == (0, extra + "\n", "")
 
 
-def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(shared, unplanned):
+def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(unplanned):
+    """The dry run has a key and a head in float32, which reach the server, too."""
     for words, more in ((SHARED, {}), (SHARED[2:], {"CUDA_VISIBLE_DEVICES": "1,0", "JAX_PLATFORMS": "cuda"})):
         code, _, err = outcome(CONFIG, *words, "--dry-run", **more)
         remedy = "give other --trainer-gpus, or --gpu-memory-utilization"
         assert (code, err) == (2, f"single_node: GPU 0 is to train and to serve: {remedy}\n")
-    assert "-- --gpu-memory-utilization 0.4" in shared
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in shared
-    assert "sleep" not in shared
+    key = ("--rollout.api-key-file", "/secrets/key", "--precision.lm-head-dtype", "float32")
+    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), *key)
+    assert code == 0, err
+    assert "-- --gpu-memory-utilization 0.4" in out
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in out
+    assert "sleep" not in out
+    server, trainer = (line for line in out.splitlines() if line.startswith(("server", "trainer")))
+    found = re.findall(r"--(?:api-key-file|head-dtype) \S+", server)
+    assert sorted(found) == ["--api-key-file /secrets/key", "--head-dtype float32"]
+    assert "--rollout.api-key-file /secrets/key " in trainer
+    assert "--precision.lm-head-dtype float32" in trainer
     code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), "--rollout.colocated", "true", **unplanned)
     assert code == 0, err
     assert "-- --gpu-memory-utilization 0.4 --enable-sleep-mode" in out

@@ -37,10 +37,8 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
         assert status == 0, said
         rows = comparable(tmp_path / "run")
         for row in rows:
-            measured, band = row["publish/verify_abs_diff_mean"], row["publish/verify_band"]
-            print(form, measured, band, row["mismatch/logprob_abs_diff_mean"], row["mismatch/k3_kl"])
-            assert measured < band
-            assert ROUNDED_BAND[0] <= band <= ROUNDED_BAND[1]
+            assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
+            assert ROUNDED_BAND[0] <= row["publish/verify_band"] <= ROUNDED_BAND[1]
         assert max(row.get("publish/changed_fraction", 0.0) for row in rows) > 0.1
         dump = read_dump(tmp_path / "run/rollouts/step_000003.parquet")
         assert dump.sources["rollout"].form == f"{form} {what}"
@@ -51,10 +49,8 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
     of_one_version = [p for p in pairs if p.trainer.startswith("vllm") == p.rollout.startswith("vllm")]
     assert len(of_one_version) == 2
     for pair in of_one_version:
-        gap = pair.metrics["logprob_abs_diff_mean"]
-        print(form, pair.trainer, pair.rollout, f"{gap:.4g}", pair.verdict.status, pair.verdict.cause)
         assert pair.verdict.cause in ("none", "above_bar"), pair.verdict.reason
-        assert np.isfinite(gap)
+        assert np.isfinite(pair.metrics["logprob_abs_diff_mean"])
 
 
 def test_faults_of_use_are_out_of_the_wider_band(make_model, start_server):
@@ -64,18 +60,15 @@ def test_faults_of_use_are_out_of_the_wider_band(make_model, start_server):
         served = Served(server, model, "bfloat16")
         with closing(served.engine(server_form=ServerForm(kv_cache=cache))) as engine:
             sound = engine.publish(model.params, 0)
-            print(cache, sound["publish/verify_abs_diff_mean"], engine.verifier.band)
             assert sound["publish/verify_own_abs_diff_mean"] < sound["publish/verify_own_band"] < 0.1
             for scale, version in ((0.3, 1), (0.05, 3)):  # a big step, and a step inside the band of the rounding
                 with cache_kept(engine), pytest.raises(VerificationError, match=OUT_OF_BAND) as stale:
                     engine.publish(model.moved(2, scale), version)
-                print(scale, stale.value)
                 assert "its cache may hold keys and values of older weights" in str(stale.value)
                 engine.publish(model.params, version + 1)
             rpc(served, "sabotage_tied_head", "on")
-            with pytest.raises(VerificationError) as unpacked:
+            with pytest.raises(VerificationError):
                 engine.publish(model.moved(3), 5)
-            print(unpacked.value)
             # On some processors the head has a copy of its own.
             if rpc(served, "head_is_stale")[0]["stale"]:
                 with pytest.raises(VerificationError, match=OUT_OF_BAND):

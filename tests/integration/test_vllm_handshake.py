@@ -23,7 +23,6 @@ def refused(served, **changes) -> str:
         served.engine(**changes)
     message = str(caught.value)
     assert all(line.startswith(served.url) for line in message.splitlines())
-    print(message)
     return message.replace(f"{served.url}: ", "")
 
 
@@ -47,7 +46,6 @@ def test_head_dtype(bfloat16, prompts):
         line = f"the LM head computes in float32, expected {served.dtype} {where} without {OPTION}"
         assert refused(served, head_dtype=served.dtype) == line
         upcast = largest_gap("float32")
-    print(served.dtype, rounded, upcast)
     assert upcast < 1e-5
     assert rounded > 1e-3
 

@@ -36,7 +36,6 @@ def test_engines_agree_after_each_publish(served, prompts):
             assert 0 <= samples.metrics["rollout/cached_prompt_fraction"] < 1
             assert ("publish/changed_fraction" in metrics) == (version > 0)
     together = np.concatenate(measured)
-    print(served.dtype, [(float(gap.mean()), float(gap.max())) for gap in measured])
     low, high = {"bfloat16": (1e-4, 5e-2), "float16": (1e-5, 6e-3)}[served.dtype]
     assert low < together.mean() < high
 
@@ -92,7 +91,6 @@ def test_the_five_likeliest_are_the_trainers(served, prompts):
         of_sampled += (response["top_ids"] == response.response[:, None]).any(axis=1).sum()
         positions += TOKENS
     together = np.concatenate([gap.ravel() for gap in gaps])
-    print(served.dtype, "mean", together.mean(), "largest", together.max(), "sampled among", of_sampled)
     assert together.max() < WITHIN[served.dtype]
     assert 0 < of_sampled < positions  # both kinds of positions occur
     if served.dtype == "float32":
@@ -130,7 +128,6 @@ def test_supports_are_those_of_the_trainers_distribution(served, prompts, cut):
             sizes.append(len(kept))
             normalised = logprobs[kept] - np.log(np.exp(logprobs[kept]).sum())
             gaps.append(np.abs(normalised - reported[ids >= 0]).max())
-    print(cut, "sizes", min(sizes), max(sizes), "largest gap", max(gaps), "equal", np.mean(equal))
     assert max(gaps) < WITHIN[served.dtype]
     assert served.dtype != "float32" or np.mean(equal) > 0.98  # a token may lie at the edge of the cut
     assert max(sizes) <= cut["top_k"]

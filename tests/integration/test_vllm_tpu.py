@@ -143,7 +143,6 @@ def test_servers_sample_from_each_published_version(servers, name):
                 responses = draw(engine, served.model.config.vocab_size, SamplingParams(24))
                 assert version < 2 or servers.compiled() == before
                 gaps = served.gaps(params, responses)
-                print(f"{name}, version {version}: mean {gaps.mean():.2e}, largest {gaps.max():.2e} nats")
                 assert gaps.mean() < MEAN_GAP[served.dtype]
                 assert {int(v) for r in responses for v in r.versions} == {version}
                 if version:

@@ -56,10 +56,8 @@ def test_killed_at_any_time_the_others_end_in_time_and_name_it(seed, count, begi
         run.send(victim)
         began = time.monotonic()
         assert run.wait(but=[victim]) == [START_AGAIN_STATUS] * (count - 1), run.printed()
-        took = time.monotonic() - began
+        assert time.monotonic() - began < HEARTBEAT_S + 2  # four processes run on two cores
         said = run.printed()[0] if victim else "".join(p.read_text() for p in (run_dir / "logs").iterdir())
-    print(f"process {victim} of {count} killed: the others ended after {took:.1f} s")
-    assert took < HEARTBEAT_S + 2  # four processes run on two cores
     assert f"error: process {victim} on " in said
 
 

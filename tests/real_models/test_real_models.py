@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -55,7 +54,6 @@ def test_logprobs_of_real_text_are_those_of_transformers(known, dtype):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), load_params(MODELS / name, config))
     found = np.asarray(make_scorer(config, dtype)(params, [tokens])[0])[1:]
     gaps = np.abs(found - expected)  # finite, so activations fit float16, whose largest number is 65504
-    print(f"{name} {dtype}: mean {gaps.mean():.3g}, largest {gaps.max():.3g} nats")
     assert np.isfinite(gaps).all()
     assert gaps.max() < BOUNDS[dtype][0]
     assert gaps.mean() < BOUNDS[dtype][1]
@@ -79,12 +77,10 @@ def test_the_layers_differ_by_rounding_and_a_fault_is_named(name, dtype, tmp_pat
 
 
 def run_program(cwd, *words, statuses=(0,)):
-    """Runs a program of rljax to its end, and prints its seconds. Returns what it printed."""
-    begun = time.monotonic()
+    """Runs a program of rljax to its end. Returns what it printed."""
     command = [sys.executable, "-m", "rljax", *map(str, words)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode in statuses, done.stdout[-2000:] + done.stderr[-2000:]
-    print(f"{words[0]}: {time.monotonic() - begun:.0f} s")
     return done.stdout
 
 
@@ -93,7 +89,6 @@ def train(name, directory, *words):
     words = ["--model.path", MODELS / name, "--run.dir", directory / "run", "--run.steps", "3", *words]
     said = run_program(directory, "train", name, *words, "--data.batch-size", "2", "--eval.every", "0")
     rows = read_rows(directory / "run/metrics.jsonl")
-    print(name, *(f"step {row['step']}: {row['time/step_s']:.1f} s" for row in rows))
     assert [row["step"] for row in rows] == [1, 2, 3]
     return rows, said
 

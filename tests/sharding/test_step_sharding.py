@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compile.count import count_program
-from compile.hlo import parse_module
 from cut_batches import with_supports
 from records import train_sequence
 from sharded_step import CONFIG, alone, batch, check_equal, make_step, outcome, shape
@@ -17,7 +15,7 @@ from tree_batches import groups, in_trees
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.policy.model import abstract_params, param_shardings
+from rljax.policy.model import param_shardings
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import pack, unpack
 from rljax.trainer.state import OptimizerConfig, make_optimizer
@@ -112,22 +110,6 @@ def test_a_state_stays_where_it_lies_in_one_compilation():
     for each in (state, make_step(MeshConfig(2, context=4))[1]):
         query = each.params["layers"]["attention"]["query"].addressable_shards[0].data
         assert query.shape == ((2, 8, 2, 8) if each is state else (2, 4, 4, 8))
-
-
-@pytest.mark.harness
-def test_only_the_sum_of_gradients_crosses_replicas():
-    step, _ = make_step(MeshConfig(2, 2, replica=2), tx=make_optimizer(OptimizerConfig()))
-    given = ("old_logprobs", "reference_logprobs")
-    program = count_program(parse_module(step.lower(*given).compile().as_text()), 8)
-    assert program.open_loops == 2
-
-    def crossing(work):
-        return [one for one in work.merged_collectives() if any({0, 1, 2, 3} & {*g} and max(g) > 3 for g in one.groups)]
-
-    assert program.micro_batch.collectives
-    assert crossing(program.micro_batch) == crossing(program.forward) == []
-    gradient = sum(leaf.size * 4 for leaf in jax.tree.leaves(abstract_params(CONFIG)))
-    assert gradient / 4 <= sum(one.bytes for one in crossing(program.step)) <= 4 * gradient
 
 
 def test_noise_is_that_of_each_replicas_micro_batches():
