@@ -46,7 +46,7 @@ def several(toy_base, tmp_path_factory):
 
 
 def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
-    """The transcript has the responses of a row."""
+    """The transcript has the responses of a row, and the dump has what the row was measured from."""
     run_dir, rows = several
     lines = [json.loads(line) for line in (run_dir / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
     assert len(lines) == 32
@@ -69,10 +69,6 @@ def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
     assert rows[2]["mismatch/sum_rise"] == pytest.approx(
         rows[2]["mismatch/log_ppl_abs_diff_sum"] - rows[0]["mismatch/log_ppl_abs_diff_sum"], rel=1e-4
     )
-
-
-def test_the_dump_holds_what_the_row_was_measured_from(several):
-    run_dir, rows = several
     dump = read_dump(run_dir / "rollouts" / "step_000002.parquet")
     (pair,) = compare_columns(dump).pairs
     assert len(dump.token_ids) == 32

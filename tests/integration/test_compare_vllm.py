@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from opened_clients import call
 from vllm_processes import FORKED
@@ -18,34 +17,18 @@ from rljax.record.token_dumps import ColumnSource, make_dump, read_dump
 pytestmark = pytest.mark.vllm
 
 
-def publish(served, params):
-    """Gives this test's weights to a server that other tests use, too."""
-    with served.published(params):
-        pass
-
-
-def prompts_dump(prompts):
-    return make_dump([str(i) for i in range(len(prompts))], prompts, [[False] * len(ids) for ids in prompts], {})
-
-
-def draw(served, prompts, **changes):
-    config = SampleConfig(responses=8, max_response_tokens=24, batch_size=40, **changes)
-    return sample_responses(prompts_dump(prompts), served.model.path, f"vllm-decode:{served.url}", config)
-
-
-def with_scores(dump, served, *specs, **options):
-    for spec in specs:
-        vectors, source = score_column(spec, dump, served.model.path, batch_size=40, **options)
-        dump = dump.with_column(spec.partition("://")[0], vectors, source)
-    return dump
-
-
 def test_columns_of_server_trainer_and_embedded_engine_pass(bfloat16, prompts):
     """The columns have equal weights."""
     served, drawn = bfloat16, "vllm-decode:bfloat16"
-    publish(served, served.model.params)
-    scorers = ["jax:float32", "jax:bfloat16", "jax-decode:bfloat16"]
-    sound = with_scores(draw(served, prompts, second_run=True), served, *scorers, f"vllm:{served.url}")
+    masks = [[False] * len(ids) for ids in prompts]
+    sound = make_dump([str(i) for i in range(len(prompts))], prompts, masks, {})
+    with served.published():
+        pass  # an earlier test may have published other weights
+    config = SampleConfig(responses=8, max_response_tokens=24, batch_size=40, second_run=True)
+    sound = sample_responses(sound, served.model.path, f"vllm-decode:{served.url}", config)
+    for spec in ("jax:float32", "jax:bfloat16", "jax-decode:bfloat16", f"vllm:{served.url}"):
+        vectors, source = score_column(spec, sound, served.model.path, batch_size=40)
+        sound = sound.with_column(spec.partition("://")[0], vectors, source)
     version = call(served.url, "GET", "/version")["version"]
     assert sound.sources["vllm:http"].weights_hash == ""
     assert sound.sources[drawn] == ColumnSource(f"vllm {version} decode", "bfloat16", "", 1.0, "rollout")
@@ -59,7 +42,8 @@ def test_columns_of_server_trainer_and_embedded_engine_pass(bfloat16, prompts):
 
 
 def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
-    publish(float32, float32.model.params)
+    with float32.published():
+        pass
     lines = [json.dumps({"prompt_ids": ids.tolist(), "response_ids": []}) for ids in prompts]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     arguments = [str(tmp_path / "prompts.jsonl"), "--model", str(float32.model.path), "--max-response-tokens", "16"]
@@ -95,8 +79,6 @@ def test_a_server_is_started_for_the_rows_that_need_one(vllm_interpreter, monkey
         assert (row["token_count"], row["nonfinite_count"], row["reference"]) == (32, 0, "jax:bfloat16")
         assert 0 <= row["floor_repeat"] <= row["logprob_abs_diff_mean"] + 0.02 < 0.1
     assert rows["vllm", "decode"]["program"].startswith("vllm ")
+    assert rows["vllm", "decode"]["floor_path"] < 0.016
     columns = read_dump(out / "tokens-8.parquet").logprobs
-    decoded, prefilled = (np.concatenate(columns[f"vllm{form}:bfloat16"]) for form in ("-forced", ""))
-    gap = np.nanmean(np.abs(np.subtract(decoded, prefilled, dtype=np.float64)))
-    assert 0.016 > rows["vllm", "decode"]["floor_path"] == pytest.approx(gap, abs=1e-9)
     assert {"vllm:bfloat16", "vllm:bfloat16@2", "vllm-forced:bfloat16"} < set(columns)

@@ -1,10 +1,10 @@
-"""Whole runs of tiny hybrids of delta nets and attention, with the engines of this process and with a real vLLM."""
+"""Whole runs of tiny hybrids of delta nets and attention, with the engines of this process."""
 
 import numpy as np
 import pytest
 from hybrids import hybrid_base
-from toy_runs import command, comparable, complete_beside, completed, printed, resumed_rows, tiny
-from vllm_processes import LaunchedServer
+from process_runs import FLOAT32
+from toy_runs import command, comparable, completed, printed, resumed_rows, tiny
 
 from rljax.commands.export import main as export_main
 from rljax.policy.families import read_config
@@ -13,8 +13,6 @@ from rljax.rollout.servers.vllm.server import VllmConfig
 
 pytestmark = pytest.mark.slow
 SIZE = ("--data.reward", "parity_reward:reward", "--optimizer.learning-rate", "1e-3")
-FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
-ADAPTERS = ("--lora.rank", "2", "--lora.targets", "in_proj_qkv", "in_proj_z", "out_proj", "q_proj")
 AHEAD = ("--rollout.max-staleness", "1")
 TURNS = ("--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3")
 TURNS = (*TURNS, "--rollout.max-response-tokens", "20")
@@ -70,44 +68,3 @@ def test_a_server_on_a_cpu_caches_no_prefixes(base):
     command = VllmConfig(str(base)).command
     assert "--no-enable-prefix-caching" in command(1, gpu=False)
     assert "--enable-prefix-caching" in command(1, gpu=True)
-
-
-TENSORS = 3 * 14 + 11 + 3
-"""The tensors of three blocks with a delta net, of one with attention, and of the embedding, the norm and the head."""
-
-
-@pytest.fixture(scope="module")
-def served(vllm_interpreter, tmp_path_factory):
-    """Yields a server and its model, whose delta nets have heads that vLLM computes on a CPU."""
-    directory = tmp_path_factory.mktemp("served")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-    of_delta_nets = {"delta_key_dim": 128, "delta_value_dim": 128, "initializer_range": 0.1}
-    model = hybrid_base(directory / "base", **sizes, **of_delta_nets)
-    server = LaunchedServer(vllm_interpreter, directory, model, "--dtype", "bfloat16", "--max-model-len", "512")
-    yield server, model
-    server.kill_caller()
-    assert server.wait_gone() == []
-
-
-@pytest.mark.vllm
-@pytest.mark.harness
-@pytest.mark.parametrize("how", [("--optimizer.learning-rate", "1e-6", *AHEAD), ADAPTERS], ids=["deltas", "adapters"])
-def test_a_vllm_server_takes_each_step(served, how, tmp_path):
-    """The rate of deltas changes a few of the 16-bit weights in a step, and their run is interrupted."""
-    server, model = served
-    engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--publish.store", "http")
-    for steps in (2, 4) if how != ADAPTERS else (3,):
-        status, output = complete_beside(server, tiny(model, tmp_path, steps, *SIZE, *engine, *how))
-        assert status == 0, output
-    rows = comparable(tmp_path)
-    assert [row["rollout/staleness"] for row in rows] == ([0, 1, 0, 1] if how != ADAPTERS else [0, 0, 0])
-    for row in rows:
-        assert row["publish/verified_tensors"] == TENSORS
-        assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
-        numerics = "mismatch_numerics" if row["rollout/staleness"] else "mismatch"
-        assert 0 < row[f"{numerics}/logprob_abs_diff_mean"] < 0.04
-        assert row["optimizer/grad_norm"] > 0
-        if how != ADAPTERS:
-            assert 0 < row["publish/changed_fraction"] < 0.1
-            assert row["publish/pulled_bytes"] < (model / SINGLE_NAME).stat().st_size / 20  # the file is float32
-    assert how != ADAPTERS or all(row["publish/changed_fraction"] > 0.02 for row in rows[1:])

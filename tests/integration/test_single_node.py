@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from programs import bash, of_script, program
 from toy_runs import ROOT, TOY_BASE, comparable, environment, wait_for_rows
@@ -52,14 +53,9 @@ def outcome(*words, **more):
 
 def marked(mark):
     """Returns ids and command lines of the live processes that inherited the mark."""
-    found = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"RLJAX_TEST_MARK={mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
-                found[directory.name] = (directory / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-    return found
+    every = [one.info | {"pid": one.pid} for one in psutil.process_iter(["environ", "cmdline"])]
+    marks = [one for one in every if (one["environ"] or {}).get("RLJAX_TEST_MARK") == mark]
+    return {one["pid"]: " ".join(one["cmdline"] or ()) for one in marks}
 
 
 @pytest.fixture
@@ -79,7 +75,7 @@ def launch(vllm_interpreter, tmp_path):
 
     yield run
     for pid in marked(mark):
-        os.kill(int(pid), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     for process in started:
         process.wait(10)
 
@@ -119,7 +115,7 @@ def test_the_death_of_its_server_ends_the_run_at_once(launch):
     """The worker dies of SIGILL, as it would from AMX without permission. Steps are saved, and nothing is left."""
     process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
     wait_for_rows(process, run_dir, 2)
-    (group,) = (int(pid) for pid, line in marked(mark).items() if "rljax.rollout.servers.process" in line)
+    (group,) = (pid for pid, line in marked(mark).items() if "rljax.rollout.servers.process" in line)
     kill_worker(group)
     output, _ = process.communicate(timeout=LIMIT_S)  # the trainer itself would wait for 900 s
     assert process.returncode == 1, output

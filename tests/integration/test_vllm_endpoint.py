@@ -103,8 +103,7 @@ def test_what_would_end_the_engine_is_refused(float32, prompts):
     assert httpx.get(f"{float32.url}/health", timeout=10).status_code == 200
 
 
-# The server samples 64 requests at a time, and all of them take many seconds. So a server that is slow to notice a
-# given-up request has not sampled most of them yet.
+# The server samples 64 requests at a time. One that is slow to notice has not sampled most of them yet.
 MANY, LONG = 320, SamplingParams(400)
 
 

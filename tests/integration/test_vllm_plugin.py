@@ -21,7 +21,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from rljax.rollout.servers.vllm.plugin import BACKEND, register
 
-for name in ("_is_amx_tile_supported", "_init_amx"):
+for name in ("_init_amx", "_is_amx_tile_supported"):
     delattr(torch.cpu, name)
     WeightTransferEngineFactory._registry.pop(BACKEND, None)
     register()

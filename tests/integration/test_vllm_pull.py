@@ -24,7 +24,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def pulling(request):
+def pulling():
     """Yields a function that builds an engine which has published version 0. Its server pulls, by default over HTTP."""
     with contextlib.ExitStack() as stack:
 
@@ -130,6 +130,7 @@ def test_steps_at_the_papers_rate_arrive_as_deltas(bfloat16, pulling, caplog):
     assert_bits(engine, bfloat16, params)
 
 
+@pytest.mark.harness
 def test_a_server_that_missed_versions_gets_the_newest(bfloat16, pulling):
     """Its mirror is removed, as if it ran on another machine. The server has weights that nobody published."""
     engine = pulling(bfloat16)

@@ -30,8 +30,7 @@ pytestmark = pytest.mark.vllm_tpu
 VENV = Path(os.environ.get("RLJAX_VLLM_TPU_VENV", ROOT / ".venv-vllm-tpu"))
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 SCALED |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# The family, the number of devices and further settings of the model of each server. The first has the toy's tokens, so
-# that a run can train it, and its head in the files although it is tied. Heads of 64 have their own kernel.
+# Family, number of devices and settings of each server's model. A run trains the first one. Heads of 64 have a kernel.
 MODELS = {
     "float32": ("Qwen3", 1, {"vocab_size": 16, "head_dim": 128, "tie_word_embeddings": True}),
     "bfloat16": ("Qwen2", 1, {"vocab_size": 250, "hidden_size": 256, "tie_word_embeddings": True}),

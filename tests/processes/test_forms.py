@@ -2,7 +2,6 @@
 
 import shutil
 
-import numpy as np
 import pytest
 from hybrids import hybrid_base
 from process_runs import FLOAT32, TINY, Run, assert_alike, complete_together
@@ -48,17 +47,6 @@ def test_the_rows_are_those_of_one_process(form, toy_base, tmp_path):
         assert_alike(rows[1], rows[count], bound)
 
 
-def test_bfloat16_weights_move_alike_at_first(toy_base, tmp_path):
-    rows = {}
-    for count in (1, 2):
-        words = tiny(toy_base, tmp_path / f"run_{count}", 2, *TINY)
-        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30)
-        rows[count] = comparable(tmp_path / f"run_{count}")
-    one, two = (rows[count][0] for count in (1, 2))
-    assert one["response_length/mean"] == two["response_length/mean"]
-    assert np.isclose(one["mismatch/logprob_abs_diff_mean"], two["mismatch/logprob_abs_diff_mean"], rtol=0.1)
-
-
 def test_a_run_goes_on_with_other_numbers_of_processes(toy_base, tmp_path):
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     complete_together(tiny(toy_base, whole, 10, *FLOAT32, *TINY), 1, tmp_path / "printed_whole")
@@ -88,14 +76,17 @@ def test_two_processes_go_on_from_a_copy(toy_base, tmp_path):
 
 
 def test_four_processes_write_one_record(toy_base, tmp_path):
+    """They compute in bfloat16."""
     run_dir = tmp_path / "run"
-    with Run(tiny(toy_base, run_dir, 3, *FLOAT32, *TINY), 4, tmp_path / "printed") as run:
+    with Run(tiny(toy_base, run_dir, 3, *TINY), 4, tmp_path / "printed") as run:
         assert run.wait() == [0] * 4, run.printed()
         first, *others = run.printed()
     assert others == ["", "", ""]
     assert "step 3/3" in first
     assert sorted(path.name for path in (run_dir / "logs").iterdir()) == [f"process_{i}.log" for i in (1, 2, 3)]
     assert len(list((run_dir / "tb").glob("events*"))) == 1
-    newest = read_rows(run_dir / "metrics.jsonl")[-1]
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert all(0 < row["mismatch/logprob_abs_diff_mean"] < 0.05 for row in rows)
+    newest = rows[-1]
     assert {newest[f"perf/{act}_slowest_process"] for act in ("pack", "update")} <= {0, 1, 2, 3}
     assert newest["perf/update_slowest_s"] >= 0

@@ -38,10 +38,9 @@ class Pair:
 
     def kill_and_restart(self) -> None:
         """Kills the first server and restarts it on its port."""
-        server = self.servers[0]
-        kill_server(server)
-        log_path = server.log_path.with_name("restarted.log")
-        self.servers[0] = start(dataclasses.replace(server.config, port=server.port, log_path=log_path), START_S)
+        kill_server(server := self.servers[0])
+        where = {"port": server.port, "log_path": server.log_path.with_name("restarted.log")}
+        self.servers[0] = start(dataclasses.replace(server.config, **where), START_S)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from cut_batches import with_supports
-from records import train_sequence
 from sharded_step import CONFIG, alone, batch, check_equal, make_step, outcome, shape
 from tiny_step import check_close
 from tree_batches import groups, in_trees
@@ -17,7 +16,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import param_shardings
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.packing import pack, unpack
+from rljax.trainer.packing import unpack
 from rljax.trainer.state import OptimizerConfig, make_optimizer
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow]
@@ -44,26 +43,6 @@ pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 )
 def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, options):
     check_equal(outcome(mesh, **options), alone())
-
-
-def long_batch():
-    """Returns a batch in which one sequence fills a row, and another ends in the middle of a block."""
-    rng = np.random.default_rng(3)
-    lengths = [(8, 32), (5, 28), *[(3, 5)] * 5]
-    sequences = [
-        train_sequence(
-            *(rng.integers(0, 32, n).astype(np.int32) for n in (p, r)),
-            *(rng.normal(-3.0, 0.5, r).astype(np.float32), float(rng.normal()), True),
-            **{name: rng.normal(-3.0, 0.5, r).astype(np.float32) for name in ("old_logprobs", "reference_logprobs")},
-        )
-        for p, r in lengths
-    ]
-    return pack(sequences, row_tokens=40, rows_per_micro_batch=2, micro_batches=2)
-
-
-def test_long_sequences_in_odd_blocks_have_equal_gradients():
-    options = {"made": long_batch(), "diagnosis": None, "steps": 2}
-    check_equal(outcome(MeshConfig(1, context=4), remat="blocks", **options), outcome(MeshConfig(1), **options))
 
 
 CENTERED = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
