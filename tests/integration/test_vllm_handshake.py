@@ -64,7 +64,8 @@ def test_what_does_not_fit_is_a_line_each(float32, bfloat16):
     assert refused(bfloat16, hf_config={"tie_word_embeddings": False}) == lines[1]
 
 
-def test_faults_in_the_worker_are_seen(float32):
+def test_faults_in_the_worker_are_seen(float32, monkeypatch):
+    """The probe file proves that both see one directory. Here the trainer claims another text than the server reads."""
     plain = float32.model.hf_config["rope_parameters"]
     changed = {"rope_type": "default"} | plain | {"rope_type": "yarn", "factor": 1.5}
     with sabotaged(float32, "rope", json.dumps(changed), undo=(json.dumps(plain),)):
@@ -72,10 +73,6 @@ def test_faults_in_the_worker_are_seen(float32):
     with sabotaged(float32, "logprobs_mode", "raw_logprobs"):
         assert "start with --logprobs-mode processed_logprobs" in refused(float32)
     float32.engine().close()
-
-
-def test_directory_that_the_server_does_not_see(float32, monkeypatch):
-    """The probe file proves it. Here the trainer claims another text than the server reads."""
     sound = WeightDirectory.probe
     monkeypatch.setattr(WeightDirectory, "probe", lambda self: (sound(self)[0].with_name("elsewhere.txt"), "x"))
     assert "set transfer_dir to one that both see" in refused(float32)
