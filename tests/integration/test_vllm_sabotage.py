@@ -22,15 +22,14 @@ def engine(bfloat16):
         yield made
 
 
+FUSED = "skip", "model.layers.0.self_attn.k_proj.weight", r"1 tensor differs: \S+k_proj.weight \(other bits\)$"
+
+
 @pytest.mark.parametrize(
     ("how", "of", "said"),
     [
         ("skip", "model.layers.1.mlp.down_proj.weight", r"1 tensor differs: \S+down_proj.weight \(not loaded\)$"),
-        pytest.param(
-            *("skip", "model.layers.0.self_attn.k_proj.weight"),
-            r"1 tensor differs: \S+k_proj.weight \(other bits\)$",
-            marks=pytest.mark.harness,
-        ),
+        pytest.param(*FUSED, marks=pytest.mark.harness),
         pytest.param("through", "float16", r"\d+ tensors differ", marks=pytest.mark.harness),
     ],
 )

@@ -7,13 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rljax.schedule import (
-    SurgeConfig,
-    get_learning_rate,
-    inject_learning_rate,
-    length_triggered_schedule,
-    set_learning_rate,
-)
+from rljax import schedule
 
 pytestmark = pytest.mark.mesh
 
@@ -25,12 +19,12 @@ def mesh():
 
 def test_a_written_rate_lies_where_the_old_one_lay(mesh):
     """So a run whose state is donated compiles once (schedule/test_schedule_inject.py)."""
-    state = inject_learning_rate(optax.adamw, 1e-3).init({"w": jnp.ones(3)})
-    assert not set_learning_rate(state, 5e-4).hyperparams["learning_rate"].committed
+    state = schedule.inject_learning_rate(optax.adamw, 1e-3).init({"w": jnp.ones(3)})
+    assert not schedule.set_learning_rate(state, 5e-4).hyperparams["learning_rate"].committed
     state = jax.device_put(state, jax.devices()[5])
-    assert set_learning_rate(state, 5e-4).hyperparams["learning_rate"].devices() == {jax.devices()[5]}
+    assert schedule.set_learning_rate(state, 5e-4).hyperparams["learning_rate"].devices() == {jax.devices()[5]}
     state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-    new = set_learning_rate(state, 5e-4).hyperparams["learning_rate"]
+    new = schedule.set_learning_rate(state, 5e-4).hyperparams["learning_rate"]
     assert (new.sharding, new.committed) == (state.hyperparams["learning_rate"].sharding, True)
     assert (new.dtype, new.weak_type, new.shape, len(new.addressable_shards)) == (jnp.float32, False, (), 8)
 
@@ -38,8 +32,10 @@ def test_a_written_rate_lies_where_the_old_one_lay(mesh):
 def test_the_in_graph_form_on_the_mesh(mesh):
     """Parameters and moments are split over both axes, and everything else is replicated."""
     split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
-    config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
-    tx = inject_learning_rate(optax.adamw, length_triggered_schedule(1e-3, config=config, multiplier=1.0))
+    config = schedule.SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
+    tx = schedule.inject_learning_rate(
+        optax.adamw, schedule.length_triggered_schedule(1e-3, config=config, multiplier=1.0)
+    )
     params = {"w": jax.device_put(jnp.ones((8, 4), jnp.bfloat16), split)}
     shapes = jax.eval_shape(tx.init, params)
     shardings = jax.tree.map(lambda x: split if x.ndim == 2 else NamedSharding(mesh, PartitionSpec()), shapes)
@@ -53,6 +49,6 @@ def test_the_in_graph_form_on_the_mesh(mesh):
     step = jax.jit(update, out_shardings=({"w": split}, shardings), donate_argnums=(0, 1))
     for number in range(1, 23):
         params, state = step(params, state, np.float32(100 if number < 10 else 400))
-        seen.append(float(get_learning_rate(state)))
+        seen.append(float(schedule.get_learning_rate(state)))
     assert (len(traces), step._cache_size()) == (1, 1)
     np.testing.assert_array_equal(np.float32(seen), np.float32([1e-3] * 10 + [5e-4] * 11 + [2.5e-4]))
