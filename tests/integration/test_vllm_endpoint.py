@@ -34,8 +34,9 @@ def test_it_samples_and_scores_as_vllms_own_endpoint_does(float32, prompts):
             engine.fleet.server(float32.url).route = route
             responses = engine.generate(prompts, 3, SamplingParams(24, 0.8, reported=6, **cut), seed=5)
             found.append(sorted(responses, key=lambda r: (r.prompt_index, r.sample_index)))
-            with opened(float32.url, route=route) as client:
-                scored += [reply.prompt_logprobs for reply in probes(client, [asked])]
+    for route in (ROLLOUTS, GENERATE):
+        with opened(float32.url, route=route) as client:
+            scored += [reply.prompt_logprobs for reply in probes(client, [asked])]
     for own, plain in zip(*found, strict=True):
         assert own["version"].tolist() == plain["version"].tolist() == [0] * 24
         np.testing.assert_array_equal(own.response, plain.response)

@@ -50,12 +50,12 @@ def test_head_dtype(bfloat16, prompts):
     assert rounded > 1e-3
 
 
-def test_what_does_not_fit_is_a_line_each(float32, bfloat16):
+def test_what_does_not_fit_is_a_line_each(bfloat16):
     """vLLM's own configuration says untied for files that repeat a tied head, as those in bfloat16 do."""
-    line = refused(float32, max_tokens=513)
+    line = refused(bfloat16, max_tokens=513)
     assert line == "max_model_len is 512, expected at least 513 for prompt plus response"
-    assert refused(float32, hf_config={"vocab_size": 257}) == "vocab_size is 256, expected 257 (another model)"
-    lines = refused(float32, hf_config={"num_hidden_layers": 3, "tie_word_embeddings": False}).splitlines()
+    assert refused(bfloat16, hf_config={"vocab_size": 257}) == "vocab_size is 256, expected 257 (another model)"
+    lines = refused(bfloat16, hf_config={"num_hidden_layers": 3, "tie_word_embeddings": False}).splitlines()
     assert lines == [
         "num_hidden_layers is 2, expected 3 (another model)",
         "tie_word_embeddings is True, expected False (another model)",

@@ -127,8 +127,10 @@ def test_supports_are_those_of_the_trainers_distribution(served, prompts, cut):
             equal.append((np.isin(np.arange(VOCABULARY), kept) == support(logprobs, sampling)).all())
             sizes.append(len(kept))
             normalised = logprobs[kept] - np.log(np.exp(logprobs[kept]).sum())
-            gaps.append(np.abs(normalised - reported[ids >= 0]).max())
-    assert max(gaps) < WITHIN[served.dtype]
+            gaps.append(np.abs(normalised - reported[ids >= 0]))
+    together = np.concatenate(gaps)
+    assert together.max() < WITHIN[served.dtype]
+    assert together.mean() < 0.02
     assert served.dtype != "float32" or np.mean(equal) > 0.98  # a token may lie at the edge of the cut
     assert max(sizes) <= cut["top_k"]
     assert (min(sizes) < cut["top_k"]) == (len(cut) > 1)
