@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from process_runs import FLOAT32
 from programs import bash, of_script, program
 from toy_runs import ROOT, TOY_BASE, comparable, environment, wait_for_rows
 from vllm_processes import kill_worker, members
@@ -30,7 +31,6 @@ def of_servers(test):
 
 SCRIPT = str(ROOT / "launch/single_node.sh")
 CONFIG = str(ROOT / "configs/quickstart.yaml")
-FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
 SMALL = ("--data.batch-size", "4", "--rollout.group-size", "4", "--eval.every", "0", *FLOAT32)
 LIMIT_S = 240
 

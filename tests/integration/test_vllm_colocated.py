@@ -36,8 +36,7 @@ def test_it_sleeps_and_wakes_with_the_current_weights(bfloat16, colocated):
     metrics = colocated.publish(bfloat16.model.moved(1), 1)
     assert not is_asleep(colocated)
     assert sampled_versions(colocated) == {1}
-    assert metrics["time/wake_s"] > 0
-    assert metrics["time/sleep_s"] > 0
+    assert min(metrics["time/wake_s"], metrics["time/sleep_s"]) > 0
     assert metrics["rollout/server_losses"] == 0
 
 

@@ -1,11 +1,11 @@
 """``python -m rljax.train`` samples from a real vLLM server. Both sides have equal weights after every update."""
 
 import pytest
+from process_runs import FLOAT32
 from toy_runs import command, comparable, complete_beside
 from vllm_processes import LaunchedServer
 
 pytestmark = pytest.mark.vllm
-FLOAT32 = ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32"]
 QUICK = [*FLOAT32, "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
 
 
