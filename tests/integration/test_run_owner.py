@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.harness
 def test_a_second_run_is_refused_until_the_first_one_is_gone(toy_base, tmp_path):
-    """Of many that claim a path at once one succeeds (distributed/test_ownership.py)."""
+    """distributed/test_ownership.py has many that claim a path at once."""
     run_dir = tmp_path / "run"
     words = tiny(toy_base, run_dir, 40)
     process = start(words)

@@ -41,7 +41,7 @@ def test_it_sleeps_and_wakes_with_the_current_weights(bfloat16, colocated):
 
 
 def test_a_copy_from_before_the_sleep_is_caught(bfloat16, colocated):
-    """What else does not arrive after a sleep is caught as without one (test_vllm_sabotage.py)."""
+    """Other faults after a sleep are caught as without one (test_vllm_sabotage.py)."""
     sampled_versions(colocated)
     with sabotaged(bfloat16, "restore", "on"), pytest.raises(VerificationError, match=OUT_OF_BAND):
         colocated.publish(bfloat16.model.moved(2), 1)

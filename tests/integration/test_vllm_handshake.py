@@ -51,7 +51,7 @@ def test_head_dtype(bfloat16, prompts):
 
 
 def test_what_does_not_fit_is_a_line_each(bfloat16):
-    """vLLM's own configuration says untied for files that repeat a tied head, as those in bfloat16 do."""
+    """The files in bfloat16 repeat a tied head, for which vLLM's own configuration says untied."""
     line = refused(bfloat16, max_tokens=513)
     assert line == "max_model_len is 512, expected at least 513 for prompt plus response"
     assert refused(bfloat16, hf_config={"vocab_size": 257}) == "vocab_size is 256, expected 257 (another model)"

@@ -1,4 +1,4 @@
-"""What a real vLLM server samples and reports is compared with the trainer's whole distributions."""
+"""Responses and reports of a real vLLM server are compared with the trainer's whole distributions."""
 
 from contextlib import closing
 

@@ -117,7 +117,7 @@ def test_other_bits_and_a_cache_that_is_not_flushed_are_found(served, opened, fa
     engine.publish(served.policy.moved(4), 2)
 
 
-def test_updates_wait_for_a_last_request_and_refuse_other_shapes(served, opened, monkeypatch):
+def test_updates_wait_for_requests_and_refuse_other_shapes(served, opened, monkeypatch):
     """SGLang refuses to flush its cache while a request is still ending, and answers 400."""
     engine = opened()
     served.break_updates("busy", "2")
@@ -133,7 +133,7 @@ def test_updates_wait_for_a_last_request_and_refuse_other_shapes(served, opened,
 
 
 def test_what_does_not_fit_is_refused(served, opened, tmp_path):
-    """At the handshake, and what is not sent or not loaded later."""
+    """It is refused at the handshake, or before it is sent or loaded."""
     with pytest.raises(HandshakeError, match="the dtype is float32, expected bfloat16"):
         served.engine(dtype="bfloat16")
     with pytest.raises(HandshakeError, match="max_model_len is 256, expected at least 300"):

@@ -18,7 +18,7 @@ def mesh():
 
 
 def test_a_written_rate_lies_where_the_old_one_lay(mesh):
-    """So a run whose state is donated compiles once (schedule/test_schedule_inject.py)."""
+    """A run whose state is donated therefore compiles once (schedule/test_schedule_inject.py)."""
     state = schedule.inject_learning_rate(optax.adamw, 1e-3).init({"w": jnp.ones(3)})
     assert not schedule.set_learning_rate(state, 5e-4).hyperparams["learning_rate"].committed
     state = jax.device_put(state, jax.devices()[5])
