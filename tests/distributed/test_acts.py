@@ -27,22 +27,16 @@ from rljax.weights.writer import Kind
 
 @pytest.mark.parametrize("optional", [False, True])
 def test_sequences_come_out_as_they_went_in(optional):
-    rng = np.random.default_rng(0)
-    lengths = [(3, 5), (1, 1), (4, 2)]
-    sequences = [
-        train_sequence(
-            rng.integers(0, 9, p).astype(np.int32),
-            rng.integers(0, 9, r).astype(np.int32),
-            rng.normal(size=r).astype(np.float32),
-            float(rng.normal()),
-            bool(r % 2),
-            staleness=rng.integers(0, 3, r),
-            routes=rng.integers(0, 9, (p + r, 2, 3)).astype(np.uint8) if optional else None,
-            top_ids=rng.integers(0, 9, (r, 4)).astype(np.int32) if optional else None,
-            top_logprobs=rng.normal(size=(r, 4)).astype(np.float32) if optional else None,
-        )
-        for p, r in lengths
-    ]
+    rng, sequences = np.random.default_rng(0), []
+    for p, r in [(3, 5), (1, 1), (4, 2)]:
+        ids = (rng.integers(0, 9, size).astype(np.int32) for size in (p, r))
+        more = {"staleness": rng.integers(0, 3, r)}
+        if optional:
+            more["routes"] = rng.integers(0, 9, (p + r, 2, 3)).astype(np.uint8)
+            more["top_ids"] = rng.integers(0, 9, (r, 4)).astype(np.int32)
+            more["top_logprobs"] = rng.normal(size=(r, 4)).astype(np.float32)
+        logprobs = rng.normal(size=r).astype(np.float32)
+        sequences.append(train_sequence(*ids, logprobs, float(rng.normal()), bool(r % 2), **more))
     sent = Announcement("step", "_pack", pack([sequences]))
     announced = unpack(pack(sent), Announcement)
     assert announced == sent
@@ -78,31 +72,22 @@ def test_arguments_come_out_as_they_went_in():
 
 
 def test_who_stops_early_takes_the_rest_all_the_same():
-    taken = []
-
-    def items():
-        for item in range(5):
-            taken.append(item)
-            yield item
-
-    stream = to_the_end(Processes(), Announcement("anything"), items())
+    items = iter(range(5))
+    stream = to_the_end(Processes(), Announcement("anything"), items)
     assert next(stream) == 0
     stream.close()
-    assert taken == [0, 1, 2, 3, 4]
+    assert list(items) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_do_not_go_together_are_refused():
+    for options, message in (
         ({"count": 2}, "must be given together, or none"),
         ({"index": 0}, "must be given together, or none"),
         ({"count": 2, "index": 2, "coordinator": "host:1"}, "run.process_id = 2 must be below run.processes = 2"),
         ({"count": 2, "index": 0, "coordinator": "host"}, "run.coordinator must be HOST:PORT of process 0, got 'host'"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        start_processes(**options)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            start_processes(**options)
 
 
 class Anything(Shared):
@@ -170,19 +155,12 @@ def test_processes_that_do_not_meet_do_not_train_alone(environment, message):
 GLOO = "UNKNOWN: Gloo AllGather failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:36274"
 
 
-@pytest.mark.parametrize(
-    ("error", "is_one"),
-    [
-        (jax.errors.JaxRuntimeError("INTERNAL: anything"), True),
-        (ValueError(GLOO), True),
-        (ValueError("INTERNAL: ncclAllReduce: NCCL operation failed"), True),
-        (ValueError("NOT_FOUND: Error opening zarr driver"), False),
-        (ValueError("Gloo is no engine"), False),
-        (RuntimeError(GLOO), False),
-        (OSError(28, "No space left on device"), False),
-    ],
-)
-def test_a_lost_collective_is_told_from_other_errors(error, is_one):
-    wrapped = RuntimeError("not written")
-    wrapped.__cause__ = error
-    assert is_of_devices(error) == is_of_devices(wrapped) == is_one
+def test_a_lost_collective_is_told_from_other_errors():
+    nccl, gloo = ValueError("INTERNAL: ncclAllReduce: NCCL operation failed"), ValueError("Gloo is no engine")
+    zarr = ValueError("NOT_FOUND: Error opening zarr driver")
+    lost = (jax.errors.JaxRuntimeError("INTERNAL: anything"), ValueError(GLOO), nccl)
+    others = (zarr, gloo, RuntimeError(GLOO), OSError(28, "No space left on device"))
+    for error in (*lost, *others):
+        wrapped = RuntimeError("not written")
+        wrapped.__cause__ = error
+        assert is_of_devices(error) == is_of_devices(wrapped) == (error in lost), error

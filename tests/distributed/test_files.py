@@ -32,33 +32,25 @@ def test_the_limit_of_a_job_bounds_the_free_memory(version, tmp_path):
     assert free_memory(tmp_path) == 4000 * 1024
 
 
-def test_a_file_is_replaced_when_the_block_ends(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("old")
-    with replacing(path) as partial:
-        partial.write_text("new")
-        assert path.read_text() == "old"
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_error_leaves_the_old_file(tmp_path):
-    path = tmp_path / "rows.jsonl"
+def test_a_file_or_directory_is_replaced_when_the_block_ends(tmp_path):
+    """An error leaves what was there."""
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out"
     path.write_text("old")
     with pytest.raises(FileNotFoundError), replacing(path) as partial:
         partial.write_bytes((tmp_path / "absent").read_bytes())
     assert path.read_text() == "old"
+    with replacing(path) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
     write_whole(path, "né")
     assert path.read_bytes() == "né".encode()
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_directory_appears_whole(tmp_path):
-    with replacing(tmp_path / "out") as partial:
+    with replacing(out) as partial:
         partial.mkdir()
         (partial / "a").write_bytes(b"1")
-        assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out/a").read_bytes() == b"1"
+        assert not out.exists()
+    assert (out / "a").read_bytes() == b"1"
+    assert {*tmp_path.iterdir()} == {path, out}
 
 
 def test_an_error_without_a_name_names_the_file(tmp_path):

@@ -17,7 +17,7 @@ from rljax.distributed.ownership import claim, provably_dead, read
 from rljax.errors import OwnedError
 
 CLAIM = """
-    import sys, time
+    import sys
     from rljax.errors import OwnedError
     from rljax.distributed.ownership import claim
     print("ready", flush=True)
@@ -53,9 +53,9 @@ def path(tmp_path):
 def elsewhere(path):
     """Returns the record of an owner on another machine, whose heartbeat only a test moves."""
     with claim(path) as owner:
-        record = dataclasses.replace(owner.record, host="node7", machine="another boot", pid=12)
-    path.write_text(json.dumps(dataclasses.asdict(record)))
-    return record
+        pass
+    rewrite(path, owner.record, host="node7", machine="another boot", pid=12)
+    return read(path)
 
 
 def age(path, seconds):
@@ -69,9 +69,12 @@ def test_a_claim_is_recorded_refused_to_others_and_released(path):
         assert read(path) == owner.record
         assert (owner.record.pid, owner.record.host) == (os.getpid(), os.uname().nodename)
         assert not provably_dead(path, silent_s=0.0)
-        with pytest.raises(
-            OwnedError, match=rf"owner.json is held by process {os.getpid()} on .*, which is alive, since 20.*UTC"
-        ):
+        held = path.read_text()
+        rewrite(path, owner.record, started=1)
+        assert provably_dead(path), "its process id was given again"
+        path.write_text(held)
+        said = rf"owner.json is held by process {os.getpid()} on .*, which is alive, since 20.*UTC"
+        with pytest.raises(OwnedError, match=said):
             claim(path)
     assert list(path.parent.iterdir()) == []
     assert read(path) is None
@@ -97,10 +100,8 @@ def test_a_living_owner_is_refused_and_a_killed_one_replaced(path):
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_process_id_that_was_given_again_is_not_the_owner(path):
-    with claim(path) as owner:
-        path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(owner.record, started=1))))
-        assert provably_dead(path)
+def rewrite(path, record, **changes):
+    path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(record, **changes))))
 
 
 def test_another_machines_owner_lives_while_its_heartbeat_moves(path, elsewhere, capsys):
@@ -140,7 +141,7 @@ def test_the_heartbeat_moves_its_own_record_alone(path):
     with claim(path, heartbeat_s=0.05) as owner:
         age(path, 3600)
         until(lambda: path.stat().st_mtime > time.time() - 60, 10)
-        path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(owner.record, token="another's"))))
+        rewrite(path, owner.record, token="another's")
         age(path, 3600)
         time.sleep(0.3)
         assert path.stat().st_mtime < time.time() - 60
@@ -184,14 +185,13 @@ def test_of_many_claimers_one_succeeds(path, dead):
 def test_the_owner_that_is_named_is_the_one_that_lives(path, monkeypatch):
     """A living owner's record replaces a dead owner's right after that was read."""
     with claim(path) as owner:
-        living = path.read_text()
-        path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(owner.record, started=1, pid=2**22 + 1))))
         read_bytes = type(path).read_bytes
+        rewrite(path, owner.record, started=1, pid=2**22 + 1)
 
         def read_then_replace(file):
             content = read_bytes(file)
             if file == path:
-                path.write_text(living)
+                rewrite(path, owner.record)
             return content
 
         monkeypatch.setattr(type(path), "read_bytes", read_then_replace)

@@ -1,5 +1,7 @@
 """Real vLLM servers over tiny random models, one server for each dtype, and the toy base of whole runs."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -13,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from stopping import StopWhen
+from toy_runs import outcome
 from vllm_processes import FORKED, kill_server
 
+from rljax.commands import accept
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.hf import hf_tensors, load_params
@@ -59,15 +63,11 @@ SHAPES = {
 
 
 def pytest_collection_modifyitems(items):
-    """Orders the tests so that the server of each dtype starts once.
-
-    Tests that end the server of a dtype follow all tests that only use such servers. Tests with servers of their own
-    come last.
-    """
+    """Orders the tests so that the server of each dtype starts once. Tests with servers of their own come last."""
 
     def place(item) -> int:
         used = {*item.fixturenames, getattr(item, "callspec", None) and item.callspec.params.get("served")}
-        return next((i for i, fixture in enumerate([*TIED, "mortal"]) if fixture in used), len(TIED) + 1)
+        return next((i for i, dtype in enumerate(TIED) if dtype in used), len(TIED))
 
     items.sort(key=place)
 
@@ -92,6 +92,11 @@ class Model:
     config: PolicyConfig
     params: dict
     hf_config: dict
+
+    @classmethod
+    def read(cls, path: Path) -> Model:
+        policy = read_config(path)
+        return cls(path, policy, load_params(path, policy), json.loads((path / "config.json").read_text()))
 
     def tensors(self, dtype: str) -> Callable:
         return functools.partial(hf_tensors, config=self.config, dtype=jnp.dtype(dtype))
@@ -161,6 +166,18 @@ class Served:
         return np.concatenate([np.abs(np.asarray(s)[-r.length :] - r["rollout_logprobs"]) for r, s in pairs])
 
 
+def accepted(served, out, *options, model=None):
+    """Returns the exit status of ``rljax accept``, the checks of its JSON, and the page with the errors."""
+    words = [model or served.model.path, "--server", served.url, "--out", out, "--length", "64", "--steps", "2"]
+    status, page, err = outcome(accept.main, [*words, *options])
+    return status, json.loads((out / "accept.json").read_text())["checks"], page + err
+
+
+def failed(checks):
+    """Returns the names of the checks of ``rljax accept`` that failed."""
+    return [name for name, one in checks.items() if one["status"] == "FAIL"]
+
+
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory) -> Callable[..., Model]:
     @functools.cache
@@ -176,8 +193,7 @@ def make_model(tmp_path_factory) -> Callable[..., Model]:
         Qwen3ForCausalLM(config).save_pretrained(path)
         if repeats_head:
             repeat_head(path)
-        policy = read_config(path)
-        return Model(path, policy, load_params(path, policy), json.loads((path / "config.json").read_text()))
+        return Model.read(path)
 
     return make
 
@@ -185,31 +201,18 @@ def make_model(tmp_path_factory) -> Callable[..., Model]:
 @pytest.fixture(scope="session")
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProcess]:
     def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, more: tuple[str, ...] = ()) -> ServerProcess:
-        environment = {**FORKED, "PYTHONPATH": os.pathsep.join([SUPPORT, FORKED["PYTHONPATH"]])}
-        config = VllmConfig(
-            model=str(model.path),
-            python=vllm_interpreter,
-            dtype=dtype,
-            port=port,
-            max_model_len=MAX_LEN,
-            max_num_seqs=64,
-            max_logprobs=256,  # the whole vocabulary
-            log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
-            extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage", f"--tensor-parallel-size={workers}", *more),
-            extra_env=environment,
-        )
-        return start(config, timeout_s=480)
+        sizes = {"max_model_len": MAX_LEN, "max_num_seqs": 64, "max_logprobs": 256}  # the whole vocabulary
+        where = {"port": port, "log_path": tmp_path_factory.mktemp("vllm") / f"{dtype}.log"}
+        arguments = ("--worker-extension-cls", "vllm_sabotage.Sabotage", f"--tensor-parallel-size={workers}", *more)
+        extra = {**FORKED, "PYTHONPATH": os.pathsep.join([SUPPORT, FORKED["PYTHONPATH"]])}
+        how = {"dtype": dtype, "extra_args": arguments, "extra_env": extra}
+        return start(VllmConfig(str(model.path), vllm_interpreter, **sizes, **where, **how), timeout_s=480)
 
     return run
 
 
 class Servers:
-    """One server at a time, by its name. A request for another one ends it, and a dead server is started again.
-
-    Args:
-      model_of: A function of the name that returns the model and its dtype.
-      start_server: A function of the name and a port that starts the server of this model.
-    """
+    """One server at a time, by its name. A request for another one ends it, and a dead server is started again."""
 
     def __init__(
         self, model_of: Callable[[str], tuple[Model, str]], start_server: Callable[[str, int], ServerProcess]
@@ -257,25 +260,14 @@ def bfloat16(servers) -> Served:
 
 
 @pytest.fixture
-def float16(servers) -> Served:
-    return servers.of("float16")
-
-
-@pytest.fixture
 def float32(servers) -> Served:
     return servers.of("float32")
 
 
 @pytest.fixture
-def mortal(servers) -> Served:
-    """Returns the server of ``float32`` to a test that ends it."""
-    return servers.of("float32")
-
-
-@pytest.fixture
-def served(request) -> Served:
+def served(request, servers) -> Served:
     """Returns the server of the dtype that an indirect parameter names."""
-    return request.getfixturevalue(request.param)
+    return servers.of(request.param)
 
 
 @pytest.fixture

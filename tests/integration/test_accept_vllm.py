@@ -1,29 +1,17 @@
-"""``rljax accept`` beside real vLLM servers: clean pairs pass, and each planted fault fails the check that is for it.
-
-Faults of a server's start are planted together in one server, and those that leave the server as it is one by one.
-"""
+"""``rljax accept`` beside real vLLM servers: clean pairs pass, and each planted fault fails the check for it."""
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 
-import jax.numpy as jnp
 import pytest
 from opened_clients import call
-from toy_runs import ROOT, environment, outcome
 from vllm_checks import rpc, sabotaged
 
 from rljax.commands import accept, check_server
-from rljax.data.toy import build_tokenizer
-from rljax.policy.hf import load_params, save_params
-from rljax.policy.model import init_params
-from tests.integration.conftest import HYBRID, SHAPES, Model, Served
+from tests.integration.conftest import Model, Served, accepted, failed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
-QUICK = ("--length", "64", "--steps", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -37,18 +25,6 @@ def toy(toy_base, start_server):
     model = Model(toy_base, *[None] * 3)
     with start_server(model, "bfloat16") as server:
         yield Served(server, model, "bfloat16")
-
-
-def accepted(served, out, *options, model=None):
-    """Returns the exit status of the command, the checks of its JSON, and the page with the errors."""
-    words = [model or served.model.path, "--server", served.url, "--out", out, *QUICK, *options]
-    status, page, err = outcome(accept.main, words)
-    checks = json.loads((out / "accept.json").read_text())["checks"]
-    return status, checks, page + err
-
-
-def failed(checks):
-    return [name for name, one in checks.items() if one["status"] == "FAIL"]
 
 
 def test_a_clean_pair_passes_and_passed_checks_are_kept(toy, tmp_path):
@@ -121,29 +97,6 @@ def test_other_requests_end_the_command(toy, tmp_path, during):
         assert rows.read_text().count("\n") < 400
 
 
-def test_an_interrupt_puts_the_first_weights_back(toy, tmp_path):
-    """The same command then goes on with the run, and passes."""
-    words = [sys.executable, "-m", "rljax", "accept", toy.model.path, "--server", toy.url, "--out", tmp_path / "out"]
-    words += ["--length", "64", "--steps", "6"]
-    command = subprocess.Popen(
-        [str(word) for word in words], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    rows = tmp_path / "out/run/metrics.jsonl"
-    while command.poll() is None and not (rows.exists() and rows.read_text().count("\n") >= 2):
-        threading.Event().wait(0.05)
-    command.send_signal(signal.SIGINT)
-    page = command.communicate(timeout=120)[0]
-    assert command.returncode == 130, page
-    checks = json.loads((tmp_path / "out/accept.json").read_text())["checks"]
-    assert checks[accept.PUT_BACK]["status"] == "PASS"
-    assert "training" not in checks
-    steps = rows.read_text().count("\n")
-    status, checks, page = accepted(toy, tmp_path / "out", "--steps", "6")
-    assert status == 0, page
-    assert 2 <= steps < 6
-    assert rows.read_text().count("\n") == 6
-
-
 def test_faults_of_a_servers_start_are_each_named(toy_base, start_server, tmp_path):
     """The files have another angle, end and tokenizer, and options an 8-bit cache and another sampling."""
     theirs = tmp_path / "theirs"
@@ -169,20 +122,3 @@ def test_faults_of_a_servers_start_are_each_named(toy_base, start_server, tmp_pa
     wanted = ["the server ends a response at [13], the model at [14]", "the server has another tokenizer"]
     assert checks["tokens"]["problems"] == wanted
     assert {checks[name]["status"] for name in ("publish", "training")} == {"SKIPPED"}
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [(family, "bfloat16") for family in SHAPES] + [(family, "float32") for family in SHAPES if family != HYBRID],
-)
-def test_a_clean_pair_of_each_family_passes(start_server, tmp_path, family, dtype):
-    path, config = tmp_path / "model", SHAPES[family]
-    save_params(path, init_params(config, 7), config, jnp.dtype(dtype))
-    build_tokenizer().save(path)
-    assert load_params(path, config)
-    model = Model(path, *[None] * 3)
-    steps = "20" if (family, dtype) == ("qwen2", "float32") else "2"
-    with start_server(model, dtype) as server:
-        status, checks, page = accepted(Served(server, model, dtype), tmp_path / "out", "--steps", steps)
-    assert (status, failed(checks)) == (0, []), page
-    assert checks["training"]["says"].startswith(f"{steps} steps, ")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from toy_runs import command, comparable, complete, completed, tiny
 
-from rljax.mismatch import mismatch_metrics
+from rljax.compare.report import compare_columns
 from rljax.record.token_dumps import read_dump
 
 pytestmark = pytest.mark.slow
@@ -32,10 +32,7 @@ def rows_of(base, run_dir, *options):
 
 @pytest.fixture(scope="module")
 def several(toy_base, tmp_path_factory):
-    """Runs GRPO with two mini-batches, two epochs, a KL penalty and VeXact's remedy for noisy weights.
-
-    Returns rows and folder.
-    """
+    """Runs GRPO with two mini-batches, two epochs, a KL penalty and VeXact's remedy for noisy weights."""
     run_dir = tmp_path_factory.mktemp("several") / "run"
     options = [
         *("--loss.mini-batches", "2", "--loss.epochs", "2", "--advantage.estimator", "grpo"),
@@ -49,9 +46,15 @@ def several(toy_base, tmp_path_factory):
 
 
 def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
-    _, rows = several
-    # The row has the mean of the largest weights of both mini-batches. It is the cap if both have a token above the
-    # cap.
+    """The transcript has the responses of a row, and the dump has what the row was measured from."""
+    run_dir, rows = several
+    lines = [json.loads(line) for line in (run_dir / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
+    assert len(lines) == 32
+    assert np.mean([line["response_length"] for line in lines]) == pytest.approx(rows[2]["response_length/mean"])
+    total = sum(line["logprob_abs_diff_mean"] * line["response_length"] for line in lines)
+    tokens = sum(line["response_length"] for line in lines)
+    assert total / tokens == pytest.approx(rows[2]["mismatch/logprob_abs_diff_mean"], rel=1e-5)
+    # The row has the mean of the largest weights of both mini-batches, which is the cap if both have such a token.
     assert np.float32(CAP) in [row["correction/weight_max"] for row in rows]
     for row in rows:
         # The first mini-batch of a run moves the policy away from the reference.
@@ -66,61 +69,15 @@ def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
     assert rows[2]["mismatch/sum_rise"] == pytest.approx(
         rows[2]["mismatch/log_ppl_abs_diff_sum"] - rows[0]["mismatch/log_ppl_abs_diff_sum"], rel=1e-4
     )
-
-
-def test_the_dump_holds_what_the_row_was_measured_from(several):
-    run_dir, rows = several
     dump = read_dump(run_dir / "rollouts" / "step_000002.parquet")
-    width = max(map(len, dump.token_ids))
-    padded = {name: np.zeros((len(dump.token_ids), width)) for name in ("trainer", "rollout", "mask")}
-    for i, mask in enumerate(dump.response_mask):
-        for name in ("trainer", "rollout"):
-            padded[name][i, : len(mask)] = np.where(mask, dump.logprobs[name][i], 0.0)
-        padded["mask"][i, : len(mask)] = mask
-    expected = mismatch_metrics(padded["trainer"], padded["rollout"], padded["mask"])
+    (pair,) = compare_columns(dump).pairs
     assert len(dump.token_ids) == 32
     for name in ("k3_kl", "logprob_abs_diff_mean", "log_ppl_abs_diff"):
-        assert rows[1][f"mismatch/{name}"] == pytest.approx(expected[name], rel=1e-3), name
+        assert rows[1][f"mismatch/{name}"] == pytest.approx(pair.metrics[name], rel=1e-3), name
     source = dump.sources["trainer"]
     assert (source.dtype, source.temperature) == ("bfloat16", 1.0)
     assert dump.sources["rollout"].weights_hash == f"{source.weights_hash}, weight_noise 0.05"
     assert dump.sampling["inject"] == {"weight_noise": 0.05}
-
-
-def test_the_transcript_can_be_read(several):
-    run_dir, rows = several
-    lines = [json.loads(line) for line in (run_dir / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
-    assert len(lines) == 32
-    assert np.mean([line["reward"] for line in lines]) == pytest.approx(rows[2]["reward/mean"])
-    assert np.mean([line["response_length"] for line in lines]) == pytest.approx(rows[2]["response_length/mean"])
-    assert all("+" in line["prompt"] for line in lines)
-    total = sum(line["logprob_abs_diff_mean"] * line["response_length"] for line in lines)
-    tokens = sum(line["response_length"] for line in lines)
-    assert total / tokens == pytest.approx(rows[2]["mismatch/logprob_abs_diff_mean"], rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def bypass(toy_base, tmp_path_factory):
-    """Returns the rows of a bfloat16 run that clips the ratio of trainer to rollout within tight bounds."""
-    bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
-    return rows_of(toy_base, tmp_path_factory.mktemp("bypass") / "run", "--loss.old-logprobs", "rollout", *bounds)
-
-
-@pytest.mark.harness
-def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, bypass, tmp_path):
-    options = ["--rollout.dtype", "float16", "--precision.compute-dtype", "float16", "--correction.preset", "token_mis"]
-    rows = rows_of(toy_base, tmp_path / "run", *options)
-    assert all(row["precision/loss_scale"] == 2.0**15 for row in rows)
-    assert rows[-1]["precision/overflows"] == 0
-    assert rows[0]["mismatch/logprob_abs_diff_mean"] < 0.5 * bypass[0]["mismatch/logprob_abs_diff_mean"]
-    assert rows[0]["correction/changed_fraction"] == 0.0
-
-
-@pytest.mark.harness
-def test_bypass_puts_the_mismatch_into_the_ratio(bypass):
-    """The ratio is clipped at the very first update. Rejection is on, and no sequence is rejected."""
-    assert bypass[0]["policy/clip_fraction"] > 0
-    assert bypass[0]["correction/rejected_sequence_fraction"] == 0.0
 
 
 def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
@@ -132,26 +89,18 @@ def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_settings_that_make_no_sense_are_one_line(toy_base, tmp_path):
+    presets = ["--correction.preset", "token_tis"]
+    for options, message in (
         (["--loss.mini-batches", "3"], "data.batch_size = 8 does not divide into loss.mini_batches = 3"),
         (["--publish.store", "http"], "publish.store = http is for servers: rollout.engine must be vllm or sglang"),
         (["--publish.store", "nowhere"], "store must be shared, directory, http or a URL, got 'nowhere'"),
-        (
-            ["--loss.old-logprobs", "rollout", "--correction.preset", "token_tis"],
-            "loss.old_logprobs = rollout puts the mismatch into the ratio already",
-        ),
+        (["--loss.old-logprobs", "rollout", *presets], "loss.old_logprobs = rollout puts the mismatch into the ratio"),
         (["--loss.router-balance", "0.01"], "loss.router_balance is for a mixture of experts"),
-        (
-            ["--correction.preset", "token_tis", "--correction.part", "numerics"],
-            "correction.part = numerics is for rollouts that may be stale",
-        ),
-    ],
-)
-def test_settings_that_make_no_sense_are_one_line(options, message, toy_base, tmp_path):
-    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options))
-    assert code == 2
-    assert message in output
-    assert len(output.strip().splitlines()) == 1
-    assert not (tmp_path / "run").exists()
+        (["--correction.part", "numerics", *presets], "correction.part = numerics is for rollouts that may be stale"),
+    ):
+        code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options))
+        assert code == 2
+        assert message in output
+        assert len(output.strip().splitlines()) == 1
+        assert not (tmp_path / "run").exists()

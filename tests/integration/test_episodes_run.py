@@ -1,4 +1,4 @@
-"""Whole runs of several turns: their dumps are recounted, and they are resumed and evaluated."""
+"""Whole runs of several turns, sampled from a cut distribution: dumps are recounted, and runs go on."""
 
 import json
 
@@ -8,16 +8,18 @@ from process_runs import FLOAT32
 from toy_runs import comparable, completed, outcome, printed, tiny
 
 from rljax import evaluate
+from rljax.compare.report import compare_columns
 from rljax.record.rows import run_dumps
 from rljax.record.token_dumps import read_dump
 
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-# Two or three turns fit. The toy problems' answers ask for more.
+# Two or three turns fit. The toy problems' answers ask for more. Sampling is cut.
 TURNS = [
     *("--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3"),
     *("--rollout.max-response-tokens", "20", "--rollout.dump-every", "2", "--rollout.refill", "true"),
+    *("--rollout.top-k", "5", "--rollout.top-p", "0.9"),
 ]
 
 
@@ -37,6 +39,8 @@ def test_rows_and_dumps_tell_the_turns(whole):
         assert sum(counts) == row["mismatch/token_count"]
         assert row["turns/limited"] > 0
         assert row["reward/errors"] == 0
+        assert row["mismatch/k3_kl"] < 1e-8
+        assert 0 < row["policy/entropy"] < np.log(5)
     second = read_dump(run_dumps(whole)[0])
     row, sampled, others = rows[1], 0, 0
     for mask, turns, rollout, trainer in zip(
@@ -51,6 +55,14 @@ def test_rows_and_dumps_tell_the_turns(whole):
         assert set(np.diff(of_turns)) <= {0, 1}
         sampled, others = sampled + mask.sum(), others + (turns == 0).sum()
     assert sampled == row["mismatch/token_count"]
+    pairs = zip(second.values["entropy"], second.response_mask, strict=True)
+    entropy = np.concatenate([values[mask] for values, mask in pairs]).mean(dtype=np.float64)
+    assert row["policy/entropy"] == pytest.approx(entropy, rel=1e-5)
+    assert second.sampling["top_k"] == 5
+    pairs = zip(second.columns["top_ids"], second.response_mask, strict=True)
+    assert any((ids[mask] < 0).any() for ids, mask in pairs)
+    (pair,) = compare_columns(second).pairs
+    assert pair.verdict.status == "pass", pair.verdict
     assert row["turns/environment_fraction"] == pytest.approx(others / (others + sampled))
 
 

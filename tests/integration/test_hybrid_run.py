@@ -1,26 +1,19 @@
-"""Whole runs of tiny hybrids of delta nets and attention, with the engines of this process and with a real vLLM."""
-
-import json
-import shutil
+"""Whole runs of tiny hybrids of delta nets and attention, with the engines of this process."""
 
 import numpy as np
 import pytest
 from hybrids import hybrid_base
-from safetensors.numpy import load_file
-from toy_runs import command, comparable, complete_beside, completed, printed, resumed_rows, tiny
-from vllm_processes import LaunchedServer
+from process_runs import FLOAT32
+from toy_runs import command, comparable, completed, printed, resumed_rows, tiny
 
-from rljax import train
 from rljax.commands.export import main as export_main
 from rljax.policy.families import read_config
 from rljax.policy.hf import SINGLE_NAME, load_params, open_tensors
-from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
+from rljax.rollout.servers.vllm.server import VllmConfig
 
 pytestmark = pytest.mark.slow
 SIZE = ("--data.reward", "parity_reward:reward", "--optimizer.learning-rate", "1e-3")
-FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
-ADAPTERS = ("--lora.rank", "2", "--lora.targets", "in_proj_qkv", "in_proj_z", "out_proj", "q_proj")
-AHEAD = ("--rollout.max-staleness", "1", "--data.reward", "parity_reward:reward")
+AHEAD = ("--rollout.max-staleness", "1")
 TURNS = ("--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3")
 TURNS = (*TURNS, "--rollout.max-response-tokens", "20")
 
@@ -51,113 +44,27 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path, capl
 
 
 @pytest.mark.harness
-@pytest.mark.parametrize("more", [AHEAD, TURNS], ids=["ahead", "turns"])
-def test_the_numerics_of_float32_are_rounding(more, base, tmp_path):
-    completed(tiny(base, tmp_path, 4, *FLOAT32, *more, "--optimizer.learning-rate", "1e-3"))
+def test_the_numerics_of_turns_ahead_in_float32_are_rounding(base, tmp_path):
+    completed(tiny(base, tmp_path, 4, *FLOAT32, *TURNS, *AHEAD, "--optimizer.learning-rate", "1e-3"))
     rows = comparable(tmp_path)
-    assert [row["rollout/staleness"] for row in rows] == ([0, 1, 1, 1] if more == AHEAD else [0] * 4)
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
     for row in rows:
         numerics = "mismatch_numerics" if row["rollout/staleness"] else "mismatch"
         assert 0 < row[f"{numerics}/logprob_abs_diff_max"] < 5e-5
-        assert more == AHEAD or row["turns/max"] > 1
+        assert row["turns/max"] > 1
         assert row.get("mismatch_drift/logprob_abs_diff_max", 1.0) > 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.harness)])
-def test_with_one_executable_the_mismatch_is_exactly_zero(dtype, base, tmp_path):
+def test_with_one_executable_the_mismatch_is_exactly_zero(base, tmp_path):
     sizes = ("--rollout.engine", "exact", "--data.batch-size", "2", "--rollout.group-size", "4", "--run.steps", "2")
     rows = ("--rollout.max-response-tokens", "12", "--packing.rows-per-micro-batch", "8", "--packing.row-tokens", "20")
-    dtypes = ("--rollout.dtype", dtype, "--precision.compute-dtype", dtype)
-    completed(command(base, tmp_path, *SIZE, *sizes, *rows, *dtypes, "--eval.every", "0", "--checkpoint.every", "0"))
+    completed(command(base, tmp_path, *SIZE, *sizes, *rows, "--eval.every", "0", "--checkpoint.every", "0"))
     for row in comparable(tmp_path):
         assert row["mismatch/logprob_abs_diff_max"] == row["mismatch/k3_kl"] == 0.0
 
 
-@pytest.mark.harness
-def test_adapters_of_delta_nets_are_trained(base, tmp_path):
-    completed(tiny(base, tmp_path / "run", 2, *SIZE, *ADAPTERS))
-    assert all(row["optimizer/grad_norm"] > 0 for row in comparable(tmp_path / "run"))
-    printed(export_main, [tmp_path / "run", tmp_path / "out", "--adapter"])
-    tensors = load_file(tmp_path / "out" / WEIGHTS_NAME)
-    layers = [f"{i}.linear_attn.{name}" for i in range(3) for name in ADAPTERS[3:6]] + ["3.self_attn.q_proj"]
-    assert set(tensors) == {
-        f"base_model.model.model.layers.{layer}.lora_{matrix}.weight" for layer in layers for matrix in "AB"
-    }
-    assert all(tensor.any() for tensor in tensors.values())
-    wrapped = shutil.copytree(base, tmp_path / "wrapped")
-    text = json.loads((base / "config.json").read_text())
-    (wrapped / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
-    said = printed(export_main, [tmp_path / "run", tmp_path / "again", "--adapter", "--model", wrapped])
-    assert "for vLLM, rename model.layers to model.language_model.layers" in said
-    assert json.loads((tmp_path / "again" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] == str(wrapped)
-
-
-def test_a_dry_run_counts_its_parameters_and_states(base, tmp_path):
-    """A delta net has 4,624 parameters, and the attention 4,112. With them, each block has an MLP and two norms, 6,208.
-
-    Each of 8 responses has three states of 4 x 8 x 8 floats, the last 3 inputs of 64 channels in 16 bits, and 20 keys
-    and values of 2 heads of 8 in 16 bits.
-    """
-    said = printed(train.main, [*tiny(base, tmp_path / "run", 2, *SIZE, *ADAPTERS), "--dry-run"])
-    lines = dict(line.split("  ", 1) for line in said.splitlines()[1:])
-    assert lines["prefixes"].strip() == "not shared"
-    assert lines["parameters"].strip() == f"{3 * 4624 + 4112 + 4 * 6208 + 2 * 16 * 32 + 32:,}"
-    of_delta_net = 2 * (32 + 64) + 2 * (32 + 32) + 2 * (32 + 32)
-    assert lines["lora"].strip().startswith(f"{3 * of_delta_net + 2 * (32 + 64):,} parameters are trained")
-    assert 8 * (3 * (4 * 8 * 8 * 4 + 3 * 64 * 2) + 2 * 20 * 2 * 8 * 2) == 43 * 1024
-    cache = "8 of 8 responses at once, whose cache of 160 tokens takes 43.00 KiB of each device"
-    assert lines["decoding"].strip() == cache
-    assert not (tmp_path / "run").exists()
-
-
-TENSORS = 3 * 14 + 11 + 3
-"""The tensors of three blocks with a delta net, of one with attention, and of the embedding, the norm and the head."""
-
-
-@pytest.fixture(scope="module")
-def served(vllm_interpreter, tmp_path_factory):
-    """Yields a server and its model, whose delta nets have heads that vLLM computes on a CPU."""
-    directory = tmp_path_factory.mktemp("served")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-    of_delta_nets = {"delta_key_dim": 128, "delta_value_dim": 128, "initializer_range": 0.1}
-    model = hybrid_base(directory / "base", **sizes, **of_delta_nets)
-    server = LaunchedServer(vllm_interpreter, directory, model, "--dtype", "bfloat16", "--max-model-len", "512")
-    yield server, model
-    server.kill_caller()
-    assert server.wait_gone() == []
-
-
-def rows_beside(served, run_dir, steps, *options):
-    server, model = served
-    engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--publish.store", "http")
-    status, output = complete_beside(server, tiny(model, run_dir, steps, *SIZE, *engine, *options))
-    assert status == 0, output
-    rows = comparable(run_dir)
-    for row in rows:
-        assert row["publish/verified_tensors"] == TENSORS
-        assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
-        numerics = "mismatch_numerics" if row["rollout/staleness"] else "mismatch"
-        assert 0 < row[f"{numerics}/logprob_abs_diff_mean"] < 0.04
-        assert row["optimizer/grad_norm"] > 0
-    return rows
-
-
-@pytest.mark.vllm
-@pytest.mark.harness
-def test_a_vllm_server_takes_each_step_as_a_delta(served, tmp_path):
-    """The rate changes a few of the 16-bit weights in a step. The run is interrupted after two steps."""
-    slow = ("--optimizer.learning-rate", "1e-6", *AHEAD)
-    rows_beside(served, tmp_path, 2, *slow)
-    rows = rows_beside(served, tmp_path, 4, *slow)
-    assert [row["rollout/staleness"] for row in rows] == [0, 1, 0, 1]
-    for row in rows:
-        assert 0 < row["publish/changed_fraction"] < 0.1
-        assert row["publish/pulled_bytes"] < (served[1] / SINGLE_NAME).stat().st_size / 20  # the file is float32
-
-
-@pytest.mark.vllm
-@pytest.mark.harness
-def test_a_vllm_server_samples_from_merged_adapters(served, tmp_path):
-    rows = rows_beside(served, tmp_path, 3, *ADAPTERS)
-    assert [row["rollout/policy_version"] for row in rows] == [0, 1, 2]
-    assert all(row["publish/changed_fraction"] > 0.02 for row in rows[1:])
+def test_a_server_on_a_cpu_caches_no_prefixes(base):
+    """vLLM cannot cache the states of delta nets there."""
+    command = VllmConfig(str(base)).command
+    assert "--no-enable-prefix-caching" in command(1, gpu=False)
+    assert "--enable-prefix-caching" in command(1, gpu=True)

@@ -9,11 +9,7 @@ from toy_runs import command, completed
 
 pytestmark = pytest.mark.slow
 
-# The toy's run of one process on the embedded engine does not show these keys. Other tests show them:
-# test_vllm_train.py, test_exact_run.py, test_two_processes.py, rollout/test_vllm_engine.py. test_mixture_run.py has a
-# mixture of experts, and run/test_offload.py a state that moves. run/test_stop_tokens.py has a chat template, and
-# run/test_refill.py groups that are replaced. trainer/test_turns_update.py has an environment, and
-# run/test_external.py has trajectories of another program. test_self_check_run.py has several devices.
+# Other tests show these keys, which a toy's run of one process on the embedded engine does not have.
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers|servers_(joined|left|brought_back|rejected)"
     r"|mixed_fraction|executable_runs|cached_prompt_fraction)"

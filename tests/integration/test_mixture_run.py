@@ -12,15 +12,8 @@ from rljax.policy.model import init_params
 
 pytestmark = pytest.mark.slow
 REWARD = ("--data.reward", "parity_reward:reward")  # a fresh policy earns this reward
-REPLAY = (
-    *REWARD,
-    "--rollout.router-replay",
-    "r3",
-    "--diagnosis.free-routing-every",
-    "2",
-    "--loss.router-balance",
-    "0.01",
-)
+REPLAY = (*REWARD, "--rollout.router-replay", "r3", "--diagnosis.free-routing-every", "2")
+REPLAY = (*REPLAY, "--loss.router-balance", "0.01")
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +53,13 @@ def test_routes_of_another_program_are_replayed(base, tmp_path):
     assert row["router/disagreement"] > 0.5
 
 
-@pytest.mark.parametrize(
-    ("dense", "options", "said"),
-    [
-        (None, ("r2",), "r2 is for several updates a batch"),
-        (None, ("r3", "--rollout.engine", "exact"), "rollout.router_replay works with rollout.engine = "),
+def test_what_does_not_fit_is_one_line(base, tmp_path):
+    for model, options, said in (
+        (base, ("r2",), "r2 is for several updates a batch"),
+        (base, ("r3", "--rollout.engine", "exact"), "rollout.router_replay works with rollout.engine = "),
         (TOY_BASE, ("r3",), "is for a mixture of experts"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(base, tmp_path, dense, options, said):
-    status, output = complete(tiny(dense or base, tmp_path / "run", 2, "--rollout.router-replay", *options))
-    assert status == 2
-    assert said in output
-    assert not (tmp_path / "run").exists()
+    ):
+        status, output = complete(tiny(model, tmp_path / "run", 2, "--rollout.router-replay", *options))
+        assert status == 2
+        assert said in output
+        assert not (tmp_path / "run").exists()

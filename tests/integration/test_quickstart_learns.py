@@ -17,10 +17,7 @@ TIMEOUT_S = 900
 
 
 def test_the_quickstart_learns(tmp_path):
-    """It runs as a person starts it, with the usual compiler flags.
-
-    The checking tool says whether lengths hold and then triple, and whether the surge is called within ten steps of it.
-    """
+    """The checking tool says whether lengths hold and then triple, and whether the surge is called in time."""
     run_dir = tmp_path / "run"
     process = start(command(TOY_BASE, run_dir, "--run.steps", str(STEPS)), XLA_FLAGS="")
     try:

@@ -48,8 +48,8 @@ def train(prepared, toy_base, tmp_path_factory):
             *("--rollout.group-size", "8", "--packing.rows-per-micro-batch", "4", "--optimizer.learning-rate", "2e-4"),
             *("--packing.share-prefixes", "false"),
         ]
-        output = completed(command(toy_base, place / name, *words, *options))
-        return place / name, output
+        completed(command(toy_base, place / name, *words, *options))
+        return place / name
 
     return run
 
@@ -57,8 +57,7 @@ def train(prepared, toy_base, tmp_path_factory):
 @pytest.fixture(scope="module")
 def evaluated(train, prepared):
     held = prepared.with_name("additions-held.parquet")
-    run, _ = train("evaluated", "--run.steps", str(STEPS), *EVALUATED, "--eval.datasets", f"held={held}", "toy")
-    return run
+    return train("evaluated", "--run.steps", str(STEPS), *EVALUATED, "--eval.datasets", f"held={held}", "toy")
 
 
 def test_a_run_from_the_file_learns_and_is_evaluated(evaluated, prepared):
@@ -80,9 +79,8 @@ def test_a_run_from_the_file_learns_and_is_evaluated(evaluated, prepared):
 
 
 def test_evaluations_and_a_pause_change_no_bit(evaluated, train):
-    plain = ["--eval.every", "0"]
-    train("plain", "--run.steps", "2", *plain)
-    run, _ = train("plain", "--run.steps", str(STEPS), *plain)
+    for steps in ("2", str(STEPS)):
+        run = train("plain", "--run.steps", steps, "--eval.every", "0")
     expected = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in comparable(evaluated)]
     assert comparable(run) == expected
 
@@ -115,14 +113,13 @@ def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepare
 
 def test_long_prompts_are_counted_and_the_remedy_named(toy_base, capsys):
     words = ["--data.task", "file", "--data.path", str(DATA / "math_chat.jsonl"), "--model.path", str(toy_base)]
-    words += ["--data.batch-size", "4"]
 
     def check(*more):
-        load_problems(load_config(Config, [*words, *more], prog="", description=""), load_tokenizer(toy_base))
+        config = load_config(Config, [*words, "--data.batch-size", "4", *more], prog="", description="")
+        load_problems(config, load_tokenizer(toy_base))
+        return capsys.readouterr().err
 
     with pytest.raises(ValueError, match=r"and 12 of 12 are longer in .*; raise it, or: rljax prepare"):
         check("--data.max-prompt-tokens", "30")
-    check()
-    assert "warning: nothing is evaluated: eval.datasets is empty" in capsys.readouterr().err
-    check("--eval.every", "0")
-    assert capsys.readouterr().err == ""
+    assert "warning: nothing is evaluated: eval.datasets is empty" in check()
+    assert check("--eval.every", "0") == ""

@@ -5,15 +5,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+from process_runs import FLOAT32
 from programs import bash, of_script, program
 from toy_runs import ROOT, TOY_BASE, comparable, environment, wait_for_rows
 from vllm_processes import kill_worker, members
+from waiting import until
 
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.run.directory import saved_steps
@@ -21,9 +23,14 @@ from rljax.weights.access import read_api_key
 
 pytestmark = pytest.mark.slow
 
+
+def of_servers(test):
+    """Marks a test that starts a real server."""
+    return pytest.mark.harness(pytest.mark.vllm(test))
+
+
 SCRIPT = str(ROOT / "launch/single_node.sh")
 CONFIG = str(ROOT / "configs/quickstart.yaml")
-FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
 SMALL = ("--data.batch-size", "4", "--rollout.group-size", "4", "--eval.every", "0", *FLOAT32)
 LIMIT_S = 240
 
@@ -46,14 +53,9 @@ def outcome(*words, **more):
 
 def marked(mark):
     """Returns ids and command lines of the live processes that inherited the mark."""
-    found = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"RLJAX_TEST_MARK={mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
-                found[directory.name] = (directory / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-    return found
+    every = [one.info | {"pid": one.pid} for one in psutil.process_iter(["environ", "cmdline"])]
+    marks = [one for one in every if (one["environ"] or {}).get("RLJAX_TEST_MARK") == mark]
+    return {one["pid"]: " ".join(one["cmdline"] or ()) for one in marks}
 
 
 @pytest.fixture
@@ -65,24 +67,15 @@ def launch(vllm_interpreter, tmp_path):
     def run(*options):
         # A test run in the background hands down an ignored SIGINT, and bash cannot trap a signal that was ignored.
         words = ["env", "--default-signal=INT", "bash", SCRIPT, CONFIG, "--", *SMALL, *options]
-        where = ["--model.path", str(TOY_BASE), "--run.dir", str(tmp_path / "run")]
-        venv = str(Path(vllm_interpreter).parents[1])
-        started.append(
-            subprocess.Popen(
-                [*words, *where],
-                env=settings(RLJAX_VLLM_VENV=venv, RLJAX_TEST_MARK=mark),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
+        words += ["--model.path", str(TOY_BASE), "--run.dir", str(tmp_path / "run")]
+        own = settings(RLJAX_VLLM_VENV=str(Path(vllm_interpreter).parents[1]), RLJAX_TEST_MARK=mark)
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(words, env=own, cwd=ROOT, start_new_session=True, **both))
         return started[0], mark, tmp_path / "run"
 
     yield run
     for pid in marked(mark):
-        os.kill(int(pid), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     for process in started:
         process.wait(10)
 
@@ -99,8 +92,7 @@ def assert_locked(processes, key_file):
         assert client.get("/health").status_code == 200
 
 
-@pytest.mark.harness
-@pytest.mark.vllm
+@of_servers
 def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
     process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
     wait_for_rows(process, run_dir, 2)
@@ -118,16 +110,12 @@ def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
     assert marked(mark) == {}
 
 
-@pytest.mark.harness
-@pytest.mark.vllm
+@of_servers
 def test_the_death_of_its_server_ends_the_run_at_once(launch):
-    """The worker dies of SIGILL, as it would from AMX without permission.
-
-    The status is 1, steps are saved, and nothing is left.
-    """
+    """The worker dies of SIGILL, as it would from AMX without permission. Steps are saved, and nothing is left."""
     process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
     wait_for_rows(process, run_dir, 2)
-    (group,) = (int(pid) for pid, line in marked(mark).items() if "rljax.rollout.servers.process" in line)
+    (group,) = (pid for pid, line in marked(mark).items() if "rljax.rollout.servers.process" in line)
     kill_worker(group)
     output, _ = process.communicate(timeout=LIMIT_S)  # the trainer itself would wait for 900 s
     assert process.returncode == 1, output
@@ -140,15 +128,14 @@ def test_the_death_of_its_server_ends_the_run_at_once(launch):
     assert marked(mark) == members(group) == {}
 
 
-@pytest.mark.harness
-@pytest.mark.vllm
+@of_servers
 def test_a_signal_before_the_server_is_healthy_ends_it(launch):
     process, mark, run_dir = launch("--run.steps", "1")
-    deadline = time.monotonic() + LIMIT_S
-    while not any("bin/vllm serve " in line for line in marked(mark).values()):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
+
+    def serves():
+        return any("bin/vllm serve " in line for line in marked(mark).values())
+
+    until(serves, LIMIT_S, may_come=lambda: process.poll() is None, every_s=0.1)
     process.terminate()
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 143, output
@@ -178,39 +165,15 @@ SHARED = ("--trainer-gpus", "0", "--server-gpus", "0")
 SHARE = ("--gpu-memory-utilization", "0.4", "--dry-run", "--", "--model.path")
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """Returns the dry run of a server and a trainer on one GPU, with a key and a head in float32."""
-    key = ("--rollout.api-key-file", "/secrets/key", "--precision.lm-head-dtype", "float32")
-    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), *key)
+def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = bash(ROOT / "launch/dapo.sh", "--dry-run", "--", "--run.dir", tmp_path / "run", **settings())
     assert code == 0, err
-    return out
-
-
-def test_the_key_file_and_the_head_reach_the_servers(shared):
-    server, trainer = (line for line in shared.splitlines() if line.startswith(("server", "trainer")))
-    assert {"--api-key-file /secrets/key", "--head-dtype float32"} == set(
-        re.findall(r"--(?:api-key-file|head-dtype) \S+", server)
-    )
-    assert "--rollout.api-key-file /secrets/key " in trainer
-    assert "--precision.lm-head-dtype float32" in trainer
-
-
-def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path):
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch/dapo.sh"), "--dry-run", "--", "--run.dir", str(tmp_path / "run")],
-        env=settings(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = out.splitlines()
     servers = [line.split()[2] for line in lines if line.startswith("server ")]
     assert servers == [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in (4, 5, 6, 7)]
     assert any(line.startswith("trainer:  CUDA_VISIBLE_DEVICES=0,1,2,3 ") for line in lines)
-    assert "4,022,468,096" in done.stdout
+    assert "4,022,468,096" in out
     assert any(re.fullmatch(r"mesh +fsdp 4 x tp 1 = 4 devices.*", line) for line in lines)
     assert list(tmp_path.iterdir()) == []
 
@@ -224,36 +187,45 @@ def test_the_environment_has_cuda_where_nvidia_smi_finds_a_gpu(tmp_path, status,
     assert found == (0, extra + "\n", "")
 
 
-def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(shared, unplanned):
+def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(unplanned):
+    """The dry run has a key and a head in float32, which reach the server, too."""
     for words, more in ((SHARED, {}), (SHARED[2:], {"CUDA_VISIBLE_DEVICES": "1,0", "JAX_PLATFORMS": "cuda"})):
         code, _, err = outcome(CONFIG, *words, "--dry-run", **more)
         remedy = "give other --trainer-gpus, or --gpu-memory-utilization"
         assert (code, err) == (2, f"single_node: GPU 0 is to train and to serve: {remedy}\n")
-    assert "-- --gpu-memory-utilization 0.4" in shared
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in shared
-    assert "sleep" not in shared
+    key = ("--rollout.api-key-file", "/secrets/key", "--precision.lm-head-dtype", "float32")
+    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), *key)
+    assert code == 0, err
+    assert "-- --gpu-memory-utilization 0.4" in out
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in out
+    assert "sleep" not in out
+    server, trainer = (line for line in out.splitlines() if line.startswith(("server", "trainer")))
+    found = re.findall(r"--(?:api-key-file|head-dtype) \S+", server)
+    assert sorted(found) == ["--api-key-file /secrets/key", "--head-dtype float32"]
+    assert "--rollout.api-key-file /secrets/key " in trainer
+    assert "--precision.lm-head-dtype float32" in trainer
     code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), "--rollout.colocated", "true", **unplanned)
     assert code == 0, err
     assert "-- --gpu-memory-utilization 0.4 --enable-sleep-mode" in out
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ((), "single_node: name a configuration (see --help)"),
-        (("--gpus", "3"), "single_node: unknown option --gpus (see --help; options of rljax.train come after --)"),
-        ((CONFIG, "other.yaml"), f"single_node: unexpected argument other.yaml after the configuration {CONFIG}"),
-        ((CONFIG, "--trainer-gpus"), "single_node: --trainer-gpus: expected a value"),
-        ((CONFIG, "--server-gpus", "3-1"), "single_node: --server-gpus: expected GPUs such as 0-3 or 0,1,2, got '3-1'"),
-        (
-            (CONFIG, "--server-gpus", "0-2", "--tensor-parallel", "2"),
-            "single_node: --server-gpus: 3 GPUs do not divide into servers of --tensor-parallel 2",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(words, line):
-    assert outcome(*words) == (2, "", line + "\n")
+def test_a_mistake_is_one_line_and_status_2():
+    odd = (CONFIG, "--server-gpus", "0-2", "--tensor-parallel", "2")
+    for words, line in (
+        ((), "name a configuration (see --help)"),
+        (("--gpus", "3"), "unknown option --gpus (see --help; options of rljax.train come after --)"),
+        ((CONFIG, "other.yaml"), f"unexpected argument other.yaml after the configuration {CONFIG}"),
+        ((CONFIG, "--trainer-gpus"), "--trainer-gpus: expected a value"),
+        ((CONFIG, "--server-gpus", "3-1"), "--server-gpus: expected GPUs such as 0-3 or 0,1,2, got '3-1'"),
+        (odd, "--server-gpus: 3 GPUs do not divide into servers of --tensor-parallel 2"),
+    ):
+        assert outcome(*words) == (2, "", f"single_node: {line}\n")
+    code, out, _ = outcome("--help")
+    assert code == 0
+    assert out.startswith("One machine: starts servers")
+    assert "--tensor-parallel N" in out
+    assert "set -euo" not in out
 
 
 def test_a_server_that_does_not_start_ends_the_script(unplanned, tmp_path):
@@ -262,11 +234,3 @@ def test_a_server_that_does_not_start_ends_the_script(unplanned, tmp_path):
     assert code == 2
     assert f"no vLLM environment at {tmp_path}/none" in err
     assert err.endswith("single_node: server 0 did not start; its reason is above\n")
-
-
-def test_help_is_the_head_of_the_script():
-    code, out, _ = outcome("--help")
-    assert code == 0
-    assert out.startswith("One machine: starts servers")
-    assert "--tensor-parallel N" in out
-    assert "set -euo" not in out

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from process_runs import FLOAT32
 from toy_runs import comparable, completed, tiny
 
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
 # Responses are long enough to earn something, and all of them are told apart.
 SIZE = ("--rollout.max-response-tokens", "40", "--data.batch-size", "4", "--diagnosis.behaviour-responses", "16")
 
@@ -24,10 +24,7 @@ def weighs(part):
 
 @pytest.fixture(scope="module")
 def ahead(toy_base, tmp_path_factory):
-    """Returns the rows of a run that samples each batch during the update before it.
-
-    The correction weighs the drift of the two versions alone.
-    """
+    """Returns the rows of a run that samples each batch during the update before it, and weighs the drift alone."""
     return run(toy_base, tmp_path_factory.mktemp("ahead") / "run", *weighs("drift"))
 
 
@@ -91,7 +88,6 @@ def test_a_run_sampled_ahead_and_resumed_goes_on(ahead, toy_base, tmp_path):
     first = run(toy_base, tmp_path / "run", *weighs("drift"), steps=2)
     rows = run(toy_base, tmp_path / "run", *weighs("drift"))
     assert rows[:2] == first == ahead[:2]
-    # The batch after the checkpoint is sampled again, by the newest version. From then on each batch is one version
-    # old.
+    # The batch after the checkpoint is sampled again, by the newest version.
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 0, 1, 1, 1]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from vllm_checks import OTHER_BITS, OUT_OF_BAND, rpc, sabotaged
+from vllm_checks import OUT_OF_BAND, sabotaged
 
 from rljax.errors import VerificationError
 from rljax.rollout.types import SamplingParams
@@ -36,25 +36,14 @@ def test_it_sleeps_and_wakes_with_the_current_weights(bfloat16, colocated):
     metrics = colocated.publish(bfloat16.model.moved(1), 1)
     assert not is_asleep(colocated)
     assert sampled_versions(colocated) == {1}
-    assert metrics["time/wake_s"] > 0
-    assert metrics["time/sleep_s"] > 0
+    assert min(metrics["time/wake_s"], metrics["time/sleep_s"]) > 0
     assert metrics["rollout/server_losses"] == 0
 
 
-@pytest.mark.parametrize(
-    ("fault", "arguments", "said"),
-    [
-        ("load", ("skip", "all"), OTHER_BITS),
-        pytest.param("load", ("previous", ""), OTHER_BITS, marks=pytest.mark.harness),
-        ("restore", ("on",), OUT_OF_BAND),
-    ],
-    ids=["the weights do not arrive", "those of the version before arrive", "a copy from before the sleep comes back"],
-)
-def test_stale_weights_after_a_sleep_are_caught(bfloat16, colocated, fault, arguments, said):
-    rpc(bfloat16, "sabotage_load", "off", "")
-    colocated.publish(bfloat16.model.params, 1)
+def test_a_copy_from_before_the_sleep_is_caught(bfloat16, colocated):
+    """Other faults after a sleep are caught as without one (test_vllm_sabotage.py)."""
     sampled_versions(colocated)
-    with sabotaged(bfloat16, fault, *arguments), pytest.raises(VerificationError, match=said):
-        colocated.publish(bfloat16.model.moved(2), 2)
-    colocated.publish(bfloat16.model.moved(2), 3)
-    assert sampled_versions(colocated) == {3}
+    with sabotaged(bfloat16, "restore", "on"), pytest.raises(VerificationError, match=OUT_OF_BAND):
+        colocated.publish(bfloat16.model.moved(2), 1)
+    colocated.publish(bfloat16.model.moved(2), 2)
+    assert sampled_versions(colocated) == {2}

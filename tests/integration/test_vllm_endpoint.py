@@ -1,6 +1,5 @@
 """The endpoint of rljax's plugin in a real server is compared with vLLM's own endpoint for token ids."""
 
-import asyncio
 import base64
 import json
 import urllib.request
@@ -9,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 from opened_clients import listed_asks, opened, probes
+from waiting import until
 
 from rljax.errors import ServerRefusedError
 from rljax.rollout.servers.requests import Request
@@ -26,58 +26,28 @@ def metric(url, name):
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 
-def running(url):
-    """Returns the number of requests that the server samples now."""
-    return metric(url, "num_requests_running")
-
-
-def generated(url):
-    """Returns the number of tokens that the server has generated since it started."""
-    return metric(url, "generation_tokens_total")
-
-
-async def until(is_so):
-    """Waits until ``is_so`` returns true, which must happen within 10 seconds."""
-    async with asyncio.timeout(10):
-        while not await asyncio.to_thread(is_so):
-            await asyncio.sleep(0.02)
-
-
-@pytest.mark.parametrize("cut", [pytest.param({}, marks=pytest.mark.harness), {"top_k": 6, "top_p": 0.9}])
-def test_it_samples_what_vllms_own_endpoint_does(float32, prompts, cut):
-    found = {}
+def test_it_samples_and_scores_as_vllms_own_endpoint_does(float32, prompts):
+    found, scored = [], []
+    cut, asked = {"top_k": 6, "top_p": 0.9}, Request(prompts[0], SamplingParams(1), prompt_logprobs=3)
     with float32.published(top_logprobs=6, **cut) as engine:
         for route in (ROLLOUTS, GENERATE):
             engine.fleet.server(float32.url).route = route
-            sampling = SamplingParams(24, 0.8, reported=6, **cut)
-            responses = sorted(
-                engine.generate(prompts, 3, sampling, seed=5), key=lambda r: (r.prompt_index, r.sample_index)
-            )
-            found[route] = responses
-    for own, plain in zip(*found.values(), strict=True):
+            responses = engine.generate(prompts, 3, SamplingParams(24, 0.8, reported=6, **cut), seed=5)
+            found.append(sorted(responses, key=lambda r: (r.prompt_index, r.sample_index)))
+    for route in (ROLLOUTS, GENERATE):
+        with opened(float32.url, route=route) as client:
+            scored += [reply.prompt_logprobs for reply in probes(client, [asked])]
+    for own, plain in zip(*found, strict=True):
         assert own["version"].tolist() == plain["version"].tolist() == [0] * 24
         np.testing.assert_array_equal(own.response, plain.response)
         np.testing.assert_allclose(own["rollout_logprobs"], plain["rollout_logprobs"], atol=1e-6)
         np.testing.assert_array_equal(own["top_ids"], plain["top_ids"])
         np.testing.assert_allclose(own["top_logprobs"], plain["top_logprobs"], atol=1e-6)
-
-
-def test_scores_of_a_prompt_are_those_of_vllms_endpoint(float32, prompts):
-    asked = Request(prompts[0], SamplingParams(1), prompt_logprobs=3)
-    scored = []
-    for route in (ROLLOUTS, GENERATE):
-        with opened(float32.url, route=route) as client:
-            scored += [reply.prompt_logprobs for reply in probes(client, [asked])]
     own, plain = scored
     assert own[0] == plain[0] == {}
     for mine, theirs in zip(own[1:], plain[1:], strict=True):
         assert mine.keys() == theirs.keys()
         np.testing.assert_allclose([mine[token] for token in theirs], list(theirs.values()), atol=1e-6)
-
-
-def test_it_answers_to_post_alone(float32):
-    assert httpx.get(float32.url + ROLLOUTS).status_code == 405
-    assert httpx.post(float32.url + ROLLOUTS, json={"token_ids": [1]}).status_code == 400
 
 
 PLAIN = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
@@ -110,8 +80,10 @@ WRONG = {
 }
 
 
-def test_what_would_end_the_engine_is_refused(float32):
-    """Each reply names what is wrong, and the server goes on. An empty request has a complete, empty reply."""
+def test_what_would_end_the_engine_is_refused(float32, prompts):
+    """Each reply names what is wrong, and the server goes on. A bad request in a batch does not harm the others."""
+    assert httpx.get(float32.url + ROLLOUTS).status_code == 405
+    assert httpx.post(float32.url + ROLLOUTS, json={"token_ids": [1]}).status_code == 400
     for name, settings in WRONG.items():
         status, content = ask(float32.url, **settings)
         assert status == 400, (name, content)
@@ -123,28 +95,24 @@ def test_what_would_end_the_engine_is_refused(float32):
     assert tokens.tolist() == [7, 7]
     empty = httpx.post(float32.url + ROLLOUTS, json=[], timeout=10)
     assert (empty.status_code, empty.content) == (200, b"")
-    assert httpx.get(f"{float32.url}/health", timeout=10).status_code == 200
-
-
-def test_one_bad_request_does_not_harm_the_others(float32, prompts):
     bad = Request(np.full(600, 7, np.int32), SamplingParams(4))  # longer than the server takes
     good = [Request(prompts[0], SamplingParams(4), seed) for seed in range(3)]
     with opened(float32.url) as client:
         with pytest.raises(ServerRefusedError, match="answered 400: "):
             probes(client, [*good, bad])
         assert [len(reply.response) for reply in probes(client, good)] == [4, 4, 4]
+    assert httpx.get(f"{float32.url}/health", timeout=10).status_code == 200
 
 
-# The server samples 64 requests at a time, and all of them take many seconds. So a server that is slow to notice a
-# given-up request has not sampled most of them yet.
+# The server samples 64 requests at a time. One that is slow to notice has not sampled most of them yet.
 MANY, LONG = 320, SamplingParams(400)
 
 
 def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
-    before = generated(float32.url)
+    before = metric(float32.url, "generation_tokens_total")
     with opened(float32.url) as client:
         requests = [Request(prompts[0], LONG if seed else SamplingParams(2), seed) for seed in range(MANY)]
         (index, _), first = next(client.stream(lambda: listed_asks(requests)))
         assert len(first.response) == requests[index].sampling.max_response_tokens  # of any batch
-    asyncio.run(until(lambda: running(float32.url) == 0))
-    assert 0 < generated(float32.url) - before < 0.8 * MANY * 400
+    until(lambda: metric(float32.url, "num_requests_running") == 0, 10, every_s=0.02)
+    assert 0 < metric(float32.url, "generation_tokens_total") - before < 0.8 * MANY * 400

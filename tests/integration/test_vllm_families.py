@@ -1,6 +1,6 @@
 """Policies other than dense Qwen3 in a real vLLM server: published weights are proven, used, and trained."""
 
-import functools
+import dataclasses
 import json
 from contextlib import closing
 
@@ -8,20 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_runs import comparable, complete_beside, tiny
 from transformers_models import repeat_head
 from vllm_checks import OTHER_BITS, OUT_OF_BAND, sabotaged
 
+from rljax.commands import check_server
 from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.operations import operations
 from rljax.compare.layers.tracers import open_tracer
-from rljax.errors import HandshakeError, VerificationError
+from rljax.data.toy import build_tokenizer
+from rljax.errors import VerificationError
 from rljax.policy.families import config_to_hf
-from rljax.policy.hf import save_params
+from rljax.policy.hf import SINGLE_NAME, save_params
 from rljax.policy.model import init_params
-from rljax.rollout.servers.vllm.server import VllmConfig
 from rljax.rollout.types import SamplingParams
-from tests.integration.conftest import HYBRID, SHAPES, Model, Served
+from tests.integration.conftest import HYBRID, SHAPES, Model, Served, accepted, failed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
 # The bounds are mean absolute differences of log-probabilities, in nats.
@@ -31,31 +33,31 @@ BOUNDS[HYBRID] = {"bfloat16": 0.04}
 PROMPT = 140  # tokens; a seeded prompt above 128 ends the engine of a hybrid on a CPU that computes it in pieces
 
 
-@functools.cache
-def parameters(family):
-    params = init_params(SHAPES[family], 0)
-    keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
-    leaves, tree = jax.tree.flatten(params)
-    # Biases and norms get other values than those of a fresh policy.
-    moved = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, moved)
-
-
-SERVED = [("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32"), ("qwen2", "bfloat16")]
-SERVED += [("llama", "bfloat16"), ("llama", "float32")]
+SERVED = [("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32"), ("qwen2", "float32"), ("llama", "bfloat16")]
 
 
 @pytest.fixture(scope="module", params=[*SERVED, (HYBRID, "bfloat16")], ids="-".join)
 def served(request, start_server, tmp_path_factory):
     family, dtype = request.param
-    config, params = SHAPES[family], parameters(family)
-    path = tmp_path_factory.mktemp(family)
+    config, path = SHAPES[family], tmp_path_factory.mktemp(family)
     save_params(path, init_params(config, 7), config, jnp.dtype(dtype))
     if dtype == "bfloat16" and config.tie_word_embeddings:
         repeat_head(path)
-    model = Model(path, config, params, json.loads(json.dumps(config_to_hf(config, dtype))))
+    build_tokenizer().save(path)  # for rljax accept
+    model = Model(path, config, init_params(config, 0), json.loads(json.dumps(config_to_hf(config, dtype))))
+    # Biases and norms get other values than those of a fresh policy.
+    model = dataclasses.replace(model, params=model.moved(1, 1.0))
     with start_server(model, dtype) as server:
         yield Served(server, model, dtype)
+
+
+def test_a_clean_pair_is_accepted(served, tmp_path, monkeypatch):
+    """It is the first test, because the server still has the weights of its files."""
+    monkeypatch.setattr(check_server, "QUIET_S", 0.5)
+    steps = "20" if served.model.config.family == "qwen2" else "2"
+    status, checks, page = accepted(served, tmp_path / "out", "--steps", steps)
+    assert (status, failed(checks)) == (0, []), page
+    assert checks["training"]["says"].startswith(f"{steps} steps, ")
 
 
 def test_what_is_published_is_proven_and_sampled_from(served):
@@ -70,52 +72,56 @@ def test_what_is_published_is_proven_and_sampled_from(served):
 
 
 FAULTS = {
-    "qwen3_moe": [
-        "model.layers.1.mlp.experts.5.down_proj.weight",
-        "model.layers.0.mlp.experts.0.up_proj.weight",
-        "model.layers.1.mlp.gate.weight",
-    ],
-    "qwen2": ["model.layers.1.self_attn.k_proj.bias", "model.layers.0.mlp.gate_proj.weight"],
-    "llama": ["model.layers.1.self_attn.o_proj.bias", "model.layers.0.mlp.up_proj.bias"],
-    HYBRID: [f"model.layers.1.linear_attn.{name}" for name in ("A_log", "conv1d.weight", "in_proj_z.weight")],
+    "qwen3_moe": ["mlp.experts.5.down_proj.weight", "mlp.experts.0.up_proj.weight", "mlp.gate.weight"],
+    "qwen2": ["self_attn.k_proj.bias", "mlp.gate_proj.weight"],
+    "llama": ["self_attn.o_proj.bias", "mlp.up_proj.bias"],
+    HYBRID: ["linear_attn.A_log", "linear_attn.conv1d.weight", "linear_attn.in_proj_z.weight"],
 }
 
 
 def test_a_tensor_that_is_not_loaded_is_named(served):
-    """Single tensors are left out, such as an expert, a router or a bias.
-
-    Each is named, and the same step loaded soundly passes.
-    """
+    """Single tensors are left out, such as an expert, a router or a bias. The same step loaded soundly passes."""
     with served.published() as engine:
         for version, name in enumerate(FAULTS[served.model.config.family]):
-            said = f"{OTHER_BITS}: .*{name}"
-            with sabotaged(served, "load", "skip", name), pytest.raises(VerificationError, match=said):
+            left_out = sabotaged(served, "load", "skip", f"model.layers.1.{name}")
+            with left_out, pytest.raises(VerificationError, match=rf"{OTHER_BITS}: .*model\.layers\.1\.{name}"):
                 engine.publish(served.model.moved(version), 2 * version + 1)
             engine.publish(served.model.moved(version), 2 * version + 2)
 
 
 @pytest.mark.parametrize("served", [("qwen3_moe", "bfloat16")], ids="-".join, indirect=True)
 def test_experts_that_are_not_packed_are_caught_by_their_use(served):
-    """A plain reload in vLLM on a CPU has this fault.
-
-    Every bit is the trainer's, but the kernel reads another layout.
-    """
+    """A plain reload in vLLM on a CPU has this fault: every bit is there, but the kernel reads another layout."""
     with served.published() as engine:
         with sabotaged(served, "repack", "on"), pytest.raises(VerificationError, match=OUT_OF_BAND):
             engine.publish(served.model.moved(20), 1)
         engine.publish(served.model.moved(20), 2)
 
 
+DELTAS = ("--optimizer.learning-rate", "1e-6", "--rollout.max-staleness", "1", "--publish.store", "http")
+ADAPTERS = ("--lora.rank", "2", "--lora.targets", "in_proj_qkv", "in_proj_z", "out_proj", "q_proj")
+
+
+@pytest.mark.parametrize("how", [DELTAS, (*ADAPTERS, "--optimizer.learning-rate", "1e-3")], ids=["deltas", "adapters"])
 @pytest.mark.parametrize("served", [(HYBRID, "bfloat16")], ids="-".join, indirect=True)
-def test_another_recurrent_state_is_refused(served):
-    other = served.model.hf_config | {"mamba_ssm_dtype": "bfloat16", "linear_num_value_heads": 2}
-    with pytest.raises(HandshakeError) as error:
-        served.engine(hf_config=other)
-    assert "the state of linear attention is float32, expected bfloat16 (mamba_ssm_dtype): start" in str(error.value)
-    assert "linear_num_value_heads is 4, expected 2 (another model)" in str(error.value)
-    command = VllmConfig(str(served.model.path)).command
-    assert "--no-enable-prefix-caching" in command(1, gpu=False)
-    assert "--enable-prefix-caching" in command(1, gpu=True)
+def test_a_run_of_a_hybrid_publishes_each_step(served, how, tmp_path):
+    """The rate of deltas changes a few of the 16-bit weights in a step, and their run is interrupted."""
+    base, are_deltas = served.model.path, how == DELTAS
+    options = ("--data.reward", "parity_reward:reward", "--rollout.engine", "vllm", "--rollout.urls", served.url, *how)
+    for steps in (2, 4) if are_deltas else (3,):
+        status, output = complete_beside(served.server, tiny(base, tmp_path, steps, *options))
+        assert status == 0, output
+    rows = comparable(tmp_path)
+    assert [row["rollout/staleness"] for row in rows] == ([0, 1, 0, 1] if are_deltas else [0, 0, 0])
+    for row in rows:
+        assert row["publish/verified_tensors"] == len(served.model.checksums("bfloat16")(served.model.params))
+        numerics = "mismatch_numerics" if row["rollout/staleness"] else "mismatch"
+        assert 0 < row[f"{numerics}/logprob_abs_diff_mean"] < BOUNDS[HYBRID]["bfloat16"]
+        assert row["optimizer/grad_norm"] > 0
+        if are_deltas:
+            assert 0 < row["publish/changed_fraction"] < 0.1
+            assert row["publish/pulled_bytes"] < (base / SINGLE_NAME).stat().st_size / 10
+    assert are_deltas or all(row["publish/changed_fraction"] > 0.02 for row in rows[1:])
 
 
 def changed_in_layer_1(params):
@@ -130,10 +136,7 @@ def changed_in_layer_1(params):
 
 
 def test_its_operations_are_a_references(served, tmp_path):
-    """Each operation of the server differs by rounding only, biases and experts included.
-
-    Another layer of the reference is named. A server's delta net shows its convolution only with the rule.
-    """
+    """Another layer of the reference is named. A server's delta net shows its convolution only with the rule."""
     config, params = served.model.config, served.model.params
     with served.published():
         pass

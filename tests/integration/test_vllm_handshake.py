@@ -1,7 +1,6 @@
 """Trainer and real server must agree. Each disagreement is one clear line."""
 
 import json
-from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +23,16 @@ def refused(served, **changes) -> str:
         served.engine(**changes)
     message = str(caught.value)
     assert all(line.startswith(served.url) for line in message.splitlines())
-    print(message)
     return message.replace(f"{served.url}: ", "")
 
 
 OPTION = '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
 
 
-@pytest.mark.parametrize("served", ["bfloat16", pytest.param("float16", marks=pytest.mark.harness)], indirect=True)
-def test_head_dtype(served, prompts):
+def test_head_dtype(bfloat16, prompts):
     """The blocks add nothing, so only the heads can differ. In float32 the server's head is the trainer's."""
-    flat = {**served.model.params, "layers": jax.tree.map(jnp.zeros_like, served.model.params["layers"])}
+    served, params = bfloat16, bfloat16.model.params
+    flat = {**params, "layers": jax.tree.map(jnp.zeros_like, params["layers"])}
 
     def largest_gap(head_dtype):
         with served.published(flat, head_dtype=head_dtype) as engine:
@@ -48,60 +46,32 @@ def test_head_dtype(served, prompts):
         line = f"the LM head computes in float32, expected {served.dtype} {where} without {OPTION}"
         assert refused(served, head_dtype=served.dtype) == line
         upcast = largest_gap("float32")
-    print(served.dtype, rounded, upcast)
     assert upcast < 1e-5
-    assert rounded > {"bfloat16": 1e-3, "float16": 1e-4}[served.dtype]
+    assert rounded > 1e-3
 
 
-def test_vocabulary_and_shape(float32):
-    assert refused(float32, hf_config={"vocab_size": 257}) == "vocab_size is 256, expected 257 (another model)"
-    lines = refused(float32, hf_config={"num_hidden_layers": 3, "tie_word_embeddings": False}).splitlines()
+def test_what_does_not_fit_is_a_line_each(bfloat16):
+    """The files in bfloat16 repeat a tied head, for which vLLM's own configuration says untied."""
+    line = refused(bfloat16, max_tokens=513)
+    assert line == "max_model_len is 512, expected at least 513 for prompt plus response"
+    assert refused(bfloat16, hf_config={"vocab_size": 257}) == "vocab_size is 256, expected 257 (another model)"
+    lines = refused(bfloat16, hf_config={"num_hidden_layers": 3, "tie_word_embeddings": False}).splitlines()
     assert lines == [
         "num_hidden_layers is 2, expected 3 (another model)",
         "tie_word_embeddings is True, expected False (another model)",
     ]
+    assert "lm_head.weight" in open_tensors(bfloat16.model.path / SINGLE_NAME)
 
 
-@pytest.mark.parametrize(
-    "change", [{"rope_type": "yarn", "factor": 1.5}, pytest.param({"rope_theta": 12_345.0}, marks=pytest.mark.harness)]
-)
-def test_rotary_settings(float32, change):
+def test_faults_in_the_worker_are_seen(float32, monkeypatch):
+    """The probe file proves that both see one directory. Here the trainer claims another text than the server reads."""
     plain = float32.model.hf_config["rope_parameters"]
-    changed = {"rope_type": "default"} | plain | change
+    changed = {"rope_type": "default"} | plain | {"rope_type": "yarn", "factor": 1.5}
     with sabotaged(float32, "rope", json.dumps(changed), undo=(json.dumps(plain),)):
         assert refused(float32) == f"rope_parameters is {changed}, expected {plain} (another model)"
-    float32.engine().close()
-
-
-def test_a_head_that_the_files_repeat_is_tied(bfloat16, prompts):
-    """vLLM's own configuration says untied for such files. Two publishes are proven, and the second one is used."""
-    model = bfloat16.model
-    assert model.hf_config["tie_word_embeddings"]
-    assert "lm_head.weight" in open_tensors(model.path / SINGLE_NAME)
-    line = "tie_word_embeddings is True, expected False (another model)"
-    assert refused(bfloat16, hf_config={"tie_word_embeddings": False}) == line
-    with closing(bfloat16.engine()) as engine:
-        for version in (1, 2):
-            metrics = engine.publish(model.moved(version), version)
-            assert metrics["publish/verified_tensors"] == len(model.checksums("bfloat16")(model.params)) == 24
-        gaps = bfloat16.gaps(model.moved(2), list(engine.generate(prompts, 4, SamplingParams(24), seed=0)))
-    print(len(gaps), gaps.mean())
-    assert gaps.mean() < 0.03
-
-
-def test_length(float32):
-    line = refused(float32, max_tokens=513)
-    assert line == "max_model_len is 512, expected at least 513 for prompt plus response"
-
-
-def test_logprobs_mode_is_probed(float32):
     with sabotaged(float32, "logprobs_mode", "raw_logprobs"):
         assert "start with --logprobs-mode processed_logprobs" in refused(float32)
     float32.engine().close()
-
-
-def test_directory_that_the_server_does_not_see(float32, monkeypatch):
-    """The probe file proves it. Here the trainer claims another text than the server reads."""
     sound = WeightDirectory.probe
     monkeypatch.setattr(WeightDirectory, "probe", lambda self: (sound(self)[0].with_name("elsewhere.txt"), "x"))
     assert "set transfer_dir to one that both see" in refused(float32)

@@ -1,7 +1,4 @@
-"""Real processes hold the shards of a policy, each with its own directory that no other process reads.
-
-Each serves what it wrote. What is pulled from all of them must equal the whole tensors, bit for bit.
-"""
+"""Real processes serve the shards that they hold. What is pulled from all of them is the whole tensors' bits."""
 
 import contextlib
 import json
@@ -26,17 +23,13 @@ from rljax.weights.mirror import Mirror
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
-@pytest.fixture
-def mirror(tmp_path):
-    return Mirror(tmp_path / "mirror")
-
-
 def files_of(told):
     return json.loads((Path(told["path"]) / "version.json").read_text())["files"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_dead_process_leaves_no_server_and_its_files_go(victim, tmp_path, mirror):
+def test_a_dead_process_leaves_no_server_and_its_files_go(victim, tmp_path):
+    mirror = Mirror(tmp_path / "mirror")
     with Publishers(tmp_path / "run", 2) as run:
         told = run.publish()
         left = [run.own(index) for index in range(2)]

@@ -23,11 +23,6 @@ def bucket():
     return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
 
 
-def listed(folder):
-    """Returns the bytes of each file in a folder of the bucket, by name."""
-    return {it["name"].rpartition("/")[2]: it["size"] for it in bucket().find(folder, detail=True).values()}
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_what_each_process_uploads_is_pulled_bit_for_bit(s3, count, tmp_path):
     mirror = Mirror(tmp_path / "mirror")
@@ -42,7 +37,8 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(s3, count, tmp_path):
             assert (done["dense"], done["deltas"], done["repaired"]) == (number == 0, int(number > 0), "")
             assert_holds(mirror, run.truth(number))
             version = json.loads(bucket().cat_file(f"{told['source']}/{name}/version.json"))
-            there = listed(f"{told['source']}/{name}")
+            found = bucket().find(f"{told['source']}/{name}", detail=True).values()
+            there = {it["name"].rpartition("/")[2]: it["size"] for it in found}
             there.pop("version.json")
             assert there == {file: it["bytes"] for file, it in version["files"].items()}
             assert {file.split("-")[0] for file in there} == {str(index) for index in range(count)}

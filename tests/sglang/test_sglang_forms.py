@@ -1,15 +1,24 @@
-"""Real SGLang servers in other forms: in float16, and with two tensor-parallel workers."""
+"""Real SGLang servers in other forms: float16, two tensor-parallel workers, and scaled rotary embeddings."""
 
 from contextlib import closing
 
+import numpy as np
 import pytest
 from sglang_policy import KEYS, PROMPTS, serving
+from transformers_models import hf_model
 
 from rljax.errors import VerificationError
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
 pytestmark = pytest.mark.sglang
+ORIGINAL = 32  # tokens
+SHORT = {"original_max_position_embeddings": ORIGINAL}
+ROPES = [
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
+    {"rope_type": "yarn", "factor": 8.0, **SHORT},
+    {"rope_type": "linear", "factor": 4.0},
+]
 
 
 @pytest.fixture
@@ -53,3 +62,19 @@ def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(started):
             engine.publish(policy.moved(2), 2)
         started.break_updates("off")
         engine.publish(policy.moved(2), 3)
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_scaled_rotary_embeddings_are_the_servers(rope, tmp_path, with_faults):
+    """Responses go beyond the length that the embeddings were made for."""
+    more = {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1}
+    model = hf_model((256, 64, 128, 2, 4, 2, 32, True, 10_000.0), "Llama", rope=rope, **more)
+    model.save_pretrained(tmp_path / "model")
+    with serving(tmp_path, tmp_path / "model", "float32", with_faults) as served, closing(served.engine()) as engine:
+        moved = served.policy.moved(1)
+        assert engine.publish(moved, 1)["publish/verify_abs_diff_mean"] < 1e-5
+        responses = list(engine.generate(PROMPTS, 2, SamplingParams(100), seed=1))
+        assert max(len(response.ids) for response in responses) > 2 * ORIGINAL
+        gaps = served.policy.gaps(moved, responses)
+    assert len(gaps) > ORIGINAL
+    assert np.max(gaps) < 5e-5

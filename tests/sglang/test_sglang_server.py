@@ -1,7 +1,4 @@
-"""A real SGLang server: publishes, proofs, samples and scores.
-
-Each fault that SGLang reports as success must be found.
-"""
+"""A real SGLang server: publishes, proofs, samples, scores, and faults that SGLang reports as success."""
 
 import functools
 from contextlib import closing
@@ -74,10 +71,8 @@ def test_published_weights_are_proven_and_sampled_from(served, opened, store):
     assert {response.truncated for response in responses} != {True}
 
 
-@pytest.mark.parametrize("k", [5, 16])
-def test_the_likeliest_tokens_are_the_trainers(served, opened, k):
-    """With k = 16, the whole vocabulary is reported."""
-    policy = served.policy
+def test_the_likeliest_tokens_are_the_trainers(served, opened):
+    policy, k = served.policy, 5
     engine = opened(top_logprobs=k)
     found = positions = 0
     for response in engine.generate(PROMPTS, 3, SamplingParams(24, 0.8, reported=k), seed=3):
@@ -94,15 +89,11 @@ def test_the_likeliest_tokens_are_the_trainers(served, opened, k):
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_responses_under_way_go_on_with_new_weights(served, update):
-    """Each token must have the log-probability of the policy that sampled it.
-
-    That policy also computes everything before the token.
-    """
+    """Each token has the log-probability of the policy that sampled it, and computed everything before the token."""
     policies = [served.policy.params, served.policy.moved(5), served.policy.moved(6)]
     with closing(served.engine(update=update, max_staleness=2, max_tokens=240)) as engine:
-        responses = sampled_across_publishes(
-            engine, policies, PROMPTS, 230, lambda seconds: served.break_updates("slow", str(seconds))
-        )
+        slow = functools.partial(served.break_updates, "slow")
+        responses = sampled_across_publishes(engine, policies, PROMPTS, 230, slow)
     assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == GROUP * len(PROMPTS)
     assert all(r.length == 230 for r in responses)
     score = served.policy.scorer()
@@ -112,7 +103,7 @@ def test_responses_under_way_go_on_with_new_weights(served, update):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        *(((how, of), f"{OTHER_BITS}: 1 tensor differs: {of} ") for how in ("flip", "skip") for of in (NORM, KEYS)),
+        *(((how, of), f"{OTHER_BITS}: 1 tensor differs: {of} ") for how, of in (("flip", NORM), ("skip", KEYS))),
         (("unflushed",), OUT_OF_BAND),
     ],
 )
@@ -126,42 +117,32 @@ def test_other_bits_and_a_cache_that_is_not_flushed_are_found(served, opened, fa
     engine.publish(served.policy.moved(4), 2)
 
 
-def test_an_update_waits_for_a_request_that_is_still_ending(served, opened):
-    """SGLang refuses to flush its cache meanwhile, and answers 400."""
+def test_updates_wait_for_requests_and_refuse_other_shapes(served, opened, monkeypatch):
+    """SGLang refuses to flush its cache while a request is still ending, and answers 400."""
     engine = opened()
     served.break_updates("busy", "2")
     assert engine.publish(served.policy.moved(4), 1)["publish/verified_tensors"] == 24
-
-
-@pytest.mark.parametrize("of", [NORM, "model.embed_tokens.weight"])
-def test_files_of_other_shapes_are_refused(served, opened, of, monkeypatch):
-    """The server must work again after a sound publish."""
-    engine, broken = opened(), [True]
-    change_after_writing(monkeypatch, lambda name, array: array[:-1] if broken and name == of else array)
+    served.break_updates("off")
+    broken = ["model.embed_tokens.weight"]  # of another shape; a sound publish must work again
+    change_after_writing(monkeypatch, lambda name, array: array[:-1] if name in broken else array)
     with pytest.raises(RuntimeError, match="AssertionError"):
-        engine.publish(served.policy.moved(5), 1)
+        engine.publish(served.policy.moved(5), 2)
     broken.clear()
-    engine.publish(served.policy.moved(5), 2)
+    engine.publish(served.policy.moved(5), 3)
     assert len(list(engine.generate(PROMPTS, 1, SamplingParams(4), seed=1))) == 3
 
 
-def test_what_does_not_fit_is_refused_at_the_handshake(served):
+def test_what_does_not_fit_is_refused(served, opened, tmp_path):
+    """It is refused at the handshake, or before it is sent or loaded."""
     with pytest.raises(HandshakeError, match="the dtype is float32, expected bfloat16"):
         served.engine(dtype="bfloat16")
     with pytest.raises(HandshakeError, match="max_model_len is 256, expected at least 300"):
         served.engine(max_tokens=300)
-
-
-def test_a_directory_that_no_trainer_has_shown_is_not_loaded(served, opened, tmp_path):
-    opened()
+    with pytest.raises(ValueError, match=r"token ids outside 0\.\.15"):
+        opened().generate([np.array([16], np.int32)], 1, SamplingParams(1), seed=0)
     update = {"model_path": str(tmp_path), "weight_version": "x"}
     with pytest.raises(RuntimeError, match="lies in no directory that a trainer has shown"):
         call(served.url, "POST", "/update_weights_from_disk", kind=SglangBackend(), json=update)
-
-
-def test_prompts_outside_the_vocabulary_are_not_sent(opened):
-    with pytest.raises(ValueError, match=r"token ids outside 0\.\.15"):
-        opened().generate([np.array([16], np.int32)], 1, SamplingParams(1), seed=0)
 
 
 def test_a_paused_server_goes_on_with_the_next_run(served, opened):
@@ -178,19 +159,15 @@ def test_a_paused_server_goes_on_with_the_next_run(served, opened):
 def test_scores_of_given_tokens_are_the_trainers(served, opened):
     """This is the way of ``sglang:URL`` in a comparison."""
     opened()
+    wanted = served.policy.scorer()(served.policy.params, PROMPTS)
     with closing(connect([served.url], kind="sglang")) as server:
         assert server.logprobs_temperature(0.5) == 0.5
-        for got, expected in zip(
-            server.score(PROMPTS, at_once=2), served.policy.scorer()(served.policy.params, PROMPTS), strict=True
-        ):
+        for got, expected in zip(server.score(PROMPTS, at_once=2), wanted, strict=True):
             np.testing.assert_allclose(got[1:], expected[1:], atol=2e-5)
 
 
 def test_a_prompt_may_hold_the_last_id_of_the_vocabulary(served, opened):
-    """Tokens after this id are sampled as in the trainer.
-
-    In scores of given tokens SGLang returns another id's score, and this must be noticed.
-    """
+    """Tokens after it are sampled as in the trainer. As a given token it gets another id's score, which is noticed."""
     prompt = np.array([3, 15, 4, 15, 15], np.int32)
     (response,) = opened().generate([prompt], 1, SamplingParams(8), seed=0)
     (expected,) = served.policy.scorer()(served.policy.params, [np.concatenate([prompt, response.response])])

@@ -1,4 +1,4 @@
-"""In attention on a mesh, each device computes its own rows and heads alone."""
+"""Attention on a mesh: each device computes its rows, heads or parts of rows alone, with one device's numbers."""
 
 import re
 
@@ -8,41 +8,60 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from packed_rows import INTERPRETED, SMALL_BLOCKS, gradients, heads, row
 
+from rljax.policy.attention import attention_of_parts
+from rljax.policy.context import fold, unfold
 from rljax.policy.score import segment_ends
-from rljax.sharding import MeshConfig, make_mesh
+from rljax.sharding import MeshConfig, constrain, make_mesh
 
 pytestmark = pytest.mark.mesh
 
-SEGMENTS = np.stack([row(64, each) for each in ([64], [20, 30], [16] * 4, [], [1, 63], [30, 30], [5, 6, 7], [60])])
+SEGMENTS = np.stack([row(96, each) for each in ([96], [20, 30], [16] * 6, [], [1, 63], [7, 30, 50], [5, 6, 7], [95])])
 COLLECTIVES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 
 
-def on_mesh(mesh, arrays, rows, split_heads):
-    axes = PartitionSpec("fsdp" if rows % mesh.shape["fsdp"] == 0 else None, None, "tp" if split_heads else None)
+def on_mesh(mesh, arrays, rows):
+    split_rows, split_heads = rows % mesh.shape["fsdp"] == 0, mesh.shape["tp"] == 2
+    axes = PartitionSpec("fsdp" if split_rows else None, None, "tp" if split_heads else None)
     return jax.device_put(arrays, NamedSharding(mesh, axes))
 
 
-def check_on_mesh(kernel, arrays, segments, mesh, atol):
-    expected = gradients(kernel, arrays, segments)
-    with jax.set_mesh(mesh):
-        got = gradients(kernel, on_mesh(mesh, arrays, len(segments), mesh.shape["tp"] == 2), segments)
-    for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=atol, rtol=0)
+def on_parts(parts):
+    """Returns attention of whole rows whose parts lie on devices."""
+
+    def of_rows(q, k, v, ends):
+        out = attention_of_parts(SMALL_BLOCKS, parts, *(fold(x, parts) for x in (q, k, v)), ends)
+        return constrain(unfold(out, parts), None, None, None, None)
+
+    return of_rows
 
 
-# Two key-value heads or 5 rows are not split over 4 devices.
+# Two key-value heads or 5 rows are not split over 4 devices. Of 4 query heads on 3 devices, the last one has zeros.
 @pytest.mark.parametrize(
-    ("fsdp", "tp", "rows"),
-    [*(pytest.param(*mesh, 8, marks=pytest.mark.harness) for mesh in [(8, 1), (4, 2)]), (2, 4, 8), (4, 2, 5)],
+    ("mesh", "rows"),
+    [
+        (MeshConfig(2, 4), 8),
+        (MeshConfig(4, 2), 5),
+        (MeshConfig(1, context=8), 8),
+        (MeshConfig(1, 4, context=2), 8),
+        (MeshConfig(1, 2, context=3), 8),
+        pytest.param(MeshConfig(8, 1), 8, marks=pytest.mark.harness),
+        pytest.param(MeshConfig(2, 2, context=2), 8, marks=pytest.mark.harness),
+    ],
+    ids=str,
 )
-def test_a_mesh_gives_the_numbers_of_one_device(fsdp, tp, rows):
-    segments = SEGMENTS[:rows]
-    check_on_mesh(SMALL_BLOCKS, heads(segments, num_heads=8), segments, make_mesh(MeshConfig(fsdp, tp)), 2e-6)
+def test_a_mesh_gives_the_numbers_of_one_device(mesh, rows):
+    segments, parts = SEGMENTS[:rows], mesh.context
+    arrays, mesh = heads(segments, num_heads=8), make_mesh(mesh)
+    expected = gradients(SMALL_BLOCKS, arrays, segments)
+    with jax.set_mesh(mesh):
+        got = gradients(SMALL_BLOCKS if parts == 1 else on_parts(parts), on_mesh(mesh, arrays, rows), segments)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6, rtol=0)
 
 
 def test_devices_do_not_talk_and_may_recompute():
     mesh = make_mesh(MeshConfig(4, 2))
-    arrays = on_mesh(mesh, heads(SEGMENTS, num_heads=8), 8, True)
+    arrays = on_mesh(mesh, heads(SEGMENTS, num_heads=8), 8)
 
     @jax.jit
     def run(q, k, v, d_out, segments):
@@ -58,7 +77,11 @@ def test_devices_do_not_talk_and_may_recompute():
     assert not re.findall(COLLECTIVES, compiled.as_text())
 
 
-@pytest.mark.parametrize(("fsdp", "tp"), [pytest.param(8, 1, marks=pytest.mark.harness), (4, 2)])
-def test_the_kernel_of_a_tpu_gives_the_numbers_of_one_device(fsdp, tp):
+def test_the_kernel_of_a_tpu_gives_the_bits_of_one_device():
     segments = np.stack([row(256, lengths) for lengths in ([100, 130], [256], [], [1, 60, 60])] * 2)
-    check_on_mesh(INTERPRETED, heads(segments, head_dim=16), segments, make_mesh(MeshConfig(fsdp, tp)), 0)
+    arrays, mesh = heads(segments, head_dim=16), make_mesh(MeshConfig(4, 2))
+    expected = gradients(INTERPRETED, arrays, segments)
+    with jax.set_mesh(mesh):
+        got = gradients(INTERPRETED, on_mesh(mesh, arrays, 8), segments)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(x, y)

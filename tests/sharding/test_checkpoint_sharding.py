@@ -26,8 +26,5 @@ def test_a_state_moves_from_one_device_to_a_mesh(tmp_path):
         state, host = checkpointer.restore(3, abstract_state(CONFIG, tx, mesh, dynamic_scale=True))
     assert host == {"step": 3}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(saved))
-    jax.tree.map(
-        lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim) or pytest.fail(str(leaf.sharding)),
-        state.params,
-        param_shardings(CONFIG, mesh),
-    )
+    for leaf, where in zip(*map(jax.tree.leaves, (state.params, param_shardings(CONFIG, mesh))), strict=True):
+        assert leaf.sharding.is_equivalent_to(where, leaf.ndim), leaf.sharding

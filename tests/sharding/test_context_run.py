@@ -1,7 +1,8 @@
-"""Runs whose rows are shared by devices have the rows of one device, move between meshes, and refuse wrong settings."""
+"""Runs whose rows are shared by devices refuse wrong settings, and have as many rows as the devices need."""
 
 import jax
 import pytest
+from process_runs import FLOAT32
 from toy_runs import TOY_BASE, complete, tiny
 
 from rljax.data.prompts import DataConfig
@@ -12,23 +13,20 @@ from rljax.sharding import MeshConfig
 from rljax.trainer.packing import PackingConfig
 
 pytestmark = pytest.mark.mesh
-FLOAT32 = ("--precision.compute-dtype", "float32", "--rollout.dtype", "float32", "--mesh.fsdp", "1")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--mesh.context", "3"), "packing.row_tokens = 64 must be a multiple of mesh.context = 3"),
-        (("--mesh.context", "2", "--rollout.engine", "exact"), "rollout.engine = exact samples from whole rows"),
-        (("--mesh.context", "0"), "replica, expert and context at least 1"),
-        (("--mesh.context", "16"), "needs more than the 8 devices here"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(tmp_path, options, said):
-    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 2, *FLOAT32, *options))
-    assert status == 2
-    assert said in output
-    assert not (tmp_path / "run").exists()
+def test_what_does_not_fit_is_one_line(tmp_path):
+    for context, options, said in (
+        ("3", (), "packing.row_tokens = 64 must be a multiple of mesh.context = 3"),
+        ("2", ("--rollout.engine", "exact"), "rollout.engine = exact samples from whole rows"),
+        ("0", (), "replica, expert and context at least 1"),
+        ("16", (), "needs more than the 8 devices here"),
+    ):
+        words = (*FLOAT32, "--mesh.fsdp", "1", "--mesh.context", context, *options)
+        status, output = complete(tiny(TOY_BASE, tmp_path / "run", 2, *words))
+        assert status == 2
+        assert said in output
+        assert not (tmp_path / "run").exists()
 
 
 def test_rows_are_as_long_and_as_many_as_the_devices_need():

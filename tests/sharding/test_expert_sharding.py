@@ -1,7 +1,4 @@
-"""A mixture of experts on meshes of several shapes has the same gradients, metrics and log-probabilities.
-
-The metrics are those of the router and of the update. test_step_sharding.py measures the mismatch on meshes.
-"""
+"""A mixture of experts on meshes of several shapes has the same gradients, metrics and log-probabilities."""
 
 import dataclasses
 import functools
@@ -46,44 +43,36 @@ def asked(config=CONFIG, balance=0.1, **options):
     return how | {"diagnosis": None} | options
 
 
-def run(mesh, *, routed=False, **options):
-    return outcome(mesh, batch(routed), **asked(**options))
-
-
 @functools.cache
 def alone(routed, balance):
-    return run(MeshConfig(1, 1), routed=routed, balance=balance)
+    return outcome(MeshConfig(1), batch(routed), **asked(balance=balance))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options"),
+    ("mesh", "routed", "options"),
     [
-        (MeshConfig(1, 2, expert=2, context=2), {"routed": True, "remat": "blocks"}),
+        (MeshConfig(1, 2, expert=2, context=2), True, {"remat": "blocks"}),
         *(
-            pytest.param(mesh, options, marks=pytest.mark.harness)
-            for mesh, options in [
-                (MeshConfig(2, 1, expert=4), {"routed": "to the same"}),
+            pytest.param(*case, marks=pytest.mark.harness)
+            for case in [
+                (MeshConfig(2, 1, expert=4), "to the same", {}),
                 # A micro-batch's balance covers its own tokens, and each copy of the weights has a part of them.
-                (MeshConfig(1, 2, replica=2, expert=2), {"balance": 0.0, "remat": "dots"}),
-                (MeshConfig(2, 2, expert=2), {"remat": "dots", "routed": True}),
-                (MeshConfig(2, 1, expert=2), {}),
-                (MeshConfig(4, 1, expert=2), {"routed": True}),
-                (MeshConfig(1, 1, expert=8), {"remat": "dots"}),
-                (MeshConfig(8, 1), {"remat": "blocks"}),
-                (MeshConfig(1, 4, expert=2), {}),
-                (MeshConfig(1, 1, expert=2, context=4), {}),
-                (MeshConfig(2, 1, context=4), {"routed": True}),
-                (MeshConfig(2, 1, expert=4, keep_gathered=True), {"remat": "blocks"}),
+                (MeshConfig(1, 2, replica=2, expert=2), False, {"balance": 0.0, "remat": "dots"}),
+                (MeshConfig(4, 1, expert=2), True, {}),
+                (MeshConfig(1, 1, expert=8), False, {"remat": "dots"}),
+                (MeshConfig(8, 1), False, {"remat": "blocks"}),
+                (MeshConfig(2, 1, context=4), True, {}),
+                (MeshConfig(2, 1, expert=4, keep_gathered=True), False, {"remat": "blocks"}),
             ]
         ),
     ],
     ids=str,
 )
-def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, options):
-    found = run(mesh, **options)
+def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, routed, options):
+    found = outcome(mesh, batch(routed), **asked(**options))
     assert found[1]["router/dropped_fraction"] == 0
-    assert ("router/disagreement" in found[1]) == bool(options.get("routed"))
-    check_equal(found, alone(options.get("routed", False), options.get("balance", 0.1)))
+    assert ("router/disagreement" in found[1]) == bool(routed)
+    check_equal(found, alone(routed, options.get("balance", 0.1)))
 
 
 @pytest.mark.harness
@@ -100,14 +89,11 @@ def test_routes_of_shared_rows_are_those_of_whole_rows():
 
 
 def test_each_device_holds_its_part_of_the_experts():
+    """A mesh that does not divide the experts is named."""
     params = make_step(MeshConfig(2, 2, expert=2), **asked())[1].params
     mlp = params["layers"]["mlp"]
     assert mlp["gate"].sharding.shard_shape(mlp["gate"].shape) == (2, 4, 16, 8)
     assert mlp["down"].sharding.shard_shape(mlp["down"].shape) == (2, 4, 8, 16)
     assert params["embed"].sharding.shard_shape(params["embed"].shape) == (16, 8)
-
-
-def test_a_mesh_that_does_not_divide_the_experts_is_named():
-    config = dataclasses.replace(CONFIG, num_experts=6)
     with pytest.raises(ValueError, match=r"mesh.expert = 4 must divide num_experts = 6"):
-        run(MeshConfig(2, 1, expert=4), config=config)
+        make_step(MeshConfig(2, 1, expert=4), **asked(dataclasses.replace(CONFIG, num_experts=6)))

@@ -14,10 +14,7 @@ ROWS, TOKENS, WIDTH, INNER = 8, 4, 16, 32
 
 
 def gradients():
-    """Returns a weight's exact gradient and two sums by devices, wide and narrow.
-
-    The rows of x lie on eight devices.
-    """
+    """Returns a weight's exact gradient and two sums by eight devices, wide and narrow."""
     mesh = make_mesh(MeshConfig(8))
     rng = np.random.default_rng(0)
     shapes = (ROWS, TOKENS, WIDTH), (WIDTH, INNER), (ROWS, TOKENS, INNER)

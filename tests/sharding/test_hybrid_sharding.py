@@ -35,10 +35,8 @@ def alone():
             pytest.param(mesh, options, marks=pytest.mark.harness)
             for mesh, options in [
                 (MeshConfig(2, context=4), {}),
-                (MeshConfig(8), {}),
                 (MeshConfig(1, 8), {}),
                 (MeshConfig(1, 2, replica=2), {"remat": "dots"}),
-                (MeshConfig(2, 2, context=2), {"remat": "dots"}),
             ]
         ),
     ],
@@ -57,9 +55,6 @@ def test_devices_of_tp_hold_a_part_of_each_product():
         if name in ("qkv", "gate", "rate", "output", "kernel")
     }
     assert shapes == {"qkv": (16, 64), "gate": (16, 32), "rate": (16, 4), "output": (32, 16), "kernel": (128, 1, 4)}
-
-
-def test_devices_that_share_a_row_must_divide_the_key_heads():
     said = r"mesh.context x mesh.tp = 2 x 4 must divide the 4 heads whose state a qwen3_5_text policy passes from token"
     with pytest.raises(ValueError, match=said):
         make_step(MeshConfig(1, 4, context=2), config=CONFIG)
@@ -69,13 +64,12 @@ def test_operations_on_devices_of_tp_have_the_order_of_a_file(tmp_path):
     save_params(tmp_path, init_params(CONFIG, 0), CONFIG)
     tokens = np.random.default_rng(0).integers(0, 32, 70).astype(np.int32)
     one, two = (JaxTracer(tmp_path, JaxForm("float32", tp=tp), str(tp)) for tp in (1, 2))
-    expected = one.run(tokens, {})
-    for name, value in two.run(tokens, {}).items():
-        np.testing.assert_allclose(value, expected[name], atol=1e-5 * np.abs(expected[name]).max(), err_msg=name)
-    given = {f"1/{kind}": 2 * expected[f"1/{kind}"] for kind in ("delta_qkv", "convolution")}
-    expected = one.run(tokens, given)
-    for name, value in two.run(tokens, given).items():
-        np.testing.assert_allclose(value, expected[name], atol=1e-5 * np.abs(expected[name]).max(), err_msg=name)
+    given = {}
+    for _ in range(2):
+        expected = one.run(tokens, given)
+        for name, value in two.run(tokens, given).items():
+            np.testing.assert_allclose(value, expected[name], atol=1e-5 * np.abs(expected[name]).max(), err_msg=name)
+        given = {f"1/{kind}": 2 * expected[f"1/{kind}"] for kind in ("delta_qkv", "convolution")}
 
 
 def test_an_engine_on_devices_of_tp_samples_from_the_policy():

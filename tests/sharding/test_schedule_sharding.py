@@ -1,4 +1,4 @@
-"""The injected rate on eight devices keeps its sharding, and a run compiles once."""
+"""The schedule inside a compiled step on eight devices keeps its sharding, and a run compiles once."""
 
 import jax
 import jax.numpy as jnp
@@ -7,89 +7,48 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rljax.schedule import (
-    SurgeConfig,
-    get_learning_rate,
-    inject_learning_rate,
-    length_triggered_schedule,
-    set_learning_rate,
-)
+from rljax import schedule
 
 pytestmark = pytest.mark.mesh
-
-RATES = [1e-3, 5e-4, 1.25e-4, 1e-6]
 
 
 @pytest.fixture
 def mesh():
-    assert jax.device_count() == 8
     return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
-def sharded(mesh, tx, dtype):
-    """Returns parameters and moments that are split over both axes, with everything else replicated."""
-    split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
-    params = {"w": jax.device_put(jnp.ones((8, 4), dtype), split)}
-    shapes = jax.eval_shape(tx.init, params)
-    shardings = jax.tree.map(lambda x: split if x.ndim == 2 else NamedSharding(mesh, PartitionSpec()), shapes)
-    return params, jax.jit(tx.init, out_shardings=shardings)(params), shardings
-
-
-def run(tx, params, state, shardings, rates, extra):
-    """Runs a step for each pair of a rate to set (None leaves it) and extra arguments."""
-    traces = []
-
-    def update(params, state, extra):
-        traces.append(None)
-        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params, **extra)
-        return optax.apply_updates(params, updates), state
-
-    placed = jax.tree.map(lambda x: x.sharding, params)
-    step = jax.jit(update, out_shardings=(placed, shardings), donate_argnums=(0, 1))
-    seen = []
-    for rate, arguments in zip(rates, extra, strict=True):
-        if rate is not None:
-            state = set_learning_rate(state, rate)
-        params, state = step(params, state, arguments)
-        seen.append(float(get_learning_rate(state)))
-    assert len(traces) == 1
-    assert step._cache_size() == 1
-    return state, seen
-
-
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, *(pytest.param(dtype, marks=pytest.mark.harness) for dtype in (jnp.bfloat16, jnp.float16))]
-)
-def test_a_donated_sharded_run_compiles_once(mesh, dtype):
-    tx = optax.chain(optax.clip_by_global_norm(1.0), inject_learning_rate(optax.adamw, 1e-3))
-    params, state, shardings = sharded(mesh, tx, dtype)
-    _, seen = run(tx, params, state, shardings, RATES, [{}] * len(RATES))
-    np.testing.assert_array_equal(np.float32(seen), np.float32(RATES))
-
-
-def test_the_written_rate_has_the_old_sharding_and_no_weak_type(mesh):
-    tx = inject_learning_rate(optax.adamw, 1e-3)
-    _, state, _ = sharded(mesh, tx, jnp.float32)
-    old = state.hyperparams["learning_rate"]
-    new = set_learning_rate(state, 5e-4).hyperparams["learning_rate"]
-    assert new.sharding == old.sharding
-    assert new.committed
-    assert (new.dtype, new.weak_type, new.shape) == (jnp.float32, False, ())
-    assert len(new.addressable_shards) == 8
-
-
-def test_a_rate_stays_uncommitted_or_on_another_device():
-    state = inject_learning_rate(optax.adamw, 1e-3).init({"w": jnp.ones(3)})
-    assert not set_learning_rate(state, 5e-4).hyperparams["learning_rate"].committed
+def test_a_written_rate_lies_where_the_old_one_lay(mesh):
+    """A run whose state is donated therefore compiles once (schedule/test_schedule_inject.py)."""
+    state = schedule.inject_learning_rate(optax.adamw, 1e-3).init({"w": jnp.ones(3)})
+    assert not schedule.set_learning_rate(state, 5e-4).hyperparams["learning_rate"].committed
     state = jax.device_put(state, jax.devices()[5])
-    assert set_learning_rate(state, 5e-4).hyperparams["learning_rate"].devices() == {jax.devices()[5]}
+    assert schedule.set_learning_rate(state, 5e-4).hyperparams["learning_rate"].devices() == {jax.devices()[5]}
+    state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+    new = schedule.set_learning_rate(state, 5e-4).hyperparams["learning_rate"]
+    assert (new.sharding, new.committed) == (state.hyperparams["learning_rate"].sharding, True)
+    assert (new.dtype, new.weak_type, new.shape, len(new.addressable_shards)) == (jnp.float32, False, (), 8)
 
 
 def test_the_in_graph_form_on_the_mesh(mesh):
-    config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
-    tx = inject_learning_rate(optax.adamw, length_triggered_schedule(1e-3, config=config, multiplier=1.0))
-    params, state, shardings = sharded(mesh, tx, jnp.bfloat16)
-    lengths = [np.float32(100 if number < 10 else 400) for number in range(1, 23)]
-    extra = [{"response_length": length} for length in lengths]
-    _, seen = run(tx, params, state, shardings, [None] * len(lengths), extra)
+    """Parameters and moments are split over both axes, and everything else is replicated."""
+    split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    config = schedule.SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
+    tx = schedule.inject_learning_rate(
+        optax.adamw, schedule.length_triggered_schedule(1e-3, config=config, multiplier=1.0)
+    )
+    params = {"w": jax.device_put(jnp.ones((8, 4), jnp.bfloat16), split)}
+    shapes = jax.eval_shape(tx.init, params)
+    shardings = jax.tree.map(lambda x: split if x.ndim == 2 else NamedSharding(mesh, PartitionSpec()), shapes)
+    state, traces, seen = jax.jit(tx.init, out_shardings=shardings)(params), [], []
+
+    def update(params, state, length):
+        traces.append(None)
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params, response_length=length)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(update, out_shardings=({"w": split}, shardings), donate_argnums=(0, 1))
+    for number in range(1, 23):
+        params, state = step(params, state, np.float32(100 if number < 10 else 400))
+        seen.append(float(schedule.get_learning_rate(state)))
+    assert (len(traces), step._cache_size()) == (1, 1)
     np.testing.assert_array_equal(np.float32(seen), np.float32([1e-3] * 10 + [5e-4] * 11 + [2.5e-4]))
