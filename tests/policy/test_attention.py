@@ -33,15 +33,15 @@ def test_values_and_gradients_are_those_of_float64(kernel, lengths, t, atol):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "lengths", "scale", "error"),
+    ("dtype", "scale", "error"),
     [
-        ("bfloat16", ([512], [100, 200, 150]), 1.0, 0.75 * 2.0**-8),
-        ("float16", ([512], [100, 200, 150]), 1.0, 0.75 * 2.0**-11),
-        ("float16", ([512],), 2.0**-11, 1.5 * 2.0**-11),  # most gradients of scores are then below 6e-5
+        ("bfloat16", 1.0, 0.75 * 2.0**-8),
+        ("float16", 1.0, 0.75 * 2.0**-11),
+        ("float16", 2.0**-11, 1.5 * 2.0**-11),  # most gradients of scores are then below 6e-5
     ],
 )
-def test_16_bit_products_are_summed_in_float32(dtype, lengths, scale, error):
-    segments = batch(*lengths, t=512)
+def test_16_bit_products_are_summed_in_float32(dtype, scale, error):
+    segments = batch(*([512], [100, 200, 150])[: 1 if scale < 1 else 2], t=512)
     *arrays, d_out = heads(segments, dtype)
     arrays.append((d_out * d_out.dtype.type(scale)).astype(d_out.dtype))
     found = zip(gradients(block_attention, arrays, segments), reference(*arrays, segments), strict=True)
@@ -50,10 +50,9 @@ def test_16_bit_products_are_summed_in_float32(dtype, lengths, scale, error):
 
 
 @pytest.mark.parametrize(("kernel", "block"), [(SMALL_BLOCKS, 16), SPLASH])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.harness)])
-def test_nothing_of_a_segment_reaches_another(kernel, block, dtype):
+def test_nothing_of_a_segment_reaches_another(kernel, block):
     segments = batch([7, 40, 1, 33], [16, 16, 32, 20], t=max(96, 2 * block))
-    arrays = heads(segments, dtype, head_dim=16)
+    arrays = heads(segments, "bfloat16", head_dim=16)
     changed = (segments == 2)[:, :, None, None]
     others = [np.where(changed, x * 3 + 1, x).astype(x.dtype) for x in arrays]
     before, after = (gradients(kernel, x, segments) for x in (arrays, others))
@@ -64,11 +63,9 @@ def test_nothing_of_a_segment_reaches_another(kernel, block, dtype):
 
 def test_what_follows_a_token_changes_no_bit_of_it():
     # The exact engine samples like this: the same row is longer with each token.
-    t, so_far = 96, 45
-    q, k, v, _ = heads(batch([90]), "bfloat16")
-    attention = jax.jit(SMALL_BLOCKS)
-    whole, part = (attention(q, k, v, segment_ends(batch(each, t=t))) for each in ([90], [so_far]))
-    np.testing.assert_array_equal(whole[:, :so_far], part[:, :so_far])
+    (q, k, v, _), attention = heads(batch([90]), "bfloat16"), jax.jit(SMALL_BLOCKS)
+    whole, part = (attention(q, k, v, segment_ends(batch(each))) for each in ([90], [45]))
+    np.testing.assert_array_equal(whole[:, :45], part[:, :45])
 
 
 @pytest.mark.parametrize(("kernel", "block"), [(SMALL_BLOCKS, 16), SPLASH])
@@ -110,13 +107,6 @@ def test_a_long_row_computes_at_most_55_percent_of_its_pairs(t):
     operands = [v.aval.dtype for equation in every if equation.primitive.name == "dot_general" for v in equation.invars]
     assert len(operands) == 2 * (2 + 5)
     assert set(operands) == {jnp.dtype("bfloat16")}
-
-
-@pytest.mark.parametrize(
-    ("t", "block"), [(1025, 128), (1408, 128), (2560, 128), (2561, 256), (9216, 512), (32768, 512)]
-)
-def test_a_block_is_as_large_as_eleven_of_them_fill_the_row(t, block):
-    assert block_size(t) == block
 
 
 def test_a_short_row_is_computed_in_one_piece():

@@ -117,12 +117,8 @@ def cudnn(monkeypatch):
 
 
 def test_calls_for_nodes_and_roots_are_joined(cudnn):
-    rows = [
-        [(6, [(3, ()), (1, ())]), (5, ()), (2, [(4, ()), (4, ()), (2, ())])],
-        [(9, ()), (1, [(2, ()), (8, ())])],
-        [],
-    ]
-    ends = np.stack([ends_of(32, trees) for trees in rows])
+    first = [(6, [(3, ()), (1, ())]), (5, ()), (2, [(4, ()), (4, ()), (2, ())])]
+    ends = np.stack([ends_of(32, trees) for trees in (first, [(9, ()), (1, [(2, ()), (8, ())])], [])])
     check_trees(functools.partial(cudnn_attention, trees=True), ends)
 
 
