@@ -1,7 +1,5 @@
 """The exact engine samples trajectories of several turns, and the trainer scores them with the engine's bits."""
 
-import functools
-
 import numpy as np
 import pytest
 from tiny_step import CONFIG, MESH, UNCORRECTED, fresh_state, keep_gradient
@@ -26,20 +24,6 @@ TURNS = [3, 1, 2, 1, 1, 3]  # turns of each trajectory: trajectories 1 and 5 sha
 ENVIRONMENT = np.asarray([20, 21], np.int32)
 LIMITS = SamplingParams(6, 0.8, (0, 5))
 PRECISION = PrecisionConfig("bfloat16")
-
-
-@functools.cache
-def executable():
-    objective = Objective(LossConfig(), UNCORRECTED, COUNT, ROW_TOKENS)
-    return ExactPass(CONFIG, MESH, precision=PRECISION, objective=objective, rows=ROWS, row_tokens=ROW_TOKENS)
-
-
-def make():
-    tx, exact = keep_gradient(), executable()
-    update = ExactUpdate(exact, CONFIG, tx, precision=PRECISION, temperature=0.8, diagnosis=DiagnosisConfig())
-    engine, state = ExactEngine(exact), fresh_state()
-    engine.publish(state.params, 0)
-    return engine, update, state
 
 
 def room(tokens):
@@ -68,7 +52,11 @@ def converse(engine):
 
 
 def test_trajectories_of_several_turns_have_no_mismatch():
-    engine, update, state = make()
+    objective, state = Objective(LossConfig(), UNCORRECTED, COUNT, ROW_TOKENS), fresh_state()
+    exact = ExactPass(CONFIG, MESH, precision=PRECISION, objective=objective, rows=ROWS, row_tokens=ROW_TOKENS)
+    how = {"precision": PRECISION, "temperature": 0.8, "diagnosis": DiagnosisConfig()}
+    engine, update = ExactEngine(exact), ExactUpdate(exact, CONFIG, keep_gradient(), **how)
+    engine.publish(state.params, 0)
     sequences, metrics = converse(engine)
     assert {int(sequence.turns.max()) for sequence in sequences} == {1, 2, 3}
     assert metrics["rollout/executable_runs"] >= 5  # two rows in the first round, and two more rounds
@@ -78,11 +66,7 @@ def test_trajectories_of_several_turns_have_no_mismatch():
         np.testing.assert_array_equal(trainer[sampled], sequence["rollout_logprobs"][sampled])
     assert found.row["mismatch/logprob_abs_diff_max"] == 0.0
     assert found.row["optimizer/grad_norm"] > 0
-
-
-def test_a_turn_that_does_not_fit_a_row_is_refused():
-    engine, _, _ = make()
-    queue = TurnQueue(1)
+    queue = TurnQueue(1)  # a turn that does not fit a row is refused
     queue.put(TurnRequest(0, 3, np.ones(20, np.int32), 5))
     said = "turn 3 of trajectory 0 would have 20 tokens before it and up to 5 of its own; rows have 24"
     with pytest.raises(ValueError, match=said):

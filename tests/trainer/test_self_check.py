@@ -46,14 +46,10 @@ def updated(lengths, sample=64, options=DUE):
     return [batch for _, batch in inner.asked], found
 
 
-def test_a_step_that_is_not_due_is_left_alone():
-    batches, found = updated([3, 2], options=DUE._replace(self_mismatch=False))
-    assert found.row == {"policy/loss": 1.0}
-    assert batches == []
-
-
 def test_the_same_tokens_in_two_other_programs():
     """The first program has micro-batches of another shape, and the second one the update's own micro-batches."""
+    batches, found = updated([3, 2], options=DUE._replace(self_mismatch=False))
+    assert (batches, found.row) == ([], {"policy/loss": 1.0})
     (batch, same), found = updated([3, 2])
     assert batch.tokens.shape == (8, 1, 16)
     assert found.state.params == 2.25
@@ -69,19 +65,15 @@ def test_the_same_tokens_in_two_other_programs():
     assert found.row["mismatch_self/remat/logprob_abs_diff_mean"] == pytest.approx(0.5)
 
 
-def test_only_the_first_micro_batches_are_scored_again():
+def test_a_sample_or_the_first_micro_batches_are_scored_again():
     """A micro-batch has two rows of 8 tokens. Each response takes a row with its prompt of one token."""
-    (_, batch), found = updated([7, 6, 5, 7, 6], sample=3)
+    lengths = np.array([7, 6, 5, 7, 6])
+    (sampled, batch), found = updated(lengths, sample=3)
+    assert sampled.response_mask.sum() == found.row["mismatch_self/token_count"] == 7 + 5 + 6
     assert (int(batch.used), int(batch.with_loss)) == (2, 2)
     count, held = first_micro_batches(batch, 3)
     assert (count, len(held)) == (2, 4)
-    lengths = np.array([7, 6, 5, 7, 6])
     assert found.row["mismatch_self/remat/token_count"] == lengths[held].sum()
-
-
-def test_a_sample_is_measured():
-    (batch, _), found = updated([1, 2, 3, 4, 5], sample=3)
-    assert batch.response_mask.sum() == found.row["mismatch_self/token_count"] == 1 + 3 + 5
 
 
 def test_metrics_by_hand():
@@ -94,28 +86,16 @@ def test_metrics_by_hand():
     assert row["log_ppl_abs_diff"] == pytest.approx((0.25 + 1.0) / 2)
 
 
-@pytest.mark.parametrize(
-    ("rows", "tokens", "ways", "expected"),
-    [(8, 128, 1, (4, 256)), (8, 128, 8, (8, 256)), (1, 1024, 1, (1, 2048)), (6, 64, 2, (6, 128)), (4, 64, 2, (2, 128))],
-)
-def test_the_other_shape_fits_the_mesh(rows, tokens, ways, expected):
-    assert other_shape(rows, tokens, ways) == expected
+def test_the_other_shape_fits_the_mesh():
+    given = [(8, 128, 1), (8, 128, 8), (1, 1024, 1), (6, 64, 2), (4, 64, 2)]
+    assert [other_shape(*each) for each in given] == [(4, 256), (8, 256), (1, 2048), (6, 128), (2, 128)]
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        *(((1, 8, 1), (1, 4, 2)), ((1, 2, 4), (1, 4, 2)), ((2, 1, 3), (2, 3, 1)), ((2, 3, 1), (2, 1, 3))),
-        *(((8, 1, 1), None), ((1, 1, 1), None)),
-    ],
-)
-def test_another_mesh_has_the_same_devices_in_order(shape, expected):
-    axes = ("replica", "fsdp", "tp")
-    devices = np.array(jax.devices()[: np.prod(shape)])
-    other = other_mesh(Mesh(devices.reshape(shape), axes))
-    if expected is None:
-        assert other is None
-    else:
-        assert other.devices.shape == expected
-        assert other.devices.ravel().tolist() == devices.tolist()
+def test_another_mesh_has_the_same_devices_in_order():
+    expected = {(1, 8, 1): (1, 4, 2), (1, 2, 4): (1, 4, 2), (2, 1, 3): (2, 3, 1), (2, 3, 1): (2, 1, 3)}
+    for shape in (*expected, (8, 1, 1), (1, 1, 1)):
+        devices = np.array(jax.devices()[: np.prod(shape)])
+        other = other_mesh(Mesh(devices.reshape(shape), ("replica", "fsdp", "tp")))
+        assert (None if other is None else other.devices.shape) == expected.get(shape)
+        assert other is None or other.devices.ravel().tolist() == devices.tolist()

@@ -12,26 +12,16 @@ from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.self_check import FLOORS, CheckedTrees, distance, is_rounding, largest_tree
 from rljax.trainer.update import SingleUpdate, UpdateOptions
 
+OPTIONS = UpdateOptions(1e-2, 0, False)
+
 
 def checked(pack_first):
-    """Returns an update on trees whose first check packs trees by ``pack_first``, and a new state."""
+    """Returns an update on trees whose first check packs trees by ``pack_first``."""
     step = make_step(shape=(1, 2, 48), count=20, limit=24, diagnosis=DiagnosisConfig())
     forward = forward_of(step, 20)
     packs = pack_first, separate, functools.partial(separate, row=64)
     on_trees, apart = (SingleUpdate(step, forward, pack) for pack in (in_trees, separate))
-    return CheckedTrees(on_trees, forward, packs, FLOORS["float32"], lambda: apart), fresh_state()
-
-
-def two_steps(update, state):
-    """Makes two steps; returns their rows, and whether each was packed in trees."""
-    sequences, options = groups(), UpdateOptions(1e-2, 0, False)
-    in_tree, rows = [], []
-    for _ in range(2):
-        batch = update.pack(sequences)
-        in_tree.append(batch.trees is not None)
-        updated = update(state, batch, sequences, options)
-        state, rows = updated.state, [*rows, updated.row]
-    return rows, in_tree
+    return CheckedTrees(on_trees, forward, packs, FLOORS["float32"], lambda: apart)
 
 
 def misread(sequences):
@@ -42,25 +32,27 @@ def misread(sequences):
 
 @pytest.mark.parametrize(("pack_first", "stays"), [(in_trees, True), (misread, False)])
 def test_a_mistake_sends_the_run_back_to_separate_rows(pack_first, stays, capsys):
-    (first, second), in_tree = two_steps(*checked(pack_first))
+    update, state, sequences = checked(pack_first), fresh_state(), groups()
+    for is_in_trees in (True, stays):
+        batch = update.pack(sequences)
+        assert (batch.trees is not None) == is_in_trees
+        updated = update(state, batch, sequences, OPTIONS)
+        state = updated.state
+        # The sequences have 273 tokens without their last ones, and the trees have 161.
+        assert updated.row["perf/shared_token_fraction"] == pytest.approx(112 / 273 if stays else 0.0)
     said = capsys.readouterr().err
-    assert in_tree == [True, stays]
     assert said.startswith("\nwarning: packing.share_prefixes: off. Trees differ by ") == (not stays)
-    # The sequences have 273 tokens without their last ones, and the trees have 161.
-    spared = 112 / 273 if stays else 0.0
-    assert first["perf/shared_token_fraction"] == second["perf/shared_token_fraction"] == pytest.approx(spared)
 
 
 def test_tokens_of_an_environment_hide_no_mistake(capsys):
     """Each log-probability is 1 in trees and 0 in separate rows, so the mean over sampled tokens is 1."""
-    update, state = checked(in_trees)
-    sequences = groups(turns=True)
+    update, sequences = checked(in_trees), groups(turns=True)
 
     def forward(params, batch):
         return None, SimpleNamespace(logprobs=np.full(batch.segment_ids.shape, float(batch.trees is not None)))
 
     update.forward = forward
-    update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
+    update(fresh_state(), update.pack(sequences), sequences, OPTIONS)
     assert "Trees differ by 1 nats a token (at most 1) from" in capsys.readouterr().err
 
 
@@ -90,8 +82,5 @@ def off_by(difference, tokens=1):
 def test_what_is_more_than_rounding(trees, other, is_mistake):
     apart = off_by(0.0)
     assert is_rounding(distance(trees, apart), distance(other, apart), FLOORS["bfloat16"]) != is_mistake
-
-
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_weights_that_are_not_finite_are_no_mistake_of_trees(value):
-    assert distance(off_by(value), off_by(value)).tolist() == [0.0, 0.0]
+    for value in (np.nan, -np.inf):  # in both, which is no mistake of trees
+        assert distance(off_by(value), off_by(value)).tolist() == [0.0, 0.0]

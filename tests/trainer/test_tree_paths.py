@@ -83,8 +83,7 @@ def test_every_path_has_the_tokens_of_its_sequence(seed):
     rng = np.random.default_rng(seed)
     for case in range(CASES):
         prompt, response, size, rows = (int(rng.integers(1, most)) for most in (20, 20, 6, 4))
-        sequences, two_levels = make_sequences(rng, prompt, response), bool(case % 2)
-        longest = prompt + response
+        sequences, two_levels, longest = make_sequences(rng, prompt, response), bool(case % 2), prompt + response
         row = tree_row_tokens(longest, prompt, response, size) if rng.integers(2) else longest + int(rng.integers(40))
         flat = flat_row_tokens(row, prompt, response, size) if rng.integers(2) else row + int(rng.integers(2)) * 16
         micro = max_micro_batches(len(sequences), longest, row, rows)  # what fits as separate rows
@@ -100,14 +99,10 @@ def test_every_path_has_the_tokens_of_its_sequence(seed):
 
 
 def test_equal_sequences_share_all_their_routes():
-    sequences = [with_routes(train_sequence([1, 2], [3, 4])) for _ in range(2)]
-    batch = pack_trees(sequences, row_tokens=4, rows_per_micro_batch=1, micro_batches=1, flat_tokens=4)
-    assert np.count_nonzero(batch.trees.ends) == 3
-
-
-def test_runs_that_fill_a_row_are_not_parted_there():
-    # The first and the third sequence share their routes. The second one, without loss, has others.
+    shape = {"row_tokens": 8, "rows_per_micro_batch": 1, "micro_batches": 1, "flat_tokens": 8}
+    equal = pack_trees([with_routes(train_sequence([1, 2], [3, 4])) for _ in range(2)], **shape)
+    assert np.count_nonzero(equal.trees.ends) == 3
+    # The first and the third sequence share their routes and fill a row with the second, without loss, which does not.
     made = [train_sequence([1, 2, 3, 4], [5], in_loss=in_loss) for in_loss in (True, False, True)]
-    sequences = [with_routes(s, changes) for s, changes in zip(made, ([], [0], []), strict=True)]
-    batch = pack_trees(sequences, row_tokens=8, rows_per_micro_batch=1, micro_batches=1, flat_tokens=8)
+    batch = pack_trees([with_routes(s, changes) for s, changes in zip(made, ([], [0], []), strict=True)], **shape)
     assert np.count_nonzero(batch.trees.ends) == 8

@@ -17,7 +17,7 @@ def sequence(turns, *, trajectory=-1, in_loss=True):
 
 
 def trainer_of(sequences, gap):
-    return [np.where(s.turns > 0, s["rollout_logprobs"] - gap, 0.0).astype(np.float32) for s in sequences]
+    return [np.where(s.turns > 0, s["rollout_logprobs"] - np.float32(gap), np.float32(0.0)) for s in sequences]
 
 
 def test_trajectories_by_hand():
