@@ -5,18 +5,10 @@ docs/theory.md has the bounds: D is the largest distance of next tokens, and S t
 
 import numpy as np
 import pytest
+import tabular
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tabular import (
-    every_response,
-    log_softmax,
-    prefixes,
-    probabilities,
-    random_tables,
-    shifted,
-    token_logprobs,
-    token_scores,
-)
+from tabular import every_response, log_softmax, prefixes, random_tables, token_scores
 
 LENGTHS = range(1, 9)
 
@@ -43,8 +35,11 @@ class Case:
         self.length = len(trainer)
         self.tokens, mask = every_response(trainer[0].shape[1], self.length)
         self.scores = token_scores(trainer, features, self.tokens)
-        self.trainer, self.rollout = token_logprobs(trainer, self.tokens), token_logprobs(rollout, self.tokens)
-        self.surplus = probabilities(self.rollout, mask) - probabilities(self.trainer, mask)
+        self.trainer, self.rollout = (
+            tabular.token_logprobs(trainer, self.tokens),
+            tabular.token_logprobs(rollout, self.tokens),
+        )
+        self.surplus = tabular.probabilities(self.rollout, mask) - tabular.probabilities(self.trainer, mask)
         self.distance = largest_distance(trainer, rollout)
         self.drift = drift(trainer, rollout)
         self.unit = self.distance * np.linalg.norm(self.scores, axis=-1).max()
@@ -57,7 +52,7 @@ class Case:
 def random_case(seed, length, vocabulary, size):
     rng = np.random.default_rng(seed)
     trainer = random_tables(rng, vocabulary, length, scale=rng.uniform(0, 3))
-    rollout = shifted(trainer, random_tables(rng, vocabulary, length), size)
+    rollout = tabular.shifted(trainer, random_tables(rng, vocabulary, length), size)
     return Case(trainer, rollout, [rng.standard_normal((*table.shape, 1)) for table in trainer])
 
 

@@ -4,16 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from tabular import (
-    every_response,
-    free_features,
-    gradient_of,
-    probabilities,
-    random_tables,
-    shifted,
-    token_logprobs,
-    token_scores,
-)
+import tabular
+from tabular import every_response, free_features, probabilities, token_logprobs, token_scores
 
 from rljax.mismatch import importance_weights, rejection_mask
 
@@ -26,8 +18,8 @@ class World:
     def __init__(self, seed, size, end=None):
         rng = np.random.default_rng(seed)
         self.tokens, self.mask = every_response(3, 3, end)
-        self.tables = random_tables(rng, 3, 3)
-        self.rollout_tables = shifted(self.tables, random_tables(rng, 3, 3), size)
+        self.tables = tabular.random_tables(rng, 3, 3)
+        self.rollout_tables = tabular.shifted(self.tables, tabular.random_tables(rng, 3, 3), size)
         self.trainer = token_logprobs(self.tables, self.tokens)
         self.rollout = token_logprobs(self.rollout_tables, self.tokens)
         self.pi, self.mu = probabilities(self.trainer, self.mask), probabilities(self.rollout, self.mask)
@@ -64,7 +56,7 @@ def test_equation_2_is_the_gradient(seed, end):
     world = World(seed, 0.5, end)
     assert len(world.tokens) == (27 if end is None else 1 + 2 + 4 * 3)
     assert world.pi.sum() == pytest.approx(1, rel=1e-14)
-    np.testing.assert_allclose(world.gradient, gradient_of(world.expected_reward, world.tables), **EXACT)
+    np.testing.assert_allclose(world.gradient, tabular.gradient_of(world.expected_reward, world.tables), **EXACT)
     assert np.linalg.norm(world.gradient) > 0.05
 
 

@@ -11,6 +11,7 @@ from tiny_step import CONFIG, COUNT, expected_gradient, forward_of, fresh_state,
 
 from rljax.algorithms.advantages import AdvantageConfig, compute_advantages, optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import init_params
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
@@ -92,7 +93,9 @@ def test_the_update_has_the_gradient_of_token_advantages():
 
 
 def test_it_takes_a_forward_before_the_update():
-    assert [has_separate_forward(config) for config in (Config(advantage=OPTIMAL), Config())] == [True, False]
+    normalized = CorrectionConfig(level="token", normalize=True)
+    configs = [Config(advantage=OPTIMAL), Config(loss=LossConfig(kl="k3", kl_coefficient=0.7), correction=normalized)]
+    assert [has_separate_forward(config) for config in (*configs, Config())] == [True, True, False]
     with pytest.raises(ValueError, match="needs a forward before the update"):
         Config(advantage=OPTIMAL, rollout=RolloutConfig(engine="exact"))
     stale = RolloutConfig(engine="vllm", max_staleness=1, urls=("http://127.0.0.1:1",))

@@ -32,8 +32,6 @@ N, STOPS = 3, (0, 1)
 COUNT = len(PROMPTS) * N
 ZERO = ("kl", "k3_kl", "slope_per_1k")
 ZERO_PREFIXES = ("log_ppl_diff", "log_ppl_abs_diff", "chi2_", "logprob_abs_diff_", "prob_abs_diff_")
-
-
 CUT, PLAIN = {"top_k": 5, "top_p": 0.9, "reported": 5}, LossConfig()
 WITH_REFERENCE = LossConfig(kl="k3", kl_coefficient=0.1)
 NORMALIZED = CorrectionConfig(level="token", normalize=True)

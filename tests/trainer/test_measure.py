@@ -13,15 +13,8 @@ from rljax.mismatch.metrics import bin_edges
 from rljax.policy.head import TokenScores
 from rljax.policy.layers import RoutingRecord
 from rljax.policy.model import ForwardStats
-from rljax.trainer.measure import (
-    HISTOGRAM,
-    DiagnosisConfig,
-    finalize_measured,
-    finalize_router,
-    measure,
-    router_statistics,
-    without_empty_buckets,
-)
+from rljax.trainer import measure
+from rljax.trainer.measure import HISTOGRAM, DiagnosisConfig, finalize_measured
 from rljax.trainer.packing import pack
 from rljax.trainer.totals import gradient_noise
 
@@ -34,7 +27,7 @@ def row_of_arrays(batch, logprobs, entropy, *, used, count):
     for i in range(used):
         micro = jax.tree.map(lambda array, i=i: array[i], batch)
         scores = TokenScores(logprobs[i], entropy[i], stats=ForwardStats(jnp.float32(i + 1), None))
-        found = measure(scores, micro, count, DIAGNOSIS)
+        found = measure.measure(scores, micro, count, DIAGNOSIS)
         total = merge(zeros(found) if total is None else total, found)
     return finalize_measured(total, DIAGNOSIS)
 
@@ -72,7 +65,7 @@ def test_buckets_without_tokens_leave_the_row():
     kept = {f"{group}/{name}": 0 for group in ("mismatch_position/lt_3", "mismatch") for name in ("token_count", "kl")}
     kept["mismatch_position/lt_3/token_count"] = 2
     empty = {"mismatch_position/ge_3/token_count": 0, "mismatch_position/ge_3/kl": 0.0}
-    assert without_empty_buckets(kept | empty) == kept
+    assert measure.without_empty_buckets(kept | empty) == kept
 
 
 def test_gradient_noise_is_the_variance_of_the_sum():
@@ -97,9 +90,9 @@ def test_routers_of_more_choices_than_int32_holds(load, dropped):
         given=filled(800_000),
         differing=filled(80_000),
     )
-    found = router_statistics(records, replayed=True)
+    found = measure.router_statistics(records, replayed=True)
     expected = {"load_max": 1, "load_min": 1, "entropy": 0.5, "dropped_fraction": dropped, "disagreement": 0.1}
-    assert finalize_router(merge(found, found)) == pytest.approx(expected, rel=1e-5)
+    assert measure.finalize_router(merge(found, found)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_settings_that_make_no_sense():

@@ -10,15 +10,8 @@ from jax.sharding import Mesh
 from number_updates import NumberUpdate
 from records import train_sequence
 
-from rljax.trainer.self_check import (
-    SelfCheckedUpdate,
-    at_other_shape,
-    first_micro_batches,
-    in_other_program,
-    other_mesh,
-    other_shape,
-    self_metrics,
-)
+from rljax.trainer import self_check
+from rljax.trainer.self_check import SelfCheckedUpdate, first_micro_batches, other_mesh, other_shape, self_metrics
 from rljax.trainer.update import UpdateOptions
 
 DUE = UpdateOptions(1e-3, 0, noise=False, self_mismatch=True)
@@ -37,8 +30,8 @@ def updated(lengths, sample=64, options=DUE):
         return inner.forward(state.params + 0.25, batch)[1]
 
     checks = {
-        "shape": at_other_shape(inner.forward, functools.partial(inner.pack, row=16, rows=1), sample=sample),
-        "remat": in_other_program(loss_forward, sample=sample, stand_ins=("old_logprobs",)),
+        "shape": self_check.at_other_shape(inner.forward, functools.partial(inner.pack, row=16, rows=1), sample=sample),
+        "remat": self_check.in_other_program(loss_forward, sample=sample, stand_ins=("old_logprobs",)),
     }
     checked = SelfCheckedUpdate(inner, checks)
     sequences = [sequence(length) for length in lengths]

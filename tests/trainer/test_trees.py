@@ -23,8 +23,6 @@ from rljax.trainer.trees import common_prefixes, flat_row_tokens, pack_trees, tr
 MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
 LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
 QWEN2 = dataclasses.replace(CONFIG, family="qwen2")
-
-
 BY_TOKEN = CorrectionConfig(level="token", threshold=1.2)
 
 
@@ -112,14 +110,10 @@ def test_branches_by_hand_at_all_levels_and_at_two():
     shape = {"row_tokens": 8, "rows_per_micro_batch": 1, "micro_batches": 1, "flat_tokens": 9}
     batch = pack_trees(sequences, **shape)
     assert useful_fraction(sequences, batch) == 6 / 8
-    trees = jax.tree.map(lambda x: x[0, 0].tolist(), batch.trees)
-    assert trees.tokens == [1, 2, 3, 4, 5, 6, 0, 0]
-    assert trees.ends == [6, 4, 3, 4, 6, 6, 0, 0]
-    assert trees.positions == [0, 1, 2, 2, 1, 2, 0, 0]
-    assert trees.sources == [0, 1, 2, 0, 1, 3, 0, 4, 5]
-    trees = jax.tree.map(lambda x: x[0, 0].tolist(), pack_trees(sequences, **shape, two_levels=True).trees)
-    assert trees.tokens == [1, 2, 3, 2, 4, 5, 6, 0]
-    assert trees.ends == [7, 3, 3, 5, 5, 7, 7, 0]
+    assert batch.trees.tokens.ravel().tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
+    assert batch.trees.ends.ravel().tolist() == [6, 4, 3, 4, 6, 6, 0, 0]
+    trees = pack_trees(sequences, **shape, two_levels=True).trees
+    assert trees.tokens.ravel().tolist() == [1, 2, 3, 2, 4, 5, 6, 0]
 
 
 def test_only_the_routes_of_equal_tokens_are_compared():
