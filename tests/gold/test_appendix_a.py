@@ -72,10 +72,8 @@ def test_each_term_measured_by_itself(rate):
     objective, gradient_at, theta = quadratic(rng)
     gradient, bias = gradient_at(theta), rng.standard_normal(4)
     noise, weights = noisy(rng, np.zeros(4))
-    exact, up, down, spread = (
-        progress(objective, theta, rate, gradient + each, weights)
-        for each in (0 * noise, bias + 0 * noise, -bias, noise)
-    )
+    draws = [gradient + mean + spread * noise for mean, spread in ((0, 0), (bias, 0), (-bias, 0), (0, 1))]
+    exact, up, down, spread = (progress(objective, theta, rate, values, weights) for values in draws)
     measured = [exact, (up - down) / 2, (exact - (up + down) / 2) + (exact - spread)]
     np.testing.assert_allclose(terms(gradient, gradient + bias + noise, weights, 1.7, rate), measured, rtol=1e-9)
 

@@ -1,14 +1,18 @@
 """Attention of packed rows is compared with a float64 reference: values, gradients, no leaks, and no large arrays."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packed_rows
 import pytest
-from packed_rows import INTERPRETED, SMALL_BLOCKS, equations, gradients, heads, reference, row
+from packed_rows import INTERPRETED, SMALL_BLOCKS, check_trees, ends_of, equations, gradients, heads, row
 
 from rljax.policy.attention import attend, packed_attention, path_mask
-from rljax.policy.flash import block_attention, block_pairs, block_size
+from rljax.policy.flash import block_attention, block_pairs, block_size, seen_blocks
 from rljax.policy.score import segment_ends
+from rljax.policy.splash import calls_of_trees
 
 ROWS = [([96], [95]), ([7, 40, 1, 33], [16, 16, 32, 20]), ([], [50])]  # the last one has a row of padding alone
 
@@ -28,7 +32,7 @@ OF_SPLASH = pytest.param(INTERPRETED, ([100, 130, 1, 20], [300]), 300, 1e-5, mar
 def test_values_and_gradients_are_those_of_float64(kernel, lengths, t, atol):
     segments = batch(*lengths, t=t)
     arrays = heads(segments, head_dim=8 if kernel is SMALL_BLOCKS else 16)
-    for x, expected in zip(gradients(kernel, arrays, segments), reference(*arrays, segments), strict=True):
+    for x, expected in zip(gradients(kernel, arrays, segments), packed_rows.reference(*arrays, segments), strict=True):
         np.testing.assert_allclose(x, expected, atol=atol, rtol=0)
 
 
@@ -44,7 +48,7 @@ def test_16_bit_products_are_summed_in_float32(dtype, scale, error):
     segments = batch(*([512], [100, 200, 150])[: 1 if scale < 1 else 2], t=512)
     *arrays, d_out = heads(segments, dtype)
     arrays.append((d_out * d_out.dtype.type(scale)).astype(d_out.dtype))
-    found = zip(gradients(block_attention, arrays, segments), reference(*arrays, segments), strict=True)
+    found = zip(gradients(block_attention, arrays, segments), packed_rows.reference(*arrays, segments), strict=True)
     for x, expected in list(found)[: 3 if scale < 1 else 4]:
         assert np.sqrt(np.mean((x.astype(np.float64) - expected) ** 2) / np.mean(expected**2)) < error
 
@@ -128,3 +132,70 @@ def test_a_remat_policy_can_keep_the_forward_pass():
 
     assert products(None) == 2 + 2 + 5
     assert products(keep) == 2 + 5
+
+
+LEAF = ()
+TWO_LEVELS = [
+    [(60, [(30, LEAF), (1, LEAF), (100, LEAF)]), (50, LEAF)],
+    [(1, [(2, LEAF), (140, LEAF)]), (5, [(80, LEAF), (70, LEAF)])],
+    [],
+]
+DEEPER = [
+    [(10, [(20, [(5, LEAF), (7, [(3, LEAF), (9, LEAF)])]), (6, LEAF)]), (12, LEAF)],
+    [(1, [(1, [(1, [(1, [(30, LEAF), (40, LEAF)]), (2, LEAF)])])]), (3, LEAF)],
+]
+SPLASH_OF_TREES = functools.partial(INTERPRETED, trees=True)
+
+
+def rows_of(trees, t):
+    return np.stack([ends_of(t, each) for each in trees])
+
+
+def test_the_mask_by_hand():
+    # A root of one token has a branch of two and a branch of one; another tree of one token follows, and padding.
+    mask = path_mask(jnp.asarray(ends_of(6, [(1, [(2, LEAF), (1, LEAF)]), (1, LEAF)]))[None])[0]
+    seen = ["".join(str(int(x)) for x in query) for query in mask]
+    assert seen == ["100000", "110000", "111000", "100100", "000010", "000000"]
+
+
+@pytest.mark.parametrize("attention", [packed_attention, SMALL_BLOCKS], ids=["in one piece", "in blocks"])
+@pytest.mark.parametrize("trees", [TWO_LEVELS, DEEPER], ids=["two levels", "deeper"])
+def test_trees_have_the_values_and_gradients_of_float64(attention, trees):
+    check_trees(attention, rows_of(trees, 300))
+
+
+@pytest.mark.slow
+def test_the_kernel_of_a_tpu_joins_two_calls():
+    check_trees(SPLASH_OF_TREES, rows_of(TWO_LEVELS, 300), head_dim=16)
+
+
+@pytest.mark.parametrize(
+    "attention", [SMALL_BLOCKS, pytest.param(SPLASH_OF_TREES, marks=pytest.mark.slow)], ids=["blocks", "splash"]
+)
+def test_nothing_of_a_branch_reaches_another(attention):
+    ends = rows_of([[(20, [(60, LEAF), (50, LEAF)]), (40, LEAF)]], 256)
+    arrays = heads(ends, "bfloat16", head_dim=16)
+    changed = np.zeros(256, bool)
+    changed[20:80] = True  # the first branch
+    others = [np.where(changed[None, :, None, None], x * 3 + 1, x).astype(x.dtype) for x in arrays]
+    before, after = (packed_rows.tree_gradients(attention, x, ends)[0] for x in (arrays, others))
+    np.testing.assert_array_equal(before[:, ~changed], after[:, ~changed])
+    assert not np.array_equal(before, after)
+
+
+def test_blocks_that_no_query_sees_are_skipped():
+    ends = jnp.asarray(ends_of(64, [(16, [(16, LEAF), (16, LEAF)]), (16, LEAF)]))
+    below = np.tril(seen_blocks(ends.reshape(-1, 16))).astype(int)
+    assert below.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]
+    nodes, roots = calls_of_trees(ends, 16)
+    assert jnp.tril(nodes.seen).tolist() == np.eye(4, dtype=bool).tolist()
+    assert jnp.argwhere(roots.seen).tolist() == [[1, 0], [2, 0]]
+
+
+def test_sequences_that_share_nothing_are_trees():
+    segments = np.repeat([[1, 2, 3, 0]], [5, 1, 7, 3], axis=1)
+    ends = segment_ends(segments)
+    assert ends.tolist() == [[5] * 5 + [6] + [13] * 7 + [0] * 3]
+    same = (segments[:, :, None] == segments[:, None, :]) & np.tri(16, dtype=bool) & (segments > 0)[:, :, None]
+    np.testing.assert_array_equal(path_mask(ends), same)
+    assert jax.jit(segment_ends)(segments).dtype == jnp.int32

@@ -7,18 +7,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 from tiny_adapters import ATTENTION, CONFIG, LORA, MIXTURE, random_adapters
 
+from rljax.policy import lora
 from rljax.policy.config import PolicyConfig
-from rljax.policy.lora import (
-    LoraConfig,
-    MergedPolicy,
-    TrainedParams,
-    adapter_gradients,
-    declared_adapters,
-    find_targets,
-    init_adapters,
-    merge_adapters,
-    with_targets,
-)
+from rljax.policy.lora import LoraConfig, MergedPolicy, TrainedParams, declared_adapters, merge_adapters
 from rljax.policy.model import abstract_params, cast_params, init_params
 from rljax.policy.score import packed_logprobs
 from rljax.sharding import MeshConfig, make_mesh
@@ -30,7 +21,7 @@ def test_the_merged_weights_are_those_by_hand_rounded_once(dtype):
     base, adapters = cast_params(init_params(CONFIG, 0), dtype), random_adapters()
     targets, given = TrainedParams(CONFIG, LORA).targets(base), flatten_dict(adapters)
     merged = flatten_dict(merge_adapters(targets, adapters, CONFIG, LORA, dtype))
-    assert merged.keys() == find_targets(CONFIG, LORA).keys()
+    assert merged.keys() == lora.find_targets(CONFIG, LORA).keys()
     for path, weight in merged.items():
         a, b = (np.asarray(given[*path, name], np.float64) for name in "ab")
         products = a.reshape(len(a), -1, LORA.rank) @ b.reshape(len(b), LORA.rank, -1)
@@ -45,7 +36,7 @@ def test_a_merged_policy_shares_what_it_does_not_change():
     """Without a change it is the base bit for bit. Leaves without an adapter are not copied."""
     params, mesh = cast_params(init_params(CONFIG, 0), jnp.bfloat16), make_mesh(MeshConfig(1, 1))
     merged, adapters = MergedPolicy(CONFIG, LORA, mesh, params, jnp.bfloat16), random_adapters()
-    jax.tree.map(np.testing.assert_array_equal, merged(init_adapters(CONFIG, LORA, 7)), params)
+    jax.tree.map(np.testing.assert_array_equal, merged(lora.init_adapters(CONFIG, LORA, 7)), params)
     first = merged(adapters)
     assert first["embed"] is params["embed"]
     assert merged(adapters) is first
@@ -56,8 +47,8 @@ def test_a_merged_policy_shares_what_it_does_not_change():
 
 
 def test_fresh_adapters_are_those_of_peft():
-    adapters = flatten_dict(init_adapters(CONFIG, LORA, 0))
-    again, other = (flatten_dict(init_adapters(CONFIG, LORA, seed)) for seed in (0, 1))
+    adapters = flatten_dict(lora.init_adapters(CONFIG, LORA, 0))
+    again, other = (flatten_dict(lora.init_adapters(CONFIG, LORA, seed)) for seed in (0, 1))
     for path, leaf in adapters.items():
         bound, largest = 1 / np.sqrt(np.prod(leaf.shape[1:-1])), np.abs(leaf).max()
         assert largest == 0 if path[-1] == "b" else 0.9 * bound < largest <= bound
@@ -80,11 +71,11 @@ def test_gradients_of_adapters_equal_autodiff():
     base = TrainedParams(CONFIG, LORA).targets(params)
 
     def of_adapters(adapters):
-        return loss(with_targets(params, merge_adapters(base, adapters, CONFIG, LORA, jnp.float32)))
+        return loss(lora.with_targets(params, merge_adapters(base, adapters, CONFIG, LORA, jnp.float32)))
 
     merged = merge_adapters(base, adapters, CONFIG, LORA, jnp.float32)
-    of_weights = jax.jit(jax.grad(lambda part: loss(with_targets(params, part))))(merged)
-    found = jax.jit(lambda a, g: adapter_gradients(a, g, CONFIG, LORA))(adapters, of_weights)
+    of_weights = jax.jit(jax.grad(lambda part: loss(lora.with_targets(params, part))))(merged)
+    found = jax.jit(lambda a, g: lora.adapter_gradients(a, g, CONFIG, LORA))(adapters, of_weights)
     expected = jax.jit(jax.grad(of_adapters))(adapters)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.abs(theirs).max() > 1e-4

@@ -1,6 +1,7 @@
 """Each family of policies is compared with transformers on random tiny configurations, in float32."""
 
 import contextlib
+import dataclasses
 import json
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
+import transformers_models
 from transformers_models import (
     MIXTURES,
     ROPES,
@@ -16,46 +19,38 @@ from transformers_models import (
     hf_model,
     jax_logits,
     mixture,
-    repeat_head,
     saved,
-    torch,
     torch_logits,
-    transformers,
 )
 
+from rljax.policy import hf
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
-from rljax.policy.hf import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    hf_tensors,
-    host_tensors,
-    load_params,
-    open_tensors,
-    policy_leaves,
-    save_params,
-)
+from rljax.policy.hf import INDEX_NAME, SINGLE_NAME, load_params, open_tensors, save_params
 from rljax.policy.model import init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh
 
 CASES = [
-    *(("Qwen3", shape, {}) for shape in SHAPES),
-    *(("Qwen2", shape, {}) for shape in SHAPES_QWEN2),
-    *(("Llama", shape, {}) for shape in SHAPES[:3]),
+    *(("Qwen3", shape, {}) for shape in SHAPES[1:4]),
+    *(("Qwen2", shape, {}) for shape in SHAPES_QWEN2[1:]),
+    ("Llama", SHAPES[2], {}),
     ("Llama", SHAPES[3], {"attention_bias": True, "mlp_bias": True}),
     *(("Llama", SHAPES[3], {"rope": rope}) for rope in ROPES),
     ("Qwen2", SHAPES_QWEN2[0], {"rope": ROPES[2]}),
     ("Qwen3", SHAPES[0], {"rope": ROPES[3]}),
     *(("Qwen3Moe", shape, mixture(*sizes)) for shape, sizes in zip(SHAPES, MIXTURES, strict=True)),
 ]
-
-
 EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_size": 6}
 
 
 def case_name(case):
     family, shape, more = case
     return "-".join([family, f"v{shape[0]}", more.get("rope", {}).get("rope_type", "")])
+
+
+def read_by_transformers(path):
+    automatic = transformers_models.transformers.AutoModelForCausalLM
+    return automatic.from_pretrained(path, attn_implementation="eager").eval()
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
@@ -68,7 +63,7 @@ def test_logits_match_transformers_both_ways(case, tmp_path):
     np.testing.assert_allclose(jax_logits(params, config, tokens), expected, atol=1e-5, rtol=0)
 
     save_params(tmp_path / "ours", params, config)
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    back = read_by_transformers(tmp_path / "ours")
     np.testing.assert_array_equal(torch_logits(back, tokens), expected)
 
 
@@ -76,10 +71,10 @@ def test_logits_match_transformers_both_ways(case, tmp_path):
 def test_a_head_that_the_files_repeat_is_the_table(family, more, tmp_path):
     model = hf_model(SHAPES[0], family, **more)
     config, before = saved(model, tmp_path)
-    repeat_head(tmp_path)
+    transformers_models.repeat_head(tmp_path)
     params = load_params(tmp_path, config)
     jax.tree.map(np.testing.assert_array_equal, params, before)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    theirs = read_by_transformers(tmp_path)
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
     tokens = np.random.default_rng(1).integers(0, SHAPES[0][0], (2, 9))
     np.testing.assert_allclose(jax_logits(params, config, tokens), torch_logits(theirs, tokens), atol=1e-5, rtol=0)
@@ -121,7 +116,8 @@ def test_a_value_that_is_not_finite_is_refused_by_its_tensor(name, value, file, 
 
 
 def small_config(**changes):
-    return PolicyConfig(32, 32, 64, 3, 4, 2, 8, **{"tie_word_embeddings": False, **changes})
+    base = PolicyConfig(32, 32, 64, 3, 4, 2, 8, tie_word_embeddings=False)
+    return dataclasses.replace(base, **changes)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -135,7 +131,7 @@ def test_save_then_load_is_bit_exact_also_in_shards(tied, tmp_path):
     for name in ("one", "many"):
         assert read_config(tmp_path / name) == config
         jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / name, config), params)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32).eval()
+    theirs = read_by_transformers(tmp_path / "many")
     tokens = np.arange(20)[None] % 32
     np.testing.assert_allclose(jax_logits(params, config, tokens), torch_logits(theirs, tokens), atol=1e-5, rtol=0)
 
@@ -237,9 +233,9 @@ def test_chunks_of_any_size_are_the_same_bits(experts, dtype):
     config = small_config(**experts)
     odd = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-40, -1e-45], np.float32)
     params = jax.tree.map(lambda leaf: jnp.asarray(np.resize(odd, leaf.shape)), init_params(config, 0))
-    whole = dict(hf_tensors(params, config, dtype))
+    whole = dict(hf.hf_tensors(params, config, dtype))
     for chunk_bytes in (1, 8200):  # one layer at a time, and two
-        parts = dict(host_tensors(params, policy_leaves(config), dtype, chunk_bytes))
+        parts = dict(hf.host_tensors(params, hf.policy_leaves(config), dtype, chunk_bytes))
         assert {type(name) for name in parts} == {str}
         assert [(name, part.dtype, part.tobytes()) for name, part in parts.items()] == [
             (name, jnp.dtype(dtype), array.tobytes()) for name, array in whole.items()

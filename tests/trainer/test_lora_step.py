@@ -11,10 +11,7 @@ from tiny_step import CONFIG, MESH, check_close, fresh_state, keep_gradient, mak
 
 from rljax.policy.lora import LoraConfig, MergedPolicy, TrainedParams, adapter_gradients
 from rljax.policy.model import cast_params, init_params
-from rljax.sharding import replicated
-from rljax.trainer.micro_batches import place_batch
 from rljax.trainer.state import OptimizerConfig, make_optimizer
-from rljax.trainer.totals import place_controls
 
 pytestmark = pytest.mark.slow
 
@@ -73,14 +70,3 @@ def test_updates_change_only_adapters_and_compile_once():
         assert np.abs(old - np.asarray(new)).max() > 1e-3
     fresh = cast_params(init_params(CONFIG, 0), jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, fresh, base)
-
-
-@pytest.mark.harness
-def test_the_lowered_step_is_the_one_that_is_called():
-    tx, everywhere = keep_gradient(), replicated(MESH)
-    step, base, state, metrics = run(tx, dtype="bfloat16")
-    weights = MergedPolicy(CONFIG, LORA, MESH, base, jnp.bfloat16)(adapters())
-    placed = place_batch(packed(sequences()), everywhere, everywhere)
-    fresh = fresh_state(tx, params=adapters(), lora=LORA)
-    found = step.lower().compile()(fresh, placed, place_controls(1.0, True, False, everywhere), weights)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found[:2]), jax.device_get((state, metrics)))
