@@ -135,14 +135,11 @@ def test_other_adapters_are_refused(tmp_path):
         (tmp_path / name).write_bytes(before)
 
 
-INITIALISATIONS = {
-    **dict.fromkeys((True, False, "gaussian", "orthogonal", "eva", "mica"), True),
-    **dict.fromkeys(("pissa", "pissa_niter_4", "olora"), False),
-}
+SAME = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", INITIALISATIONS, ids=str)
+@pytest.mark.parametrize("start", [*SAME, "pissa", "pissa_niter_4", "olora"], ids=str)
 def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
     peft = pytest.importorskip("peft")
     model, tokens = hf_model(SHAPES[0]), np.random.default_rng(1).integers(0, SHAPES[0][0], (2, 9))
@@ -152,7 +149,7 @@ def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
     theirs = peft.LoraConfig(target_modules=list(lora.targets), **settings)
     adapted = peft.get_peft_model(model, theirs, low_cpu_mem_usage=False).eval()
     adapted.save_pretrained(tmp_path / "adapter")
-    if not INITIALISATIONS[start]:
+    if start not in SAME:
         with pytest.raises(ValueError, match=f"init_lora_weights = '{start}' is not supported, because it changes"):
             load_adapters(tmp_path / "adapter", config, lora)
         return

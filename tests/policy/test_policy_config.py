@@ -10,13 +10,7 @@ from rljax.policy.families import config_from_hf, config_to_hf, read_config
 
 POLICY = PolicyConfig(32, 32, 64, 3, 4, 2, 8, eos_token_id=(3, 4))
 RAW = config_to_hf(POLICY, "float32")
-# The settings of scaled rotary embeddings, and the place and name in the message.
-SCALED = [
-    ({"rope_parameters": {"type": "dynamic", "factor": 2.0}}, "rope_parameters", "rope_type"),
-    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling", "factor"),
-    ({"rope_scaling": {}, "rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters", "rope_type"),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 7e5}}}, "rope_parameters", "full_attention"),
-]
+
 UNREAD = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}}
 FULL = ["full_attention"] * 3
 SIZES_OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
@@ -32,7 +26,9 @@ WINDOWS = [{}, *({"max_window_layers": first} for first in (2, None, "9"))]
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = .*'sliding_at.* must repeat"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         *(({"use_sliding_window": True} | window, "use_sliding_window = True is not supported") for window in WINDOWS),
-        *((change, f"{where}: {name} .*is not supported") for change, where, name in SCALED),
+        ({"rope_parameters": {"type": "dynamic", "factor": 2.0}}, "rope_parameters: rope_type .*is not supported"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling: factor .*is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7e5}}}, "rope_parameters: full_attention .*is not supp"),
         ({"rope_scaling": ["yarn"]}, r"rope_scaling must be an object, got \['yarn'\]"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
@@ -77,25 +73,20 @@ def test_the_base_of_the_angles_is_transformers(family, tmp_path):
         assert (theirs["rope_type"], theirs["rope_theta"]) == ("default", read_config(tmp_path).rope_theta), change
 
 
-@pytest.mark.parametrize(
-    "window", [{"max_window_layers": 3}, {"max_window_layers": 28}, {"sliding_window": None}, {"layer_types": FULL}]
-)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_window_that_covers_no_layer_is_none(family, window, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    raw = RAW | {"model_type": family, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} | window
-    assert config_from_hf(raw) == dataclasses.replace(POLICY, family=family)
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert transformers.AutoConfig.from_pretrained(tmp_path).layer_types == FULL
-
-
-def test_a_mixtures_window_covers_all_layers():
-    """Transformers reads no layers for it: every layer has the window."""
-    raw = SIZES_OF_EXPERTS | RAW | {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 8}
-    for window in ({"max_window_layers": 28}, {"layer_types": FULL}):
+def test_a_window_that_covers_no_layer_is_none(family, tmp_path):
+    """For a mixture transformers reads no layers: every layer has the window."""
+    transformers, window = pytest.importorskip("transformers"), {"use_sliding_window": True, "sliding_window": 8}
+    for none in ({"max_window_layers": 3}, {"max_window_layers": 28}, {"sliding_window": None}, {"layer_types": FULL}):
+        raw = RAW | window | {"model_type": family, "max_window_layers": 0} | none
+        assert config_from_hf(raw) == dataclasses.replace(POLICY, family=family)
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert transformers.AutoConfig.from_pretrained(tmp_path).layer_types == FULL
+    mixture = SIZES_OF_EXPERTS | RAW | window | {"model_type": "qwen3_moe"}
+    for none in ({"max_window_layers": 28}, {"layer_types": FULL}):
         with pytest.raises(ValueError, match="use_sliding_window = True is not supported by the qwen3_moe"):
-            config_from_hf(raw | window)
-    assert config_from_hf(raw | {"sliding_window": None}).family == "qwen3_moe"
+            config_from_hf(mixture | none)
+    assert config_from_hf(mixture | {"sliding_window": None}).family == "qwen3_moe"
 
 
 def test_values_that_change_nothing_are_read():

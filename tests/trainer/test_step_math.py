@@ -103,22 +103,17 @@ def test_sixteen_bit_gradients_are_near_the_float32_ones(dtype, most, reference)
 
 
 def test_a_skipped_update_sets_only_the_rate():
-    silent = sequences(lambda i: False)
-    before, state, metrics, _ = run(make_optimizer(ADAMW), silent, apply=False, rate=5e-3)
-    jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
-    for moment in ("mu", "nu"):
-        assert not any(leaf.any() for leaf in jax.tree.leaves(optax.tree.get(state.opt_state, moment)))
-    assert metrics["optimizer/skipped_updates"] == 1
-    assert metrics["schedule/learning_rate"] == np.float32(5e-3)
-
-
-def test_not_finite_gradients_are_skipped_and_counted():
+    """An update is skipped on request, and where gradients are not finite, which is counted."""
     params = init_params(CONFIG, 0)
     params["final_norm"]["scale"] = params["final_norm"]["scale"].at[0].set(jnp.nan)
-    before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), params=jax.tree.map(jnp.copy, params))
-    jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
-    assert metrics["optimizer/skipped_updates"] == 1
-    assert metrics["precision/overflows"] == 1
+    asked = ({"apply": False}, 0), ({"params": jax.tree.map(jnp.copy, params)}, 1)
+    for how, overflows in asked:
+        before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), rate=5e-3, **how)
+        jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
+        for moment in ("mu", "nu"):
+            assert not any(leaf.any() for leaf in jax.tree.leaves(optax.tree.get(state.opt_state, moment)))
+        assert (metrics["optimizer/skipped_updates"], metrics["precision/overflows"]) == (1, overflows)
+        assert metrics["schedule/learning_rate"] == np.float32(5e-3)
     _, _, measured, _ = run(keep_gradient(), sequences(), params=params, diagnosis=DiagnosisConfig())
     assert measured["mismatch/nonfinite_count"] > 0
 
