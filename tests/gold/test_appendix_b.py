@@ -23,11 +23,6 @@ def drift(trainer, rollout):
     return np.array(out)
 
 
-def largest_distance(trainer, rollout):
-    both = zip(trainer, rollout, strict=True)
-    return max(0.5 * np.abs(np.exp(log_softmax(a)) - np.exp(log_softmax(b))).sum(axis=1).max() for a, b in both)
-
-
 class Case:
     """Two policies with shared parameters, and every quantity of the bound."""
 
@@ -35,25 +30,15 @@ class Case:
         self.length = len(trainer)
         self.tokens, mask = every_response(trainer[0].shape[1], self.length)
         self.scores = token_scores(trainer, features, self.tokens)
-        self.trainer, self.rollout = (
-            tabular.token_logprobs(trainer, self.tokens),
-            tabular.token_logprobs(rollout, self.tokens),
-        )
-        self.surplus = tabular.probabilities(self.rollout, mask) - tabular.probabilities(self.trainer, mask)
-        self.distance = largest_distance(trainer, rollout)
+        pi, mu = (tabular.probabilities(tabular.token_logprobs(x, self.tokens), mask) for x in (trainer, rollout))
+        pairs = [[np.exp(log_softmax(table)) for table in both] for both in zip(trainer, rollout, strict=True)]
+        self.surplus, self.distance = mu - pi, max(0.5 * np.abs(a - b).sum(axis=1).max() for a, b in pairs)
         self.drift = drift(trainer, rollout)
         self.unit = self.distance * np.linalg.norm(self.scores, axis=-1).max()
 
     def bias(self, advantages):
         """Returns the norm of E_mu - E_pi of sum_t A_t score_t; the advantages are [n, T]."""
         return np.linalg.norm(np.einsum("n,nt,ntp->p", self.surplus, advantages, self.scores))
-
-
-def random_case(seed, length, vocabulary, size):
-    rng = np.random.default_rng(seed)
-    trainer = random_tables(rng, vocabulary, length, scale=rng.uniform(0, 3))
-    rollout = tabular.shifted(trainer, random_tables(rng, vocabulary, length), size)
-    return Case(trainer, rollout, [rng.standard_normal((*table.shape, 1)) for table in trainer])
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,13 +49,14 @@ def random_case(seed, length, vocabulary, size):
 )
 def test_random_policies_stay_under_every_bound(seed, shape, size):
     """The signs are chosen against the bounds, for token-wise and whole-response sums with one parameter."""
-    case = random_case(seed, *shape, size)
-    step = np.arange(1, case.length + 1)
+    rng, (length, vocabulary), step = np.random.default_rng(seed), shape, np.arange(1, shape[0] + 1)
+    trainer = random_tables(rng, vocabulary, length, scale=rng.uniform(0, 3))
+    rollout = tabular.shifted(trainer, random_tables(rng, vocabulary, length), size)
+    case = Case(trainer, rollout, [rng.standard_normal((*table.shape, 1)) for table in trainer])
     assert np.all(case.drift <= 1 - (1 - case.distance) ** step + 1e-12)
     assert np.all(case.drift <= step * case.distance + 1e-12)
     assert np.all(np.diff(case.drift) >= -1e-12)
     assert case.drift[-1] == pytest.approx(0.5 * np.abs(case.surplus).sum(), rel=1e-9, abs=1e-14)
-    length, vocabulary = case.length, shape[1]
     own = prefixes(case.tokens, vocabulary) * vocabulary + case.tokens
     worst = np.zeros(case.tokens.shape)
     for t in range(length):

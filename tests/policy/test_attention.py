@@ -152,21 +152,24 @@ def rows_of(trees, t):
 
 
 def test_the_mask_by_hand():
+    """Sequences that share nothing are trees, too."""
+    ends = jax.jit(segment_ends)(np.repeat([[1, 2, 3, 0]], [5, 1, 7, 3], axis=1))
+    assert (ends.dtype, ends.tolist()) == (jnp.int32, [[5] * 5 + [6] + [13] * 7 + [0] * 3])
     # A root of one token has a branch of two and a branch of one; another tree of one token follows, and padding.
     mask = path_mask(jnp.asarray(ends_of(6, [(1, [(2, LEAF), (1, LEAF)]), (1, LEAF)]))[None])[0]
     seen = ["".join(str(int(x)) for x in query) for query in mask]
     assert seen == ["100000", "110000", "111000", "100100", "000010", "000000"]
 
 
-@pytest.mark.parametrize("attention", [packed_attention, SMALL_BLOCKS], ids=["in one piece", "in blocks"])
-@pytest.mark.parametrize("trees", [TWO_LEVELS, DEEPER], ids=["two levels", "deeper"])
-def test_trees_have_the_values_and_gradients_of_float64(attention, trees):
-    check_trees(attention, rows_of(trees, 300))
-
-
-@pytest.mark.slow
-def test_the_kernel_of_a_tpu_joins_two_calls():
-    check_trees(SPLASH_OF_TREES, rows_of(TWO_LEVELS, 300), head_dim=16)
+@pytest.mark.parametrize(
+    ("attention", "trees", "head_dim"),
+    [
+        *((attention, trees, 8) for attention in (packed_attention, SMALL_BLOCKS) for trees in (TWO_LEVELS, DEEPER)),
+        pytest.param(SPLASH_OF_TREES, TWO_LEVELS, 16, marks=pytest.mark.slow),
+    ],
+)
+def test_trees_have_the_values_and_gradients_of_float64(attention, trees, head_dim):
+    check_trees(attention, rows_of(trees, 300), head_dim=head_dim)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +177,7 @@ def test_the_kernel_of_a_tpu_joins_two_calls():
 )
 def test_nothing_of_a_branch_reaches_another(attention):
     ends = rows_of([[(20, [(60, LEAF), (50, LEAF)]), (40, LEAF)]], 256)
-    arrays = heads(ends, "bfloat16", head_dim=16)
-    changed = np.zeros(256, bool)
-    changed[20:80] = True  # the first branch
+    arrays, changed = heads(ends, "bfloat16", head_dim=16), (np.arange(256) >= 20) & (np.arange(256) < 80)
     others = [np.where(changed[None, :, None, None], x * 3 + 1, x).astype(x.dtype) for x in arrays]
     before, after = (packed_rows.tree_gradients(attention, x, ends)[0] for x in (arrays, others))
     np.testing.assert_array_equal(before[:, ~changed], after[:, ~changed])
@@ -190,12 +191,3 @@ def test_blocks_that_no_query_sees_are_skipped():
     nodes, roots = calls_of_trees(ends, 16)
     assert jnp.tril(nodes.seen).tolist() == np.eye(4, dtype=bool).tolist()
     assert jnp.argwhere(roots.seen).tolist() == [[1, 0], [2, 0]]
-
-
-def test_sequences_that_share_nothing_are_trees():
-    segments = np.repeat([[1, 2, 3, 0]], [5, 1, 7, 3], axis=1)
-    ends = segment_ends(segments)
-    assert ends.tolist() == [[5] * 5 + [6] + [13] * 7 + [0] * 3]
-    same = (segments[:, :, None] == segments[:, None, :]) & np.tri(16, dtype=bool) & (segments > 0)[:, :, None]
-    np.testing.assert_array_equal(path_mask(ends), same)
-    assert jax.jit(segment_ends)(segments).dtype == jnp.int32

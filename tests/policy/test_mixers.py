@@ -48,10 +48,8 @@ class RunningSum(nnx.Module):
         zeros = jnp.zeros((len(x), WIDTH))
         total, last = (zeros, zeros.astype(x.dtype)) if state is None else state.read()
         value = tap("sum_input", linear(("btd,df->btf",), x, (self.value[...],))[0])
-        value = jnp.where(where.valid[..., None], value, 0)
-        before = jnp.concatenate([last[:, None], value[:, :-1]], axis=1)
-        starts = where.positions == 0
-        before = jnp.where(starts[..., None], 0, before)
+        value, starts = jnp.where(where.valid[..., None], value, 0), where.positions == 0
+        before = jnp.where(starts[..., None], 0, jnp.concatenate([last[:, None], value[:, :-1]], axis=1))
 
         def step(total, token):
             values, starts = token
@@ -65,15 +63,11 @@ class RunningSum(nnx.Module):
         return out, None if state is None else state.write((total, value[:, -1]))
 
 
-TOY = Family(
-    model_type="toy",
-    architecture="ToyForCausalLM",
-    pattern=(
-        BlockKind(lambda c, rngs: Block(c, rngs, RunningSum(c, rngs), MLP(c, rngs)), "running_sum"),
-        BlockKind(lambda c, rngs: Block(c, rngs, Attention(c, rngs, norms=True), MLP(c, rngs))),
-    ),
-    fixed={},
+PATTERN = (
+    BlockKind(lambda c, rngs: Block(c, rngs, RunningSum(c, rngs), MLP(c, rngs)), "running_sum"),
+    BlockKind(lambda c, rngs: Block(c, rngs, Attention(c, rngs, norms=True), MLP(c, rngs))),
 )
+TOY = Family(model_type="toy", architecture="ToyForCausalLM", pattern=PATTERN, fixed={})
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +97,8 @@ def test_decoding_with_a_cache_is_the_whole_forward(params, decode_tokens):
     engine.publish(params, 1)
     prompts = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
     responses = list(engine.generate(prompts, 3, SamplingParams(9, 1.0, (0, 1)), seed=3))
-    sequences = [np.concatenate([prompts[r.prompt_index], r.response]) for r in responses]
     assert len(responses) == 12
-    for response, whole in zip(responses, score(params, sequences), strict=True):
+    for response, whole in zip(responses, score(params, [r.ids for r in responses]), strict=True):
         np.testing.assert_allclose(response["rollout_logprobs"], whole[-len(response.response) :], atol=1e-5)
     for found, whole in zip(engine.score_prefill(prompts), score(params, prompts), strict=True):
         np.testing.assert_allclose(found, whole[1:], atol=1e-5)

@@ -81,13 +81,11 @@ BAD_CONFIGS = [
     ({"r": 8}, "r = 8, but lora.rank = 2"),
     ({"lora_alpha": 16}, "lora_alpha = 16, but lora.alpha = 4"),
     ({"use_dora": True}, "use_dora = True is not supported"),
-    ({"use_rslora": True}, "use_rslora = True is not supported"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"bias": "lora_only"}, "bias = 'lora_only' is not supported"),
     ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16'"),
     *(({"init_lora_weights": x}, f"init_lora_weights = '{x}' is not supported") for x in ("LoftQ", "corda", "lora_ga")),
     ({"init_lora_weights": ["eva"]}, "init_lora_weights = .'eva'. is not supported"),
-    ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens = .5, 6. is not"),
     ({"kasa_config": {"beta": 1e-4}}, "kasa_config = .* is not supported"),
     ({"of_a_later_peft": {"k": 1}}, "of_a_later_peft = .'k': 1. is not supported"),
 ]

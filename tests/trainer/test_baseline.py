@@ -46,13 +46,11 @@ def of_group(i):
 
 
 def test_importance_weights_weigh_the_energies():
-    rng = np.random.default_rng(1)
-    given, own = [], []
-    for i in range(2 * GROUP):
-        n = int(rng.integers(2, 6))
-        own.append(-rng.exponential(size=n).astype(np.float32))
-        rollout = (own[-1] + rng.normal(0, 0.5, n)).astype(np.float32)
-        given.append(train_sequence(np.zeros(1), np.zeros(n), rollout, float(i), of_group(i), old_logprobs=own[-1]))
+    rng, given = np.random.default_rng(1), []
+    own = [-rng.exponential(size=n).astype(np.float32) for n in (2, 5, 3, 2, 4, 3)]
+    for i, old in enumerate(own):
+        rollout = (old + rng.normal(0, 0.5, len(old))).astype(np.float32)
+        given.append(train_sequence([0], np.zeros(len(old)), rollout, float(i), of_group(i), old_logprobs=old))
     collisions = [rng.uniform(0.2, 0.9, len(each)) for each in own]
     config = CorrectionConfig(level="token", threshold=1.2)
     result = subtract_baselines(given, collisions, group_size=GROUP, correction=config)

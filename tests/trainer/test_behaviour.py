@@ -58,8 +58,7 @@ def test_each_version_is_scored_with_its_own_weights():
     rows = train(inner, *steps, versions=2, sample=8)
     has_parts = [any(key.startswith("mismatch_drift/") for key in row) for row in rows]
     assert has_parts == [bool({1, 2} & set(behind)) for behind in steps]
-    # Step 3 trains from 102 and step 4 from 103. Three versions are kept, so tokens that are three behind are not
-    # scored.
+    # Step 3 trains from 102 and step 4 from 103. Tokens that are three versions behind are not scored.
     assert inner.counts() == [(101, 4), (102, 4), (101, 4)]
 
 

@@ -51,8 +51,8 @@ def test_buckets_of_a_step_by_hand():
     assert row["mismatch_position/ge_6/logprob_abs_diff_mean"] == pytest.approx(0.1, rel=1e-5)
     assert row["mismatch_entropy/0.1_to_0.5/logprob_abs_diff_max"] == pytest.approx(0.1, rel=1e-5)
     assert int(row["mismatch_entropy/1_to_2/token_count"]) == 6
-    found = [row[f"mismatch_staleness/{b}/logprob_abs_diff_mean"] for b in ("0", "1", "ge_3")]
-    assert found == pytest.approx([0.1, 0.3, 0.2], rel=1e-5)
+    for bucket, gap in (("0", 0.1), ("1", 0.3), ("ge_3", 0.2)):
+        assert row[f"mismatch_staleness/{bucket}/logprob_abs_diff_mean"] == pytest.approx(gap, rel=1e-5)
     # The advantage is +1 on 7 tokens with lr 0.1, and -1 on 4 tokens with lr -0.3. The mean is over 11 tokens.
     assert row["mismatch_sign/log_ratio_skew"] == pytest.approx((7 * 0.1 + 4 * 0.3) / 11, rel=1e-5)
     assert row["mismatch_sign/sign_skew"] == pytest.approx(1.0)
@@ -80,15 +80,12 @@ def test_gradient_noise_is_the_variance_of_the_sum():
 @pytest.mark.parametrize(("load", "dropped"), [(6250, 0.0), (5000, 0.2)])
 def test_routers_of_more_choices_than_int32_holds(load, dropped):
     """A row has 100,000 tokens with 8 choices each for 128 experts, 6,250 for each of them; a tenth differs."""
-    filled = functools.partial(jnp.full, (48, 64))
+    sums = {"tokens": 100_000, "entropy": 50_000.0, "given": 800_000, "differing": 80_000}
     records = RoutingRecord(
         choices=jnp.zeros((48, 64, 1, 8), jnp.int32),
-        tokens=filled(100_000),
         load=jnp.full((48, 64, 128), load),
         probability=jnp.zeros((48, 64, 128)),
-        entropy=filled(50_000.0),
-        given=filled(800_000),
-        differing=filled(80_000),
+        **{name: jnp.full((48, 64), value) for name, value in sums.items()},
     )
     found = measure.router_statistics(records, replayed=True)
     expected = {"load_max": 1, "load_min": 1, "entropy": 0.5, "dropped_fraction": dropped, "disagreement": 0.1}

@@ -23,9 +23,8 @@ pytestmark = pytest.mark.slow
 
 CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 QWEN2 = dataclasses.replace(CONFIG, family="qwen2")
-MIXTURE = dataclasses.replace(
-    CONFIG, family="qwen3_moe", num_experts=8, experts_per_token=2, expert_size=32, normalize_gates=True
-)
+OF_EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_size": 32}
+MIXTURE = dataclasses.replace(CONFIG, **OF_EXPERTS, normalize_gates=True)
 FAMILIES = [CONFIG, *(pytest.param(config, marks=pytest.mark.harness) for config in (QWEN2, MIXTURE))]
 COUNT = 4
 
@@ -47,8 +46,7 @@ def trained(request):
     """Returns eight steps in float16. Advantages that no scale can hold plant overflows at steps 2, 3 and 6."""
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-2))
     how = {"config": request.param, "dtype": "float16"}
-    step, state = make_step(tx, **how), fresh_state(tx, **how)
-    rows = []
+    step, state, rows = make_step(tx, **how), fresh_state(tx, **how), []
     for t in range(1, 9):
         state, metrics, _ = step(state, batch(1e9 if t in (2, 3, 6) else 1.0, seed=t), 1e-2 / t, True)
         rows.append((jax.device_get(metrics), jax.device_get(state.params)))
@@ -124,7 +122,7 @@ def stats_of(params, config):
 
 
 def mlp_input_by_hand(params):
-    """Returns the residual stream of a lone token after attention, its own value, and the normed input of the MLP."""
+    """Returns the residual stream of a lone token after attention, the normed input of the MLP, and the MLP."""
     layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
 
     def norm(x, scale):

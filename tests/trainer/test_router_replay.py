@@ -36,8 +36,7 @@ def sampled(dtype="bfloat16"):
     """Returns sequences that the embedded engine sampled, with its log-probabilities and routes."""
     with closing(JaxEngine(CONFIG, dtype, 8, mesh=MESH, with_routes=True)) as engine:
         engine.publish(init_params(CONFIG, 0), 0)
-        rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, 32, rng.integers(3, 9)).astype(np.int32) for _ in range(PROMPTS)]
+        prompts = [np.random.default_rng(n).integers(0, 32, n).astype(np.int32) for n in range(3, 3 + PROMPTS)]
         responses = list(engine.generate(prompts, GROUP, SamplingParams(LONGEST - 8, 1.0, (3,)), seed=0))
     return [TrainSequence(r.ids, r.prompt_length, r.columns, (-1.0) ** r.sample_index) for r in responses]
 
@@ -53,15 +52,11 @@ def make(count=COUNT):
 
 
 def test_the_engine_reports_the_experts_that_its_tokens_went_to():
-    """In float32 the engine's routes equal those of the trainer's own forward.
-
-    The last token of a sequence has none.
-    """
+    """In float32 the engine's routes are those of the trainer's own forward. The last token has none."""
     sequences, (step, state) = sampled("float32"), make()
     batch = batches(sequences)
     routes = forward_of(step, COUNT)(state.params, batch._replace(routes=None), with_routes=True)[1].routes
     own = unpack_whole(np.asarray(routes), batch, sequences)
-    assert len({len(s.prompt) for s in sequences}) > 2
     for s, expected in zip(sequences, own, strict=True):
         given = s.columns["routes"]
         assert (given.shape, given.dtype) == ((len(s.ids), 3, 2), np.uint8)
@@ -92,9 +87,7 @@ def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
     other_logits, other = logits(given)
     assert jnp.abs(other_logits - own_logits).max() > 1e-2
     np.testing.assert_array_equal(other.choices, jnp.moveaxis(given, 2, 0))
-    # The order of a token's experts does not matter.
-    turned_logits, _ = logits(given[..., ::-1])
-    np.testing.assert_allclose(turned_logits, other_logits, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(logits(given[..., ::-1])[0], other_logits, atol=1e-5, rtol=0)  # in another order
 
 
 @pytest.mark.harness

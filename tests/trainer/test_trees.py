@@ -141,11 +141,9 @@ def test_gradients_of_a_shared_state_are_summed_in_float32():
 
 def test_lengths_of_rows():
     # 2,048 + 8 x 256 fit a row of 4,096; a prompt of 512 before responses of 8,192 is worth no longer row.
-    assert tree_row_tokens(3072, 2048, 256, 8) == 4096
-    assert tree_row_tokens(9216, 512, 8192, 16) == 9216
-    assert tree_row_tokens(128, 60, 10, 8) == 192
+    given = [(3072, 2048, 256, 8), (9216, 512, 8192, 16), (128, 60, 10, 8), (2048, 64, 1024, 4)]
     # Two of four responses of 1,024 fit a row of 2,304, and no response would share a prompt in rows of 2,048.
-    assert tree_row_tokens(2048, 64, 1024, 4) == 2304
+    assert [tree_row_tokens(*each) for each in given] == [4096, 9216, 192, 2304]
     assert flat_row_tokens(4096, 2048, 256, 8) == 2752  # 4096 * 2048 / (2048 + 1024), in steps of 64
     assert flat_row_tokens(64, 1, 63, 1) == 64
 
@@ -160,10 +158,7 @@ def with_routes(sequence, changes=()):
 
 
 def make_sequences(rng, longest_prompt, longest_response):
-    """Returns groups that begin alike at any depth: equal sequences, beginnings of others, equal prompts of groups.
-
-    Some responses have one token. In half of the cases sequences of a group differ in whether they are in the loss.
-    """
+    """Returns groups that begin alike at any depth: equal sequences, beginnings of others, equal prompts of groups."""
     vocab, size = int(rng.choice([2, 3, 50])), int(rng.integers(1, 6))
     turns, routes, mixed, full = rng.integers(2, size=4).astype(bool)
     text = rng.integers(0, vocab, longest_prompt + longest_response)

@@ -57,8 +57,7 @@ def drawn():
 
 def sequences(old_noise=None):
     """Returns sequences whose rollout log-probabilities have noise, and old ones, if asked for, of ``old_noise``."""
-    rng = np.random.default_rng(6)
-    result = []
+    rng, result = np.random.default_rng(6), []
     for s, own in zip(drawn(), on_policy_logprobs(), strict=True):
         rollout = (own + rng.normal(0, 0.3, len(own))).astype(np.float32)
         old = {} if old_noise is None else {"old_logprobs": own + rng.normal(0, old_noise, len(own))}
@@ -95,17 +94,12 @@ OBJECTIVES = {
 }
 
 
-BY_TOKEN, BY_SEQUENCE = {"level": "token", "threshold": 1.2}, {"level": "sequence", "reject_k3": 0.06}
-
-
 @pytest.mark.harness  # integration/test_staleness_split.py has a run with it
-@pytest.mark.parametrize(
-    ("fields", "part"), [(BY_TOKEN, "numerics"), (BY_SEQUENCE, "drift"), (BY_TOKEN, "drift"), (BY_SEQUENCE, "numerics")]
-)
+@pytest.mark.parametrize("fields", [{"level": "token", "threshold": 1.2}, {"level": "sequence", "reject_k3": 0.06}])
+@pytest.mark.parametrize("part", ["numerics", "drift"])
 def test_a_correction_of_one_part_uses_its_two_logprobs(fields, part):
     """Tokens of the newest policy, and of a policy that is not kept, have no drift."""
-    loss, rng = LossConfig(kind="policy_gradient"), np.random.default_rng(7)
-    stale, same = [], []
+    loss, rng, stale, same = LossConfig(kind="policy_gradient"), np.random.default_rng(7), [], []
     for i, s in enumerate(sequences(old_noise=0.2)):
         behaviour = (s["old_logprobs"] + rng.normal(0, 0.3, len(s.response))).astype(np.float32)
         behind = rng.integers(0, 3, len(s.response)).astype(np.int32)
@@ -229,8 +223,7 @@ def test_one_mini_batch_with_loss_is_the_fused_step(mini_batches):
 
 
 def test_epochs_train_on_every_group_against_the_first_logprobs():
-    tx = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0)
-    taken = []
+    tx, taken = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0), []
 
     class Watched(TrainStep):
         def __call__(self, state, batch, *rest):
@@ -287,13 +280,12 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
     reference = init_params(CONFIG, 1)
     updated = towards(reference)
     in_loss = [s for s in silent if s.in_loss]
-    total = sum(len(s.response) for s in in_loss)
 
     @jax.jit
     @jax.value_and_grad
     def penalty(params):
         gaps = response_logprobs(params, in_loss) - response_logprobs(reference, in_loss)
-        return jnp.sum(0.5 * gaps**2) / total
+        return jnp.sum(0.5 * gaps**2) / sum(len(s.response) for s in in_loss)
 
     with jax.default_matmul_precision("highest"):
         value, expected = penalty(init_params(CONFIG, 0))
