@@ -112,7 +112,7 @@ def test_the_constructed_case_comes_near_each_bound(length):
 
 
 def test_one_step_attains_the_bounds():
-    """Of two tokens pi tosses a coin and mu leans by D. With A = 1 the bias is 2 D S, exactly both bounds."""
+    """Between two tokens pi tosses a coin and mu leans by D. With A = 1 the bias is 2 D S, exactly both bounds."""
     case = Case([np.zeros((1, 2))], [np.log([[0.4, 0.6]])], [np.array([[[-0.5], [0.5]]])])
     assert case.bias(np.ones((2, 1))) == pytest.approx(2 * case.unit, rel=1e-12)
     assert (case.distance, case.unit) == (pytest.approx(0.1), pytest.approx(0.05))

@@ -94,7 +94,7 @@ def test_beyond_exp_20_equation_4_is_truncated():
 @ENDS
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 2.0])
 def test_equations_5_and_6_leave_the_bias_of_what_they_cut(threshold, end):
-    """That of 5 is at most K (1 + chi2) / (4 C); K is the largest |A score|. In 6 the responses above C are missing."""
+    """The bias of 5 is at most K (1 + chi2) / (4 C); K is the largest |A score|. In 6 the responses above C are missing."""
     world = World(2, 1.0, end)
     five, six = ({"level": "sequence", "mode": mode, "threshold": threshold} for mode in ("truncate", "mask"))
     expected = world.sum(world.mu * np.minimum(world.rho, threshold))
@@ -129,7 +129,7 @@ def test_the_geometric_level_is_the_root_of_the_sequence_ratio(end):
 
 
 def test_normalising_is_biased_in_small_batches_only():
-    """Of every batch of N responses, equation 4 is unbiased; normalised, a share 1 / N of equation 3's bias is left."""
+    """In batches of N responses equation 4 is unbiased; normalised, a share 1 / N of equation 3's bias is left."""
     world, biases = World(0, 0.02), {}
     values = np.einsum("n,ntp->np", world.advantages, world.scores)
     for number, normalize in ((2, False), (1, True), (2, True), (3, True)):

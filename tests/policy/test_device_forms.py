@@ -1,4 +1,4 @@
-"""What is computed otherwise on one kind of device: hints to XLA, rotations by a product, unrolled blocks."""
+"""Forms for one kind of device compute what others compute: hints to XLA, rotations by a product, unrolled blocks."""
 
 import re
 

@@ -165,7 +165,7 @@ def test_every_sequence_has_one_place_in_the_micro_batches(lengths, row, rows, s
 
 
 def test_sequences_without_loss_fill_up_and_then_stand_alone():
-    """Of two rows of 10, those with loss of 8, 7, 7 and 6 take 2, 3, 3 and 4, and three 9s need two forwards."""
+    """Rows of 10 with loss of 8, 7, 7 and 6 take 2, 3, 3 and 4, and three 9s need two forwards."""
     layout = lay_out_rows([8, 7, 7, 6, 2, 3, 3, 4, 9, 9, 9], [True] * 4 + [False] * 7, (6, 2, 10))
     assert (layout.with_loss, layout.used, layout.cost) == (2, 4, pytest.approx(2 + 2 / 3))
     filled = {(0, 0): [0, 4], (1, 0): [1, 5], (0, 1): [2, 6], (1, 1): [3, 7]}
