@@ -94,7 +94,7 @@ def test_beyond_exp_20_equation_4_is_truncated():
 @ENDS
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 2.0])
 def test_equations_5_and_6_leave_the_bias_of_what_they_cut(threshold, end):
-    """The bias of 5 is at most K (1 + chi2) / (4 C); K is the largest |A score|. In 6 the responses above C are missing."""
+    """The bias of 5 is at most K (1 + chi2) / (4 C), K the largest |A score|. In 6 responses above C are missing."""
     world = World(2, 1.0, end)
     five, six = ({"level": "sequence", "mode": mode, "threshold": threshold} for mode in ("truncate", "mask"))
     expected = world.sum(world.mu * np.minimum(world.rho, threshold))
