@@ -26,14 +26,15 @@ QWEN2 = dataclasses.replace(CONFIG, family="qwen2")
 BY_TOKEN = CorrectionConfig(level="token", threshold=1.2)
 
 
-def trained(sequences, batch, config=CONFIG, *, correction=BY_TOKEN, dtype="float32", lora=OFF, **options):
+def trained(sequences, batch, config=CONFIG, *, dtype="float32", lora=OFF, **options):
     """Returns the log-probabilities of each response, the gradients, and the metrics of a step."""
     params, merged = init_params(config, 0), None
     if lora.rank:
         params, merged = random_adapters(config, lora, 0.2), MergedPolicy(config, lora, MESH, params, dtype)
     how = {"config": config, "dtype": dtype, "lora": lora}
     shape = {"shape": batch.tokens.shape, "count": len(sequences), "limit": 24}
-    step = make_step(**how, **shape, correction=correction, diagnosis=DiagnosisConfig(), merged=merged, **options)
+    measured = {"diagnosis": DiagnosisConfig(), "correction": BY_TOKEN, **options}
+    step = make_step(**how, **shape, **measured, merged=merged)
     state, row, values = jax.device_get(step(fresh_state(params=params, **how), batch, 1e-2, True))
     assert not values.logprobs[batch.segment_ids == 0].any()
     return unpack(values.logprobs, batch, sequences), state.opt_state.inner_state.trace, row
@@ -65,8 +66,7 @@ CASES = {
 )
 def test_trees_give_the_numbers_of_separate_rows(case):
     config, kind, options = CASES[case]
-    sequences = groups(**kind)
-    batch = in_trees(sequences)
+    batch = in_trees(sequences := groups(**kind))
     found, expected = (trained(sequences, given, config, **options) for given in (batch, separate(sequences)))
     assert max(distance(found, expected)) < 1e-5
     assert tree_tokens(batch) < 0.85 * sum(len(s.ids) for s in sequences)
@@ -81,7 +81,8 @@ def test_trees_give_the_numbers_of_separate_rows(case):
 )
 def test_in_16_bits_trees_differ_by_few_roundings(dtype, rounding):
     sequences = groups()
-    found, expected = (trained(sequences, b, dtype=dtype) for b in (in_trees(sequences), separate(sequences)))
+    how = {"dtype": dtype, "diagnosis": None}
+    found, expected = (trained(sequences, given, **how) for given in (in_trees(sequences), separate(sequences)))
     logprobs, gradients = distance(found, expected)
     assert logprobs < 16 * rounding
     assert gradients < 4 * rounding
@@ -92,8 +93,7 @@ def test_in_16_bits_trees_differ_by_few_roundings(dtype, rounding):
 
 def test_mistakes_are_seen():
     """All tokens before a token are seen, branches end early, positions go on, or a response reads its own token."""
-    sequences = groups()
-    batch = in_trees(sequences)
+    batch = in_trees(sequences := groups())
     trees, right = batch.trees, trained(sequences, batch)
     for mistake in (
         {"ends": np.where(trees.ends > 0, trees.ends.max(axis=-1, keepdims=True), 0)},
@@ -144,8 +144,8 @@ def test_lengths_of_rows():
     given = [(3072, 2048, 256, 8), (9216, 512, 8192, 16), (128, 60, 10, 8), (2048, 64, 1024, 4)]
     # Two of four responses of 1,024 fit a row of 2,304, and no response would share a prompt in rows of 2,048.
     assert [tree_row_tokens(*each) for each in given] == [4096, 9216, 192, 2304]
-    assert flat_row_tokens(4096, 2048, 256, 8) == 2752  # 4096 * 2048 / (2048 + 1024), in steps of 64
-    assert flat_row_tokens(64, 1, 63, 1) == 64
+    # 4096 * 2048 / (2048 + 1024) is rounded up to steps of 64.
+    assert [flat_row_tokens(*each) for each in ((4096, 2048, 256, 8), (64, 1, 63, 1))] == [2752, 64]
 
 
 def with_routes(sequence, changes=()):
