@@ -34,12 +34,9 @@ def score_diagnosis(case, path):
     found = json.loads(out) if status in ERRORS else {"cause": "error", "confidence": None, "findings": []}
     cause, possible = found["cause"], {one["cause"] for one in found["findings"] if one["confidence"] == "possible"}
     bad = set(case["must_not"]) | ({"eight_bits", "other_weights"} if "healthy" in case["expected"] else set())
-    if cause in case["expected"]:
-        result = "right"
-    elif cause in case["acceptable"]:
-        result = "acceptable"
-    else:
-        result = {"error": "error", "cannot_tell": "cannot tell"}.get(cause, "wrong")
+    result = {"error": "error", "cannot_tell": "cannot tell"}.get(cause, "wrong")
+    if cause in [*case["expected"], *case["acceptable"]]:
+        result = "right" if cause in case["expected"] else "acceptable"
     said = f"{cause} ({found['confidence']}) {sorted(possible)} {err.strip()}"
     return result, sorted(possible & bad), said
 
@@ -85,17 +82,12 @@ def score_replay(case, path):
 
 def score_view(path, folder):
     """Returns whether ``view`` writes its page."""
-    page = folder / "view.html"
-    status, _, err = outcome(view.main, [path, "-o", page])
+    status, _, err = outcome(view.main, [path, "-o", page := folder / "view.html"])
     return ("right" if status == 0 and page.exists() else "error"), err
 
 
 def score(names, folder):
-    """Scores cases: returns the counts of the diagnoses' results, those of the other commands', and a line of each.
-
-    ``names`` are identifiers of cases, and ``folder`` is a directory for their inputs. The counts of the diagnoses have
-    the number of cases with a false hint under "false hints", and the others are named "COMMAND RESULT".
-    """
+    """Returns the counts of the diagnoses' results and "false hints", those of each "COMMAND RESULT", and all lines."""
     counts, others, lines = collections.Counter(), collections.Counter(), []
     for name in names:
         case = CASES[name]

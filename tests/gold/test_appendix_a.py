@@ -1,11 +1,4 @@
-"""The progress of one stochastic gradient step, split into three terms A, B and C.
-
-They are in inequality 13 of appendix A of arXiv 2602.01826.
-
-For an L-smooth J and theta' = theta + rate * g, with bias = E[g] - grad J and var = E|g|^2 - |E g|^2:
-
-    E[J(theta')] - J(theta) >= A + B - C
-    A = rate (1 - L rate / 2) |grad J|^2,  B = rate (1 - L rate) <grad J, bias>,  C = (L rate^2 / 2) (var + |bias|^2)
+"""Inequality 13 of appendix A of arXiv 2602.01826: the progress of one step is at least A + B - C (docs/theory.md).
 
 An estimator is given by its values [n, d] and their probabilities [n], so that every expectation is a finite sum.
 """
@@ -39,9 +32,11 @@ def bound(*arguments):
     return a + b - c
 
 
-def quadratic(curvatures, peak):
-    """Returns J and its gradient, for J(theta) = -sum_i curvature_i (theta_i - peak_i)^2 / 2."""
-    return lambda x: -0.5 * np.sum(curvatures * (x - peak) ** 2), lambda x: -curvatures * (x - peak)
+def quadratic(rng, curvatures=(1.7,) * 4):
+    """Returns J and its gradient, for J(theta) = -sum_i curvature_i (theta_i - peak_i)^2 / 2, and some theta."""
+    curvatures, peak = np.array(curvatures), rng.standard_normal(4)
+    objective, gradient = lambda x: -0.5 * np.sum(curvatures * (x - peak) ** 2), lambda x: -curvatures * (x - peak)
+    return objective, gradient, rng.standard_normal(4)
 
 
 def noisy(rng, mean, number=7):
@@ -57,8 +52,7 @@ def noisy(rng, mean, number=7):
 def test_the_slack_is_what_flatter_directions_lose_less(seed, rate, curvatures):
     """The inequality is an equality where every curvature is L. Too small an L must break it."""
     rng, curvatures = np.random.default_rng(seed), np.array(curvatures)
-    objective, gradient = quadratic(curvatures, rng.standard_normal(4))
-    theta = rng.standard_normal(4)
+    objective, gradient, theta = quadratic(rng, curvatures)
     values, weights = noisy(rng, gradient(theta) + rng.standard_normal(4))
     measured = progress(objective, theta, rate, values, weights)
     slack = rate**2 / 2 * (weights @ (values**2 @ (1.7 - curvatures)))
@@ -73,59 +67,33 @@ def test_the_slack_is_what_flatter_directions_lose_less(seed, rate, curvatures):
 
 @pytest.mark.parametrize("rate", RATES)
 def test_each_term_measured_by_itself(rate):
-    """The terms are measured from values of J alone.
-
-    A uses the true gradient, B is the odd part in the bias, and C is the mean loss.
-    """
+    """From values of J alone, A uses the true gradient, B is the odd part in the bias, and C is the mean loss."""
     rng = np.random.default_rng(0)
-    smoothness = 1.7
-    objective, gradient_at = quadratic(np.full(4, smoothness), rng.standard_normal(4))
-    theta, bias = rng.standard_normal(4), rng.standard_normal(4)
-    gradient = gradient_at(theta)
+    objective, gradient_at, theta = quadratic(rng)
+    gradient, bias = gradient_at(theta), rng.standard_normal(4)
     noise, weights = noisy(rng, np.zeros(4))
-
-    def step(mean, spread=0.0):
-        return progress(objective, theta, rate, mean + spread * noise, weights)
-
-    a = step(gradient)
-    b = (step(gradient + bias) - step(gradient - bias)) / 2
-    c_bias = a - (step(gradient + bias) + step(gradient - bias)) / 2
-    c_noise = a - step(gradient, spread=1.0)
-    squares = gradient @ gradient, bias @ bias, weights @ np.sum(noise**2, axis=1)
-    assert a == pytest.approx(rate * (1 - smoothness * rate / 2) * squares[0], rel=1e-10)
-    assert b == pytest.approx(rate * (1 - smoothness * rate) * (gradient @ bias), rel=1e-10)
-    assert c_bias == pytest.approx(smoothness * rate**2 / 2 * squares[1], rel=1e-9)
-    assert c_noise == pytest.approx(smoothness * rate**2 / 2 * squares[2], rel=1e-9)
-    found = terms(gradient, gradient + bias + noise, weights, smoothness, rate)
-    np.testing.assert_allclose(found, [a, b, c_bias + c_noise], rtol=1e-9)
+    draws = [gradient + mean + spread * noise for mean, spread in ((0, 0), (bias, 0), (-bias, 0), (0, 1))]
+    exact, up, down, spread = (progress(objective, theta, rate, values, weights) for values in draws)
+    measured = [exact, (up - down) / 2, (exact - (up + down) / 2) + (exact - spread)]
+    np.testing.assert_allclose(terms(gradient, gradient + bias + noise, weights, 1.7, rate), measured, rtol=1e-9)
 
 
 def test_noise_sets_the_largest_rate_that_still_makes_progress():
     """For unbiased g the expected change becomes negative at the rate 2 |grad|^2 / (L (|grad|^2 + var))."""
-    rng = np.random.default_rng(3)
-    objective, gradient_at = quadratic(np.full(4, 1.7), rng.standard_normal(4))
-    theta = rng.standard_normal(4)
+    objective, gradient_at, theta = quadratic(np.random.default_rng(3))
     gradient = gradient_at(theta)
-    limits = []
+    noise, weights = noisy(np.random.default_rng(4), np.zeros(4))
     for spread in (0.0, 1.0, 4.0):
-        noise, weights = noisy(np.random.default_rng(4), np.zeros(4))
-        values = gradient + spread * noise
         square, variance = gradient @ gradient, spread**2 * (weights @ np.sum(noise**2, axis=1))
-        limits.append(2 * square / (1.7 * (square + variance)))
-        assert progress(objective, theta, 0.999 * limits[-1], values, weights) > 0
-        assert progress(objective, theta, 1.001 * limits[-1], values, weights) < 0
-    assert limits[0] > limits[1] > limits[2]
+        limit = 2 * square / (1.7 * (square + variance))
+        for share, sign in ((0.999, 1), (1.001, -1)):
+            assert sign * progress(objective, theta, share * limit, gradient + spread * noise, weights) > 0
 
 
 def test_the_objective_is_as_smooth_as_its_largest_advantage():
-    """Differences of the exact gradient give the largest eigenvalue of the Hessian, which is compared with L = max|A|.
-
-    The policy has 39 logits.
-    """
-    rng = np.random.default_rng(7)
+    """Differences of the exact gradient give the largest eigenvalue of the Hessian of 39 logits: at most max|A|."""
+    rng, features, shares = np.random.default_rng(7), free_features(3, 3), []
     tokens, mask = every_response(3, 3)
-    features = free_features(3, 3)
-    shares = []
     for _ in range(10):
         tables, advantages = random_tables(rng, 3, 3, scale=2.0), rng.choice([-1.0, 1.0], len(tokens))
 
@@ -134,8 +102,7 @@ def test_the_objective_is_as_smooth_as_its_largest_advantage():
             drawn = probabilities(token_logprobs(moved, tokens), mask)
             return (drawn * advantages) @ token_scores(moved, features, tokens).sum(axis=1)
 
-        basis = 1e-5 * np.eye(39)
-        hessian = np.stack([(gradient(e) - gradient(-e)) / 2e-5 for e in basis])
+        hessian = np.stack([(gradient(e) - gradient(-e)) / 2e-5 for e in 1e-5 * np.eye(39)])
         np.testing.assert_allclose(hessian, hessian.T, atol=1e-9)
         shares.append(np.abs(np.linalg.eigvalsh(hessian)).max())
     assert 0.05 < max(shares) <= 1
@@ -153,9 +120,8 @@ CORRECTIONS = {
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_inequality_for_a_tabular_policy_under_every_correction(correction):
     """J = E_pi[A] with a free logit for each prefix and token is max|A|-smooth; docs/theory.md has the derivation."""
-    rng = np.random.default_rng(6)
+    rng, features = np.random.default_rng(6), free_features(3, 3)
     tokens, mask = every_response(3, 3)
-    features = free_features(3, 3)
     for _ in range(5):
         tables = random_tables(rng, 3, 3)
         trainer = token_logprobs(tables, tokens)

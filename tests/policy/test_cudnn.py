@@ -117,12 +117,8 @@ def cudnn(monkeypatch):
 
 
 def test_calls_for_nodes_and_roots_are_joined(cudnn):
-    rows = [
-        [(6, [(3, ()), (1, ())]), (5, ()), (2, [(4, ()), (4, ()), (2, ())])],
-        [(9, ()), (1, [(2, ()), (8, ())])],
-        [],
-    ]
-    ends = np.stack([ends_of(32, trees) for trees in rows])
+    first = [(6, [(3, ()), (1, ())]), (5, ()), (2, [(4, ()), (4, ()), (2, ())])]
+    ends = np.stack([ends_of(32, trees) for trees in (first, [(9, ()), (1, [(2, ()), (8, ())])], [])])
     check_trees(functools.partial(cudnn_attention, trees=True), ends)
 
 
@@ -130,12 +126,10 @@ H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capabi
 HEADS = PolicyConfig(16, 8, 16, 1, 4, 2, 16)
 
 
-def test_a_run_asks_the_kernel_for_a_small_row_of_trees(cudnn, monkeypatch):
+def test_a_run_asks_the_kernel_for_a_small_row_of_trees(request, monkeypatch):
+    assert why_no_trees("auto", H100, "bfloat16", HEADS).startswith("cudnn's attention of trees fails on NVIDIA H100: ")
+    assert why_no_trees("auto", jax.devices("cpu")[0], "bfloat16", HEADS) == ""
+    request.getfixturevalue("cudnn")
     assert why_no_trees("auto", H100, "bfloat16", HEADS) == ""
     monkeypatch.setattr(Call, "backward", lambda call, lse, out, d_out: [x * 2 for x in (call.q, *call.kv)])
     assert why_no_trees("auto", H100, "bfloat16", HEADS).startswith("cudnn's attention of trees has relative errors")
-
-
-def test_a_kernel_that_does_not_run_is_named():
-    assert why_no_trees("auto", H100, "bfloat16", HEADS).startswith("cudnn's attention of trees fails on NVIDIA H100: ")
-    assert why_no_trees("auto", jax.devices("cpu")[0], "bfloat16", HEADS) == ""

@@ -10,13 +10,8 @@ import pytest
 from rljax.policy.grouped import IMPLEMENTATIONS
 
 D, F = 24, 40
-SIZES = [
-    [5, 0, 17, 2],
-    [0, 0, 0, 30],
-    [1, 1, 1, 1],  # further rows follow all groups
-    [0, 0, 0, 0],
-    [300, 7, 0, 513],  # groups of several blocks
-]
+# Further rows follow the third ones. The last groups have several blocks.
+SIZES = [[5, 0, 17, 2], [0, 0, 0, 30], [1, 1, 1, 1], [0, 0, 0, 0], [300, 7, 0, 513]]
 MANY, FEW = 826, 10  # rows, with those after all groups; the sizes share a program
 DTYPES = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
@@ -44,13 +39,11 @@ def by_hand(rows, matrices, others, sizes):
 def compiled(name):
     grouped = IMPLEMENTATIONS[name]
 
-    @jax.jit
     def run(rows, matrices, others, sizes):
-        product = grouped.product(rows, matrices, sizes)
         back = grouped.product(others, matrices, sizes, transposed=True)
-        return product, back, grouped.outer(rows, others, sizes)
+        return grouped.product(rows, matrices, sizes), back, grouped.outer(rows, others, sizes)
 
-    return run
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,13 +61,7 @@ def test_products_are_those_of_a_loop_over_the_groups(name, sizes, dtype):
 
 def test_a_value_that_is_not_finite_stays_in_its_own_group():
     rows, matrices, others = operands([5, 9], "float32")
-    rows = rows.at[2].set(jnp.nan)
-    sizes = jnp.asarray([5, 9], jnp.int32)
-    product, outer = (
-        IMPLEMENTATIONS["xla"].product(rows, matrices, sizes),
-        IMPLEMENTATIONS["xla"].outer(rows, others, sizes),
-    )
-    assert not np.isfinite(product[2]).any()
-    assert np.isfinite(np.delete(product, 2, 0)).all()
-    assert not np.isfinite(outer[0]).any()
-    assert np.isfinite(outer[1]).all()
+    product, _, outer = compiled("xla")(rows.at[2].set(jnp.nan), matrices, others, jnp.asarray([5, 9], jnp.int32))
+    for found, spoiled in ((product, 2), (outer, 0)):
+        assert not np.isfinite(found[spoiled]).any()
+        assert np.isfinite(np.delete(found, spoiled, 0)).all()

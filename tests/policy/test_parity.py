@@ -1,5 +1,6 @@
 """Each family of policies is compared with transformers on random tiny configurations, in float32."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -8,64 +9,47 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
+import transformers_models
 from transformers_models import (
     MIXTURES,
     ROPES,
     SHAPES,
     SHAPES_QWEN2,
-    SHORT,
     hf_model,
     jax_logits,
     mixture,
-    repeat_head,
     saved,
-    torch,
     torch_logits,
-    transformers,
 )
 
+from rljax.policy import hf
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
-from rljax.policy.hf import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    hf_tensors,
-    host_tensors,
-    load_params,
-    open_tensors,
-    policy_leaves,
-    save_params,
-)
+from rljax.policy.hf import INDEX_NAME, SINGLE_NAME, load_params, open_tensors, save_params
 from rljax.policy.model import init_params, param_shardings
-from rljax.policy.score import make_scorer
 from rljax.sharding import MeshConfig, make_mesh
 
 CASES = [
-    *(("Qwen3", shape, {}) for shape in SHAPES),
-    *(("Qwen2", shape, {}) for shape in SHAPES_QWEN2),
-    *(("Llama", shape, {}) for shape in SHAPES[:3]),
+    *(("Qwen3", shape, {}) for shape in SHAPES[1:4]),
+    *(("Qwen2", shape, {}) for shape in SHAPES_QWEN2[1:]),
+    ("Llama", SHAPES[2], {}),
     ("Llama", SHAPES[3], {"attention_bias": True, "mlp_bias": True}),
     *(("Llama", SHAPES[3], {"rope": rope}) for rope in ROPES),
     ("Qwen2", SHAPES_QWEN2[0], {"rope": ROPES[2]}),
     ("Qwen3", SHAPES[0], {"rope": ROPES[3]}),
     *(("Qwen3Moe", shape, mixture(*sizes)) for shape, sizes in zip(SHAPES, MIXTURES, strict=True)),
 ]
-
-
 EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_size": 6}
 
 
-def case_name(case):
-    family, shape, more = case
-    sizes = f"v{shape[0]}h{shape[4]}g{shape[5]}k{shape[6]}"
-    rope = more.get("rope", {})
-    more = [f"{value}" for name, value in [*more.items(), *rope.items()] if name not in ("rope", *SHORT)]
-    return "-".join([family, sizes, *["tied"] * shape[7], *more])
+def read_by_transformers(path):
+    automatic = transformers_models.transformers.AutoModelForCausalLM
+    return automatic.from_pretrained(path, attn_implementation="eager").eval()
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_logits_match_transformers_both_ways(case, tmp_path):
-    family, shape, more = case
+@pytest.mark.parametrize(("family", "shape", "more"), CASES)
+def test_logits_match_transformers_both_ways(family, shape, more, tmp_path):
     model = hf_model(shape, family, **more)
     config, params = saved(model, tmp_path / "theirs")
     tokens = np.random.default_rng(1).integers(0, shape[0], (3, 37))
@@ -73,18 +57,18 @@ def test_logits_match_transformers_both_ways(case, tmp_path):
     np.testing.assert_allclose(jax_logits(params, config, tokens), expected, atol=1e-5, rtol=0)
 
     save_params(tmp_path / "ours", params, config)
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    back = read_by_transformers(tmp_path / "ours")
     np.testing.assert_array_equal(torch_logits(back, tokens), expected)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen2", "Qwen3Moe"])
-def test_a_head_that_the_files_repeat_is_the_table(family, tmp_path):
-    model = hf_model(SHAPES[0], family, **(mixture(*MIXTURES[0]) if family == "Qwen3Moe" else {}))
+@pytest.mark.parametrize(("family", "more"), [("Llama", {}), ("Qwen3Moe", mixture(*MIXTURES[0]))])
+def test_a_head_that_the_files_repeat_is_the_table(family, more, tmp_path):
+    model = hf_model(SHAPES[0], family, **more)
     config, before = saved(model, tmp_path)
-    repeat_head(tmp_path)
+    transformers_models.repeat_head(tmp_path)
     params = load_params(tmp_path, config)
     jax.tree.map(np.testing.assert_array_equal, params, before)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    theirs = read_by_transformers(tmp_path)
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
     tokens = np.random.default_rng(1).integers(0, SHAPES[0][0], (2, 9))
     np.testing.assert_allclose(jax_logits(params, config, tokens), torch_logits(theirs, tokens), atol=1e-5, rtol=0)
@@ -111,22 +95,16 @@ def test_packed_experts_are_named(tmp_path):
         ("model.embed_tokens.weight", 3.4e38, torch.float32, "bfloat16", "bfloat16"),
     ],
 )
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_value_that_is_not_finite_is_refused_by_its_tensor(
-    name, value, file, computes_in, beyond, is_sharded, tmp_path, recwarn
-):
+def test_a_value_that_is_not_finite_is_refused_by_its_tensor(name, value, file, computes_in, beyond, tmp_path, recwarn):
     config = small_config()
     save_params(tmp_path, init_params(config, 0), config)
     tensors = safetensors.torch.load_file(tmp_path / SINGLE_NAME)
     tensors[name] = tensors[name].to(file)
     tensors[name].view(-1)[-1] = value
     safetensors.torch.save_file(tensors, tmp_path / SINGLE_NAME)
-    shardings = param_shardings(config, make_mesh(MeshConfig(1, 1), jax.devices()[:1])) if is_sharded else None
-    if beyond is None:
-        load_params(tmp_path, config, shardings, computes_in=computes_in)
-    else:
-        said = f"tensor '{name}' holds values that are NaN, infinite, or beyond the range of {beyond}"
-        with pytest.raises(ValueError, match=f"^{tmp_path}: {said}$"):
+    said = f"tensor '{name}' holds values that are NaN, infinite, or beyond the range of {beyond}"
+    for shardings in (None, param_shardings(config, make_mesh(MeshConfig(1, 1)))):
+        with pytest.raises(ValueError, match=f"^{tmp_path}: {said}$") if beyond else contextlib.nullcontext():
             load_params(tmp_path, config, shardings, computes_in=computes_in)
     assert not [warning for warning in recwarn if "cast" in str(warning.message)]
 
@@ -146,19 +124,18 @@ def test_save_then_load_is_bit_exact_also_in_shards(tied, tmp_path):
     assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 3
     for name in ("one", "many"):
         assert read_config(tmp_path / name) == config
-        loaded = load_params(tmp_path / name, config)
-        jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32).eval()
+        jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / name, config), params)
+    theirs = read_by_transformers(tmp_path / "many")
     tokens = np.arange(20)[None] % 32
     np.testing.assert_allclose(jax_logits(params, config, tokens), torch_logits(theirs, tokens), atol=1e-5, rtol=0)
 
 
 def test_each_form_of_a_vocabulary_is_copied(tmp_path):
-    for name in ("vocab.json", "merges.txt", "tokenizer.model"):
+    names = ("vocab.json", "merges.txt", "tokenizer.model")
+    for name in names:
         (tmp_path / name).write_text(name)
     save_params(tmp_path / "out", init_params(small_config(), 0), small_config(), side_files_from=tmp_path)
-    assert (tmp_path / "out/tokenizer.model").read_text() == "tokenizer.model"
-    assert {path.name for path in tmp_path.glob("*.*")} < {path.name for path in (tmp_path / "out").iterdir()}
+    assert [(tmp_path / "out" / name).read_text() for name in names] == [*names]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
@@ -208,43 +185,19 @@ def test_two_sets_of_weights_are_refused(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path, config), init_params(config, 1))
 
 
-@pytest.mark.parametrize(
-    ("change", "refused"),
-    [
-        (lambda head: head[0].fill_(0.5), True),
-        (lambda head: head[-1].fill_(0.5), True),
-        (lambda head: head[:-1], True),
-        (lambda head: head.to(torch.int8), True),
-        (lambda head: head, False),
-        (lambda head: head.float(), False),
-    ],
-    ids=["first", "last", "shape", "int8", "nowhere", "16 bits"],
-)
-def test_another_head_of_a_tied_policy_is_refused(change, refused, tmp_path):
+def test_another_head_of_a_tied_policy_is_refused(tmp_path):
     config = small_config(tie_word_embeddings=True, vocab_size=5000)
     save_params(tmp_path, init_params(config, 0), config, jnp.bfloat16)
     tensors = safetensors.torch.load_file(tmp_path / SINGLE_NAME)
-    head = tensors["model.embed_tokens.weight"].clone()
-    changed = change(head)
-    changed = changed if changed.ndim > 1 else head  # a change of one row is made in place
-    safetensors.torch.save_file(tensors | {"lm_head.weight": changed}, tmp_path / SINGLE_NAME)
-    if not refused:
-        assert "lm_head" not in load_params(tmp_path, config)
-        return
-    said = r"tie_word_embeddings = true, but tensor 'lm_head.weight' is not 'model.embed_tokens.weight'"
-    with pytest.raises(ValueError, match=said):
-        load_params(tmp_path, config)
-
-
-def test_logprobs_are_of_the_token_itself_and_start_at_zero(tmp_path):
-    model = hf_model(SHAPES[1])
-    config, params = saved(model, tmp_path)
-    sequences = [np.random.default_rng(i).integers(0, 97, 11 + i) for i in range(3)]
-    scored = make_scorer(config, jnp.float32)(params, sequences)
-    for sequence, logprobs in zip(sequences, scored, strict=True):
-        reference = torch.log_softmax(torch.tensor(torch_logits(model, sequence[None])[0]), -1).numpy()
-        expected = [0.0] + [reference[t - 1, sequence[t]] for t in range(1, len(sequence))]
-        np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=0)
+    table = tensors["model.embed_tokens.weight"]
+    first, last = table.clone(), table.clone()
+    first[0], last[-1] = 0.5, 0.5
+    for head in (first, last, table[:-1].clone(), table.to(torch.int8)):
+        safetensors.torch.save_file(tensors | {"lm_head.weight": head}, tmp_path / SINGLE_NAME)
+        with pytest.raises(ValueError, match=r"tensor 'lm_head.weight' is not 'model.embed_tokens.weight'"):
+            load_params(tmp_path, config)
+    safetensors.torch.save_file(tensors | {"lm_head.weight": table.float()}, tmp_path / SINGLE_NAME)
+    assert "lm_head" not in load_params(tmp_path, config)
 
 
 @pytest.mark.harness
@@ -258,12 +211,10 @@ def test_long_rows_keep_their_positions(tmp_path):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize(("fsdp", "tp"), [(8, 1), (4, 2), (1, 8)])
-def test_loading_onto_a_mesh_reads_the_same_values(fsdp, tp, tmp_path):
-    config = small_config(tie_word_embeddings=False)
+def test_loading_onto_a_mesh_reads_the_same_values(tmp_path):
+    config, mesh = small_config(), make_mesh(MeshConfig(4, 2))
     params = init_params(config, 3)
     save_params(tmp_path, params, config, max_shard_bytes=9_000)
-    mesh = make_mesh(MeshConfig(fsdp, tp))
     loaded = load_params(tmp_path, config, param_shardings(config, mesh))
     assert loaded["layers"]["mlp"]["gate"].sharding.mesh == mesh
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), jax.device_get(params))
@@ -275,17 +226,12 @@ def test_chunks_of_any_size_are_the_same_bits(experts, dtype):
     """NaN, infinities, signed zeros and subnormal numbers keep their bits in float32."""
     config = small_config(**experts)
     odd = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-40, -1e-45], np.float32)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(np.resize(odd, leaf.size).reshape(leaf.shape)), init_params(config, 0)
-    )
-    whole = dict(hf_tensors(params, config, dtype))
+    params = jax.tree.map(lambda leaf: jnp.asarray(np.resize(odd, leaf.shape)), init_params(config, 0))
+    whole = dict(hf.hf_tensors(params, config, dtype))
     for chunk_bytes in (1, 8200):  # one layer at a time, and two
-        parts = dict(host_tensors(params, policy_leaves(config), dtype, chunk_bytes))
-        assert list(parts) == list(whole)
-        assert all(type(name) is str for name in parts)
-        assert all(parts[name].tobytes() == array.tobytes() for name, array in whole.items())
-        assert all(parts[name].dtype == jnp.dtype(dtype) for name in whole)
-    if dtype == "float32":
-        np.testing.assert_array_equal(
-            whole["model.embed_tokens.weight"].view(np.int32), np.resize(odd, (32, 32)).view(np.int32)
-        )
+        parts = dict(hf.host_tensors(params, hf.policy_leaves(config), dtype, chunk_bytes))
+        assert {type(name) for name in parts} == {str}
+        assert [(name, part.dtype, part.tobytes()) for name, part in parts.items()] == [
+            (name, jnp.dtype(dtype), array.tobytes()) for name, array in whole.items()
+        ]
+    assert dtype != "float32" or whole["model.embed_tokens.weight"].tobytes() == np.resize(odd, (32, 32)).tobytes()

@@ -1,7 +1,5 @@
 """The frequencies of scaled rotary embeddings are those of transformers and vLLM, and other settings are named."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,73 +12,37 @@ from rljax.policy.rotary import RopeScaling, described_rope, frequencies, read_r
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 RAW = config_to_hf(PolicyConfig(32, 32, 64, 3, 4, 2, 8, family="llama"), "float32")
-FACTORS = st.floats(1.0, 64.0)
-LENGTHS = st.integers(2, 131_072)
-LLAMA3 = st.fixed_dictionaries(
-    {
-        "rope_type": st.just("llama3"),
-        "factor": FACTORS,
-        "low_freq_factor": st.floats(0.1, 2.0),
-        "high_freq_factor": st.floats(2.1, 64.0),
-        "original_max_position_embeddings": LENGTHS,
-    }
-)
+FACTOR, LENGTH = {"factor": st.floats(1.0, 64.0)}, {"original_max_position_embeddings": st.integers(2, 131_072)}
+BANDS = {"low_freq_factor": st.floats(0.1, 2.0), "high_freq_factor": st.floats(2.1, 64.0)}
 OF_YARN = {
-    "attention_factor": st.floats(0.5, 2.0),
-    "beta_fast": st.floats(4.0, 64.0),
-    "beta_slow": st.floats(0.5, 4.0),
-    "truncate": st.booleans(),
-    "mscale": st.floats(0.1, 2.0),
-    "mscale_all_dim": st.floats(0.1, 2.0),
+    **{"attention_factor": st.floats(0.5, 2.0), "beta_fast": st.floats(4.0, 64.0), "beta_slow": st.floats(0.5, 4.0)},
+    **{"truncate": st.booleans(), "mscale": st.floats(0.1, 2.0), "mscale_all_dim": st.floats(0.1, 2.0)},
 }
-ANY_YARN = st.fixed_dictionaries(
-    {"rope_type": st.just("yarn"), "factor": FACTORS, "original_max_position_embeddings": LENGTHS}, optional=OF_YARN
+SCALINGS = st.one_of(
+    st.fixed_dictionaries({"rope_type": st.just("linear")} | FACTOR),
+    st.fixed_dictionaries({"rope_type": st.just("llama3")} | FACTOR | LENGTH | BANDS),
+    st.fixed_dictionaries({"rope_type": st.just("yarn")} | FACTOR | LENGTH, optional=OF_YARN),
 )
-LINEAR = st.fixed_dictionaries({"rope_type": st.just("linear"), "factor": FACTORS})
-
-
-def theirs(rope, theta, head_dim):
-    """Returns the frequencies and the attention factor of transformers."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = transformers.LlamaConfig(
-        hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters={**rope, "rope_theta": theta}
-    )
-    found, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-    return found.numpy(), factor
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.one_of(LINEAR, LLAMA3, ANY_YARN), st.sampled_from([1e4, 5e5, 1e6]), st.sampled_from([8, 64, 128]))
+@given(SCALINGS, st.sampled_from([1e4, 5e5, 1e6]), st.sampled_from([8, 64, 128]))
 def test_frequencies_are_those_of_transformers(rope, theta, head_dim):
-    scaling = read_rope(rope, 2048)
-    expected, factor = theirs(rope, theta, head_dim)
-    np.testing.assert_allclose(frequencies(head_dim, theta, scaling), expected, rtol=2e-6)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling, sizes = read_rope(rope, 2048), {"hidden_size": head_dim, "num_attention_heads": 1, "head_dim": head_dim}
+    config = transformers.LlamaConfig(**sizes, rope_parameters={**rope, "rope_theta": theta})
+    expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    np.testing.assert_allclose(frequencies(head_dim, theta, scaling), expected.numpy(), rtol=2e-6)
     assert scaling.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
-def test_a_yarn_worked_by_hand():
-    """Four frequencies of base 10,000 are 1, 0.1, 0.01, 0.001. They turn 100, 10, 1 and 0.1 times in 628 positions.
-
-    The ramp from 32 turns to 1 turn reaches from index 8 ln(100 / 32) / 2 ln(10,000), which is 0.4948, to index 2. With
-    whole indices it starts at 0, so a half of the second frequency is divided by 4.
-    """
-    scaling = read_rope({**YARN, "original_max_position_embeddings": 628}, 0)
-    assert scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
-    np.testing.assert_allclose(frequencies(8, 1e4, scaling), [1, 0.1 * 0.625, 0.0025, 0.00025], rtol=1e-6)
-    share = (1 - 0.4948) / (2 - 0.4948)
-    expected = [1, 0.1 * (1 - share + share / 4), 0.0025, 0.00025]
-    exact = dataclasses.replace(scaling, truncate=False)
-    np.testing.assert_allclose(frequencies(8, 1e4, exact), expected, rtol=1e-3)
-
-
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
-def test_a_config_keeps_its_scaling(rope, where):
-    raw = {key: value for key, value in RAW.items() if key != "rope_parameters"} | {where: rope, "rope_theta": 3e4}
-    config = config_from_hf(raw)
-    assert config.rope_scaling == read_rope(rope, 0)
-    assert config.rope_theta == 3e4
+def test_a_config_keeps_its_scaling(rope):
+    raw = {key: value for key, value in RAW.items() if key != "rope_parameters"} | {"rope_theta": 3e4}
+    config = config_from_hf(raw | {"rope_scaling": rope})
+    assert config_from_hf(raw | {"rope_parameters": rope}) == config
+    assert (config.rope_scaling, config.rope_theta) == (read_rope(rope, 0), 3e4)
     written = config_to_hf(config, "float32")
     assert config_from_hf(written) == config
     assert read_rope(written["rope_parameters"], 0) == config.rope_scaling
@@ -88,13 +50,10 @@ def test_a_config_keeps_its_scaling(rope, where):
 
 
 def test_an_embedding_without_a_length_has_the_models():
+    """A second one is refused: transformers computes with the file's own key, and vLLM with that of the embedding."""
     raw = RAW | {"rope_scaling": YARN, "max_position_embeddings": 400}
     theirs = transformers.LlamaConfig.from_dict(raw).rope_parameters["original_max_position_embeddings"]
     assert config_from_hf(raw).rope_scaling.original_length == theirs == 400
-
-
-def test_a_second_length_is_refused():
-    """transformers computes with the file's own key, and vLLM with the key of the embedding."""
     raw = RAW | {"rope_scaling": {**YARN, "original_max_position_embeddings": 100}}
     assert config_from_hf(raw | {"original_max_position_embeddings": 100}).rope_scaling.original_length == 100
     with pytest.raises(ValueError, match="is 200 in the file and 100 in the rotary settings"):
@@ -105,16 +64,12 @@ def test_a_second_length_is_refused():
     ("rope", "said"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, r"'dynamic' is not supported \(its angles depend on the other"),
-        ({"rope_type": "longrope", "factor": 2.0}, "rope_type = 'longrope' is not supported"),
-        ({"rope_type": ["yarn"]}, r"rope_type = \['yarn'\] is not supported"),
         ({"rope_type": "yarn"}, "'yarn' has no factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "'llama3' has no low_freq_factor"),
         ({**YARN, "factor": 0.5}, "factor must be at least 1, got 0.5"),
         ({**YARN, "factor": "4"}, "factor cannot be '4'"),
-        ({**YARN, "factor": 0}, "factor must be at least 1, got 0"),
         ({**YARN, "factor": -1.0}, "factor cannot be -1.0"),
         ({**YARN, "mscale": 1.0, "mscale_all_dim": -20.0}, "mscale_all_dim cannot be -20.0"),
-        ({**YARN, "factor": True}, "factor cannot be True"),
         ({**YARN, "truncate": 1}, "truncate cannot be 1"),
         ({**YARN, "beta_slow": 0}, "beta_slow must be positive and at most beta_fast, got 0"),
         ({**YARN, "attention_factor": 0.0}, "attention_factor must be positive, got 0.0"),

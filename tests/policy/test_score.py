@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tree_batches import cut_log_softmax
+from micro_batches import micro_batch
+from tree_batches import cut_log_softmax, with_supports
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
@@ -22,24 +23,11 @@ INSIDE = np.asarray((POSITIONS > 0) & (SEGMENTS > 0))
 
 
 def rows():
-    """Returns tokens and supports.
-
-    Responses begin at position 2, and some supports have fewer ids but always the sampled one.
-    """
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, CONFIG.vocab_size, SEGMENTS.shape).astype(np.int32)
-    ids = np.full((*tokens.shape, K), -1, np.int32)
-    for place in zip(*np.nonzero(INSIDE & (np.asarray(POSITIONS) >= 2)), strict=True):
-        others = rng.permutation(np.delete(np.arange(CONFIG.vocab_size), tokens[place]))
-        size = int(rng.integers(1, K + 1))
-        ids[place][:size] = rng.permutation([tokens[place], *others[: size - 1]])
-    return jnp.asarray(tokens), jnp.asarray(ids)
-
-
-def scores(params, **options):
-    tokens, ids = rows()
-    where = (tokens, segment_ends(SEGMENTS), POSITIONS)
-    return packed_logprobs(params, CONFIG, *where, temperature=TEMPERATURE, top_ids=ids, **options)
+    """Returns tokens and supports. Responses begin at position 2, and some supports have fewer ids."""
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, SEGMENTS.shape).astype(np.int32)
+    mask = INSIDE & (np.asarray(POSITIONS) >= 2)
+    batch = micro_batch(tokens, mask, 0.0, np.zeros(tokens.shape))
+    return jnp.asarray(tokens), jnp.asarray(with_supports(batch, CONFIG.vocab_size, K).top_ids)
 
 
 def reference(params, cut):
@@ -48,9 +36,7 @@ def reference(params, cut):
     hidden, _ = hidden_states(params, CONFIG, tokens, segment_ends(SEGMENTS), POSITIONS)
     logits = jnp.einsum("btd,vd->btv", hidden, lm_head_table(params))[:, :-1] / TEMPERATURE
     logits = jnp.pad(logits, ((0, 0), (1, 0), (0, 0)))  # the state before token t predicts it
-    known = INSIDE
-    if cut:
-        known = INSIDE & (ids >= 0).any(-1)
+    known = INSIDE & (ids >= 0).any(-1) if cut else INSIDE
     logp = cut_log_softmax(logits, ids) if cut else jax.nn.log_softmax(logits)
     p = jnp.exp(logp)
     picked = jnp.take_along_axis(logp, tokens[..., None], axis=-1)[..., 0]
@@ -65,40 +51,28 @@ def test_scores_and_gradients_match_the_whole_softmax(cut):
     weights = [jnp.asarray(rng.normal(size=(*SEGMENTS.shape, *more)), jnp.float32) for more in ((), (), (K,))]
 
     def ours(params):
-        found = scores(params, cut=cut, collision=True)
-        shown = found.logprobs, found.entropy, found.tops
-        return summed(shown), (*shown, found.collision)
+        options = {"temperature": TEMPERATURE, "top_ids": rows()[1], "cut": cut, "collision": True}
+        found = packed_logprobs(params, CONFIG, rows()[0], SEGMENTS, POSITIONS, **options)
+        return found.logprobs, found.entropy, found.tops, found.collision
 
-    def summed(values):
-        return sum(jnp.sum(w * jnp.where(x > -jnp.inf, x, 0.0)) for w, x in zip(weights, values, strict=True))
+    def differentiated(values_of):
+        def summed(params):
+            values = values_of(params)
+            pairs = zip(weights, values, strict=False)
+            return sum(jnp.sum(w * jnp.where(x > -jnp.inf, x, 0.0)) for w, x in pairs), values
 
-    def whole(params):
-        values = reference(params, cut)
-        return summed(values[:3]), values
+        return jax.jit(jax.grad(summed, has_aux=True))(init_params(CONFIG, 0))
 
-    params = init_params(CONFIG, 0)
     with jax.default_matmul_precision("highest"):
-        grads, values = jax.jit(jax.grad(ours, has_aux=True))(params)
-        expected_grads, expected = jax.jit(jax.grad(whole, has_aux=True))(params)
+        grads, values = differentiated(ours)
+        expected_grads, expected = differentiated(functools.partial(reference, cut=cut))
     for x, y in zip(values, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
     assert np.isfinite(values[2]).sum() == (rows()[1] >= 0).sum()
+    with pytest.raises(ValueError, match="top_ids must be given to score a cut distribution, got None"):
+        packed_logprobs(init_params(CONFIG, 0), CONFIG, rows()[0], SEGMENTS, POSITIONS, cut=True)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5 * float(jnp.abs(y).max()), rtol=1e-4)
-
-
-def test_a_cut_moves_no_token_outside_its_support():
-    """The gradient of a cut log-probability is 0 at the logits of all other tokens."""
-
-    @jax.jit
-    @jax.grad
-    def gradient(logits):
-        logp = jax.nn.log_softmax(logits)
-        return over_support(logp[1], logp[ids], ids).logprobs
-
-    ids = jnp.asarray([1, 3])
-    grads = gradient(jnp.log(jnp.asarray([0.5, 0.2, 0.1, 0.2])))
-    np.testing.assert_allclose(grads, [0.0, 0.5, 0.0, -0.5], atol=1e-6)
 
 
 LOG = np.log
@@ -107,25 +81,17 @@ LOG = np.log
 @pytest.mark.parametrize(
     ("logprob", "tops", "ids", "expected", "inside"),
     [
-        # The first two of 1/2, 1/4, 1/8 and 1/8 are left, which gives 2/3 and 1/3.
-        (LOG(1 / 4), [LOG(1 / 2), LOG(1 / 4), -np.inf], [0, 1, -1], (LOG(1 / 3), 0.636514, 5 / 9), [2 / 3, 1 / 3, 0]),
         (-2.0, [-np.inf, -np.inf], [-1, -1], (0.0, 0.0, 0.0), [0, 0]),  # no support
         (-3.25, [-3.25, -np.inf], [7, -1], (0.0, 0.0, 1.0), [1, 0]),  # one token is certain
-        (-4.0, [LOG(0.5), LOG(0.25)], [0, 1], (-4.0 - LOG(0.75), 0.636514, 5 / 9), [2 / 3, 1 / 3]),  # a token outside
+        # A token lies outside, and the first two of 1/2, 1/4, 1/8 and 1/8 are left, which gives 2/3 and 1/3.
+        (-4.0, [LOG(0.5), LOG(0.25)], [0, 1], (-4.0 - LOG(0.75), 0.636514, 5 / 9), [2 / 3, 1 / 3]),
     ],
 )
 def test_a_cut_by_hand(logprob, tops, ids, expected, inside):
-    arrays = jnp.asarray([logprob]), jnp.asarray([tops])
-    cut = functools.partial(over_support, ids=jnp.asarray([ids]), collision=True)
-    found = cut(*arrays)
+    arrays, cut = (jnp.asarray([logprob]), jnp.asarray([tops])), functools.partial(over_support, ids=jnp.asarray([ids]))
+    found = cut(*arrays, collision=True)
     np.testing.assert_allclose([found.logprobs[0], found.entropy[0], found.collision[0]], expected, atol=1e-6)
     np.testing.assert_allclose(np.exp(found.tops[0]), inside, atol=1e-6)
     grads = jax.grad(lambda *given: jnp.sum(cut(*given).logprobs + cut(*given).entropy), (0, 1))(*arrays)
     assert all(np.isfinite(part).all() for part in grads)
     assert max(ids) >= 0 or not any(np.any(part) for part in grads)
-
-
-def test_a_cut_without_likeliest_tokens_is_refused():
-    tokens, _ = rows()
-    with pytest.raises(ValueError, match="top_ids must be given to score a cut distribution, got None"):
-        packed_logprobs(init_params(CONFIG, 0), CONFIG, tokens, SEGMENTS, POSITIONS, cut=True)

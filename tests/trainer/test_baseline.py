@@ -5,52 +5,28 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tiny_step
 from records import train_sequence
-from tiny_step import (
-    CONFIG,
-    COUNT,
-    expected_gradient,
-    forward_of,
-    fresh_state,
-    in_own_rows,
-    log_distributions,
-    make_step,
-    packed,
-    sequences,
-)
+from tiny_step import CONFIG, COUNT, expected_gradient, forward_of, fresh_state, make_step, packed, sequences
 
 from rljax.algorithms.advantages import AdvantageConfig, compute_advantages, optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import init_params
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.training import has_separate_forward
 from rljax.trainer.update import MultipleUpdates, UpdateOptions, subtract_baselines
 
-GROUP = 3
-
-
-def test_advantages_worked_by_hand():
-    # The energies 1 - 2p + sum p^2 are 0.5 and then 1 more in the first response, and 1 and then 0.25 more in the
-    # second. Only the first response has a third token.
-    logprobs = [np.log([0.5, 0.25, 0.5]), np.log([0.125, 0.5])]
-    collisions = [[0.5, 0.5, 0.5], [0.25, 0.25]]
-    first, second = optimal_token_advantages(np.array([1.0, 0.0]), logprobs, collisions)
-    baselines = [0.5 / 1.5, 1.5 / 2.75]
-    np.testing.assert_allclose(first, [1 - baselines[0], 1 - baselines[1], 1.0], rtol=1e-6)
-    np.testing.assert_allclose(second, [-baselines[0], -baselines[1]], rtol=1e-6)
-    assert first.dtype == np.float32
+GROUP, OPTIMAL = 3, AdvantageConfig(estimator="optimal_token")
 
 
 def test_an_environments_tokens_have_no_energy():
-    one, tokens = train_sequence, np.zeros(3, np.int32)
-    turns = np.array([1, 0, 2], np.int32)
-    logprobs = [np.log(np.float32([0.5, 1.0, 0.25])), np.log(np.float32([0.5, 0.25, 0.5]))]
-    collisions = [np.array([0.5, 0.0, 0.5]), np.array([0.5, 0.5, 0.5])]
     group = [
-        one(tokens[:1], tokens, logprobs[i], gain, True, old_logprobs=logprobs[i], turn=turned)
-        for i, (gain, turned) in enumerate([(1.0, turns), (0.0, np.ones(3, np.int32))])
+        train_sequence([0], np.zeros(3), np.log(p), gain, True, old_logprobs=np.log(p), turn=turns)
+        for p, gain, turns in (([0.5, 1.0, 0.25], 1.0, [1, 0, 2]), ([0.5, 0.25, 0.5], 0.0, [1, 1, 1]))
     ]
+    collisions = [np.array([0.5, 0.0, 0.5]), np.array([0.5, 0.5, 0.5])]
     first, second = subtract_baselines(group, collisions, group_size=2, correction=CorrectionConfig())
     # The energies 1 - 2p + sum p^2 of sampled tokens are 0.5, none, 1 more in the first response, and 0.5, 1 more, 0.5
     # more in the second.
@@ -59,17 +35,9 @@ def test_an_environments_tokens_have_no_energy():
     np.testing.assert_allclose(second["advantages"], -baselines, rtol=1e-6)
 
 
-def test_equal_energies_give_the_mean_of_those_that_go_on():
-    logprobs, collisions = [np.full(n, np.log(0.25)) for n in (1, 2, 2)], [np.full(n, 0.25) for n in (1, 2, 2)]
-    result = optimal_token_advantages(np.array([3.0, 0.0, 6.0]), logprobs, collisions)
-    np.testing.assert_allclose(np.concatenate(result), [0.0, -3.0, -3.0, 3.0, 3.0], atol=1e-6)
-
-
 def test_returns_are_centred_and_a_silent_group_is_zero():
-    config = AdvantageConfig(estimator="optimal_token")
-    returns = compute_advantages(
-        np.array([[1.0, 0, 0, 1], [1, 1, 1, 1]]), config, lengths=np.ones((2, 4), int), max_response_tokens=9
-    )
+    rewards = np.array([[1.0, 0, 0, 1], [1, 1, 1, 1]])
+    returns = compute_advantages(rewards, OPTIMAL, lengths=np.ones((2, 4), int), max_response_tokens=9)
     np.testing.assert_array_equal(returns, [[0.5, -0.5, -0.5, 0.5], [0, 0, 0, 0]])
 
 
@@ -78,13 +46,11 @@ def of_group(i):
 
 
 def test_importance_weights_weigh_the_energies():
-    rng = np.random.default_rng(1)
-    given, own = [], []
-    for i in range(2 * GROUP):
-        n = int(rng.integers(2, 6))
-        own.append(-rng.exponential(size=n).astype(np.float32))
-        rollout = (own[-1] + rng.normal(0, 0.5, n)).astype(np.float32)
-        given.append(train_sequence(np.zeros(1), np.zeros(n), rollout, float(i), of_group(i), old_logprobs=own[-1]))
+    rng, given = np.random.default_rng(1), []
+    own = [-rng.exponential(size=n).astype(np.float32) for n in (2, 5, 3, 2, 4, 3)]
+    for i, old in enumerate(own):
+        rollout = (old + rng.normal(0, 0.5, len(old))).astype(np.float32)
+        given.append(train_sequence([0], np.zeros(len(old)), rollout, float(i), of_group(i), old_logprobs=old))
     collisions = [rng.uniform(0.2, 0.9, len(each)) for each in own]
     config = CorrectionConfig(level="token", threshold=1.2)
     result = subtract_baselines(given, collisions, group_size=GROUP, correction=config)
@@ -96,38 +62,26 @@ def test_importance_weights_weigh_the_energies():
         assert set(s["advantages"]) == {advantage}  # this group carries no loss
 
 
-def scored(given):
-    """Yields the first policy's log-probabilities of each response's tokens, and its sums of squared probabilities."""
-    with jax.default_matmul_precision("highest"):
-        rows = log_distributions(init_params(CONFIG, 0), *in_own_rows(given))
-    for s, row in zip(given, np.asarray(rows, np.float64), strict=True):
-        logp = row[len(s.prompt) - 1 :][: len(s.response)]
-        yield logp[np.arange(len(logp)), s.response], np.sum(np.exp(logp) ** 2, axis=1)
-
-
 @pytest.mark.harness  # the tests above have its parts by hand
 @pytest.mark.slow
 def test_the_update_has_the_gradient_of_token_advantages():
     given = sequences(of_group)
-    logprobs, collisions = zip(*scored(given), strict=True)
-    expected = list(given)
+    with jax.default_matmul_precision("highest"):
+        rows = np.asarray(
+            tiny_step.log_distributions(init_params(CONFIG, 0), *tiny_step.in_own_rows(given)), np.float64
+        )
+    every = [row[len(s.prompt) - 1 :][: len(s.response)] for s, row in zip(given, rows, strict=True)]
+    logprobs = [logp[np.arange(len(logp)), s.response] for s, logp in zip(given, every, strict=True)]
+    collisions, expected = [np.sum(np.exp(logp) ** 2, axis=1) for logp in every], list(given)
     for start in range(0, COUNT, GROUP):
         group = slice(start, start + GROUP)
         returns = np.array([s.advantage for s in given[group]])
         if given[start].in_loss:
             each = optimal_token_advantages(returns, logprobs[group], collisions[group])
             expected[group] = [s.add({"advantages": a}) for s, a in zip(given[group], each, strict=True)]
-    step = make_step()
-    update = MultipleUpdates(
-        step,
-        forward_of(step),
-        packed,
-        packed,
-        mini_batches=1,
-        epochs=1,
-        group_size=GROUP,
-        baseline=functools.partial(subtract_baselines, group_size=GROUP, correction=CorrectionConfig()),
-    )
+    step, shape = make_step(), {"mini_batches": 1, "epochs": 1, "group_size": GROUP}
+    baseline = functools.partial(subtract_baselines, group_size=GROUP, correction=CorrectionConfig())
+    update = MultipleUpdates(step, forward_of(step), packed, packed, **shape, baseline=baseline)
     updated = update(fresh_state(), update.pack(given), given, UpdateOptions(0.0, 0, False))
     gradient = updated.state.opt_state.inner_state.trace
     for ours, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient(expected)), strict=True):
@@ -137,14 +91,11 @@ def test_the_update_has_the_gradient_of_token_advantages():
 
 
 def test_it_takes_a_forward_before_the_update():
-    assert has_separate_forward(Config(advantage=AdvantageConfig(estimator="optimal_token")))
-    assert not has_separate_forward(Config())
-
-
-def test_what_it_cannot_stand_beside_is_refused():
-    advantage = AdvantageConfig(estimator="optimal_token")
+    normalized = CorrectionConfig(level="token", normalize=True)
+    configs = [Config(advantage=OPTIMAL), Config(loss=LossConfig(kl="k3", kl_coefficient=0.7), correction=normalized)]
+    assert [has_separate_forward(config) for config in (*configs, Config())] == [True, True, False]
     with pytest.raises(ValueError, match="needs a forward before the update"):
-        Config(advantage=advantage, rollout=RolloutConfig(engine="exact"))
+        Config(advantage=OPTIMAL, rollout=RolloutConfig(engine="exact"))
     stale = RolloutConfig(engine="vllm", max_staleness=1, urls=("http://127.0.0.1:1",))
     with pytest.raises(ValueError, match="part = whole, got drift"):
-        Config(advantage=advantage, rollout=stale, correction=CorrectionConfig(preset="token_tis", part="drift"))
+        Config(advantage=OPTIMAL, rollout=stale, correction=CorrectionConfig(preset="token_tis", part="drift"))

@@ -37,19 +37,14 @@ def test_parts_by_hand():
     assert row["mismatch_drift/2/kl"] == pytest.approx(0.1, rel=1e-5)
     assert row["mismatch_drift/2/logprob_abs_diff_max"] == pytest.approx(0.4, rel=1e-5)
     assert row["is_numerics/token_ratio_max"] == pytest.approx(np.exp(-0.1), rel=1e-5)
-    ratios = np.exp(drift)
-    assert row["is_drift/token_effective_sample_size"] == pytest.approx(
-        ratios.mean() ** 2 / (ratios**2).mean(), rel=1e-5
-    )
+    ratios, size = np.exp(drift), row["is_drift/token_effective_sample_size"]
+    assert size == pytest.approx(ratios.mean() ** 2 / (ratios**2).mean(), rel=1e-5)
     assert row["is_drift/token_fraction_above"] == 0
 
 
-def make(inner, **options):
-    return SplitUpdate(inner, inner.forward, inner.pack, copy=lambda params: params, **options)
-
-
-def train(split, *steps):
+def train(inner, *steps, **options):
     """Trains from the policy 100 on tokens that are so many versions behind. Returns the row of each step."""
+    split = SplitUpdate(inner, inner.forward, inner.pack, copy=lambda params: params, **options)
     state, rows = SimpleNamespace(params=100), []
     for behind in steps:
         sequences = [sequence([-1.0, -1.0], [d, d]) for d in behind]
@@ -60,11 +55,10 @@ def train(split, *steps):
 
 def test_each_version_is_scored_with_its_own_weights():
     inner, steps = NumberUpdate(-9.0), ([0, 0], [0, 0], [1, 0], [2, 1], [3, 3])
-    rows = train(make(inner, versions=2, sample=8), *steps)
+    rows = train(inner, *steps, versions=2, sample=8)
     has_parts = [any(key.startswith("mismatch_drift/") for key in row) for row in rows]
     assert has_parts == [bool({1, 2} & set(behind)) for behind in steps]
-    # Step 3 trains from 102 and step 4 from 103. Three versions are kept, so tokens that are three behind are not
-    # scored.
+    # Step 3 trains from 102 and step 4 from 103. Tokens that are three versions behind are not scored.
     assert inner.counts() == [(101, 4), (102, 4), (101, 4)]
 
 
@@ -76,7 +70,7 @@ def test_a_correction_gets_logprobs_of_every_kept_version():
             seen.append((batch.behaviour_logprobs, [s["behaviour_logprobs"] for s in sequences]))
             return super().__call__(state, batch, sequences, options)
 
-    rows = train(make(Seeing(-9.0), versions=1, sample=1, for_correction=True), [0, 0], [0, 1], [2, 1])
+    rows = train(Seeing(-9.0), [0, 0], [0, 1], [2, 1], versions=1, sample=1, for_correction=True)
     nan = [np.nan, np.nan]
     np.testing.assert_array_equal([given for _, given in seen], [[nan, nan], [nan, [-100, -100]], [nan, [-101, -101]]])
     for packed, given in seen:
@@ -87,7 +81,7 @@ def test_a_correction_gets_logprobs_of_every_kept_version():
 
 def test_a_sample_is_spread_evenly_over_the_batch():
     inner = NumberUpdate(-109.0)
-    row = train(make(inner, versions=1, sample=3), [0] * 7, [1, 0, 0, 1, 0, 0, 1])[-1]
+    row = train(inner, [0] * 7, [1, 0, 0, 1, 0, 0, 1], versions=1, sample=3)[-1]
     assert row["mismatch_numerics/token_count"] == 6
     assert inner.counts() == [(100, 6)]
     assert row["mismatch_drift/1/logprob_abs_diff_mean"] == 9.0

@@ -3,20 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from tiny_step import (
-    CONFIG,
-    COUNT,
-    LONGEST,
-    MESH,
-    forward_of,
-    fresh_state,
-    in_own_rows,
-    keep_gradient,
-    log_distributions,
-    make_step,
-    packed,
-    sequences,
-)
+import tiny_step
+from tiny_step import CONFIG, COUNT, LONGEST, MESH, forward_of, fresh_state, keep_gradient, make_step, packed
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -33,12 +21,9 @@ CENTERED = CorrectionConfig(score_centering=True)
 
 
 def with_tops():
-    """Returns sequences with the ids of K random tokens at each place.
-
-    The last place of each sequence has one fewer.
-    """
+    """Returns sequences with the ids of K random tokens at each place, and of one fewer at the last one."""
     rng, found = np.random.default_rng(5), []
-    for s in sequences():
+    for s in tiny_step.sequences():
         ids = np.stack([rng.permutation(CONFIG.vocab_size)[:K] for _ in s.response]).astype(np.int32)
         logprobs = np.log(rng.dirichlet(np.ones(K + 1), len(ids))[:, :K]).astype(np.float32)
         ids[-1, -1], logprobs[-1, -1] = -1, -np.inf
@@ -48,7 +33,7 @@ def with_tops():
 
 def written_out(given):
     """Yields each sequence's entropy [r] and log-probabilities of likeliest tokens [r, k]. A row has one sequence."""
-    rows = log_distributions(init_params(CONFIG, 0), *in_own_rows(given), TEMPERATURE)
+    rows = tiny_step.log_distributions(init_params(CONFIG, 0), *tiny_step.in_own_rows(given), TEMPERATURE)
     for s, row in zip(given, np.asarray(rows, np.float64), strict=True):
         every = row[len(s.prompt) - 1 :][: len(s.response)]
         ids = np.maximum(s["top_ids"], 0)

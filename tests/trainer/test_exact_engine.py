@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from records import train_sequence
 from small_engines import PROMPTS, assert_same_bits, in_order
-from tiny_step import CONFIG, UNCORRECTED, check_close, fresh_state, keep_gradient, make_step
+from tiny_step import CONFIG, MESH, UNCORRECTED, check_close, fresh_state, keep_gradient, make_step
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
+from rljax.rollout.engine import TurnQueue, TurnRequest
 from rljax.rollout.exact import ExactEngine
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config
+from rljax.run.episodes import TokenRecorder
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, ExactUpdate, lay_out
 from rljax.trainer.measure import DiagnosisConfig
@@ -32,22 +34,9 @@ N, STOPS = 3, (0, 1)
 COUNT = len(PROMPTS) * N
 ZERO = ("kl", "k3_kl", "slope_per_1k")
 ZERO_PREFIXES = ("log_ppl_diff", "log_ppl_abs_diff", "chi2_", "logprob_abs_diff_", "prob_abs_diff_")
-
-
-class Recording:
-    """An executable that keeps its inputs and its results."""
-
-    def __init__(self, exact):
-        self.exact, self.calls = exact, []
-        self.rows, self.row_tokens, self.mesh = exact.rows, exact.row_tokens, exact.mesh
-
-    def log_softmax(self, params, tokens, lengths, temperature):
-        said = self.exact.log_softmax(params, tokens, lengths, temperature)
-        self.calls.append((tokens.copy(), lengths.copy(), np.asarray(said)))
-        return said
-
-
 CUT, PLAIN = {"top_k": 5, "top_p": 0.9, "reported": 5}, LossConfig()
+WITH_REFERENCE = LossConfig(kl="k3", kl_coefficient=0.1)
+NORMALIZED = CorrectionConfig(level="token", normalize=True)
 
 
 @functools.cache
@@ -59,10 +48,7 @@ def make_pass(loss, precision, mesh, **sampled):
 
 
 def make(dtype="bfloat16", *, mesh=(1, 1), loss=PLAIN, tx=None, temperature=0.8, head="compute", **sampled):
-    """Returns the pass, its update and a fresh state.
-
-    ``sampled`` says what is reported, and whether sampling is cut.
-    """
+    """Returns the pass, its update and a fresh state. ``sampled`` says what is reported, and whether it is cut."""
     mesh, precision = make_mesh(MeshConfig(*mesh)), PrecisionConfig(dtype, lm_head_dtype=head)
     exact = make_pass(loss, precision, mesh, **sampled)
     tx = tx or make_optimizer(OptimizerConfig(learning_rate=1e-2))
@@ -84,22 +70,25 @@ def to_train(responses, seed=0):
 def not_exact(row):
     """Returns the metrics that differ from their values without mismatch."""
     names = {k.removeprefix("mismatch/"): v for k, v in row.items() if k.startswith("mismatch/")}
-    wrong = {k: v for k, v in names.items() if (k in ZERO or k.startswith(ZERO_PREFIXES)) and v != 0.0}
-    assert set(ZERO) <= names.keys()
-    return wrong | ({} if names["ppl_ratio"] == 1.0 else {"ppl_ratio": names["ppl_ratio"]})
+    assert {*ZERO, "ppl_ratio"} <= names.keys()
+    expected = {k: float(k == "ppl_ratio") for k in names if k in (*ZERO, "ppl_ratio") or k.startswith(ZERO_PREFIXES)}
+    return {k: names[k] for k, v in expected.items() if names[k] != v}
 
 
 def of_pass(asked):
     return {"reported": asked["reported"], "cut": "top_k" in asked} if asked else {}
 
 
-def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
-    """Returns the rows of some steps of sampling and training.
+def published(exact, state, version=0):
+    engine = ExactEngine(exact)
+    engine.publish(state.params, version)
+    return engine
 
-    ``asked`` has the cut and the number of reported tokens.
-    """
+
+def trained(dtype, steps, asked=None, **options):
+    """Returns the rows of some steps of sampling and training. ``asked`` has the cut and the reported tokens."""
     asked = asked or {}
-    exact, update, state = make(dtype, mesh=mesh, loss=loss, head=head, **of_pass(asked))
+    exact, update, state = make(dtype, **options, **of_pass(asked))
     engine, rows = ExactEngine(exact), []
     for step in range(steps):
         engine.publish(state.params, step)
@@ -117,14 +106,17 @@ def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
     [
         *(pytest.param(dtype, {}, marks=pytest.mark.harness) for dtype in ("float32", "bfloat16", "float16")),
         *(pytest.param("bfloat16", {"asked": asked}, marks=pytest.mark.harness) for asked in (CUT, {"reported": 3})),
+        pytest.param("bfloat16", {"loss": WITH_REFERENCE, "head": "float32"}, marks=pytest.mark.harness),
         pytest.param("bfloat16", {"mesh": (2, 2)}, marks=pytest.mark.mesh),
     ],
     ids=str,
 )
 def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype, options):
+    """A reference, and a head in float32, are scored by the same executable."""
     rows = trained(dtype, 3, **options)
-    for row in rows:
+    for number, row in enumerate(rows):
         assert not_exact(row) == {}
+        assert "loss" not in options or (row["policy/reference_kl"] > 0.0) == (number > 0)
         assert row["optimizer/grad_norm"] > 0
         assert row["optimizer/skipped_updates"] == 0
         assert row["precision/loss_scale"] == (2.0**15 if dtype == "float16" else 1.0)
@@ -134,48 +126,27 @@ def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype, options):
     assert "optimizer/grad_noise" not in rows[1]
 
 
-@pytest.mark.harness
-def test_a_reference_is_scored_by_the_same_executable():
-    """The head is in float32, and leaves no mismatch."""
-    rows = trained("bfloat16", 2, loss=LossConfig(kl="k3", kl_coefficient=0.1), head="float32")
-    assert [not_exact(row) for row in rows] == [{}, {}]
-    assert rows[0]["policy/reference_kl"] == 0.0
-    assert rows[1]["policy/reference_kl"] > 0.0
-
-
-def test_each_token_follows_from_the_kept_rows_and_the_seed():
+def test_each_token_follows_from_its_row_and_the_seed():
+    """A sample of a categorical distribution is the largest of log-probability plus Gumbel noise."""
     exact, _, state = make()
-    recording = Recording(exact)
-    engine = ExactEngine(recording)
-    engine.publish(state.params, 7)
-    responses, calls = draw(engine, seed=11), iter(recording.calls)
-    for first in range(0, COUNT, ROWS):
-        batch = responses[first : first + ROWS]
-        for position in range(max(r.length for r in batch)):
-            tokens, lengths, said = next(calls)
-            for row, r in enumerate(batch):
-                if position >= r.length:
-                    continue
-                before = np.concatenate([PROMPTS[r.prompt_index], r.response[:position]])
-                assert lengths[row] == len(before)
-                np.testing.assert_array_equal(tokens[row, : len(before)], before)
-                assert not tokens[row, len(before) :].any()
-                key = jax.random.key(11)
-                for number in (r.prompt_index, r.sample_index, position):
-                    key = jax.random.fold_in(key, number)
-                kept = said[row, len(before) - 1]
-                # A sample of a categorical distribution is the largest of log-probability plus Gumbel noise.
-                assert int(np.argmax(kept + np.asarray(jax.random.gumbel(key, kept.shape)))) == r.response[position]
-                assert kept[r.response[position]] == r["rollout_logprobs"][position]
-                assert np.exp(kept, dtype=np.float64).sum() == pytest.approx(1.0, abs=1e-5)
-    assert next(calls, None) is None
-    assert {version for r in responses for version in r.versions.tolist()} == {7}
+    responses = draw(published(exact, state, 7), 1, seed=11)
+    tokens = np.stack([np.pad(r.ids, (0, ROW_TOKENS - len(r.ids))) for r in responses])
+    lengths = np.asarray([len(r.ids) for r in responses], np.int32)
+    every = np.asarray(exact.log_softmax(state.params, tokens, lengths, 0.8))
+    for r, said in zip(responses, every, strict=True):
+        for position, token in enumerate(r.response):
+            kept, key = said[r.prompt_length + position - 1], jax.random.key(11)
+            for number in (r.prompt_index, 0, position):
+                key = jax.random.fold_in(key, number)
+            assert int(np.argmax(kept + np.asarray(jax.random.gumbel(key, kept.shape)))) == token
+            assert kept[token] == r["rollout_logprobs"][position]
+            assert np.exp(kept, dtype=np.float64).sum() == pytest.approx(1.0, abs=1e-5)
+        assert set(r.versions.tolist()) == {7}
 
 
 def test_responses_end_with_a_stop_token_or_at_the_limit():
     exact, _, state = make()
-    engine = ExactEngine(exact)
-    engine.publish(state.params, 0)
+    engine = published(exact, state)
     responses = draw(engine, 6)
     assert {r.truncated for r in responses} == {True, False}
     for r in responses:
@@ -193,10 +164,8 @@ def test_responses_end_with_a_stop_token_or_at_the_limit():
 
 def test_greedy_takes_the_argmax_and_scores_it_at_temperature_1():
     exact, _, state = make("float32")
-    engine = ExactEngine(exact)
-    engine.publish(state.params, 0)
     score = make_scorer(CONFIG, jnp.float32, multiple=16)
-    for r in draw(engine, 1, temperature=0.0, stops=(), limit=3):
+    for r in draw(published(exact, state), 1, temperature=0.0, stops=(), limit=3):
         prompt = PROMPTS[r.prompt_index]
         for i, token in enumerate(r.response):
             context = np.concatenate([prompt, r.response[:i]])
@@ -209,9 +178,7 @@ def test_greedy_takes_the_argmax_and_scores_it_at_temperature_1():
 def test_the_gradient_is_that_of_the_packed_step(asked):
     """If sampling is cut, the trainer's scores of the support have the bits of the engine's scores."""
     exact, update, state = make("float32", tx=keep_gradient(), **of_pass(asked))
-    engine = ExactEngine(exact)
-    engine.publish(state.params, 0)
-    sequences = to_train(draw(engine, **asked))
+    sequences = to_train(draw(published(exact, state), **asked))
     shape = (max_micro_batches(COUNT, 16, 32, 2), 2, 32)
     step = make_step(shape=shape, count=COUNT, limit=LIMIT, temperature=0.8, cut=bool(asked))
     packed = pack(sequences, row_tokens=32, rows_per_micro_batch=2, micro_batches=shape[0])
@@ -227,9 +194,8 @@ def test_the_gradient_is_that_of_the_packed_step(asked):
 def test_sequences_lie_where_they_were_drawn():
     """Trajectory 1 failed before its first token, so it has no sequence."""
     lengths, numbers = [3, 1, 2, 4, 2], [0, 2, 3, 4, 5]
-    arrays = [(np.full(2, 9, np.int32), np.full(n, i, np.int32), np.full(n, -1.0)) for i, n in enumerate(lengths)]
-    sequences = [train_sequence(*each, 0.5, trajectory=k) for each, k in zip(arrays, numbers, strict=True)]
-    batch = lay_out(sequences, 2, 8)
+    pairs = enumerate(zip(lengths, numbers, strict=True))
+    batch = lay_out([train_sequence([9, 9], [i] * n, trajectory=number) for i, (n, number) in pairs], 2, 8)
     assert batch.tokens.shape == (3, 2, 8)
     assert int(batch.used) == 3
     for i, n in enumerate(lengths):
@@ -242,34 +208,77 @@ def test_sequences_lie_where_they_were_drawn():
 
 def test_what_does_not_fit_is_refused():
     exact, _, state = make()
-    engine = ExactEngine(exact)
     with pytest.raises(RuntimeError, match="no policy was published"):
-        draw(engine)
-    engine.publish(state.params, 0)
+        draw(ExactEngine(exact))
     with pytest.raises(ValueError, match=r"a prompt has 6 tokens, expected 1 to 5: rows of 16 .*= 11"):
-        draw(engine, limit=11)
+        draw(published(exact, state), limit=11)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rollout": RolloutConfig(engine="exact", dtype="float16")}, "float16 must be precision.compute_dtype = bf"),
-        ({"rollout": RolloutConfig(engine="exact"), "loss": LossConfig(epochs=2)}, "makes one update a step"),
-        ({"rollout": RolloutConfig(engine="exact"), "loss": LossConfig(mini_batches=2)}, "makes one update a step"),
-        (
-            {
-                "rollout": RolloutConfig(engine="exact"),
-                "loss": LossConfig(kl="k3", kl_coefficient=0.1),
-                "correction": CorrectionConfig(level="token", normalize=True),
-            },
-            "correction.normalize must be false",
-        ),
-        (
-            {"rollout": RolloutConfig(engine="exact"), "correction": CorrectionConfig(preset="m2po")},
-            "correction.region = moment needs a forward before the update",
-        ),
+        ({"rollout": RolloutConfig(engine="exact", dtype="float16")}, "must be precision.compute_dtype = bfloat16"),
+        ({"loss": LossConfig(epochs=2)}, "makes one update a step"),
+        ({"loss": LossConfig(mini_batches=2)}, "makes one update a step"),
+        ({"loss": WITH_REFERENCE, "correction": NORMALIZED}, "correction.normalize must be false"),
+        ({"correction": CorrectionConfig(preset="m2po")}, "correction.region = moment needs a forward before the up"),
     ],
 )
 def test_one_executable_means_one_dtype_and_one_update(settings, said):
-    with pytest.raises(ValueError, match=said.replace("bf", "bfloat16")):
-        Config(**settings)
+    with pytest.raises(ValueError, match=said):
+        Config(**{"rollout": RolloutConfig(engine="exact"), **settings})
+
+
+BEGINNINGS = [np.asarray([1, 2, 3][: 1 + key % 3], np.int32) for key in range(6)]
+TURNS = [3, 1, 2, 1, 1, 3]  # turns of each trajectory: trajectories 1 and 5 share a row of the executable
+ENVIRONMENT = np.asarray([20, 21], np.int32)
+LIMITS = SamplingParams(6, 0.8, (0, 5))
+LONGER = 24  # tokens of a row
+
+
+def room(tokens):
+    return min(6, LONGER - len(tokens))
+
+
+def converse(engine):
+    """Returns the trajectories as sequences to train on, and the metrics of sampling them."""
+    queue, recorders = TurnQueue(6), [TokenRecorder(prompt) for prompt in BEGINNINGS]
+    for key, prompt in enumerate(BEGINNINGS):
+        queue.put(TurnRequest(key, 1, prompt, room(prompt)))
+    samples = engine.answer(queue, LIMITS, seed=0)
+    for response in samples:
+        key, turn = response.prompt_index, response.sample_index + 1
+        assert response.length <= room(recorders[key].tokens())
+        recorders[key].add_turn(response)
+        if turn == TURNS[key] or len(recorders[key].tokens()) + 2 >= LONGER:
+            queue.end(key)
+            continue
+        recorders[key].add_text(ENVIRONMENT)
+        tokens = recorders[key].tokens()
+        queue.put(TurnRequest(key, turn + 1, tokens, room(tokens)))
+    rows = [recorder.response(key, 0, truncated=False) for key, recorder in enumerate(recorders)]
+    sequences = [TrainSequence(r.ids, r.prompt_length, r.columns, (-1.0) ** key) for key, r in enumerate(rows)]
+    return sequences, samples.metrics
+
+
+def test_trajectories_of_several_turns_have_no_mismatch():
+    objective, state = Objective(LossConfig(), UNCORRECTED, 6, LONGER), fresh_state()
+    how = {"precision": PrecisionConfig("bfloat16")}
+    exact = ExactPass(CONFIG, MESH, **how, objective=objective, rows=ROWS, row_tokens=LONGER)
+    how |= {"temperature": 0.8, "diagnosis": DiagnosisConfig()}
+    engine, update = ExactEngine(exact), ExactUpdate(exact, CONFIG, keep_gradient(), **how)
+    engine.publish(state.params, 0)
+    sequences, metrics = converse(engine)
+    assert {int(sequence.turns.max()) for sequence in sequences} == {1, 2, 3}
+    assert metrics["rollout/executable_runs"] >= 5  # two rows in the first round, and two more rounds
+    found = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
+    for sequence, trainer in zip(sequences, found.trainer().logprobs, strict=True):
+        sampled = sequence.turns > 0
+        np.testing.assert_array_equal(trainer[sampled], sequence["rollout_logprobs"][sampled])
+    assert found.row["mismatch/logprob_abs_diff_max"] == 0.0
+    assert found.row["optimizer/grad_norm"] > 0
+    queue = TurnQueue(1)  # a turn that does not fit a row is refused
+    queue.put(TurnRequest(0, 3, np.ones(20, np.int32), 5))
+    said = "turn 3 of trajectory 0 would have 20 tokens before it and up to 5 of its own; rows have 24"
+    with pytest.raises(ValueError, match=said):
+        list(engine.answer(queue, LIMITS, seed=0))

@@ -39,15 +39,10 @@ def reference():
     return jax.device_get(expected_gradient(sequences()))
 
 
-@pytest.mark.parametrize(
-    ("row", "rows", "remat"),
-    [
-        (20, 2, False),
-        (64, 1, True),
-        pytest.param(20, 12, False, marks=pytest.mark.harness),
-        pytest.param(100, 3, False, marks=pytest.mark.harness),
-    ],
-)
+FURTHER = [pytest.param(*form, False, marks=pytest.mark.harness) for form in ((20, 12), (100, 3))]
+
+
+@pytest.mark.parametrize(("row", "rows", "remat"), [(20, 2, False), (64, 1, True), *FURTHER])
 def test_gradient_is_that_of_the_loss_however_it_is_cut(row, rows, remat, reference):
     _, state, metrics, _ = run(keep_gradient(), sequences(), row=row, rows=rows, remat=remat)
     check_close(state.opt_state.inner_state.trace, reference)
@@ -56,12 +51,11 @@ def test_gradient_is_that_of_the_loss_however_it_is_cut(row, rows, remat, refere
 
 
 def test_mismatch_rows_are_those_of_unpacked_arrays():
-    batch_sequences = sequences()
-    _, _, metrics, (batch, logprobs) = run(keep_gradient(), batch_sequences, diagnosis=DiagnosisConfig())
-    of_each = unpack(logprobs, batch, batch_sequences), [s["rollout_logprobs"] for s in batch_sequences]
-    trainer, rollout, mask = (to_rows(x, 0.0) for x in (*of_each, [s.sampled for s in batch_sequences]))
-    expected = mismatch_metrics(trainer.astype(float), rollout.astype(float), mask)
-    for name, value in expected.items():
+    given = sequences()
+    _, _, metrics, (batch, logprobs) = run(keep_gradient(), given, diagnosis=DiagnosisConfig())
+    of_each = unpack(logprobs, batch, given), [s["rollout_logprobs"] for s in given], [s.sampled for s in given]
+    trainer, rollout, mask = (to_rows(x, 0.0) for x in of_each)
+    for name, value in mismatch_metrics(trainer.astype(float), rollout.astype(float), mask).items():
         # On the device a quantile is known to one bin of its histogram, 2% wide.
         rel = 2e-2 if name.endswith(("_p99", "_p999")) else 1e-4
         assert metrics[f"mismatch/{name}"] == pytest.approx(value, rel=rel, abs=1e-6), name
@@ -99,41 +93,33 @@ def test_a_forward_without_loss_changes_nothing():
     assert silent["optimizer/skipped_updates"] == 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.harness)])
-def test_sixteen_bit_gradients_are_near_the_float32_ones(dtype, reference):
+@pytest.mark.parametrize(
+    ("dtype", "most"), [("bfloat16", 3e-2), pytest.param("float16", 5e-3, marks=pytest.mark.harness)]
+)
+def test_sixteen_bit_gradients_are_near_the_float32_ones(dtype, most, reference):
     _, state, _, _ = run(keep_gradient(), sequences(), dtype=dtype)
-    got, expected = optax.tree.norm(state.opt_state.inner_state.trace), optax.tree.norm(reference)
     gap = optax.tree.norm(jax.tree.map(lambda a, b: a - b, state.opt_state.inner_state.trace, reference))
-    assert float(got) > 0
-    assert float(gap / expected) < {"bfloat16": 3e-2, "float16": 5e-3}[dtype]
+    assert float(gap / optax.tree.norm(reference)) < most
 
 
 def test_a_skipped_update_sets_only_the_rate():
-    silent = sequences(lambda i: False)
-    before, state, metrics, _ = run(make_optimizer(ADAMW), silent, apply=False, rate=5e-3)
-    jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
-    for moment in ("mu", "nu"):
-        assert not any(leaf.any() for leaf in jax.tree.leaves(optax.tree.get(state.opt_state, moment)))
-    assert metrics["optimizer/skipped_updates"] == 1
-    assert metrics["schedule/learning_rate"] == np.float32(5e-3)
-
-
-def test_not_finite_gradients_are_skipped_and_counted():
+    """An update is skipped on request, and where gradients are not finite, which is counted."""
     params = init_params(CONFIG, 0)
     params["final_norm"]["scale"] = params["final_norm"]["scale"].at[0].set(jnp.nan)
-    before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), params=jax.tree.map(jnp.copy, params))
-    jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
-    assert metrics["optimizer/skipped_updates"] == 1
-    assert metrics["precision/overflows"] == 1
+    asked = ({"apply": False}, 0), ({"params": jax.tree.map(jnp.copy, params)}, 1)
+    for how, overflows in asked:
+        before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), rate=5e-3, **how)
+        jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
+        for moment in ("mu", "nu"):
+            assert not any(leaf.any() for leaf in jax.tree.leaves(optax.tree.get(state.opt_state, moment)))
+        assert (metrics["optimizer/skipped_updates"], metrics["precision/overflows"]) == (1, overflows)
+        assert metrics["schedule/learning_rate"] == np.float32(5e-3)
     _, _, measured, _ = run(keep_gradient(), sequences(), params=params, diagnosis=DiagnosisConfig())
     assert measured["mismatch/nonfinite_count"] > 0
 
 
 def test_update_is_adamw_with_clipping_by_hand(reference):
-    """In AdamW's first step m = (1-b1) g and v = (1-b2) g^2.
-
-    So it is lr * (g / (abs(g) + eps) + wd * p), with g clipped.
-    """
+    """AdamW's first step is lr * (g / (abs(g) + eps) + wd * p), with g clipped."""
     before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), rate=3e-3)
     norm = float(optax.tree.norm(reference))
     assert norm > ADAMW.clip_norm
@@ -147,17 +133,14 @@ def test_update_is_adamw_with_clipping_by_hand(reference):
 
 def test_the_decay_of_a_delta_net_is_not_decayed():
     """Without a gradient, a step multiplies parameters by 1 - rate * decay. The state is that of optax's AdamW."""
-    tx, params = make_optimizer(ADAMW), init_params(tiny_hybrid(), 0)
-    params = jax.tree.map(np.asarray, params)
+    tx, params = make_optimizer(ADAMW), jax.tree.map(np.asarray, init_params(tiny_hybrid(), 0))
     state = jax.jit(tx.init)(params)
     updates, _ = jax.device_get(jax.jit(tx.update)(jax.tree.map(np.zeros_like, params), state, params))
-    moved = {
-        "/".join(path)
-        for path, update in flatten_dict(updates).items()
-        if np.abs(update + 1e-2 * 0.5 * flatten_dict(params)[path]).max() > 1e-9
-    }
-    assert moved == {f"layers/{i}/attention/{name}" for i in range(3) for name in ("log_decay_scale", "step_bias")}
-    assert all(not flatten_dict(updates)[tuple(name.split("/"))].any() for name in moved)
+    before, updates = (flatten_dict(tree, sep="/") for tree in (params, updates))
+    still = {f"layers/{i}/attention/{name}" for i in range(3) for name in ("log_decay_scale", "step_bias")}
+    assert {name for name in updates if not updates[name].any()} >= still
+    for name in updates.keys() - still:
+        np.testing.assert_allclose(updates[name], -1e-2 * 0.5 * before[name], atol=1e-9, rtol=0)
     theirs = inject_learning_rate(lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate)), 1e-2)
     assert jax.tree.structure(jax.eval_shape(theirs.init, params)) == jax.tree.structure(state)
 
@@ -167,8 +150,8 @@ def test_the_loss_scale_halves_at_once_and_doubles_later():
     assert float(state.scale) == 2.0**15
     state = adjust_loss_scale(state, jnp.bool_(False), dynamic=True)
     assert (float(state.scale), int(state.good_steps), int(state.overflows)) == (2.0**14, 0, 1)
-    for _ in range(GROWTH_INTERVAL - 1):
-        state = adjust_loss_scale(state, jnp.bool_(True), dynamic=True)
+    state = state._replace(good_steps=state.good_steps + GROWTH_INTERVAL - 2)
+    state = adjust_loss_scale(state, jnp.bool_(True), dynamic=True)
     assert float(state.scale) == 2.0**14
     state = adjust_loss_scale(state, jnp.bool_(True), dynamic=True)
     assert (float(state.scale), int(state.good_steps), int(state.overflows)) == (2.0**15, 0, 1)

@@ -17,25 +17,24 @@ from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
 from rljax.policy.model import init_params
 from rljax.policy.score import states_at
 from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.packing import unpack, useful_fraction
+from rljax.trainer.packing import max_micro_batches, unpack, unpack_whole, useful_fraction
 from rljax.trainer.trees import common_prefixes, flat_row_tokens, pack_trees, tree_row_tokens
 
 MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
 LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
 QWEN2 = dataclasses.replace(CONFIG, family="qwen2")
-
-
 BY_TOKEN = CorrectionConfig(level="token", threshold=1.2)
 
 
-def trained(sequences, batch, config=CONFIG, *, correction=BY_TOKEN, dtype="float32", lora=OFF, **options):
+def trained(sequences, batch, config=CONFIG, *, dtype="float32", lora=OFF, **options):
     """Returns the log-probabilities of each response, the gradients, and the metrics of a step."""
     params, merged = init_params(config, 0), None
     if lora.rank:
         params, merged = random_adapters(config, lora, 0.2), MergedPolicy(config, lora, MESH, params, dtype)
     how = {"config": config, "dtype": dtype, "lora": lora}
     shape = {"shape": batch.tokens.shape, "count": len(sequences), "limit": 24}
-    step = make_step(**how, **shape, correction=correction, diagnosis=DiagnosisConfig(), merged=merged, **options)
+    measured = {"diagnosis": DiagnosisConfig(), "correction": BY_TOKEN, **options}
+    step = make_step(**how, **shape, **measured, merged=merged)
     state, row, values = jax.device_get(step(fresh_state(params=params, **how), batch, 1e-2, True))
     assert not values.logprobs[batch.segment_ids == 0].any()
     return unpack(values.logprobs, batch, sequences), state.opt_state.inner_state.trace, row
@@ -44,15 +43,14 @@ def trained(sequences, batch, config=CONFIG, *, correction=BY_TOKEN, dtype="floa
 def distance(found, expected):
     """Returns the largest difference of log-probabilities, and the relative difference of the gradients by norm."""
     logprobs = max(np.abs(x - y).max() for x, y in zip(found[0], expected[0], strict=True))
-    pairs = list(zip(*(jax.tree.leaves(each[1]) for each in (found, expected)), strict=True))
-    difference, norm = (
-        np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in part))
-        for part in ([x - y for x, y in pairs], [y for _, y in pairs])
+    ours, theirs = (
+        np.concatenate([np.ravel(x).astype(float) for x in jax.tree.leaves(t[1])]) for t in (found, expected)
     )
-    return logprobs, difference / norm
+    return logprobs, np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
 
 
 CENTERING = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
+FURTHER = ("score centering", "adapters, another temperature")
 CASES = {
     "dense": (CONFIG, {}, {}),
     "qwen2, cut sampling": (QWEN2, {"tops": 4}, {"cut": True}),
@@ -63,23 +61,14 @@ CASES = {
 }
 
 
-FURTHER = ("score centering", "adapters, another temperature")
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.harness] * (case in FURTHER)) for case in CASES]
 )
 def test_trees_give_the_numbers_of_separate_rows(case):
     config, kind, options = CASES[case]
-    sequences = groups(**kind)
-    batch = in_trees(sequences)
-    found, expected = (
-        trained(sequences, batch, config, **options),
-        trained(sequences, separate(sequences), config, **options),
-    )
-    logprobs, gradients = distance(found, expected)
-    assert logprobs < 1e-5
-    assert gradients < 1e-5
+    batch = in_trees(sequences := groups(**kind))
+    found, expected = (trained(sequences, given, config, **options) for given in (batch, separate(sequences)))
+    assert max(distance(found, expected)) < 1e-5
     assert tree_tokens(batch) < 0.85 * sum(len(s.ids) for s in sequences)
     free = ("router/", "precision/", "optimizer/grad_noise", "mismatch/logprob_abs_diff")
     for name, value in expected[2].items():
@@ -92,7 +81,8 @@ def test_trees_give_the_numbers_of_separate_rows(case):
 )
 def test_in_16_bits_trees_differ_by_few_roundings(dtype, rounding):
     sequences = groups()
-    found, expected = (trained(sequences, b, dtype=dtype) for b in (in_trees(sequences), separate(sequences)))
+    how = {"dtype": dtype, "diagnosis": None}
+    found, expected = (trained(sequences, given, **how) for given in (in_trees(sequences), separate(sequences)))
     logprobs, gradients = distance(found, expected)
     assert logprobs < 16 * rounding
     assert gradients < 4 * rounding
@@ -101,70 +91,29 @@ def test_in_16_bits_trees_differ_by_few_roundings(dtype, rounding):
     assert found[2]["precision/overflows"] == 0
 
 
-def planted(batch, **arrays):
-    return batch._replace(trees=batch.trees._replace(**arrays))
-
-
-def neighbours(batch):
-    """Returns sources in which the first token of each branch reads the token before it in the row."""
-    sources = batch.trees.sources.copy()
-    for row in np.ndindex(sources.shape[:2]):
-        firsts = np.flatnonzero(np.diff(batch.segment_ids[row], prepend=0) > 0)
-        sources[row][firsts] = np.maximum(sources[row][np.minimum(firsts + 1, len(sources[row]) - 1)] - 1, 0)
-    return sources
-
-
-def as_one_segment(batch):
-    """Returns the ends of rows whose tokens see all tokens before them."""
-    used = batch.trees.ends.max(axis=-1, keepdims=True)
-    return np.where(batch.trees.ends > 0, used, 0).astype(np.int32)
-
-
-MISTAKES = {
-    "a branch reads its neighbour": lambda b: planted(b, sources=neighbours(b)),
-    "a branch sees its neighbours": lambda b: planted(b, ends=as_one_segment(b)),
-    "a branch ends one token early": lambda b: planted(b, ends=np.maximum(b.trees.ends - 1, 0)),
-    "positions go on along the row": lambda b: planted(
-        b, positions=np.broadcast_to(np.arange(48, dtype=np.int32), b.trees.tokens.shape).copy()
-    ),
-    "a response reads its own token": lambda b: planted(b, sources=np.minimum(b.trees.sources + 1, 47)),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_seen(mistake):
-    sequences = groups()
-    batch = in_trees(sequences)
-    right, wrong = trained(sequences, batch), trained(sequences, MISTAKES[mistake](batch))
-    assert distance(wrong, right)[0] > 0.01
-
-
-def test_a_tree_by_hand():
-    # Tokens 1 2 are the prompt. The first two responses begin with 3, and the third shares the prompt alone.
-    sequences = [train_sequence([1, 2], tokens) for tokens in ([3, 4], [3, 5, 6], [7])]
-    batch = pack_trees(sequences, row_tokens=8, rows_per_micro_batch=1, micro_batches=1, flat_tokens=8)
-    trees = jax.tree.map(lambda x: x[0, 0].tolist(), batch.trees)
-    # In tree order: 1 2 | 3 | 5, then 7, which is a last token, as 4 and 6 are. Last tokens are not in the tree.
-    assert trees.tokens == [1, 2, 3, 5, 0, 0, 0, 0]
-    assert trees.ends == [4, 4, 4, 4, 0, 0, 0, 0]
-    assert trees.positions == [0, 1, 2, 3, 0, 0, 0, 0]
-    assert batch.tokens[0, 0].tolist()[:6] == [7, 3, 4, 3, 5, 6]
-    assert trees.sources == [1, 1, 2, 1, 2, 3, 0, 0]
-    assert batch.sequence_ids[0, 0].tolist()[:6] == [2, 0, 0, 1, 1, 1]
-    assert useful_fraction(sequences, batch) == 0.5
+def test_mistakes_are_seen():
+    """All tokens before a token are seen, branches end early, positions go on, or a response reads its own token."""
+    batch = in_trees(sequences := groups())
+    trees, right = batch.trees, trained(sequences, batch)
+    for mistake in (
+        {"ends": np.where(trees.ends > 0, trees.ends.max(axis=-1, keepdims=True), 0)},
+        {"ends": np.maximum(trees.ends - 1, 0)},
+        {"positions": np.tile(np.arange(48, dtype=np.int32), (*trees.tokens.shape[:2], 1))},
+        {"sources": np.minimum(trees.sources + 1, 47)},
+    ):
+        wrong = trained(sequences, batch._replace(trees=trees._replace(**mistake)))
+        assert distance(wrong, right)[0] > 0.01, mistake
 
 
 def test_branches_by_hand_at_all_levels_and_at_two():
     sequences = [train_sequence([1], tokens) for tokens in ([2, 3, 9], [2, 4, 9], [5, 6, 9])]
     shape = {"row_tokens": 8, "rows_per_micro_batch": 1, "micro_batches": 1, "flat_tokens": 9}
-    trees = jax.tree.map(lambda x: x[0, 0].tolist(), pack_trees(sequences, **shape).trees)
-    assert trees.tokens == [1, 2, 3, 4, 5, 6, 0, 0]
-    assert trees.ends == [6, 4, 3, 4, 6, 6, 0, 0]
-    assert trees.positions == [0, 1, 2, 2, 1, 2, 0, 0]
-    assert trees.sources == [0, 1, 2, 0, 1, 3, 0, 4, 5]
-    trees = jax.tree.map(lambda x: x[0, 0].tolist(), pack_trees(sequences, **shape, two_levels=True).trees)
-    assert trees.tokens == [1, 2, 3, 2, 4, 5, 6, 0]
-    assert trees.ends == [7, 3, 3, 5, 5, 7, 7, 0]
+    batch = pack_trees(sequences, **shape)
+    assert useful_fraction(sequences, batch) == 6 / 8
+    assert batch.trees.tokens.ravel().tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
+    assert batch.trees.ends.ravel().tolist() == [6, 4, 3, 4, 6, 6, 0, 0]
+    trees = pack_trees(sequences, **shape, two_levels=True).trees
+    assert trees.tokens.ravel().tolist() == [1, 2, 3, 2, 4, 5, 6, 0]
 
 
 def test_only_the_routes_of_equal_tokens_are_compared():
@@ -192,10 +141,103 @@ def test_gradients_of_a_shared_state_are_summed_in_float32():
 
 def test_lengths_of_rows():
     # 2,048 + 8 x 256 fit a row of 4,096; a prompt of 512 before responses of 8,192 is worth no longer row.
-    assert tree_row_tokens(3072, 2048, 256, 8) == 4096
-    assert tree_row_tokens(9216, 512, 8192, 16) == 9216
-    assert tree_row_tokens(128, 60, 10, 8) == 192
+    given = [(3072, 2048, 256, 8), (9216, 512, 8192, 16), (128, 60, 10, 8), (2048, 64, 1024, 4)]
     # Two of four responses of 1,024 fit a row of 2,304, and no response would share a prompt in rows of 2,048.
-    assert tree_row_tokens(2048, 64, 1024, 4) == 2304
-    assert flat_row_tokens(4096, 2048, 256, 8) == 2752  # 4096 * 2048 / (2048 + 1024), in steps of 64
-    assert flat_row_tokens(64, 1, 63, 1) == 64
+    assert [tree_row_tokens(*each) for each in given] == [4096, 9216, 192, 2304]
+    # 4096 * 2048 / (2048 + 1024) is rounded up to steps of 64.
+    assert [flat_row_tokens(*each) for each in ((4096, 2048, 256, 8), (64, 1, 63, 1))] == [2752, 64]
+
+
+def with_routes(sequence, changes=()):
+    """Adds routes of two layers. From each place in ``changes`` on, one layer has other routes."""
+    routes = np.ones((len(sequence.ids), 2, 2), np.uint8)
+    for place in changes:
+        routes[place:, place % 2] += 1
+    routes[-1] = 0
+    return sequence.add({"routes": routes})
+
+
+def make_sequences(rng, longest_prompt, longest_response):
+    """Returns groups that begin alike at any depth: equal sequences, beginnings of others, equal prompts of groups."""
+    vocab, size = int(rng.choice([2, 3, 50])), int(rng.integers(1, 6))
+    turns, routes, mixed, full = rng.integers(2, size=4).astype(bool)
+    text = rng.integers(0, vocab, longest_prompt + longest_response)
+    made, prompt = [], text[:1]
+    for _ in range(int(rng.integers(1, 8))):
+        kind, length, in_loss = rng.integers(3), rng.integers(1, longest_prompt + 1), bool(rng.integers(2))
+        if kind:  # else it is the prompt of the group before
+            prompt = text[:length] if kind == 1 else rng.integers(0, vocab, length)
+        for _ in range(size):
+            kind, start, ids = rng.integers(4), len(prompt), np.concatenate([prompt, rng.integers(0, vocab, 99)])
+            if kind == 0 and made:
+                ids = made[rng.integers(len(made))].ids
+                start = int(rng.integers(1, min(len(ids) - 1, longest_prompt) + 1))
+            elif kind == 1:
+                ids = np.concatenate([prompt, text])[: len(text)]
+            lengths = (longest_response - longest_response // 4, longest_response) if full else (1, longest_response)
+            response = ids[start:][: int(rng.integers(lengths[0], lengths[1] + 1)) if rng.integers(3) else 1]
+            response = response if len(response) else text[:1]
+            arrays = {"turn": (rng.random(len(response)) < 0.7).astype(np.int32)} if turns else {}
+            of_group = bool(rng.integers(2)) if mixed else in_loss
+            s = train_sequence(ids[:start], response, rng.normal(size=len(response)), 1.0, of_group, **arrays)
+            made.append(with_routes(s, rng.integers(len(s.ids), size=rng.integers(2))) if routes else s)
+    return made
+
+
+def check_row(sequences, batch, row, two_levels):
+    """Walks the path of each sequence of a row; returns the indices of the sequences."""
+    trees = [array[row] for array in batch.trees[:3]]
+    tokens, ends, positions = (array[: np.count_nonzero(trees[1])] for array in trees)
+    assert not any(array[len(ends) :].any() for array in trees)  # no gap
+    above = [[j for j in range(i) if ends[j] > i] for i in range(len(ends))]
+    assert positions.tolist() == [len(each) for each in above]
+    if two_levels:
+        assert all(len({int(ends[j]) for j in (*each, i)}) <= 2 for i, each in enumerate(above))
+    segments, walked, found = batch.segment_ids[row], set(), []
+    for segment in range(1, segments.max(initial=0) + 1):
+        (places,) = np.nonzero(segments == segment)
+        (index,) = set(batch.sequence_ids[row][places].tolist())
+        s, sources = sequences[index], batch.trees.sources[row][places]
+        path = [*above[sources[-1]], int(sources[-1])]
+        assert tokens[path].tolist() == s.ids[:-1].tolist()
+        assert sources.tolist() == path[s.prompt_length - 1 :]
+        assert batch.tokens[row][places].tolist() == s.response.tolist()
+        assert batch.positions[row][places].tolist() == list(range(s.prompt_length, len(s.ids)))
+        if batch.routes is not None:
+            assert (batch.routes[row][path].reshape(-1, 2, 2) == s.columns["routes"][:-1]).all()
+        assert row[0] < batch.used
+        assert row[0] < batch.with_loss or not s.in_loss
+        walked |= set(path)
+        found.append(index)
+    assert walked == set(range(len(ends)))  # no token that nobody needs
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_path_has_the_tokens_of_its_sequence(seed):
+    rng = np.random.default_rng(seed)
+    for case in range(50):
+        prompt, response, size, rows = (int(rng.integers(1, most)) for most in (20, 20, 6, 4))
+        sequences, two_levels, longest = make_sequences(rng, prompt, response), bool(case % 2), prompt + response
+        row = tree_row_tokens(longest, prompt, response, size) if rng.integers(2) else longest + int(rng.integers(40))
+        flat = flat_row_tokens(row, prompt, response, size) if rng.integers(2) else row + int(rng.integers(2)) * 16
+        micro = max_micro_batches(len(sequences), longest, row, rows)  # what fits as separate rows
+        shape = {"row_tokens": row, "rows_per_micro_batch": rows, "micro_batches": micro, "flat_tokens": flat}
+        batch = pack_trees(sequences, **shape, two_levels=two_levels)
+        every = [check_row(sequences, batch, place, two_levels) for place in np.ndindex(batch.tokens.shape[:2])]
+        assert sorted(i for found in every for i in found) == list(range(len(sequences)))
+        has_loss = batch.loss_mask[: int(batch.with_loss)].any(axis=(1, 2))
+        assert has_loss.all() or "turn" in sequences[0].columns  # a turn may have no sampled token
+        assert batch.loss_mask.sum() == sum(s.sampled.sum() for s in sequences if s.in_loss)
+        for s, own in zip(sequences, unpack_whole(batch.rollout_logprobs, batch, sequences), strict=True):
+            np.testing.assert_array_equal(own, s["rollout_logprobs"])
+
+
+def test_equal_sequences_share_all_their_routes():
+    shape = {"row_tokens": 8, "rows_per_micro_batch": 1, "micro_batches": 1, "flat_tokens": 8}
+    equal = pack_trees([with_routes(train_sequence([1, 2], [3, 4])) for _ in range(2)], **shape)
+    assert np.count_nonzero(equal.trees.ends) == 3
+    # The first and the third sequence share their routes and fill a row with the second, without loss, which does not.
+    made = [train_sequence([1, 2, 3, 4], [5], in_loss=in_loss) for in_loss in (True, False, True)]
+    batch = pack_trees([with_routes(s, changes) for s, changes in zip(made, ([], [0], []), strict=True)], **shape)
+    assert np.count_nonzero(batch.trees.ends) == 8

@@ -7,8 +7,6 @@ from records import train_sequence
 
 from rljax.trainer.update import TrainerValues, TurnsUpdate, Updated, UpdateOptions, turn_metrics
 
-OPTIONS = UpdateOptions(1e-3, 0, noise=False)
-
 
 def sequence(turns, *, trajectory=-1, in_loss=True):
     tokens = np.ones(len(turns), np.int32)
@@ -17,17 +15,13 @@ def sequence(turns, *, trajectory=-1, in_loss=True):
 
 
 def trainer_of(sequences, gap):
-    return [np.where(s.turns > 0, s["rollout_logprobs"] - gap, 0.0).astype(np.float32) for s in sequences]
+    return [np.where(s.turns > 0, s["rollout_logprobs"] - np.float32(gap), np.float32(0.0)) for s in sequences]
 
 
 def test_trajectories_by_hand():
     # The second trajectory has two rows and failed, so it is measured and has no loss.
-    sequences = [
-        sequence([1, 1, 0, 2], trajectory=0),
-        sequence([1, 0], trajectory=1, in_loss=False),
-        sequence([3, 0, 4], trajectory=1, in_loss=False),
-        sequence([1], trajectory=2),
-    ]
+    rows = (([1, 1, 0, 2], 0), ([1, 0], 1), ([3, 0, 4], 1), ([1], 2))
+    sequences = [sequence(turns, trajectory=number, in_loss=number != 1) for turns, number in rows]
     row = turn_metrics(sequences, trainer_of(sequences, 0.25))
     assert row["turns/mean"] == pytest.approx((2 + 4 + 1) / 3)
     assert row["turns/max"] == 4
@@ -62,7 +56,7 @@ def test_the_updates_row_stays_and_one_fetch_serves_all():
 
     update, sequences = TurnsUpdate(Inner()), [sequence([1, 0, 2])]
     assert update.pack(sequences) == 1
-    found = update("state", None, sequences, OPTIONS)
+    found = update("state", None, sequences, UpdateOptions(1e-3, 0, noise=False))
     assert (found.state, found.row["policy/loss"]) == ("state", 1.0)
     assert found.row["turns/turn_2/logprob_abs_diff_mean"] == 0.5
     assert [values.tolist() for values in found.trainer().logprobs] == [[-1.5, 0.0, -1.5]]

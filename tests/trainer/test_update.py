@@ -10,27 +10,20 @@ import optax
 import pytest
 import tiny_step
 from records import train_sequence
-from tiny_step import COUNT, LONGEST, MESH, UNCORRECTED, batch_shape, check_close, forward_of, keep_gradient
+from tiny_step import COUNT, MESH, UNCORRECTED, batch_shape, check_close, forward_of
 from tiny_step import packed as pack
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.data.prompts import DataConfig
 from rljax.mismatch import importance_weights, mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import TokenScores
-from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer, packed_logprobs
 from rljax.record.token_arrays import to_rows
-from rljax.rollout.types import RolloutConfig
-from rljax.run.config import Config, ModelConfig
-from rljax.run.training import load_reference, make_update
 from rljax.schedule import inject_learning_rate
-from rljax.sharding import MeshConfig
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackingConfig
 from rljax.trainer.state import PrecisionConfig
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions, reference_logprobs
@@ -58,22 +51,13 @@ def as_rows(given):
 @functools.cache
 def drawn():
     rng = np.random.default_rng(5)
-    result = []
-    for i in range(COUNT):
-        prompt, response = (
-            rng.integers(0, 24, n).astype(np.int32) for n in (rng.integers(1, 6), rng.integers(1, LIMIT))
-        )
-        result.append(train_sequence(prompt, response, None, float(rng.normal()), i % 4 != 3))
-    return result
+    texts = [[rng.integers(0, 24, n) for n in (rng.integers(1, 6), rng.integers(1, LIMIT))] for _ in range(COUNT)]
+    return [train_sequence(*text, None, float(rng.normal()), i % 4 != 3) for i, text in enumerate(texts)]
 
 
 def sequences(old_noise=None):
-    """Returns sequences whose rollout log-probabilities have noise.
-
-    Old ones, if asked for, have noise of ``old_noise``.
-    """
-    rng = np.random.default_rng(6)
-    result = []
+    """Returns sequences whose rollout log-probabilities have noise, and old ones, if asked for, of ``old_noise``."""
+    rng, result = np.random.default_rng(6), []
     for s, own in zip(drawn(), on_policy_logprobs(), strict=True):
         rollout = (own + rng.normal(0, 0.3, len(own))).astype(np.float32)
         old = {} if old_noise is None else {"old_logprobs": own + rng.normal(0, old_noise, len(own))}
@@ -92,9 +76,10 @@ def gradient(loss, correction, batch_sequences, row, rows):
     return state.opt_state.inner_state.trace, metrics
 
 
+PPO, GSPO = LossConfig(), {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.05}
 OBJECTIVES = {
     "gspo, sequence mean, vexact": (
-        LossConfig(kind="gspo", clip_low=0.05, clip_high=0.05, aggregation="sequence_mean"),
+        LossConfig(**GSPO, aggregation="sequence_mean"),
         CorrectionConfig(level="token", mode="truncate", threshold=1.2, reject_k3=0.06),
         0.1,
     ),
@@ -103,41 +88,25 @@ OBJECTIVES = {
         CorrectionConfig(level="sequence", mode="truncate", threshold=2.0, normalize=True),
         0.2,
     ),
-    "ppo, token mean, geometric rejection, one update": (
-        LossConfig(),
-        CorrectionConfig(reject_geometric_low=0.93, reject_geometric_high=1.07),
-        None,
-    ),
-    "gspo, second moment": (
-        LossConfig(kind="gspo", clip_low=0.05, clip_high=0.05),
-        CorrectionConfig(preset="m2po_areal"),
-        0.1,
-    ),
-    "policy gradient, token mean, bypass": (LossConfig(kind="ppo_clip", old_logprobs="rollout"), UNCORRECTED, None),
+    "ppo, geometric rejection": (PPO, CorrectionConfig(reject_geometric_low=0.93, reject_geometric_high=1.07), None),
+    "gspo, second moment": (LossConfig(**GSPO), CorrectionConfig(preset="m2po_areal"), 0.1),
+    "bypass": (LossConfig(kind="ppo_clip", old_logprobs="rollout"), UNCORRECTED, None),
 }
 
 
-BY_TOKEN, BY_SEQUENCE = {"level": "token", "threshold": 1.2}, {"level": "sequence", "reject_k3": 0.06}
-
-
 @pytest.mark.harness  # integration/test_staleness_split.py has a run with it
-@pytest.mark.parametrize(
-    ("fields", "part"), [(BY_TOKEN, "numerics"), (BY_SEQUENCE, "drift"), (BY_TOKEN, "drift"), (BY_SEQUENCE, "numerics")]
-)
+@pytest.mark.parametrize("fields", [{"level": "token", "threshold": 1.2}, {"level": "sequence", "reject_k3": 0.06}])
+@pytest.mark.parametrize("part", ["numerics", "drift"])
 def test_a_correction_of_one_part_uses_its_two_logprobs(fields, part):
     """Tokens of the newest policy, and of a policy that is not kept, have no drift."""
-    loss, rng = LossConfig(kind="policy_gradient"), np.random.default_rng(7)
-    stale, drifts, all_numerics = [], [], []
+    loss, rng, stale, same = LossConfig(kind="policy_gradient"), np.random.default_rng(7), [], []
     for i, s in enumerate(sequences(old_noise=0.2)):
-        size = len(s.response)
-        behaviour = (s["old_logprobs"] + rng.normal(0, 0.3, size)).astype(np.float32)
-        behind = rng.integers(0, 3, size).astype(np.int32)
+        behaviour = (s["old_logprobs"] + rng.normal(0, 0.3, len(s.response))).astype(np.float32)
+        behind = rng.integers(0, 3, len(s.response)).astype(np.int32)
         behaviour[behind == 2] = np.nan if i % 2 else behaviour[behind == 2]
         then = np.where((behind > 0) & np.isfinite(behaviour), behaviour, s["old_logprobs"])
         stale.append(s.add({"behaviour_logprobs": behaviour, "staleness": behind}))
-        all_numerics.append(s.add({"old_logprobs": then}))
-        drifts.append(s.add({"rollout_logprobs": then}))
-    same = {"numerics": all_numerics, "drift": drifts}[part]
+        same.append(s.add({"old_logprobs" if part == "numerics" else "rollout_logprobs": then}))
     found, measured = gradient(loss, CorrectionConfig(**fields, part=part), stale, 240, 1)
     expected, wanted = gradient(loss, CorrectionConfig(**fields), same, 240, 1)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, expected)
@@ -158,10 +127,8 @@ def test_no_cut_changes_the_gradient_of_any_objective(name):
     check_close(found, expected)
     for key in ("policy/loss", "policy/clip_fraction", *(k for k in whole if k.startswith("correction/"))):
         assert cut[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-7), key
-    if correction.cuts_batch:
-        assert 0 < whole["correction/outside_fraction"] < 1
-    if correction.rejections:
-        assert 0 < whole["correction/rejected_sequence_fraction"] < 1
+    assert not correction.cuts_batch or 0 < whole["correction/outside_fraction"] < 1
+    assert not correction.rejections or 0 < whole["correction/rejected_sequence_fraction"] < 1
     assert np.isnan(whole["optimizer/grad_noise"])
     assert cut["optimizer/grad_noise"] > 0
 
@@ -171,12 +138,10 @@ def test_normalised_weights_leave_the_kl_penalty_as_it_is():
     """The gradient is the sum of the normalised policy loss's gradient and of a penalty's that no weight changes."""
     penalty = LossConfig(kl="k2", kl_coefficient=0.7)
     weights = CorrectionConfig(level="token", mode="truncate", threshold=1.2, normalize=True)
-    rng = np.random.default_rng(7)
-    given = [
-        s.add({"reference_logprobs": s["old_logprobs"] + rng.normal(0, 0.5, len(s.response))}) for s in sequences(0.1)
-    ]
+    rng, given = np.random.default_rng(7), sequences(0.1)
+    given = [s.add({"reference_logprobs": s["old_logprobs"] + rng.normal(0, 0.5, len(s.response))}) for s in given]
     both, metrics = gradient(penalty, weights, given, 20, 2)
-    policy, _ = gradient(LossConfig(), weights, given, 20, 2)
+    policy, _ = gradient(PPO, weights, given, 20, 2)
     # Without advantages only the penalty is left.
     alone, pure = gradient(penalty, UNCORRECTED, [dataclasses.replace(s, advantage=0.0) for s in given], 20, 2)
     assert metrics["correction/weight_mean"] < 0.97
@@ -188,19 +153,18 @@ def test_normalised_weights_leave_the_kl_penalty_as_it_is():
 
 def test_token_weights_multiply_the_gradient_of_each_token():
     """The corrected gradient is written out as equation 3, with each token's advantage times its truncated ratio."""
-    correction = CorrectionConfig(preset="token_tis")
-    batch_sequences = sequences()
-    found, metrics = gradient(LossConfig(), correction, batch_sequences, 240, 1)
-    trainer, rollout, mask = as_rows(batch_sequences)
-    mask &= np.array([[s.in_loss] for s in batch_sequences])
+    given = sequences()
+    found, metrics = gradient(PPO, CorrectionConfig(preset="token_tis"), given, 240, 1)
+    trainer, rollout, mask = as_rows(given)
+    mask &= np.array([[s.in_loss] for s in given])
     weights, _ = importance_weights(trainer, rollout, mask, level="token", mode="truncate", threshold=2.0)
     assert weights.max() > 1.5
-    of_tokens = np.float32(weights * mask * np.array([[s.advantage] for s in batch_sequences]) / mask.sum())
+    of_tokens = np.float32(weights * mask * np.array([[s.advantage] for s in given]) / mask.sum())
 
     @jax.jit
     @jax.grad
     def corrected(params):
-        return -jnp.sum(of_tokens * response_logprobs(params, batch_sequences)[:, : mask.shape[1]])
+        return -jnp.sum(of_tokens * response_logprobs(params, given)[:, : mask.shape[1]])
 
     with jax.default_matmul_precision("highest"):
         expected = corrected(init_params(CONFIG, 0))
@@ -209,10 +173,7 @@ def test_token_weights_multiply_the_gradient_of_each_token():
 
 
 def response_logprobs(params, batch_sequences):
-    """Returns the log-probabilities [n, LIMIT] of responses, each sequence alone in a row.
-
-    After a response's end they are 0.
-    """
+    """Returns the log-probabilities [n, LIMIT] of responses, each sequence alone in a row. After its end they are 0."""
     places = np.zeros((len(batch_sequences), LIMIT), np.int32)
     for row, s in zip(places, batch_sequences, strict=True):
         row[: len(s.response)] = range(len(s.prompt), len(s.ids))
@@ -222,7 +183,7 @@ def response_logprobs(params, batch_sequences):
 
 def test_when_every_sequence_is_rejected_nothing_moves():
     tx = inject_learning_rate(lambda rate: optax.adamw(rate, weight_decay=0.5), 1.0)
-    step = make_step(LossConfig(), CorrectionConfig(veto=0.999), 20, 2, tx=tx)
+    step = make_step(PPO, CorrectionConfig(veto=0.999), 20, 2, tx=tx)
     before = jax.device_get(fresh_state(tx))
     state, metrics, _ = jax.device_get(step(fresh_state(tx), pack(sequences()), 0.1, True))
     assert metrics["correction/rejected_sequence_fraction"] == 1.0
@@ -238,20 +199,18 @@ def train(update, state, given, rate, **options):
 
 
 def make_forward(row, rows):
-    return forward_of(make_step(LossConfig(), UNCORRECTED, row, rows))
+    return forward_of(make_step(PPO, UNCORRECTED, row, rows))
 
 
 @pytest.mark.parametrize("mini_batches", [1, 4])
 def test_one_mini_batch_with_loss_is_the_fused_step(mini_batches):
-    loss, correction = LossConfig(), CorrectionConfig(preset="token_mis")
-    forward = make_forward(20, 2)
-    single = SingleUpdate(make_step(loss, correction, 20, 2, diagnosis=DiagnosisConfig()), forward, pack)
-    step = make_step(loss, correction, 20, 2)
+    correction, forward = CorrectionConfig(preset="token_mis"), make_forward(20, 2)
+    single = SingleUpdate(make_step(PPO, correction, 20, 2, diagnosis=DiagnosisConfig()), forward, pack)
+    step = make_step(PPO, correction, 20, 2)
     several = MultipleUpdates(step, forward, pack, pack, mini_batches=mini_batches, epochs=1, group_size=3)
     with_loss = COUNT // mini_batches
     given = [dataclasses.replace(s, in_loss=s.in_loss and i < with_loss) for i, s in enumerate(sequences())]
-    a = train(single, fresh_state(), given, 0.1, seed=0, noise=True)
-    b = train(several, fresh_state(), given, 0.1, seed=0, noise=True)
+    a, b = (train(update, fresh_state(), given, 0.1, seed=0, noise=True) for update in (single, several))
     for x, y in zip(*(jax.tree.leaves(u.state.opt_state.inner_state.trace) for u in (a, b)), strict=True):
         # Sequences come in another order, and the old log-probabilities come from another graph.
         np.testing.assert_allclose(x, y, atol=2e-6 * float(jnp.abs(x).max()) + 1e-9, rtol=1e-4)
@@ -264,8 +223,7 @@ def test_one_mini_batch_with_loss_is_the_fused_step(mini_batches):
 
 
 def test_epochs_train_on_every_group_against_the_first_logprobs():
-    tx = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0)
-    taken = []
+    tx, taken = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0), []
 
     class Watched(TrainStep):
         def __call__(self, state, batch, *rest):
@@ -274,27 +232,23 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
             metrics |= {"precision/activation_max": jnp.float32(1e6 - len(taken))}
             return state, metrics | dict.fromkeys(("x", "x_max", "x_count"), jnp.float32(len(taken))), values
 
-    precision, objective = PrecisionConfig("float32"), Objective(LossConfig(), UNCORRECTED, 6, LIMIT)
+    precision, objective = PrecisionConfig("float32"), Objective(PPO, UNCORRECTED, 6, LIMIT)
     how = {"precision": precision, "objective": objective, "batch_shape": batch_shape(20, 1, 6), "diagnosis": None}
     step, pack_half = Watched(CONFIG, tx, MESH, **how), functools.partial(pack, row=20, rows=1, count=6)
     update = MultipleUpdates(step, make_forward(20, 2), pack, pack_half, mini_batches=2, epochs=2, group_size=3)
     given = sequences()
     updated = train(update, fresh_state(tx), given, 0.5, seed=3, noise=True)
     assert len(taken) == 4
-    # The forward has already measured sequences without loss. They are computed again only if they fill up a
-    # micro-batch.
+    # The forward has measured sequences without loss. They are computed again only if they fill up a micro-batch.
     assert all(int(batch.used) == int(batch.with_loss) for batch in taken)
     assert any(batch.response_mask[batch.used :].any() for batch in taken)
     assert not any(batch.loss_mask[batch.used :].any() for batch in taken)
     for first in (0, 2):
         tokens = sorted(t for batch in taken[first : first + 2] for t in batch.tokens[batch.response_mask].tolist())
         assert tokens == sorted(t for s in given for t in s.response.tolist())
-    old = np.concatenate(on_policy_logprobs())
-    assert np.allclose(
-        np.sort(np.concatenate([taken[i].old_logprobs[taken[i].response_mask] for i in (2, 3)])),
-        np.sort(old),
-        atol=2e-6,
-    )
+    old = np.sort(np.concatenate(on_policy_logprobs()))
+    found = np.sort(np.concatenate([batch.old_logprobs[batch.response_mask] for batch in taken[2:]]))
+    np.testing.assert_allclose(found, old, atol=2e-6, rtol=1e-5)
     # Only the very first mini-batch sees a ratio of 1.
     assert updated.row["policy/clip_fraction"] > 0
     assert updated.row["optimizer/skipped_updates"] == 0
@@ -314,57 +268,30 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
 
 def test_a_kl_penalty_pulls_towards_the_frozen_reference():
     """At the reference the k2 penalty and its gradient are 0. Away from it the gradient is coef (lp - ref)."""
-    loss = LossConfig(kl="k2", kl_coefficient=0.7)
     silent = [dataclasses.replace(s, advantage=0.0) for s in sequences()]
-    step = make_step(loss, UNCORRECTED, 240, 1)
-    pack_all = functools.partial(pack, row=240, rows=1)
-    forward = make_forward(240, 1)
-    of_reference = functools.partial(reference_logprobs, forward)
-    here = SingleUpdate(step, forward, pack_all, functools.partial(of_reference, init_params(CONFIG, 0)))
-    assert train(here, fresh_state(), silent, 0.1, seed=0, noise=False).row["optimizer/grad_norm"] < 1e-6
+    step, forward = make_step(LossConfig(kl="k2", kl_coefficient=0.7), UNCORRECTED, 240, 1), make_forward(240, 1)
+
+    def towards(reference):
+        pack_all = functools.partial(pack, row=240, rows=1)
+        update = SingleUpdate(step, forward, pack_all, functools.partial(reference_logprobs, forward, reference))
+        return train(update, fresh_state(), silent, 0.1, seed=0, noise=False)
+
+    assert towards(init_params(CONFIG, 0)).row["optimizer/grad_norm"] < 1e-6
     reference = init_params(CONFIG, 1)
-    there = SingleUpdate(step, forward, pack_all, functools.partial(of_reference, reference))
-    updated = train(there, fresh_state(), silent, 0.1, seed=0, noise=False)
+    updated = towards(reference)
     in_loss = [s for s in silent if s.in_loss]
-    total = sum(len(s.response) for s in in_loss)
 
     @jax.jit
     @jax.value_and_grad
     def penalty(params):
         gaps = response_logprobs(params, in_loss) - response_logprobs(reference, in_loss)
-        return jnp.sum(0.5 * gaps**2) / total
+        return jnp.sum(0.5 * gaps**2) / sum(len(s.response) for s in in_loss)
 
     with jax.default_matmul_precision("highest"):
         value, expected = penalty(init_params(CONFIG, 0))
     assert updated.row["policy/reference_kl"] == pytest.approx(float(value), rel=1e-4)
     assert updated.row["policy/loss"] == pytest.approx(0.7 * float(value), rel=1e-4)
-    found = updated.state.opt_state.inner_state.trace
-    for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.abs(g - 0.7 * e).max() / np.abs(e).max() < 1e-4
-
-
-@pytest.mark.harness
-def test_a_single_update_normalises_beside_a_penalty(tmp_path, monkeypatch):
-    monkeypatch.setattr("rljax.run.training.make_optimizer", lambda config: keep_gradient())
-    save_params(tmp_path, init_params(CONFIG, 1), CONFIG)
-    fused = Config(
-        model=ModelConfig(path=str(tmp_path)),
-        data=DataConfig(batch_size=4, max_prompt_tokens=LONGEST - LIMIT),
-        rollout=RolloutConfig(group_size=3, max_response_tokens=LIMIT),
-        loss=LossConfig(kl="k3", kl_coefficient=0.7),
-        precision=PrecisionConfig("float32"),
-        packing=PackingConfig(row_tokens=20, rows_per_micro_batch=2, share_prefixes=False),
-        mesh=MeshConfig(1, 1),
-    )
-    normalised = dataclasses.replace(fused, correction=CorrectionConfig(level="token", threshold=1.2, normalize=True))
-    rows = []
-    for config, kind in ((fused, SingleUpdate), (normalised, MultipleUpdates)):
-        update = make_update(config, CONFIG, MESH, load_reference(config, CONFIG, MESH))
-        assert isinstance(update, kind)
-        rows.append(train(update, fresh_state(), sequences(), 0.1, seed=0, noise=False).row)
-    assert rows[1]["correction/weight_mean"] < 0.97
-    assert rows[0]["policy/reference_kl"] > 0.01
-    assert rows[1]["policy/reference_kl"] == pytest.approx(rows[0]["policy/reference_kl"], rel=1.2e-7)
+    check_close(updated.state.opt_state.inner_state.trace, jax.tree.map(lambda x: 0.7 * x, expected), 1e-4)
 
 
 def test_a_sequence_sum_is_divided_by_the_length_limit():
