@@ -24,36 +24,29 @@ def curve_of(lengths, steps=None, truncated=None, cap=None):
     )
 
 
-@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
-def test_a_curve_is_well_formed_and_of_its_kind(curve):
-    assert len(curve.steps) == len(curve.lengths) == len(curve.truncated) >= 3
-    assert np.all(np.isfinite(curve.lengths))
-    assert np.all(curve.lengths > 0)
-    assert np.all(np.diff(curve.steps) > 0)
-    assert curve.steps[0] >= 0
-    shares = curve.truncated[np.isfinite(curve.truncated)]
-    assert np.all((shares >= 0) & (shares <= 1))
-    assert curve.kind in length_curves.KINDS
-    assert curve.obtained in length_curves.OBTAINED
-    assert tuple(curve.source) == length_curves.SOURCE_KEYS
-    assert tuple(curve.setting) == length_curves.SETTING_KEYS
-    assert curve.source["project"]
-    assert curve.source["repository"] or curve.source["address"]
-    assert length_curves.kind_by_rule(curve) == curve.kind or "By eye" in curve.reason
-    assert curve.kind != "surge" or curve.surge
-    if curve.surge:
-        assert curve.steps[0] <= curve.surge[0] < curve.surge[1] <= curve.steps[-1]
-
-
-def test_there_are_enough_curves_of_many_sources():
+def test_each_curve_is_well_formed_and_of_its_kind():
+    for curve in CURVES:
+        assert len(curve.steps) == len(curve.lengths) == len(curve.truncated) >= 3
+        assert np.all(np.isfinite(curve.lengths) & (curve.lengths > 0))
+        assert np.all(np.diff(curve.steps, prepend=-1) > 0)
+        shares = curve.truncated[np.isfinite(curve.truncated)]
+        assert np.all((shares >= 0) & (shares <= 1))
+        assert curve.obtained in length_curves.OBTAINED
+        assert tuple(curve.source) == length_curves.SOURCE_KEYS
+        assert tuple(curve.setting) == length_curves.SETTING_KEYS
+        assert curve.source["project"]
+        assert curve.source["repository"] or curve.source["address"]
+        assert length_curves.kind_by_rule(curve) == curve.kind or "By eye" in curve.reason
+        assert curve.kind != "surge" or curve.surge
+        if curve.surge:
+            assert curve.steps[0] <= curve.surge[0] < curve.surge[1] <= curve.steps[-1]
     assert len({curve.name for curve in CURVES}) == len(CURVES) >= 60
     assert length_curves.independent(CURVES) >= 30
     assert {curve.kind for curve in CURVES} == set(length_curves.KINDS)
 
 
-@pytest.mark.parametrize(
-    ("curve", "kind"),
-    [
+def test_the_rules_of_the_kinds():
+    for curve, kind in (
         (curve_of([100, 100, 104, 106]), "flat"),
         (curve_of([100, 105, 115, 120]), "slow growth"),
         (curve_of([100, 90, 85, 80]), "shrinking"),
@@ -63,13 +56,9 @@ def test_there_are_enough_curves_of_many_sources():
         (curve_of([100, 200, 180, 110]), "rise and fall"),
         (curve_of([100, 400, 900, 950], cap=1000), "truncated"),
         (curve_of([100, 100, 100, 100], truncated=[0, 0.2, 0.4, 0.5]), "truncated"),
-    ],
-)
-def test_the_rules_of_the_kinds(curve, kind):
-    assert length_curves.kind_by_rule(curve) == kind
-
-
-def test_a_spike_is_not_a_surge():
+    ):
+        assert length_curves.kind_by_rule(curve) == kind
+    # A spike is no surge.
     assert length_curves.find_surge(curve_of([100, 300, 100, 100])) is None
     assert length_curves.find_surge(curve_of([100, 110, 280, 290, 300])) == (2, 3)
     assert length_curves.find_surge(curve_of([100] * 20 + [900] + [100] * 20)) is None
@@ -81,16 +70,13 @@ def test_unknown_steps_are_filled_along_lines():
     np.testing.assert_array_equal(truncated, [0, 0, 0.25, 0.5, 0.75, 1])
 
 
-def test_another_format_is_refused(tmp_path):
-    (tmp_path / "curves.json").write_text(json.dumps({"format": 2, "curves": []}))
-    with pytest.raises(ValueError, match="must have format 1, got 2"):
-        length_curves.load_curves(tmp_path / "curves.json")
-
-
-def test_the_runs_of_the_study_are_read():
+def test_runs_are_read_and_another_format_is_refused(tmp_path):
     runs = length_curves.load_runs()
     assert len(runs) == 110
     assert sum(run.setting["algorithm"] == "constant" for run in runs) == 8
+    (tmp_path / "curves.json").write_text(json.dumps({"format": 2, "curves": []}))
+    with pytest.raises(ValueError, match="must have format 1, got 2"):
+        length_curves.load_curves(tmp_path / "curves.json")
 
 
 @pytest.mark.parametrize(
@@ -106,8 +92,7 @@ def test_the_runs_of_the_study_are_read():
     ],
 )
 def test_outcomes(surge, call, first, expected):
-    curve = dataclasses.replace(CURVES[0], surge=surge)
-    assert detector_table.outcome(curve, call, first) == expected
+    assert detector_table.outcome(dataclasses.replace(CURVES[0], surge=surge), call, first) == expected
 
 
 def test_the_changes_of_a_stream():
@@ -120,17 +105,14 @@ def test_the_changes_of_a_stream():
     assert detector_table.noisy(many, 49, 0)[1].std() == pytest.approx(10, rel=0.03)
 
 
-def test_three_times_the_first_ten():
+def test_the_rules_that_are_compared():
     stream = (np.arange(1, 14), np.array([1.0] * 10 + [2.9, 3.0, 1.0]), np.zeros(13))
     assert detector_table.RULES["three times"](stream) == 12
-
-
-def test_a_surge_within_the_window_is_called():
     curve = dataclasses.replace(curve_of([100.0] * 60 + [400.0] * 20), surge=(60, 61))
     assert detector_table.RULES["shipped"](detector_table.stream_of(curve)) == 66
 
 
-def test_the_recorded_table_is_of_these_curves():
+def test_the_recorded_table_is_of_these_curves_and_on_the_page():
     record = json.loads((length_curves.CURVES.parent / "detector_table.json").read_text())
     assert record["sizes"] == {"curves": len(CURVES), "runs": 110}
     assert set(record["by_variation"]["curves"]["as it is"]) == set(detector_table.RULES)
@@ -138,16 +120,9 @@ def test_the_recorded_table_is_of_these_curves():
         calls = record["calls"][curve.name]
         assert calls["kind"] == curve.kind
         assert calls["shipped"] == detector_table.RULES["shipped"](detector_table.stream_of(curve))
-
-
-def test_the_page_has_the_rows_of_the_recorded_table():
-    record = json.loads((length_curves.CURVES.parent / "detector_table.json").read_text())
     page = (ROOT / "docs" / "length_curves.md").read_text(encoding="utf-8")
     rows = [line for line in detector_table.as_markdown(record).splitlines() if line.startswith("| ") and "/" in line]
     assert len(rows) == 2 * len(detector_table.VARIATIONS)
     assert [row for row in rows if row not in page] == []
-
-
-def test_the_shipped_rules_are_the_chosen_ones():
-    record = json.loads((length_curves.CURVES.parent / "chosen_rules.json").read_text())
-    assert record["chosen"] == dataclasses.asdict(SurgeConfig())
+    chosen = json.loads((length_curves.CURVES.parent / "chosen_rules.json").read_text())
+    assert chosen["chosen"] == dataclasses.asdict(SurgeConfig())

@@ -25,16 +25,16 @@ def test_worked_numbers():
     assert sample_size_factor(share, 0.55) == 1.0
     assert sample_size_factor(0.25, 0.5) == pytest.approx(np.sqrt(0.5))
 
-
-def test_equal_weights_of_any_size_leave_the_rate_whole():
     for log_weight in (0.0, 5000.0, -5000.0):
         assert effective_sample_share([log_weight] * 7) == pytest.approx(1.0)
     assert effective_sample_share([5000.0, 0.0]) == pytest.approx(0.5)
-
-
-def test_what_is_not_known_does_not_give_the_whole_rate():
     assert sample_size_factor(None) == 1.0  # no batch before
     assert sample_size_factor(float("nan")) == sample_size_factor(0.0) == 0.0
+
+
+def update_with(**given):
+    tx = inject_learning_rate(optax.sgd, scaled_by_sample_size(1e-3))
+    tx.update({"w": 1.0}, tx.init({"w": 1.0}), **given)
 
 
 @pytest.mark.parametrize(
@@ -45,25 +45,14 @@ def test_what_is_not_known_does_not_give_the_whole_rate():
         (lambda: sample_size_factor(1.5), r"share must be in \[0, 1\]"),
         (lambda: sample_size_factor(0.5, 0.0), r"base must be in \(0, 1\]"),
         (lambda: scaled_by_sample_size(1e-3, 2.0), r"base must be in \(0, 1\]"),
+        (update_with, "needs effective_sample_share="),
+        (lambda: update_with(effective_sample_share=1.7), r"effective_sample_share must be in \[0, 1\]"),
+        (lambda: update_with(effective_sample_share=jnp.ones(1)), "effective_sample_share: scalars are expected"),
     ],
 )
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "needs effective_sample_share="),
-        ({"effective_sample_share": 1.7}, r"effective_sample_share must be in \[0, 1\]"),
-        ({"effective_sample_share": jnp.ones(1)}, "effective_sample_share: scalars are expected"),
-    ],
-)
-def test_a_missing_or_wrong_sample_size_is_named(given, message):
-    tx = inject_learning_rate(optax.sgd, scaled_by_sample_size(1e-3))
-    with pytest.raises(ValueError, match=message):
-        tx.update({"w": 1.0}, tx.init({"w": 1.0}), **given)
 
 
 @pytest.mark.parametrize("base", [1.0, 0.55])

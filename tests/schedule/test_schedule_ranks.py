@@ -5,12 +5,12 @@ from two_ranks import outputs_of_two_ranks
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.slow, pytest.mark.harness]
-
 RANK = """
 import datetime, json, sys
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from rljax.schedule import SurgeConfig, SurgeTracker
 from rljax.schedule.torch import LengthTriggeredScheduler, mean_over_ranks
 
@@ -22,9 +22,7 @@ model = torch.nn.Linear(4, 4, bias=False)
 torch.nn.init.zeros_(model.weight)
 if wrapper == "ddp":
     model = torch.nn.parallel.DistributedDataParallel(model)
-elif wrapper == "fsdp2":
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+else:
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 tracker = SurgeTracker(SurgeConfig(window=12, warmup=6, smooth=3, persistence=1))
@@ -37,7 +35,7 @@ def weights():
     (weight,) = model.parameters()
     if wrapper == "fsdp2":
         assert tuple(weight.to_local().shape) == (2, 4)
-        return weight.full_tensor().detach().clone()
+        weight = weight.full_tensor()
     return weight.detach().clone()
 
 
@@ -58,10 +56,11 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.harness
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_two_ranks_take_the_same_rates(wrapper):
+    """Two rows of ones give each weight the gradient 2 on both ranks."""
     first, second = outputs_of_two_ranks(RANK, wrapper, timeout=180)
-    assert first == second
-    # Two rows of ones give each weight the gradient 2 on both ranks.
     rates = [1.0] * 11 + [0.5] * 2
-    assert first == [[100.0] * 8 + [400.0] * 5, rates, [2 * rate for rate in rates], 10, True]
+    assert first == second == [[100.0] * 8 + [400.0] * 5, rates, [2 * rate for rate in rates], 10, True]

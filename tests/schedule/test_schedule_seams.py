@@ -57,10 +57,7 @@ def test_prime_rl(optimizer):
 
 
 def test_torchs_distributed_checkpoint_keeps_the_state(optimizer, tmp_path):
-    """prime-rl and NeMo-RL save with this checkpoint.
-
-    It fills the state of a new scheduler, which has seen no length.
-    """
+    """prime-rl and NeMo-RL save with this checkpoint. It fills the state of a scheduler that has seen no length."""
     first = early_scheduler(optimizer)
     for length in LENGTHS[:60]:
         first.observe(length)
@@ -75,10 +72,7 @@ def test_torchs_distributed_checkpoint_keeps_the_state(optimizer, tmp_path):
 
 
 class NemoWorker:
-    """A worker like NeMo-RL's ``DTensorPolicyWorkerV2Impl``.
-
-    Its ``train`` makes several updates with one rollout batch, then one scheduler step.
-    """
+    """A worker like NeMo-RL's ``DTensorPolicyWorkerV2Impl``: several updates a rollout batch, then a scheduler step."""
 
     def __init__(self, optimizer, scheduler, rates):
         self.optimizer, self.scheduler, self.rates = optimizer, scheduler, rates
@@ -125,9 +119,10 @@ class MegatronScheduler:
             group["lr"] = self.get_lr(group)
 
 
-def slime_rates(code, args, optimizer, scheduler, rollouts):
-    """Returns the rate of each update of slime's loop over rollouts, with its two hooks."""
-    rates = []
+def slime_rates(place, optimizer, rollouts, code=None, scheduler=None):
+    """Returns the rates of slime's loop over rollouts [rollouts, updates], with its two hooks in a new process."""
+    args, rates = SimpleNamespace(save=str(place)), []
+    code, scheduler = code or slime_code(), scheduler or MegatronScheduler(optimizer)
     for rollout_id in rollouts:
         code["after_rollout"](args, rollout_id, {"response_lengths": list(two_lengths(LENGTHS[rollout_id]))})
         for step_id in range(UPDATES):
@@ -135,7 +130,7 @@ def slime_rates(code, args, optimizer, scheduler, rollouts):
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step(increment=1)
-    return rates
+    return np.reshape(rates, (-1, UPDATES))
 
 
 def slime_code():
@@ -145,35 +140,21 @@ def slime_code():
 
 
 def test_slime(optimizer, tmp_path):
-    args = SimpleNamespace(save=str(tmp_path / "new"))
-    rates = slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(len(LENGTHS)))
-    np.testing.assert_allclose(np.reshape(rates, (-1, UPDATES)), np.stack([RATES] * UPDATES, 1), rtol=2e-7)
-    assert json.loads((tmp_path / "new" / "response_lengths.json").read_text()) == LENGTHS
-
-
-def test_slime_counts_rollouts_before_the_first_seen(optimizer, tmp_path):
-    args = SimpleNamespace(save=str(tmp_path))
-    slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(3, 5))
+    """The second process resumes from the checkpoint after rollout 59, although the first went on to 70."""
+    both, file = np.stack([RATES] * UPDATES, 1), tmp_path / "new" / "response_lengths.json"
+    np.testing.assert_allclose(slime_rates(tmp_path / "new", optimizer, range(70)), both[:70], rtol=2e-7)
+    np.testing.assert_allclose(slime_rates(tmp_path / "new", optimizer, range(60, 100)), both[60:], rtol=2e-7)
+    assert json.loads(file.read_text()) == LENGTHS
+    # Rollouts before the first one that it sees are counted.
+    slime_rates(tmp_path, optimizer, range(3, 5))
     means = json.loads((tmp_path / "response_lengths.json").read_text())
     np.testing.assert_array_equal(means, [np.nan] * 3 + LENGTHS[3:5])
 
 
-def test_slime_goes_on_after_a_restart(optimizer, tmp_path):
-    """The second process resumes from the checkpoint after rollout 59, although the first went on to 70."""
-    args = SimpleNamespace(save=str(tmp_path))
-    slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(70))
-    rates = slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(60, len(LENGTHS)))
-    np.testing.assert_allclose(rates[::UPDATES], RATES[60:], rtol=2e-7)
-
-
 def test_slime_keeps_the_warm_up_and_the_critic(optimizer, tmp_path):
-    """The rate is Megatron's own rate times the factor.
-
-    The critic's process has no rollout data and keeps Megatron's rate.
-    """
-    code, args = slime_code(), SimpleNamespace(save=str(tmp_path))
-    scheduler = MegatronScheduler(optimizer, warmup=4)
-    code["before_train_step"](args, 0, 0, [], optimizer, scheduler)
+    """Megatron's own rate is multiplied. The critic's process has no rollout data and keeps it."""
+    code, scheduler = slime_code(), MegatronScheduler(optimizer, warmup=4)
+    code["before_train_step"](SimpleNamespace(save=str(tmp_path)), 0, 0, [], optimizer, scheduler)
     assert optimizer.param_groups[0]["lr"] == 0.0
-    rates = slime_rates(code, args, optimizer, scheduler, range(3))
-    np.testing.assert_allclose(rates, [0, 0.25e-6, 0.5e-6, 0.75e-6, 1e-6, 1e-6])
+    rates = slime_rates(tmp_path, optimizer, range(3), code, scheduler)
+    np.testing.assert_allclose(rates, [[0, 0.25e-6], [0.5e-6, 0.75e-6], [1e-6, 1e-6]])
