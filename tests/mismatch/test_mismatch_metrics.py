@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from isolated import run_with_only
 
 from rljax.mismatch import merge, mismatch_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.metrics import finalize_mismatch
@@ -40,26 +41,10 @@ def statistics_of(*arrays):
 
 def formulas(trainer, rollout, mask, entropy):
     """Returns the metrics of FACTS' table, computed from token values in float64 lists, sequence by sequence."""
-    p, q, lr, ent = [], [], [], []
-    per_sequence = []
-    bad = 0
-    for i in range(trainer.shape[0]):
-        tr, ro = [], []
-        for t in range(trainer.shape[1]):
-            if not mask[i, t]:
-                continue
-            if not (math.isfinite(trainer[i, t]) and math.isfinite(rollout[i, t])):
-                bad += 1
-                continue
-            tr.append(float(trainer[i, t]))
-            ro.append(float(rollout[i, t]))
-            ent.append(float(entropy[i, t]))
-        if tr:
-            per_sequence.append((np.array(tr), np.array(ro)))
-            p += list(np.exp(tr))
-            q += list(np.exp(ro))
-            lr += list(np.array(tr) - np.array(ro))
-    p, q, lr = np.array(p), np.array(q), np.array(lr)
+    finite = mask & np.isfinite(trainer) & np.isfinite(rollout)
+    rows = [(trainer[i, finite[i]], rollout[i, finite[i]]) for i in range(len(mask))]
+    per_sequence = [(tr, ro) for tr, ro in rows if tr.size]
+    p, q, lr = np.exp(trainer[finite]), np.exp(rollout[finite]), trainer[finite] - rollout[finite]
     # This is exp(trainer) - exp(rollout), but a difference of two floats would itself lose digits.
     gap = abs(q * np.expm1(lr))
     d = np.array([math.fsum(ro - tr) / len(tr) for tr, ro in per_sequence])
@@ -93,10 +78,10 @@ def formulas(trainer, rollout, mask, entropy):
         "prob_abs_diff_max": max(gap),
         "pearson_corr": np.corrcoef(p, q)[0, 1],
         "slope_per_1k": 1000 * sum((x * y).sum() for x, y in running) / sum((x * x).sum() for x, _ in running),
-        "kl_entropy_ratio": k3 / mean(ent),
+        "kl_entropy_ratio": k3 / mean(entropy[finite]),
         "extreme_rate": mean(abs(lr) > 0.5),
         "flip_count": sum(((p > 0.9) & (q < 0.1)) | ((q > 0.9) & (p < 0.1))),
-        "nonfinite_count": bad,
+        "nonfinite_count": np.sum(mask & ~finite),
         "saturated_count": 0,
         "token_count": len(lr),
         "sequence_count": len(d),
@@ -125,7 +110,7 @@ def relative(found, expected):
 
 
 @BOTH
-@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-3, 1e-2, 0.3])
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 0.3])
 @pytest.mark.parametrize("spikes", [False, True])
 def test_every_metric_equals_its_formula(measure, scale, spikes):
     trainer, rollout, mask, entropy = batch(scale, spikes=spikes)
@@ -146,26 +131,6 @@ def test_equal_engines_measure_exactly_nothing(measure):
     assert {name: str(found[name]) for name in EXACT_ZERO} == dict.fromkeys(EXACT_ZERO, "0.0")
     assert found["ppl_ratio"] == 1.0
     assert found["pearson_corr"] == pytest.approx(1.0, abs=2e-7)
-
-
-def test_hand_worked_numbers():
-    trainer = np.log(np.array([[0.5, 0.25, 1.0], [0.2, 0.3, 0.4]]))
-    rollout = np.log(np.array([[0.25, 0.5, 1.0], [0.4, 0.3, 0.2]]))
-    mask = np.array([[1, 1, 0], [1, 0, 1]])
-    found = mismatch_metrics(trainer, rollout, mask)
-    assert found["kl"] == pytest.approx(0, abs=1e-16)
-    assert found["k3_kl"] == pytest.approx((2 + 0.5 + 0.5 + 2) / 4 - 1)
-    assert found["chi2_token"] == pytest.approx((4 + 0.25 + 0.25 + 4) / 4 - 1)
-    assert found["chi2_seq"] == pytest.approx(0, abs=1e-15)
-    assert found["training_ppl"] == pytest.approx((math.sqrt(8) + math.sqrt(12.5)) / 2)
-    assert found["slope_per_1k"] == pytest.approx(1000 * (math.log(2) - math.log(2)) / 10, abs=1e-12)
-    assert found["prob_abs_diff_mean"] == pytest.approx((0.25 + 0.25 + 0.2 + 0.2) / 4)
-    assert "kl_entropy_ratio" not in found
-
-
-def test_slope_is_that_of_a_steady_drift():
-    trainer, rollout = np.full((2, 5000), -1.001), np.full((2, 5000), -1.0)
-    assert mismatch_metrics(trainer, rollout, np.ones((2, 5000)))["slope_per_1k"] == pytest.approx(-1.0)
 
 
 @BOTH
@@ -208,10 +173,13 @@ def test_nothing_to_measure_gives_zeros(measure, shape):
     assert found == dict.fromkeys(found, 0.0)
 
 
-def test_a_constant_probability_has_a_defined_correlation():
+def test_constant_numbers_have_a_defined_correlation_and_slope():
     same, other = np.full((1, 3), -1.0), np.array([[-1.0, -2.0, -3.0]])
     assert mismatch_metrics(same, same, np.ones((1, 3)))["pearson_corr"] == 1.0
     assert mismatch_metrics(same, other, np.ones((1, 3)))["pearson_corr"] == 0.0
+    drift = mismatch_metrics(same - 0.001, same, np.ones((1, 3)))
+    assert drift["slope_per_1k"] == pytest.approx(-1.0)
+    assert "kl_entropy_ratio" not in drift
 
 
 def test_no_gradient_flows_and_remat_scan_and_vmap_work():
@@ -252,15 +220,23 @@ def test_half_precision_is_read_and_summed_in_float32():
 
 def test_callers_mistakes_say_what_was_expected():
     ones = np.ones((2, 3))
-    with pytest.raises(ValueError, match=r"response_mask must have the shape .*\(2, 3\), got \(3, 2\)"):
-        mismatch_metrics(ones, ones, ones.T)
-    with pytest.raises(ValueError, match=r"\[b, t\], got shape \(6,\)"):
-        mismatch_metrics(ones.ravel(), ones.ravel(), ones.ravel())
     with pytest.raises(ValueError, match="entropy must have the shape"):
         mismatch_metrics(ones, ones, ones, entropy=ones[:1])
-    with pytest.raises(ValueError, match="given together, got no num_sequences"):
-        read_tokens(ones, ones, ones, sequence_ids=ones)
-    with pytest.raises(ValueError, match=r"0 \.\. 1 inside the mask, got 0 \.\. 2"):
-        read_tokens(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [2, 2, 2]]), num_sequences=2)
-    with pytest.raises(ValueError, match=r"whole inside one row, got pieces of \[0\]"):
-        read_tokens(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [0, 2, 2]]), num_sequences=3)
+    outside, split = np.array([[0, 0, 1], [2, 2, 2]]), np.array([[0, 0, 1], [0, 2, 2]])
+    for arrays, named, message in (
+        ((ones, ones, ones.T), {}, r"response_mask must have the shape .*\(2, 3\), got \(3, 2\)"),
+        ((ones.ravel(),) * 3, {}, r"\[b, t\], got shape \(6,\)"),
+        ((ones,) * 3, {"sequence_ids": ones}, "given together, got no num_sequences"),
+        ((ones,) * 3, {"sequence_ids": outside, "num_sequences": 2}, r"0 \.\. 1 inside the mask, got 0 \.\. 2"),
+        ((ones,) * 3, {"sequence_ids": split, "num_sequences": 3}, r"whole inside one row, got pieces of \[0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_tokens(*arrays, **named)
+
+
+def test_the_package_needs_jax_and_numpy_and_no_other_room():
+    given = "numpy.zeros((1, 2)), numpy.zeros((1, 2)), numpy.ones((1, 2))"
+    program = f"import numpy, rljax.mismatch\nassert rljax.mismatch.mismatch_metrics({given})['kl'] == 0.0\n"
+    packages = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy")
+    done = run_with_only(packages, program, room="mismatch")
+    assert done.stdout.strip() == "isolated", done.stderr
