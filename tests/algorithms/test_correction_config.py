@@ -1,6 +1,5 @@
 """Corrections: presets, weights and rejections by hand, totals that merge, and batches without tokens."""
 
-import dataclasses
 import functools
 
 import jax
@@ -42,6 +41,11 @@ def run(config, logprobs=LOGPROBS, rollout=ROLLOUT, mask=MASK, ids=IDS):
         (CorrectionConfig(preset="icepop"), [[4, 2, 0, 0.5, 0, 0], [1, 1.21, 0, 0, 0, 0]], 1 / 6),
         (CorrectionConfig(preset="sequence_tis"), [[2, 2, 0, 0.125, 0.125, 0], [1.21, 1.21, 0, 0, 0, 0]], 1 / 3),
         (CorrectionConfig(preset="sequence_mis"), [[0, 0, 0, 0.125, 0.125, 0], [1.21, 1.21, 0, 0, 0, 0]], 1 / 3),
+        (
+            CorrectionConfig(level="sequence", mode="band", threshold_low=1.0, threshold=2.0),
+            [[0, 0, 0, 0, 0, 0], [1.21, 1.21, 0, 0, 0, 0]],
+            2 / 3,
+        ),
         (CorrectionConfig(preset="geometric_band"), np.zeros((2, 6)), 1.0),
         (
             CorrectionConfig(level="geometric", mode="band", threshold_low=0.5, threshold=1.2),
@@ -86,15 +90,20 @@ def test_the_sequence_band_by_hand():
 
 def test_totals_by_hand():
     """Token truncation at 3 has the weights 3, 2, 0.5, 0.25, 1, 1.21; sequence truncation has 3, 0.125, 1.21."""
-    _, _, row, _ = run(CorrectionConfig(level="token", threshold=3.0))
+    plain, normalized = (CorrectionConfig(level="token", threshold=3.0, normalize=each) for each in (False, True))
+    _, _, row, totals = run(plain)
     assert row["weight_mean"] == pytest.approx(7.96 / 6, rel=1e-6)
     assert row["weight_max"] == pytest.approx(3.0, rel=1e-6)
     assert row["effective_sample_size"] == pytest.approx(7.96**2 / (6 * 15.7766), rel=1e-6)
+    assert float(gradient_divisor(plain, totals)) == 1.0
+    assert float(gradient_divisor(normalized, totals)) == pytest.approx(7.96 / 6, rel=1e-6)
     _, _, row, _ = run(CorrectionConfig(level="sequence", threshold=3.0))
     assert row["weight_mean"] == pytest.approx(4.335 / 3, rel=1e-6)
     assert row["effective_sample_size"] == pytest.approx(4.335**2 / (3 * 10.479725), rel=1e-6)
     _, _, row, _ = run(CorrectionConfig())
     assert (row["weight_mean"], row["weight_max"], row["effective_sample_size"]) == (1.0, 1.0, 1.0)
+    zeroed = CorrectionConfig(level="geometric", mode="band", threshold_low=0.99, threshold=1.01, normalize=True)
+    assert float(gradient_divisor(zeroed, run(zeroed)[3])) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -122,16 +131,6 @@ def test_rejections_by_hand(fields, kept_sequences):
     assert not config.is_off
 
 
-def test_vexact_truncates_tokens_and_rejects_sequences():
-    logprobs = LOGPROBS.copy()
-    logprobs[1, :2] = ROLLOUT[1, :2] + np.float32(0.02)
-    weights, kept, row, _ = run(CorrectionConfig(preset="vexact"), logprobs=logprobs)
-    np.testing.assert_allclose(weights[1, :2], np.exp(np.float32(0.02)), rtol=1e-6)
-    assert weights.max() == 2.0
-    np.testing.assert_array_equal(kept, MASK & (IDS == 3))  # a gap of 0.02 nats has a k3 of 2.0e-4
-    assert row["rejected_sequence_fraction"] == pytest.approx(2 / 3)
-
-
 def test_tokens_not_finite_count_and_follow_their_sequence():
     """Sequence 1 (passes) loses a token, 0 (fails) begins with a broken token, and 3 (nothing finite) is dropped."""
     rollout = ROLLOUT.copy()
@@ -156,7 +155,7 @@ def test_tokens_not_finite_count_and_follow_their_sequence():
     assert int(totals["weight_count"]) == 2
 
 
-@pytest.mark.parametrize("preset", ["none", *PRESETS])
+@pytest.mark.parametrize("preset", ["none", "vexact", "sequence_mis", "sequence_band", "abs_ratio"])
 def test_nothing_in_the_mask_gives_zeros(preset):
     nan = np.full_like(LOGPROBS, np.nan)
     config = CorrectionConfig(preset=preset)
@@ -170,29 +169,21 @@ def test_nothing_in_the_mask_gives_zeros(preset):
         jax.tree.map(np.testing.assert_array_equal, merged, full)
 
 
-def test_divisor():
-    config = CorrectionConfig(level="token", threshold=3.0)
-    totals = run(config)[3]
-    assert float(gradient_divisor(config, totals)) == 1.0
-    normalized = CorrectionConfig(level="token", threshold=3.0, normalize=True)
-    assert float(gradient_divisor(normalized, totals)) == pytest.approx(7.96 / 6, rel=1e-6)
-    zeroed = CorrectionConfig(level="geometric", mode="band", threshold_low=0.99, threshold=1.01, normalize=True)
-    assert float(gradient_divisor(zeroed, run(zeroed)[3])) == 1.0
-
-
 def test_presets_fill_the_other_fields():
-    off = CorrectionConfig()
-    assert off.is_off
-    assert off.resolved() is off
+    """Score centering and the part stand beside a preset."""
+    assert CorrectionConfig().is_off
+    assert not CorrectionConfig(score_centering=True).is_off
     for name, fields in PRESETS.items():
         preset = CorrectionConfig(preset=name)
         assert preset.resolved() == CorrectionConfig(**fields)
         assert not preset.is_off
-    assert not CorrectionConfig(veto=1e-4).is_off
-    vexact = CorrectionConfig(preset="vexact").resolved()
-    assert (vexact.level, vexact.mode, vexact.threshold, vexact.reject_k3) == ("token", "truncate", 2.0, 1e-3)
-    assert CorrectionConfig(preset="vexact", part="drift").resolved() == dataclasses.replace(vexact, part="drift")
-    assert vexact.rejections == CorrectionConfig(preset="vexact").rejections == (("k3", 1e-3),)
+    vexact = CorrectionConfig(preset="vexact", part="drift")
+    assert vexact.resolved() == CorrectionConfig(**PRESETS["vexact"], part="drift")
+    assert vexact.rejections == (("k3", 1e-3),)
+    centered = CorrectionConfig(preset="token_tis", score_centering=True)
+    assert centered.resolved() == CorrectionConfig(**PRESETS["token_tis"], score_centering=True)
+    assert centered.needs_tops
+    assert not CorrectionConfig(preset="token_tis").needs_tops
 
 
 @pytest.mark.parametrize(
@@ -210,7 +201,7 @@ def test_presets_fill_the_other_fields():
         ({"level": "token", "threshold": float("inf")}, "finite and above 0, got inf"),
         (
             {"level": "token", "threshold_low": 0.5},
-            r"0 unless mode is band or gate, got 0\.5 with threshold 2\.0, mode truncate",
+            r"mode is band or gate, got 0\.5 with threshold 2\.0, mode truncate",
         ),
         ({"level": "token", "mode": "band", "threshold_low": 3.0}, r"got 3\.0 with threshold 2\.0, mode band"),
         ({"level": "token", "mode": "gate"}, "mode gate needs level sequence or geometric, got token"),

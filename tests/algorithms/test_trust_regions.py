@@ -9,7 +9,7 @@ import pytest
 from micro_batches import micro_batch
 
 from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig, policy_loss
+from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import merge, rejection_mask
 from rljax.mismatch.regions import Region, binary_kl, moment_bound, probability_gap, tops_distance
 from rljax.policy.head import TokenScores
@@ -43,6 +43,13 @@ def compiled(correction):
     return objective, jax.jit(jax.value_and_grad(run, has_aux=True))
 
 
+def at_probabilities(p, q, **fields):
+    """Returns a micro-batch whose tokens all count and have this probability of the rollout, and the policy's."""
+    micro, _, tops = batch(0)
+    rollout, lp = (np.broadcast_to(np.log(each).astype(np.float32), (B, T)) for each in (q, p))
+    return micro._replace(rollout_logprobs=rollout, loss_mask=np.ones((B, T), bool), **fields), lp, tops
+
+
 def weights_of(correction, micro, logprobs, tops):
     """Returns the factor of -A grad log p at each token, and the row."""
     objective, run = compiled(correction)
@@ -52,32 +59,21 @@ def weights_of(correction, micro, logprobs, tops):
 
 def test_the_row_has_the_share_of_tokens_outside():
     """The first two of eight probabilities differ by 0.3 from the sampler's 0.3, and the others by 0.1."""
-    micro, _, tops = batch(0)
-    lp = np.broadcast_to(np.log(np.where(np.arange(T) < 2, 0.6, 0.4)).astype(np.float32), (B, T))
-    rollout = np.full((B, T), np.log(0.3), np.float32)
-    micro = micro._replace(rollout_logprobs=rollout, loss_mask=np.ones((B, T), bool))
-    found, row = weights_of(CorrectionConfig(region="tv", region_threshold=0.2), micro, lp, tops)
+    given = at_probabilities(np.where(np.arange(T) < 2, 0.6, 0.4), 0.3)
+    found, row = weights_of(CorrectionConfig(region="tv", region_threshold=0.2), *given)
     np.testing.assert_array_equal(found, np.broadcast_to(np.arange(T) >= 2, (B, T)))
     assert float(row["correction/outside_fraction"]) == pytest.approx(2 / T)
 
 
 def test_a_smooth_region_pulls_tokens_back():
-    """Beyond the threshold the factor is negative.
-
-    It is 1 - 0.3 / 0.2 for p = 0.6, q = 0.3 and a positive advantage.
-    """
-    micro, lp, tops = batch(0)
-    lp = np.full_like(lp, np.log(0.6))
-    micro = micro._replace(
-        rollout_logprobs=np.full((B, T), np.log(0.3), np.float32), advantages=np.ones((B, T), np.float32)
-    )
-    smooth = CorrectionConfig(region="smooth", region_threshold=0.2)
-    found, row = weights_of(smooth, micro, lp, tops)
-    np.testing.assert_allclose(found[micro.loss_mask], -0.5, atol=1e-5)
+    """Beyond the threshold the factor is 1 - 0.3 / 0.2 for p = 0.6, q = 0.3 and a positive advantage."""
+    smooth, ones = CorrectionConfig(region="smooth", region_threshold=0.2), np.ones((B, T), np.float32)
+    found, row = weights_of(smooth, *at_probabilities(0.6, 0.3, advantages=ones))
+    np.testing.assert_allclose(found, -0.5, atol=1e-5)
     assert float(row["correction/outside_fraction"]) == 1.0
     assert float(row["correction/distance_mean"]) == pytest.approx(0.3, rel=1e-5)
-    negative = micro._replace(advantages=-micro.advantages)
-    np.testing.assert_allclose(weights_of(smooth, negative, lp, tops)[0][micro.loss_mask], 2.5, atol=1e-5)
+    found, _ = weights_of(smooth, *at_probabilities(0.6, 0.3, advantages=-ones))
+    np.testing.assert_allclose(found, 2.5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +109,11 @@ def test_the_second_moment_by_hand(preset, objective, count, outside):
     assert float(row["correction/distance_mean"]) == pytest.approx(0.1425)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "counted", "bound"),
-    [(0.055, True, 0.01), (0.064, True, 0.09), (0.001, True, 0.0), (0.001, False, 0.0)],
-)
-def test_equal_distances_leave_together(threshold, counted, bound):
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_equal_distances_leave_together(xp):
     """The mean of 0.01 and 0.09 is 0.05, and 0.0633 with another 0.09."""
     ratios = np.float32([0.3, -0.3, 0.1])
-    for xp in (np, jnp):
+    for threshold, counted, bound in ((0.055, True, 0.01), (0.064, True, 0.09), (0.001, True, 0), (0.001, False, 0)):
         arrays = ratios, 0 * ratios, np.full(3, counted), np.ones(3)
         found = moment_bound(xp, Region("moment", threshold), *map(xp.asarray, arrays))
         assert float(found) == pytest.approx(bound, rel=1e-6)
@@ -128,20 +121,11 @@ def test_equal_distances_leave_together(threshold, counted, bound):
 
 @pytest.mark.parametrize("part", ["numerics", "drift"])
 def test_a_region_of_one_part(part):
-    """The policy that sampled a stale token is in the middle.
-
-    It has 0.5, between a rollout of 0.3 and a policy of 0.8.
-    """
-    micro, lp, tops = batch(0)
-    lp = np.full_like(lp, np.log(0.8))
+    """The policy that sampled a stale token has 0.5, between a rollout of 0.3 and a policy of 0.8."""
     stale = np.arange(B)[:, None] + np.zeros((B, T), np.int32) > 0
-    micro = micro._replace(
-        rollout_logprobs=np.full((B, T), np.log(0.3), np.float32),
-        behaviour_logprobs=np.full((B, T), np.log(0.5), np.float32),
-        staleness=stale.astype(np.int32),
-        loss_mask=np.ones((B, T), bool),
-    )
-    found, _ = weights_of(CorrectionConfig(region="tv", region_threshold=0.25, part=part), micro, lp, tops)
+    behaviour = np.full((B, T), np.log(0.5), np.float32)
+    given = at_probabilities(0.8, 0.3, behaviour_logprobs=behaviour, staleness=stale.astype(np.int32))
+    found, _ = weights_of(CorrectionConfig(region="tv", region_threshold=0.25, part=part), *given)
     # A token that is not stale has no drift, so all of its mismatch is numerics.
     np.testing.assert_allclose(found, stale == (part == "numerics"), atol=1e-6)
 
@@ -161,10 +145,7 @@ def test_tokens_that_are_not_finite_are_outside():
 
 
 def test_sequence_masks_by_hand():
-    """One token each has lr 0.1, 1.0 or -1.0.
-
-    The k3 values are 0.00517, 0.718 and 0.368; exp(abs(lr)) has the means 1.05 and 1.86.
-    """
+    """Of lr 0.1, 1.0 and -1.0, k3 is 0.00517, 0.718 and 0.368; the means of exp(abs(lr)) are 1.05 and 1.86."""
     lr = np.array([[0.1, 0.0], [1.0, 0.0], [-1.0, 0.0], [np.nan, 0.0], [np.nan, np.nan]])
     zeros, mask = np.zeros_like(lr), np.ones_like(lr)
     for statistic, threshold, kept in [
@@ -174,14 +155,10 @@ def test_sequence_masks_by_hand():
         ("abs_ratio", 1.86, [1, 1, 1, 1, 0]),
         ("abs_ratio", 1.85, [1, 0, 0, 1, 0]),
     ]:
-        found, stats = rejection_mask(lr, zeros, mask, statistic=statistic, threshold=threshold)
-        np.testing.assert_array_equal(found[:, 0], kept)
-        assert stats["rejected_sequence_fraction"] == pytest.approx(1 - sum(kept) / 5)
-        run = jax.jit(functools.partial(rejection_mask, statistic=statistic, threshold=threshold))
-        on_device, _ = run(lr, zeros, mask)
-        np.testing.assert_array_equal(on_device, found)
-    assert CorrectionConfig(preset="max_k3").rejections == (("max_k3", 0.05),)
-    assert CorrectionConfig(preset="abs_ratio").rejections == (("abs_ratio", 2.0),)
+        reject = functools.partial(rejection_mask, statistic=statistic, threshold=threshold)
+        for found, stats in (reject(lr, zeros, mask), jax.jit(reject)(lr, zeros, mask)):
+            np.testing.assert_array_equal(found[:, 0], kept)
+            assert stats["rejected_sequence_fraction"] == pytest.approx(1 - sum(kept) / 5)
 
 
 def test_distances_keep_their_digits():
@@ -204,29 +181,3 @@ def test_distances_over_lists_by_hand():
     kl = 0.4 * np.log(0.4 / 0.5) + 0.2 * np.log(0.2 / 0.3)
     assert tops_distance(np, "kl", *lists, listed, has_tail=False) == pytest.approx(kl)
     assert tops_distance(np, "kl", *lists, listed, has_tail=True) == pytest.approx(kl + 0.4 * np.log(2))
-
-
-def test_stale_tokens_have_bounds_of_their_own():
-    """The ratios are 1.25 and 0.85 with A = 1 and -1.
-
-    Fresh tokens are inside 0.2 / 0.28, and stale tokens are outside 0.1 / 0.05.
-    """
-    ratios, advantages = np.array([[1.25, 1.25, 0.85, 0.85]]), np.array([[1.0, 1.0, -1.0, -1.0]])
-    staleness = np.array([[0, 2, 0, 1]], np.int32)
-    where = {"sequence_ids": np.zeros((1, 4), np.int32), "num_sequences": 1, "staleness": staleness}
-    for kind, wanted in (("ppo_clip", [-1.25, -1.05, 0.85, 0.9]), ("cispo", [-1.25, -1.05, 0.85, 0.9])):
-        config = LossConfig(kind=kind, stale_clip_low=0.1, stale_clip_high=0.05)
-        logprobs = np.log(ratios) if kind == "ppo_clip" else np.ones((1, 4))
-        old = logprobs - np.log(ratios)
-        losses, clipped = policy_loss(config, logprobs, old, advantages, np.ones((1, 4), bool), **where)
-        np.testing.assert_allclose(losses[0], wanted, rtol=1e-5)
-        np.testing.assert_array_equal(clipped[0], [0, 1, 0, 1])
-        fresh, _ = policy_loss(LossConfig(kind=kind), logprobs, old, advantages, np.ones((1, 4), bool), **where)
-        np.testing.assert_allclose(fresh[0], [-1.25, -1.25, 0.85, 0.85], rtol=1e-5)
-    assert not LossConfig().clips_stale
-    for fields, message in (
-        ({"stale_clip_high": 0.3}, r"stale_clip_high must be in 0 .. clip_high = 0\.28, got 0\.3"),
-        ({"kind": "policy_gradient", "stale_clip_low": 0.1}, "do nothing for kind policy_gradient"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LossConfig(**fields)
