@@ -18,6 +18,8 @@ WAVE = 1 + 0.1 * np.sin(STEPS)  # what a mean varies by from step to step
 GAP = 0.012 * WAVE
 LATE = STEPS > 20
 REWARD = 0.5 * WAVE
+CERTAIN = np.where(LATE, 0.02, 0.9)
+RETYPED = {"steps": np.array([1, 117, 530, 649]), "reward": [0.4, 0.39, 0.2, 0.07]}  # a table
 
 
 def facts_of(steps=STEPS, lost=None, **signals):
@@ -85,12 +87,8 @@ LOGS = {
         {"length": np.where(LATE, 4096.0, 900 * WAVE), "reward": np.where(LATE, 0.05, REWARD)},
     ],
     "entropy_collapse": [
-        {
-            "entropy": np.where(LATE, 0.02, 0.9),
-            "grad_norm": np.where(LATE, 1e-3, 0.2),
-            "reward": np.where(LATE, 0.1, 0.5),
-        },
-        {"entropy": np.where(LATE, 0.02, 0.9), "reward": np.where(LATE, 0.1, REWARD)},
+        {"entropy": CERTAIN, "grad_norm": np.where(LATE, 1e-3, 0.2), "reward": np.where(LATE, 0.1, 0.5)},
+        {"entropy": CERTAIN, "reward": np.where(LATE, 0.1, REWARD)},
     ],
     "reward_broken": [
         {"reward": np.where(LATE, 0.0, REWARD), "grad_norm": np.where(LATE, 0.0, 0.2)},
@@ -106,11 +104,7 @@ LOGS = {
     "policy_drift": [{"logprob_abs_diff_mean": None, "reference_kl": np.where(LATE, 12.0, 0.01)}],
     "high_rate": [{"reward": np.where(LATE, 0.05 * WAVE, REWARD), "grad_norm": np.where(LATE, 2.0, 0.2)}],
     "mismatch_growth": [
-        {  # a retyped table
-            "steps": np.array([1, 117, 530, 649]),
-            "logprob_abs_diff_mean": [0.01, 0.05, 0.5, 8.8],
-            "reward": [0.4, 0.39, 0.2, 0.07],
-        },
+        RETYPED | {"logprob_abs_diff_mean": [0.01, 0.05, 0.5, 8.8]},
         {"logprob_abs_diff_mean": 0.012 * WAVE * np.exp(0.2 * np.maximum(STEPS - 20, 0))},
         {  # k3 grows before the reward falls, and the other signal only then
             "logprob_abs_diff_mean": None,
@@ -138,12 +132,9 @@ def test_the_cause_of_a_log(cause, signals):
     assert said == cause, findings
 
 
-def test_every_cause_of_logs_is_tested():
+def test_every_cause_is_tested_and_the_evidence_has_the_numbers():
     named = set(re.findall(r'Finding\(\s*"(\w+)"', Path(log_causes.__file__).read_text(encoding="utf-8")))
     assert named <= set(LOGS) <= set(CAUSES)
-
-
-def test_the_evidence_has_the_numbers():
     (cut,) = find_log_causes(facts_of(**LOGS["truncated_sampling"][0]).course)
     assert cut.evidence.startswith("the mean ratio of trainer to engine is 0.900 at nearly every step")
     assert cut.evidence.endswith("removed have a mass of 0.100")

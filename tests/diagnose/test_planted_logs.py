@@ -44,14 +44,10 @@ def found(source, tokens=None):
 
 
 @pytest.mark.parametrize("planted", CAUSES)
-def test_a_log_with_its_tokens(planted, folder):
+def test_a_log_its_tokens_and_both(planted, folder):
+    assert len(CAUSES) == 10
     said = found(folder / f"{planted}.jsonl", LOGS / f"{planted}.parquet")
     assert (said["cause"], said["confidence"] in (None, "sure", "likely")) == (CAUSES[planted], True)
-
-
-@pytest.mark.parametrize("planted", CAUSES)
-def test_a_log_or_a_dump_alone(planted, folder):
-    assert len(CAUSES) == 10
     assert found(folder / f"{planted}.jsonl")["cause"] == OF_LOGS[planted]
     assert found(LOGS / f"{planted}.parquet")["cause"] == OF_TOKENS[planted]
 
@@ -65,14 +61,10 @@ def test_a_real_policy_that_has_become_certain_is_healthy(tmp_path):
     (tmp_path / "run.jsonl").write_text("".join(lines[:25]))
     assert found(tmp_path / "run.jsonl")["cause"] == "healthy"
     (tmp_path / "run.jsonl").write_text("".join(lines))
-    for source, tokens in (
-        (tmp_path / "run.jsonl", REAL / "sharp_policy.parquet"),
-        (REAL / "sharp_policy.parquet", None),
-    ):
-        said = found(source, tokens)
-        assert said["cause"] == "healthy"
-        assert said["findings"] == []
-    assert math.isnan(read_facts(read_dump(REAL / "sharp_policy.parquet")).effect_without)
+    dump = REAL / "sharp_policy.parquet"
+    for said in (found(tmp_path / "run.jsonl", dump), found(dump)):
+        assert (said["cause"], said["findings"]) == ("healthy", [])
+    assert math.isnan(read_facts(read_dump(dump)).effect_without)
 
 
 def test_a_dump_with_versions_is_called_stale(tmp_path):
@@ -87,14 +79,6 @@ def test_a_dump_with_versions_is_called_stale(tmp_path):
     assert (said[37]["cause"], said[37]["confidence"]) == ("staleness", "likely")
     assert "sampled 2 versions before" in str(said[37]["findings"])
     assert said[39]["cause"] == "other_weights"
-
-
-def test_the_next_measurement_is_named():
-    """A numeric cause is looked for in the layers, and the tokens are looked at one by one."""
-    text = " ".join(found(LOGS / "eight_bits.parquet")["next"])
-    assert "--layers" in text
-    assert "rljax view" in text
-    assert "--layers" not in " ".join(found(LOGS / "temperature.parquet")["next"])
 
 
 def test_the_answers_say_what_the_log_shows(folder):
@@ -116,3 +100,8 @@ def test_the_answers_say_what_the_log_shows(folder):
     said = found(folder / "entropy_collapse.jsonl", LOGS / "entropy_collapse.parquet")["answers"]
     assert said["with entropy"].startswith("the error of the logits by entropy: 0.01_to_0.1 ")
     assert said["with length"].startswith("the error of the logits by position: lt_4 ")
+    # A numeric cause is looked for in the layers, and the tokens are looked at one by one.
+    text = " ".join(found(LOGS / "eight_bits.parquet")["next"])
+    assert "--layers" in text
+    assert "rljax view" in text
+    assert "--layers" not in " ".join(found(LOGS / "temperature.parquet")["next"])

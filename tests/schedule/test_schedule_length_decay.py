@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.schedule import (
-    LengthTriggeredLR,
-    SurgeConfig,
-    SurgeTracker,
-    decay_period_from_surge,
-    length_decay_schedule,
-)
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, decay_period_from_surge, length_decay_schedule
 
 GOLD = json.loads((Path(__file__).parents[1] / "gold" / "schedule_algorithm1.json").read_text())
 QUICK = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
