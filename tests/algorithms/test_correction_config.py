@@ -19,6 +19,7 @@ RATIOS = np.array([[4.0, 2.0, 9.0, 0.5, 0.25, 9.0], [1.0, 1.21, 9.0, 9.0, 9.0, 9
 ROLLOUT = np.full((2, 6), -2.0, np.float32)
 LOGPROBS = (ROLLOUT + np.log(RATIOS)).astype(np.float32)
 CENTERED = {"score_centering": True}
+TWO = 2.000001  # log 2 is rounded in float32, so a ratio of 2 is compared with a threshold a little above
 
 
 @functools.cache
@@ -34,39 +35,24 @@ def run(config, logprobs=LOGPROBS, rollout=ROLLOUT, mask=MASK, ids=IDS):
 
 
 @pytest.mark.parametrize(
-    ("config", "weights", "changed"),
+    ("level", "mode", "low", "high", "weights", "changed"),
     [
-        (CorrectionConfig(preset="token_tis"), [[2, 2, 0, 0.5, 0.25, 0], [1, 1.21, 0, 0, 0, 0]], 1 / 6),
-        (CorrectionConfig(preset="token_mis"), [[0, 2, 0, 0.5, 0.25, 0], [1, 1.21, 0, 0, 0, 0]], 1 / 6),
-        (CorrectionConfig(preset="icepop"), [[4, 2, 0, 0.5, 0, 0], [1, 1.21, 0, 0, 0, 0]], 1 / 6),
-        (CorrectionConfig(preset="sequence_tis"), [[2, 2, 0, 0.125, 0.125, 0], [1.21, 1.21, 0, 0, 0, 0]], 1 / 3),
-        (CorrectionConfig(preset="sequence_mis"), [[0, 0, 0, 0.125, 0.125, 0], [1.21, 1.21, 0, 0, 0, 0]], 1 / 3),
-        (
-            CorrectionConfig(level="sequence", mode="band", threshold_low=1.0, threshold=2.0),
-            [[0, 0, 0, 0, 0, 0], [1.21, 1.21, 0, 0, 0, 0]],
-            2 / 3,
-        ),
-        (CorrectionConfig(preset="geometric_band"), np.zeros((2, 6)), 1.0),
-        (
-            CorrectionConfig(level="geometric", mode="band", threshold_low=0.5, threshold=1.2),
-            [[0, 0, 0, 0, 0, 0], [1.1, 1.1, 0, 0, 0, 0]],
-            2 / 3,
-        ),
-        (
-            CorrectionConfig(level="geometric", mode="gate", threshold_low=0.5, threshold=1.2),
-            [[0, 0, 0, 0, 0, 0], [1, 1.21, 0, 0, 0, 0]],
-            2 / 3,
-        ),
-        (CorrectionConfig(preset="none"), MASK, 0.0),
+        ("token", "truncate", 0.0, TWO, [2, 2, 0.5, 0.25, 1, 1.21], 1 / 6),
+        ("token", "mask", 0.0, TWO, [0, 2, 0.5, 0.25, 1, 1.21], 1 / 6),
+        ("token", "band", 0.5, 5.0, [4, 2, 0.5, 0, 1, 1.21], 1 / 6),
+        ("sequence", "truncate", 0.0, TWO, [2, 2, 0.125, 0.125, 1.21, 1.21], 1 / 3),
+        ("sequence", "mask", 0.0, TWO, [0, 0, 0.125, 0.125, 1.21, 1.21], 1 / 3),
+        ("sequence", "band", 1.0, TWO, [0, 0, 0, 0, 1.21, 1.21], 2 / 3),
+        ("geometric", "band", 0.5, 1.2, [0, 0, 0, 0, 1.1, 1.1], 2 / 3),
+        ("geometric", "band", 0.99, 1.01, [0, 0, 0, 0, 0, 0], 1.0),
+        ("geometric", "gate", 0.5, 1.2, [0, 0, 0, 0, 1, 1.21], 2 / 3),
+        ("none", "truncate", 0.0, 2.0, [1, 1, 1, 1, 1, 1], 0.0),
     ],
-    ids=str,
 )
-def test_weights_by_hand(config, weights, changed):
-    """Log 2 is rounded in float32, so 2.0 is compared with a threshold a little above."""
-    if config.resolved().threshold == 2.0 and config.preset != "none":
-        config = CorrectionConfig(**{**PRESETS[config.preset], "threshold": 2.000001})
-    found, kept, row, _ = run(config)
-    np.testing.assert_allclose(found, weights, rtol=2e-6)
+def test_weights_by_hand(level, mode, low, high, weights, changed):
+    found, kept, row, _ = run(CorrectionConfig(level=level, mode=mode, threshold_low=low, threshold=high))
+    np.testing.assert_allclose(found[MASK], weights, rtol=2e-6)
+    assert not found[~MASK].any()
     np.testing.assert_array_equal(kept, MASK)
     assert row["changed_fraction"] == pytest.approx(changed, rel=1e-6)
     assert row["rejected_sequence_fraction"] == row["rejected_token_fraction"] == row["nonfinite_count"] == 0.0
@@ -114,6 +100,9 @@ def test_totals_by_hand():
         ({"reject_k3": 0.01}, {3}),
         ({"reject_geometric_low": 0.9, "reject_geometric_high": 1.2}, {3}),  # the ratios are sqrt 8, sqrt 1/8, 1.1
         ({"reject_geometric_high": 3.0}, {0, 1, 3}),
+        ({"reject_max_k3": 1.0}, {0, 3}),
+        ({"reject_abs_ratio": 3.1}, {0, 1, 3}),
+        ({"reject_abs_ratio": 2.9}, {3}),  # the means of exp(abs(lr)) are 3, 3 and 1.105
         ({"veto": 0.3}, {1, 3}),
         ({"veto": 0.2}, {0, 1, 3}),
         ({"reject_k3": 0.5, "veto": 0.3}, {3}),  # a sequence must pass all rules
@@ -145,14 +134,13 @@ def test_tokens_not_finite_count_and_follow_their_sequence():
     assert row["rejected_sequence_fraction"] == pytest.approx(2 / 3)
     assert row["rejected_token_fraction"] == pytest.approx(4 / 6)
     assert all(np.isfinite(list(row.values())))
-    weights, kept, row, _ = run(CorrectionConfig(level="sequence", threshold=2.0), logprobs, rollout)
+    weights, _, row, _ = run(CorrectionConfig(level="sequence", threshold=2.0), logprobs, rollout)
     np.testing.assert_allclose(weights[0], [np.exp(0.01), 0, 0, 0, 0.25, 0], rtol=1e-6)
     assert row["weight_mean"] == pytest.approx((np.exp(0.01) + 0.25) / 2, rel=1e-6)
     weights, kept, row, totals = run(CorrectionConfig(), logprobs, rollout)
-    np.testing.assert_array_equal(kept, MASK)
-    np.testing.assert_array_equal(weights, MASK)
-    assert row["nonfinite_count"] == 4
-    assert int(totals["weight_count"]) == 2
+    assert (kept == MASK).all()
+    assert (weights == MASK).all()
+    assert (row["nonfinite_count"], int(totals["weight_count"])) == (4, 2)
 
 
 @pytest.mark.parametrize("preset", ["none", "vexact", "sequence_mis", "sequence_band", "abs_ratio"])

@@ -84,23 +84,11 @@ def test_a_constant_reward_has_no_gradient(name):
     for size, advantage in ((0.1, 2.0), (0.1, -2.0), (1.0, 2.0), (1.0, -2.0)):
         logits, rollout = distributions(1, size)
         micro = every_token(rollout, advantage * np.exp(rollout), np.arange(V))
-        centered, _ = gradient({**WEIGHTS[name], "score_centering": True}, logits, micro)
-        np.testing.assert_allclose(centered, 0, atol=1e-6)
-    plain, _ = gradient(WEIGHTS[name], logits, micro)
-    assert np.abs(plain).max() > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["policy_gradient", "ppo_clip", "cispo"])
-def test_the_facts_of_two_tokens(kind):
-    """With p = (0.6, 0.4) and q = (0.5, 0.5), the mean score under q is q - p = (-0.1, 0.1)."""
-    logits, rollout = (np.full(V, -80.0, np.float32) for _ in range(2))
-    logits[:2], rollout[:2] = np.log([0.6, 0.4]), np.log([0.5, 0.5])
-    micro = every_token(rollout, [0.5, 0.5, 0, 0, 0, 0], np.arange(V))
-    plain, _ = gradient({}, logits, micro, kind)
-    np.testing.assert_allclose(plain[:2], [0.1, -0.1], atol=1e-6)
-    centered, row = gradient({"score_centering": True}, logits, micro, kind)
-    np.testing.assert_allclose(centered, 0, atol=1e-6)
-    assert row["center/drift"] == pytest.approx(0.2, abs=1e-6)
+        for kind in ("ppo_clip", "policy_gradient", "cispo") if name == "none" else ("ppo_clip",):
+            centered, _ = gradient({**WEIGHTS[name], "score_centering": True}, logits, micro, kind)
+            np.testing.assert_allclose(centered, 0, atol=1e-6)
+            plain, _ = gradient(WEIGHTS[name], logits, micro, kind)
+            assert np.abs(plain).max() > 1e-3 or size < 1
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,29 @@
-"""The recipes of docs/schedule.md for optax and flax run unchanged. tests/peers runs the others in their packages."""
+"""The recipes of docs/schedule.md for optax and flax run unchanged, and tests/peers runs others in their packages.
+
+The code of docs/torch_peers.md for prime-rl, NeMo-RL and slime runs on stand-ins with the original signatures.
+"""
+
+import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from pages import run_block
 from surging import LENGTHS, RATES, early_controller
 
 from rljax import schedule
+from rljax.schedule import SurgeConfig, SurgeTracker
 
-nnx = pytest.importorskip("flax.nnx")
+torch = pytest.importorskip("torch")
+from torch.distributed import checkpoint  # noqa: E402
+
+from rljax.schedule.torch import LengthTriggeredScheduler  # noqa: E402
+
+UPDATES = 2
 
 
 def run(title, **names):
@@ -43,3 +56,145 @@ def test_flax_nnx():
     run("flax.nnx", nnx=nnx, **given)
     np.testing.assert_array_equal(rates, RATES)
     assert len(traces) == 1
+
+
+@pytest.fixture
+def optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1e-6)
+
+
+def early_scheduler(optimizer):
+    """Returns a scheduler that can call a surge after 10 steps."""
+    return LengthTriggeredScheduler(optimizer, tracker=SurgeTracker(SurgeConfig(window=40, warmup=10)))
+
+
+def two_lengths(mean):
+    """Returns two different response lengths with this mean."""
+    return int(mean) - 300, int(mean) + 300
+
+
+def micro_batches(mean):
+    """Returns packed rows like prime-rl's: two sequences with prompts, and a row of padding with an empty mask."""
+    short, long = two_lengths(mean)
+    first, second = [False] * 5 + [True] * short, [False] * 7 + [True] * long + [False] * 3
+    packed = {"loss_mask": torch.tensor([first + second]), "sequence_lengths": [len(first), len(second)]}
+    return [packed, {"loss_mask": torch.zeros(1, 16, dtype=torch.bool), "sequence_lengths": [16]}]
+
+
+def test_prime_rl(optimizer):
+    """prime-rl observes before each update and steps the scheduler after it. Each batch has one update."""
+    code = run_block("torch_peers.md", "# prime-rl\n")
+    scheduler = code["setup_length_triggered_scheduler"](optimizer)
+    assert isinstance(scheduler, LengthTriggeredScheduler)
+    scheduler, rates = early_scheduler(optimizer), []
+    for mean in LENGTHS:
+        code["observe_lengths"](scheduler, micro_batches(mean), None)
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    np.testing.assert_array_equal(np.float32(rates), RATES)
+
+
+def test_torchs_distributed_checkpoint_keeps_the_state(optimizer, tmp_path):
+    """prime-rl and NeMo-RL save with this checkpoint. It fills the state of a scheduler that has seen no length."""
+    first = early_scheduler(optimizer)
+    for length in LENGTHS[:60]:
+        first.observe(length)
+    checkpoint.save({"scheduler": first.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    second = early_scheduler(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1e-6))
+    state = {"scheduler": second.state_dict()}
+    checkpoint.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    second.load_state_dict(state["scheduler"])
+    assert second.state_dict() == first.state_dict()
+    assert second.surge_step == 26
+    np.testing.assert_array_equal(np.float32([second.observe(x) for x in LENGTHS[60:]])[:, 0], RATES[60:])
+
+
+class NemoWorker:
+    """A worker like NeMo-RL's ``DTensorPolicyWorkerV2Impl``: several updates a rollout batch, then a scheduler step."""
+
+    def __init__(self, optimizer, scheduler, rates):
+        self.optimizer, self.scheduler, self.rates = optimizer, scheduler, rates
+        self.dp_mesh = SimpleNamespace(get_group=lambda: None)
+
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None, check_dim_skip_keys=None):
+        for _ in range(UPDATES):
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+            if not eval_mode:
+                self.optimizer.step()
+        if not eval_mode:
+            self.scheduler.step()
+        return {"gbs": gbs}
+
+
+def test_nemo_rl(optimizer):
+    code = run_block("torch_peers.md", "# NeMo-RL\n", DTensorPolicyWorkerV2Impl=NemoWorker)
+    worker = code["LengthTriggeredPolicyWorker"](optimizer, early_scheduler(optimizer), rates := [])
+    for mean in LENGTHS:
+        short, long = two_lengths(mean)
+        mask = torch.zeros(2, long + 9, dtype=torch.long)
+        mask[0, 4 : 4 + short] = mask[1, 9:] = 1
+        data = {"token_mask": mask, "sample_mask": torch.tensor([1.0, 0.0])}  # an overlong response has a length, too
+        worker.train(data, None, eval_mode=True)
+        assert worker.train(data, None, gbs=2) == {"gbs": 2}
+    assert worker.scheduler.tracker.step == len(LENGTHS)
+    np.testing.assert_array_equal(np.float32(rates[2::4]), RATES)
+    np.testing.assert_array_equal(np.float32(rates[3::4]), RATES)
+
+
+class MegatronScheduler:
+    """A scheduler like Megatron's ``OptimizerParamScheduler``, which writes its rate at its start and in ``step``."""
+
+    def __init__(self, optimizer, warmup=0):
+        self.optimizer, self.warmup, self.num_steps = optimizer, warmup, 0
+        self.step(0)
+
+    def get_lr(self, param_group):
+        return 1e-6 * min(1.0, self.num_steps / self.warmup) if self.warmup else 1e-6
+
+    def step(self, increment):
+        self.num_steps += increment
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.get_lr(group)
+
+
+def slime_rates(place, optimizer, rollouts, code=None, scheduler=None):
+    """Returns the rates of slime's loop over rollouts [rollouts, updates], with its two hooks in a new process."""
+    args, rates = SimpleNamespace(save=str(place)), []
+    code, scheduler = code or slime_code(), scheduler or MegatronScheduler(optimizer)
+    for rollout_id in rollouts:
+        code["after_rollout"](args, rollout_id, {"response_lengths": list(two_lengths(LENGTHS[rollout_id]))})
+        for step_id in range(UPDATES):
+            code["before_train_step"](args, rollout_id, step_id, [], optimizer, scheduler)
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step(increment=1)
+    return np.reshape(rates, (-1, UPDATES))
+
+
+def slime_code():
+    code = run_block("torch_peers.md", "# slime\n")
+    code["LengthTriggeredLR"] = early_controller
+    return code
+
+
+def test_slime(optimizer, tmp_path):
+    """The second process resumes from the checkpoint after rollout 59, although the first went on to 70."""
+    both, file = np.stack([RATES] * UPDATES, 1), tmp_path / "new" / "response_lengths.json"
+    np.testing.assert_allclose(slime_rates(tmp_path / "new", optimizer, range(70)), both[:70], rtol=2e-7)
+    np.testing.assert_allclose(slime_rates(tmp_path / "new", optimizer, range(60, 100)), both[60:], rtol=2e-7)
+    assert json.loads(file.read_text()) == LENGTHS
+    # Rollouts before the first one that it sees are counted.
+    slime_rates(tmp_path, optimizer, range(3, 5))
+    means = json.loads((tmp_path / "response_lengths.json").read_text())
+    np.testing.assert_array_equal(means, [np.nan] * 3 + LENGTHS[3:5])
+
+
+def test_slime_keeps_the_warm_up_and_the_critic(optimizer, tmp_path):
+    """Megatron's own rate is multiplied. The critic's process has no rollout data and keeps it."""
+    code, scheduler = slime_code(), MegatronScheduler(optimizer, warmup=4)
+    code["before_train_step"](SimpleNamespace(save=str(tmp_path)), 0, 0, [], optimizer, scheduler)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    rates = slime_rates(tmp_path, optimizer, range(3), code, scheduler)
+    np.testing.assert_allclose(rates, [[0, 0.25e-6], [0.5e-6, 0.75e-6], [1e-6, 1e-6]])
