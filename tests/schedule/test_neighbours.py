@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
-from rljax.schedule.neighbours import FirstLengthsTracker, RateLaw, Rule, neighbours_of, rate_changes, replay_rule
+from rljax.schedule.neighbours import FirstLengthsTracker, RateLaw, Rule, neighbours_of, replay_rule
 
 SMALL = SurgeConfig(window=20, warmup=8, smooth=3, persistence=3)
 
@@ -30,22 +30,13 @@ def test_three_times_the_first_ten_lengths():
     assert (tracker.step, tracker.surge_step, tracker.crossing_step, tracker.ignored) == (14, 13, 13, 1)
 
 
-def test_the_rate_changes_at_multiples_of_the_period():
-    law = RateLaw(8.0, 1.8, 0.5, 0.1)
-    assert rate_changes(None, law) == ((1, 8.0),)
-    assert rate_changes(18, law) == ((1, 8.0), (18, 4.0), (36, 2.0), (54, 1.0), (72, 0.8))
-    assert rate_changes(18, RateLaw(8.0, 1.8, 0.5, 1.0)) == ((1, 8.0),)
-    # With the multiplier 1 the update of the call itself is decayed.
-    assert rate_changes(10, RateLaw(8.0, 1.0, 0.5, 0.25)) == ((1, 8.0), (10, 4.0), (20, 2.0))
-
-
 @pytest.mark.filterwarnings("ignore:20 of .* mean response lengths")
 @pytest.mark.parametrize(
     ("multiplier", "max_wait", "silent"),
     [(1.0, None, 0), (1.3, None, 0), (1.8, None, 20), (1.8, 1, 20), (1.8, 30, 20), (1.8, 45, 20), (1.8, 61, 20)],
 )
 def test_a_replay_agrees_with_the_controller(multiplier, max_wait, silent):
-    """Some streams have a run of 20 steps without a length."""
+    """Some streams have a run of 20 steps without a length. After the floor the rate changes no more."""
     config, called = dataclasses.replace(SMALL, max_wait=max_wait), 0
     for lengths in streams(12):
         lengths[20 : 20 + silent] = [math.nan] * silent
@@ -55,6 +46,7 @@ def test_a_replay_agrees_with_the_controller(multiplier, max_wait, silent):
         rates = [controller.step(length) for length in lengths]
         assert outcome.rates == tuple(rates)
         assert [[rate for at, rate in outcome.changes if at <= step][-1] for step in range(1, 61)] == rates
+        assert len(outcome.changes) == len({rate for _, rate in outcome.changes})
         found = (outcome.surge_step, outcome.crossing_step, outcome.ignored, outcome.held_out)
         assert found == (tracker.surge_step, tracker.crossing_step, tracker.ignored, tracker.held_out)
         called += outcome.surge_step is not None

@@ -108,13 +108,17 @@ def test_a_rate_is_float32_whatever_is_given():
     for value in values:
         rate = set_learning_rate(injected().init(params_of(jnp.float32)), value).hyperparams["learning_rate"]
         assert (rate, rate.dtype, rate.weak_type) == (np.float32(value), jnp.float32, False)
-    for rate in (*values, lambda count: 1e-3):
+    for rate in (*values, lambda count: 1e-3, length_decay_schedule(1e-3, 3)):
         tx = inject_learning_rate(optax.sgd, rate)
-        state = tx.init(params)
-        for _ in range(2):
+        state, rates = tx.init(params), []
+        for _ in range(12):
+            _, state = tx.update(params, state, params)
             value = state.hyperparams["learning_rate"]
             assert (value.dtype, value.weak_type) == (jnp.float32, False)
-            _, state = tx.update(params, state, params)
+            rates.append(value)
+    # The last one follows Algorithm 1.
+    expected = [max(1e-3 * 0.5 ** (update // 3), 1e-4) for update in range(1, 13)]
+    np.testing.assert_array_equal(rates, np.float32(expected))
 
 
 def test_a_traced_value_works_inside_the_step():
@@ -174,29 +178,6 @@ def test_what_cannot_be_set_or_read_is_refused():
             set_learning_rate(injected().init(params), value)
         with pytest.raises(ValueError, match="finite, non-negative scalar"):
             inject_learning_rate(optax.adamw, value)
-
-
-def test_a_schedule_of_the_count_follows_algorithm_1():
-    tx = injected(length_decay_schedule(1e-3, 3))
-    params = params_of(jnp.bfloat16)
-    state, rates = tx.init(params), []
-    for _ in range(12):
-        _, state = tx.update(params, state, params)
-        rates.append(float(get_learning_rate(state)))
-    expected = [max(1e-3 * 0.5 ** (update // 3), 1e-4) for update in range(1, 13)]
-    np.testing.assert_array_equal(np.float32(rates), np.float32(expected))
-
-
-def test_the_in_graph_form_needs_its_argument():
-    tx = injected(length_triggered_schedule(1e-3))
-    params = params_of(jnp.float32)
-    for given, message in (
-        ({}, "response_length="),
-        ({"truncated_fraction": 0.1}, "response_length="),
-        ({"response_length": jnp.ones(3)}, "scalars"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tx.update(params, tx.init(params), params, **given)
 
 
 def test_the_in_graph_form_under_inject_and_multi_steps():

@@ -35,14 +35,15 @@ def scheduler_of(optimizer, config=QUICK, **settings):
     return LengthTriggeredScheduler(optimizer, tracker=SurgeTracker(config), **settings)
 
 
-def rates_used(optimizer, scheduler, lengths, fractions=None):
-    """Returns the rate of each group at each update, read from the optimizer when it updates."""
+def rates_used(optimizer, scheduler, lengths, fractions=None, updates=1):
+    """Returns the rate of each group at each update of a batch, read from the optimizer when it updates."""
     used = []
     for length, fraction in zip(lengths, fractions or [None] * len(lengths), strict=True):
         scheduler.observe(length, fraction)
-        used.append([float(group["lr"]) for group in optimizer.param_groups])
-        optimizer.step()
-        scheduler.step()
+        for _ in range(updates):
+            used.append([float(group["lr"]) for group in optimizer.param_groups])
+            optimizer.step()
+            scheduler.step()
     return used
 
 
@@ -75,30 +76,17 @@ def test_rates_equal_the_optax_form_to_the_bit(arguments, stream):
 
 
 def test_each_group_decays_from_its_own_rate():
+    """The updates of a batch share its rate."""
     optimizer = optimizer_of(1e-2, 4e-3, 0.0)
     scheduler = scheduler_of(optimizer, multiplier=1.2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of another order of calls
-        used = rates_used(optimizer, scheduler, LENGTHS)
+        used = rates_used(optimizer, scheduler, LENGTHS, updates=3)
     assert isinstance(scheduler, LRScheduler)
     assert (scheduler.surge_step, scheduler.decay_period) == (10, 12)
-    assert used[10] == [1e-2, 4e-3, 0.0]
-    assert used[11] == [5e-3, 2e-3, 0.0]
-    assert used[23] == [2.5e-3, 1e-3, 0.0]
-    assert used[47] == [1e-3, 4e-4, 0.0]  # a sixteenth is below the floor of a tenth
-    assert scheduler.get_last_lr() == [1e-3, 4e-4, 0.0]
-
-
-def test_updates_of_one_batch_share_its_rate():
-    optimizer = optimizer_of(1.0)
-    scheduler, used = scheduler_of(optimizer, multiplier=1.2), []
-    for length in LENGTHS[:13]:
-        scheduler.observe(length)
-        for _ in range(3):
-            optimizer.step()
-            used.append(optimizer.param_groups[0]["lr"])
-            scheduler.step()
-    assert used == [1.0] * 33 + [0.5] * 6
+    assert used[:69] == [[1e-2, 4e-3, 0.0]] * 33 + [[5e-3, 2e-3, 0.0]] * 36
+    assert used[69] == [2.5e-3, 1e-3, 0.0]
+    assert used[-1] == scheduler.get_last_lr() == [1e-3, 4e-4, 0.0]  # a sixteenth is below the floor of a tenth
 
 
 def test_a_rate_in_a_tensor_is_written_in_place():
