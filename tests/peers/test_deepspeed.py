@@ -1,7 +1,4 @@
-"""The schedule runs in DeepSpeed's own engine with two processes on a CPU.
-
-The rate of each update and the change of the weights are checked.
-"""
+"""The schedule runs in DeepSpeed's own engine with two processes on a CPU and sets the rate of each update."""
 
 import pytest
 from two_ranks import outputs_of_two_ranks
@@ -19,13 +16,8 @@ from rljax.schedule import SurgeConfig, SurgeTracker
 from rljax.schedule.torch import LengthTriggeredScheduler, mean_over_ranks
 
 deepspeed.init_distributed("gloo")
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0.0,
-    "zero_allow_untested_optimizer": True,
-    "zero_optimization": {"stage": stage},
-}
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+CONFIG |= {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage}}
 
 
 def build():

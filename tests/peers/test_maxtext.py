@@ -16,12 +16,9 @@ from rljax.schedule import get_learning_rate
 
 pytest.importorskip("maxtext")
 # Its imports for Muon alone would import every model of MaxText, and with them packages for TPUs and GPUs.
-for name, function in (
-    ("muon_utils", "get_muon_weight_dimension_numbers"),
-    ("maxtext_muon_utils", "get_maxtext_muon_weight_dimension_numbers"),
-):
-    left_out = ModuleType(f"maxtext.utils.{name}")
-    setattr(left_out, function, None)
+for name in ("muon", "maxtext_muon"):
+    left_out = ModuleType(f"maxtext.utils.{name}_utils")
+    setattr(left_out, f"get_{name}_weight_dimension_numbers", None)
     sys.modules[left_out.__name__] = left_out
 
 get_optimizer = pytest.importorskip("maxtext.optimizers.optimizers").get_optimizer
@@ -56,12 +53,11 @@ def test_the_rate_follows_the_lengths(kind, trained):
         moves.append(jax.device_get(moved))
         return state
 
+    public = {name: getattr(schedule, name) for name in schedule.__all__}
     run_block(
         "schedule.md",
         "# MaxText",
-        inject_learning_rate=schedule.inject_learning_rate,
-        set_learning_rate=schedule.set_learning_rate,
-        LengthTriggeredLR=early_controller,
+        **public | {"LengthTriggeredLR": early_controller},
         config=config(opt_type=kind, trainable_parameters_mask=trained),
         get_optimizer=get_optimizer,
         make_train_state=lambda tx: TrainState.create(apply_fn=None, params=params, tx=tx),

@@ -19,6 +19,9 @@ def test_the_rate_of_each_request_is_used(tiny_model):
     backend.create_model("policy", types.LoraConfig(rank=4, alpha=8.0, seed=0))
     rates, lengths = [], iter(LENGTHS)
 
+    def weights():
+        return jax.device_get(jax.tree.leaves(backend.lora_params))
+
     def forward_backward(batch):
         tokens = [2, 3, 4, 5 + batch % 3]
         prepared = types.PreparedModelPassBatch(
@@ -36,10 +39,9 @@ def test_the_rate_of_each_request_is_used(tiny_model):
         assert isinstance(output, types.ForwardBackwardOutput)
 
     def optim_step(adam_params):
-        before = jax.device_get(jax.tree.leaves(backend.lora_params))
+        before = weights()
         backend.optim_step("policy", types.OptimStepInput(adam_params=adam_params))
-        after = jax.device_get(jax.tree.leaves(backend.lora_params))
-        moved = max(float(np.abs(x.astype(np.float64) - y).max()) for x, y in zip(before, after, strict=True))
+        moved = max(float(np.abs(x.astype(np.float64) - y).max()) for x, y in zip(before, weights(), strict=True))
         rate = float(backend.optimizers["policy"].opt_state.hyperparams["learning_rate"][...])
         assert 0.1 * rate < moved < 3.0 * rate
         rates.append(rate)

@@ -1,7 +1,4 @@
-"""A CPU platform for verl, which has none.
-
-VERL_USE_EXTERNAL_MODULES names this module, and VERL_PLATFORM chooses the platform.
-"""
+"""A CPU platform for verl, chosen by VERL_PLATFORM; VERL_USE_EXTERNAL_MODULES names this module."""
 
 from types import SimpleNamespace
 
