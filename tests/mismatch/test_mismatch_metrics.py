@@ -1,6 +1,7 @@
-"""Every metric is compared with an independent float64 text of its formula, on the host and on the device."""
+"""Every metric, and every number of another framework, is compared with an independent float64 text of its formula."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from isolated import run_with_only
 
-from rljax.mismatch import merge, mismatch_metrics, mismatch_statistics, read_tokens
+from rljax.mismatch import framework_metrics, merge, mismatch_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.metrics import finalize_mismatch
+from rljax.mismatch.names import FRAMEWORKS, NAME_TABLE, PUBLISHED_BARS
 
 LOG_PPL = [f"log_ppl_{name}" for name in ("diff", "diff_max", "diff_min", "abs_diff", "abs_diff_sum")]
 LOGPROB = [f"logprob_abs_diff_{name}" for name in ("mean", "p99", "p999", "max")]
@@ -240,3 +242,87 @@ def test_the_package_needs_jax_and_numpy_and_no_other_room():
     packages = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy")
     done = run_with_only(packages, program, room="mismatch")
     assert done.stdout.strip() == "isolated", done.stderr
+
+
+@pytest.fixture(scope="module")
+def five():
+    """Returns five sequences of unequal length, with log-ratios near 0.05 and one far token."""
+    rng = np.random.default_rng(7)
+    rollout = -rng.exponential(0.7, (5, 40))
+    trainer = np.minimum(rollout + 0.05 * rng.standard_normal((5, 40)), -1e-9)
+    mask = np.arange(40) < np.array([[40], [3], [17], [1], [25]])
+    trainer[0, 5], rollout[0, 5] = -2.5, -0.1
+    return trainer, rollout, mask
+
+
+def by_formula(trainer, rollout, mask):
+    """Returns the number of each formula of a framework, on whole sequences and without micro-batches."""
+    ours = formulas(trainer, rollout, mask, np.ones(mask.shape))
+    lr, gap = (trainer - rollout)[mask], abs(np.exp(trainer) - np.exp(rollout))[mask]
+    rows = [(trainer - rollout)[i, mask[i]] for i in range(len(mask))]
+    names = {
+        "<-lr>": "kl",
+        "<exp(lr) - lr - 1>": "k3_kl",
+        "mean_i exp(-mean_t trainer)": "training_ppl",
+        "mean_i exp(-mean_t rollout)": "rollout_ppl",
+        "mean_i -mean_t trainer": "training_log_ppl",
+        "mean_i -mean_t rollout": "rollout_log_ppl",
+        "mean_i mean_t -lr": "log_ppl_diff",
+        "mean_i abs(mean_t lr)": "log_ppl_abs_diff",
+        "max_i mean_t -lr": "log_ppl_diff_max",
+        "min_i mean_t -lr": "log_ppl_diff_min",
+        "mean_i exp(mean_t -lr)": "ppl_ratio",
+        "<exp(2 clip(lr, +-20))> - 1": "chi2_token",
+        "mean_i exp(2 clip(sum_t lr, +-20)) - 1": "chi2_seq",
+        "<abs(exp(trainer) - exp(rollout))>": "prob_abs_diff_mean",
+        "max abs(exp(trainer) - exp(rollout))": "prob_abs_diff_max",
+        "correlation of the two probabilities": "pearson_corr",
+        "<abs(lr)>": "logprob_abs_diff_mean",
+        "max abs(lr)": "logprob_abs_diff_max",
+    }
+    cap = "no cap or mask"
+    return {formula: ours[name] for formula, name in names.items()} | {
+        "<exp(-lr) + lr - 1>": np.mean(np.exp(-lr) + lr - 1),
+        "standard deviation (n - 1) over tokens of abs(exp(trainer) - exp(rollout))": gap.std(ddof=1),
+        "standard deviation (n - 1) over tokens of abs(lr)": abs(lr).std(ddof=1),
+        "<exp(abs(lr))>": np.exp(abs(lr)).mean(),
+        "max exp(min(abs(lr), 20))": np.exp(np.minimum(abs(lr), 20)).max(),
+        "mean_i mean_t (exp(lr) - lr - 1)": np.mean([np.mean(np.exp(row) - row - 1) for row in rows]),
+        "mean_i mean_t abs(lr)": np.mean([abs(row).mean() for row in rows]),
+        "<lr> (signed)": lr.mean(),
+        f"<lr>, {cap}": lr.mean(),
+        f"max lr, {cap}": lr.max(),
+        f"min lr, {cap}": lr.min(),
+        f"<exp(lr)> of tokens, {cap} (here lr is clipped at +-20)": np.exp(lr).mean(),
+        "share of tokens with abs(lr) > 1e-6": np.mean(abs(lr) > 1e-6),
+    }
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_numbers_are_the_frameworks_own(five, framework):
+    known = by_formula(*five)
+    wanted = {name: float(known[formula]) for name, formula, _ in NAME_TABLE[framework]}
+    assert framework_metrics(statistics_of(*five), framework) == pytest.approx(wanted, rel=1e-12)
+    device = jax.device_get(jax.jit(statistics_of)(*(jnp.asarray(array) for array in five)))
+    assert framework_metrics(device, framework) == pytest.approx(wanted, rel=2e-6)
+
+
+def test_names_are_single_and_nothing_to_measure_is_finite():
+    keys = [(framework, name) for framework in FRAMEWORKS for name, _, _ in NAME_TABLE[framework]]
+    assert (len(FRAMEWORKS), len(set(keys))) == (9, len(keys))
+    assert set(PUBLISHED_BARS) <= set(keys)
+    nothing = statistics_of(*(np.zeros((2, 3)),) * 3)
+    for framework in FRAMEWORKS:
+        assert all(np.isfinite(value) for value in framework_metrics(nothing, framework).values())
+    with pytest.raises(ValueError, match=r"framework must be one of .* got 'openrlhf'"):
+        framework_metrics(nothing, "openrlhf")
+
+
+def test_the_documentation_lists_every_name():
+    text = (Path(__file__).parents[2] / "docs" / "mismatch.md").read_text()
+    for framework in FRAMEWORKS:
+        for name, formula, value in NAME_TABLE[framework]:
+            ours = f"`{value}`" if isinstance(value, str) else ""
+            assert f"| {framework} | `{name}` | `{formula}` | {ours} |" in text
+    for name in mismatch_metrics(*(np.ones((1, 1)),) * 3, entropy=np.ones((1, 1))):
+        assert f"`{name}`" in text or f"`{name[name.rindex('_') :]}`" in text, name
