@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, Se
 
 from rljax.schedule.torch import LengthTriggeredScheduler, mean_over_ranks  # noqa: E402
 
-# This calls at the second long length: six short lengths come first, and the median is over three.
 QUICK = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
 LENGTHS = [100.0] * 8 + [400.0] * 40  # called at step 10, so multiplier 1.2 gives the period 12
 
@@ -51,11 +50,8 @@ def rates_used(optimizer, scheduler, lengths, fractions=None, updates=1):
 ARGUMENTS = [
     (1e-12, CONFIGS[0], 1.0, 0.5, 0.1),
     (0.7318469, CONFIGS[1], 1.5, 0.37, 0.0),
-    (1e-6, CONFIGS[2], 1.8, 0.99, 0.1),
-    (1.2345678e-4, CONFIGS[3], 2.1, 0.5, 1.0),
-    (999.9999, CONFIGS[4], 1.0, 0.37, 0.1),
+    (1.2345678e-4, CONFIGS[3], 2.1, 0.99, 1.0),
     (1e-6, CONFIGS[5], 1e12, 0.5, 0.0),
-    (3.3333333e-5, CONFIGS[6], 1.5, 0.99, 0.0),
 ]
 
 
@@ -122,8 +118,9 @@ def test_a_resumed_run_has_the_same_rates(cut):
     assert rates_used(optimizer, resumed, LENGTHS[cut:]) == whole[cut:]
 
 
-def warmed(lengths, save_at=None):
-    """Returns the rates of a warm-up over 4 updates from a quarter of the rate, then the length-triggered rates."""
+@pytest.mark.parametrize("save_at", [None, 2, 4, 20])
+def test_a_warm_up_by_sequential_lr(save_at):
+    """Lengths of the warm-up count, so the call is at update 10 with and without it."""
 
     def build():
         optimizer = optimizer_of(1.0)
@@ -131,9 +128,8 @@ def warmed(lengths, save_at=None):
         own = scheduler_of(optimizer, multiplier=1.2)
         return optimizer, own, SequentialLR(optimizer, [warmup, own], milestones=[4])
 
-    optimizer, own, both = build()
-    used = []
-    for t, length in enumerate(lengths):
+    (optimizer, own, both), used = build(), []
+    for t, length in enumerate(LENGTHS[:24]):
         if t == save_at:
             states = optimizer.state_dict(), both.state_dict()
             optimizer, own, both = build()
@@ -143,15 +139,8 @@ def warmed(lengths, save_at=None):
         used.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         both.step()
-    return used, own
-
-
-@pytest.mark.parametrize("save_at", [None, 2, 4, 20])
-def test_a_warm_up_by_sequential_lr(save_at):
-    """Lengths of the warm-up count, so the call is at update 10 with and without it."""
-    used, own = warmed(LENGTHS[:24], save_at)
     assert own.surge_step == 10
-    assert used == pytest.approx([0.25, 0.4375, 0.625, 0.8125] + [1.0] * 7 + [0.5] * 12 + [0.25])
+    assert used[:4] == pytest.approx([0.25, 0.4375, 0.625, 0.8125])
     assert used[4:] == [1.0] * 7 + [0.5] * 12 + [0.25]
 
 
@@ -235,18 +224,7 @@ else:
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 tracker = SurgeTracker(SurgeConfig(window=12, warmup=6, smooth=3, persistence=1))
 scheduler = LengthTriggeredScheduler(optimizer, tracker=tracker, multiplier=1.2)
-means, rates, moved = [], [], []
-
-
-def weights():
-    # The whole matrix: under FSDP2 each rank holds two of its four rows.
-    (weight,) = model.parameters()
-    if wrapper == "fsdp2":
-        assert tuple(weight.to_local().shape) == (2, 4)
-        weight = weight.full_tensor()
-    return weight.detach().clone()
-
-
+means, rates = [], []
 for step in range(13):
     # Rank 0 has one response, rank 1 has three: only their common mean triples at step 9.
     length_sum, count = [(100, 1), (300, 3)][rank] if step < 8 else [(100, 1), (1500, 3)][rank]
@@ -254,12 +232,14 @@ for step in range(13):
     scheduler.observe(means[-1])
     model(torch.ones(2, 4)).sum().backward()
     rates.append(optimizer.param_groups[0]["lr"])
-    before = weights()
     optimizer.step()
-    moved += (before - weights()).unique().tolist()
     optimizer.zero_grad()
     scheduler.step()
-print(json.dumps([means, rates, moved, scheduler.surge_step, mean_over_ranks(0, 0) != mean_over_ranks(0, 0)]))
+(weight,) = model.parameters()
+if wrapper == "fsdp2":  # each rank holds two of the four rows
+    assert tuple(weight.to_local().shape) == (2, 4)
+    weight = weight.full_tensor()
+print(json.dumps([means, rates, weight.unique().tolist(), scheduler.surge_step]))
 distributed.destroy_process_group()
 """
 
@@ -268,7 +248,7 @@ distributed.destroy_process_group()
 @pytest.mark.harness
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_two_ranks_take_the_same_rates(wrapper):
-    """Two rows of ones give each weight the gradient 2 on both ranks."""
+    """Two rows of ones give each weight the gradient 2 on both ranks, and each starts at 0."""
     first, second = outputs_of_two_ranks(RANK, wrapper, timeout=180)
     rates = [1.0] * 11 + [0.5] * 2
-    assert first == second == [[100.0] * 8 + [400.0] * 5, rates, [2 * rate for rate in rates], 10, True]
+    assert first == second == [[100.0] * 8 + [400.0] * 5, rates, [-2 * sum(rates)], 10]
