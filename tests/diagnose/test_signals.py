@@ -113,12 +113,13 @@ def test_steps_stand_beside_other_counts():
 
 def test_the_length_of_areal_is_without_its_prompt(tmp_path):
     prompt, whole, reward = (f"ppo_actor/{name}/avg" for name in ("prompt_len", "seq_len", "task_reward"))
-    assert read_signals([{prompt: 500, whole: 800, reward: 0.5, "step": 1}]).get("length").tolist() == [300]
+    (tmp_path / "a.jsonl").write_text(json.dumps({prompt: 500, whole: 800, reward: 0.5, "step": 1}))
     (tmp_path / "a.csv").write_text(f"tag,value,step\n{prompt},500,1\n{whole},800,1\n{reward},0.5,1\n")
-    assert read_signals(read_rows(tmp_path / "a.csv")).get("length").tolist() == [300]
+    for name in ("a.jsonl", "a.csv"):
+        assert read_signals(read_rows(tmp_path / name)).get("length").tolist() == [300]
     apart = [{prompt: 500}, {whole: 800, reward: 0.5}, {prompt: 600}, {whole: 900}]
-    apart = [row | {"_step": i} for i, row in enumerate(apart)]
-    assert read_signals(apart).columns["length"] == whole  # no row knows its prompt
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"_step": i}) + "\n" for i, row in enumerate(apart)))
+    assert read_signals(read_rows(tmp_path / "a.jsonl")).columns["length"] == whole  # no row knows its prompt
 
 
 def test_the_share_of_cut_answers_may_be_of_one_agent():
