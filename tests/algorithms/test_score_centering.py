@@ -1,4 +1,4 @@
-"""With score centering a constant reward has no gradient under the sampler; the tail is worked out by hand."""
+"""With score centering a constant reward has no gradient under the sampler. ``test_peer_losses`` has its sources."""
 
 import functools
 
@@ -10,7 +10,6 @@ from micro_batches import micro_batch
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.mismatch.centering import center
 from rljax.policy.head import TokenScores
 from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch
@@ -91,40 +90,20 @@ def test_a_constant_reward_has_no_gradient(name):
             assert np.abs(plain).max() > 1e-3 or size < 1
 
 
-@pytest.mark.parametrize(
-    ("weigh", "coefficients"),
-    [
-        (np.ones_like, [0.3, 0.2]),  # rho is 0.2 / 0.4, alpha is 0.5: 0.5 - 0.5 x 0.4, 0.3 - 0.5 x 0.2
-        (lambda lr: np.minimum(np.exp(lr), 1.2), [0.16, 0.08]),  # alpha is 0.5 x 1.2: 0.4 - 0.6 x 0.4, 0.2 - 0.6 x 0.2
-        (lambda lr: np.where(np.exp(lr) <= 1.2, np.exp(lr), 0), [0.4, 0.2]),  # the tail's ratio 2 is masked
-        (np.exp, [0.0, 0.0]),
-    ],
-)
-def test_a_tail_by_hand(weigh, coefficients):
-    """q is (0.5, 0.3) with a tail of 0.2, and p is (0.4, 0.2) with a tail of 0.4."""
-    lists = np.log([0.4, 0.2, 1.0]), np.log([0.5, 0.3, 1.0])
-    listed = np.array([True, True, False])
-    found = center(np, *lists, listed, lambda p, q: weigh(p - q), weigh, has_tail=True)
-    np.testing.assert_allclose(found.coefficients, [*coefficients, 0], atol=1e-12)
-    assert found.rollout_mass == pytest.approx(0.8)
-    assert found.trainer_mass == pytest.approx(0.6)
-    total = sum(coefficients)
-    assert found.drift == pytest.approx(abs(coefficients[0] - 0.4 * total) + abs(coefficients[1] - 0.2 * total))
-    on_device = center(jnp, *map(jnp.asarray, lists), listed, lambda p, q: 1 + 0 * p, jnp.ones_like, has_tail=True)
-    np.testing.assert_allclose(on_device.coefficients, [0.3, 0.2, 0], atol=1e-6)
-
-
 @pytest.mark.parametrize("head", [[0, 1], [5, 2, 4], [3]])
 def test_the_tail_is_the_trainers_rescaled(head):
     """The gradient of one token is -A (onehot(y) - q^), where q^ is q on the list and rho p off it."""
     logits, rollout = distributions(8, 0.7)
     p, q = np.asarray(jax.nn.softmax(logits)), np.exp(rollout)
     expected = p * (1 - q[head].sum()) / (1 - p[head].sum())
+    coefficients = q[head] - expected[head]
     expected[head] = q[head]
     for y in range(V):
         micro = every_token(rollout, 1.5 * np.eye(V)[y], head)
         found, row = gradient({"score_centering": True}, logits, micro, has_tail=True)
         np.testing.assert_allclose(found, -1.5 * (np.eye(V)[y] - expected), atol=2e-6)
+    drift = np.abs(coefficients - p[head] * coefficients.sum()).sum()
+    assert row["center/drift"] == pytest.approx(drift, rel=1e-5)
     assert row["center/head_mass_rollout"] == pytest.approx(q[head].sum(), rel=1e-5)
     assert row["center/head_mass_trainer"] == pytest.approx(p[head].sum(), rel=1e-5)
 

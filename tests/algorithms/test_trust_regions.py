@@ -15,22 +15,19 @@ from rljax.mismatch.regions import Region, binary_kl, moment_bound, probability_
 from rljax.policy.head import TokenScores
 from rljax.trainer.objective import Objective, loss_row
 
-B, T, K, V = 3, 8, 3, 7
+B, T = 3, 8
 
 
-def batch(seed, spread=1.2):
-    """Returns three sequences of eight tokens, with the distributions of both sides at each position."""
-    rng = np.random.default_rng(seed)
-    p = jax.nn.log_softmax(2 * rng.standard_normal((B, T, V)))
-    q = jax.nn.log_softmax(p + spread * rng.standard_normal((B, T, V)))
-    p, q = np.asarray(p, np.float32), np.asarray(q, np.float32)
-    tokens = np.where(rng.random((B, T)) < 0.5, rng.integers(0, V, (B, T)), np.argmax(q, axis=-1)).astype(np.int32)
-    ids = np.argsort(-q, axis=-1)[..., :K].astype(np.int32)
-    mask = rng.random((B, T)) < 0.8
-    tops = {"top_ids": ids, "top_logprobs": np.take_along_axis(q, ids, -1)}
-    rollout = np.take_along_axis(q, tokens[..., None], -1)[..., 0]
-    micro = micro_batch(tokens, mask, rollout, rng.standard_normal((B, 1)).astype(np.float32), **tops)
-    return micro, np.take_along_axis(p, tokens[..., None], -1)[..., 0], np.take_along_axis(p, ids, -1)
+def at_probabilities(p, q, **fields):
+    """Returns a micro-batch whose tokens all count, with their probability under the rollout, the policy's, and lists.
+
+    The listed tokens have the probability 0.1 on both sides.
+    """
+    lp, rollout = (np.broadcast_to(np.log(each), (B, T)).astype(np.float32) for each in (p, q))
+    ids = np.broadcast_to(np.arange(3, dtype=np.int32), (B, T, 3))
+    lists, ones = np.full(ids.shape, np.log(0.1), np.float32), np.ones((B, T), np.float32)
+    micro = micro_batch(np.zeros((B, T), np.int32), ones == 1, rollout, ones, top_ids=ids, top_logprobs=lists)
+    return micro._replace(**fields), lp, lists
 
 
 @functools.cache
@@ -41,13 +38,6 @@ def compiled(correction):
         return objective.micro_loss(TokenScores(logprobs, 0 * logprobs, tops), micro, jnp.float32(1.0))
 
     return objective, jax.jit(jax.value_and_grad(run, has_aux=True))
-
-
-def at_probabilities(p, q, **fields):
-    """Returns a micro-batch whose tokens all count and have this probability of the rollout, and the policy's."""
-    micro, _, tops = batch(0)
-    rollout, lp = (np.broadcast_to(np.log(each).astype(np.float32), (B, T)) for each in (q, p))
-    return micro._replace(rollout_logprobs=rollout, loss_mask=np.ones((B, T), bool), **fields), lp, tops
 
 
 def weights_of(correction, micro, logprobs, tops):
@@ -62,8 +52,8 @@ def test_the_row_has_the_share_of_tokens_outside():
 
     A smooth region pulls tokens back: its factor is 1 - 0.3 / 0.2 beyond the threshold, and 1 - 0.1 / 0.2 inside.
     """
-    inside, ones = np.arange(T) >= 2, np.ones((B, T), np.float32)
-    given = at_probabilities(np.where(inside, 0.4, 0.6), 0.3, advantages=ones)
+    inside = np.arange(T) >= 2
+    given = at_probabilities(np.where(inside, 0.4, 0.6), 0.3)
     for region, factors in (("tv", inside), ("smooth", np.where(inside, 0.5, -0.5))):
         found, row = weights_of(CorrectionConfig(region=region, region_threshold=0.2), *given)
         np.testing.assert_allclose(found, np.broadcast_to(factors, (B, T)), atol=1e-5)
@@ -83,7 +73,7 @@ def test_the_second_moment_by_hand(preset, objective, count, outside):
     """
     ratios, advantages = np.float32([0.6, 0.3, -0.1, -0.5, 0.05]), np.float32([1, 1, -1, 1, 1])
     at = np.array([0, 0, 1, 1, 2]), np.array([1, 4, 0, 7, 3])
-    micro, old = batch(0)[0], np.full((B, T), -1.0, np.float32)
+    micro, old, _ = at_probabilities(np.exp(-1.0), np.exp(-1.0))
     rollout, of_tokens, mask = old.copy(), np.ones((B, T), np.float32), np.zeros((B, T), bool)
     rollout[at], of_tokens[at], mask[at] = -1 - ratios, advantages, True
     micro = micro._replace(rollout_logprobs=rollout, old_logprobs=old, advantages=of_tokens, loss_mask=mask)
@@ -126,15 +116,13 @@ def test_a_region_of_one_part(part):
 
 
 def test_tokens_that_are_not_finite_are_outside():
-    micro, lp, tops = batch(1)
-    rollout = micro.rollout_logprobs.copy()
+    rollout = np.full((B, T), np.log(0.4), np.float32)
     rollout[0, :4] = np.nan, -np.inf, np.inf, -3.4e38
-    mask = micro.loss_mask.copy()
-    mask[0, :4] = True
-    micro = micro._replace(rollout_logprobs=rollout, loss_mask=mask)
+    given = at_probabilities(0.5, 0.4, rollout_logprobs=rollout)
     for name in ("one_sided_tops_kl", "two_sided_tv", "smooth_tv"):
-        found, row = weights_of(CorrectionConfig(preset=name), micro, lp, tops)
+        found, row = weights_of(CorrectionConfig(preset=name), *given)
         assert not found[0, :4].any()
+        assert found[1:].any()
         assert np.isfinite(found).all()
         assert np.isfinite(list(map(float, row.values()))).all()
 
