@@ -34,14 +34,10 @@ class CpuPlatform(PlatformCUDA):
     def device_count(self):
         return 1
 
-    def set_device(self, device_index):
-        """Does nothing, because there is one device."""
+    def set_device(self, *_):
+        """Does nothing: there is one device, whose operations are complete when they return. Torch caches nothing."""
 
-    def synchronize(self, device_index=None):
-        """Does nothing, because a CPU's operations are complete when they return."""
-
-    def empty_cache(self):
-        """Does nothing, because torch caches no memory of the CPU."""
+    synchronize = empty_cache = set_device
 
     def communication_backend_name(self):
         return "gloo"

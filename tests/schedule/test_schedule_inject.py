@@ -121,18 +121,6 @@ def test_a_rate_is_float32_whatever_is_given():
     np.testing.assert_array_equal(rates, np.float32(expected))
 
 
-def test_a_traced_value_works_inside_the_step():
-    tx = optax.chain(optax.clip(1.0), injected())
-    params = params_of(jnp.float32)
-    step, traces = counted(lambda state, rate: tx.update(params, set_learning_rate(state, rate), params)[1])
-    state = tx.init(params)
-    for rate in RATES:
-        state = step(state, np.float32(rate))
-        assert get_learning_rate(state) == np.float32(rate)
-    assert len(traces) == 1
-    assert jax.jit(get_learning_rate)(state) == np.float32(RATES[-1])
-
-
 def test_the_other_leaves_are_the_same_objects():
     """The state of the optimizer may stand in other containers."""
     state = {"train": (3, optax.chain(optax.clip(1.0), injected()).init(params_of(jnp.float32))), "extra": [1.0, None]}

@@ -1,6 +1,7 @@
 """The recipes of docs/schedule.md for optax and flax run unchanged, and tests/peers runs others in their packages.
 
-The code of docs/torch_peers.md for prime-rl, NeMo-RL and slime runs on stand-ins with the original signatures.
+The code of docs/torch_peers.md for prime-rl, NeMo-RL and slime runs on stand-ins with the original signatures. The
+example of a plain loop runs where only jax, optax and their requirements can be imported, the core with numpy alone.
 """
 
 import json
@@ -12,7 +13,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from pages import run_block
+from isolated import run_with_only
+from pages import code_block, run_block
 from surging import LENGTHS, RATES, early_controller
 
 from rljax import schedule
@@ -191,3 +193,47 @@ def test_slime(optimizer, tmp_path):
     # Megatron's own rate is multiplied.
     rates = slime_rates(tmp_path / "warm", optimizer, range(3), warmup=4)
     np.testing.assert_allclose(rates, [[0, 0.25e-6], [0.5e-6, 0.75e-6], [1e-6, 1e-6]])
+
+
+USE = """
+import json
+import rljax.schedule as schedule
+
+lengths = [1000.0] * 60 + [3500.0] * 60
+tracker = schedule.SurgeTracker(schedule.SurgeConfig())
+calls = [step for step, length in enumerate(lengths, 1) if tracker.update(length, 0.0)]
+controller = schedule.LengthTriggeredLR(1e-6, tracker=schedule.SurgeTracker())
+rates = [controller.step(length) for length in lengths]
+state = json.loads(json.dumps(controller.state_dict()))
+print(json.dumps([calls, controller.decay_period, rates[117], rates[118], state["decay_period"]]))
+assert schedule.decay_period_from_surge(110) == 198
+assert "length_triggered_schedule" in dir(schedule)
+"""
+
+
+def test_tracker_and_controller_run_with_numpy_alone():
+    """The call is at step 66, when six lengths in a row are long. The period is 118.8, rounded to 119."""
+    done = run_with_only(["numpy"], USE)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[66], 119, 1e-6, 5e-7, 119]
+
+
+def test_what_needs_optax_says_how_to_install_it():
+    done = run_with_only(["numpy"], "import rljax.schedule\nrljax.schedule.inject_learning_rate\n")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: rljax.schedule.inject_learning_rate needs ")
+    assert last.endswith("pip install '.[optax]' in a checkout of rljax, or 'WHEEL[optax]' with its wheel")
+    with pytest.raises(AttributeError, match="no attribute 'length_trigered_schedule'"):
+        schedule.length_trigered_schedule  # noqa: B018
+
+
+def test_the_example_of_the_docs_needs_nothing_else():
+    block = code_block("schedule.md", "# A plain optax loop")
+    assert len([line for line in block.splitlines() if line.strip()]) <= 13
+    given = "import jax.numpy as jnp\nlengths = [1000.0] * 60 + [3500.0] * 60\nparams = {'w': jnp.ones(3)}\n"
+    check = "assert controller.surge_step == 66, controller.surge_step\n"
+    check += "assert get_learning_rate(opt_state) == jnp.float32(5e-7)\n"
+    packages = ("absl", "jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "optax", "scipy")
+    done = run_with_only(packages, given + block + check, room="schedule")
+    assert done.stdout.strip() == "isolated", done.stderr
