@@ -33,21 +33,13 @@ def test_overlong_by_hand():
     lengths, fields = np.array([[80, 81, 90, 100, 1]]), {"overlong_buffer_tokens": 20, "overlong_factor": 2.0}
     result = advantages([[1, 1, 1, 1, 1]], "grpo_no_std", lengths, **fields)
     np.testing.assert_allclose(result, [[0.62, 0.52, -0.38, -1.38, 0.62]], rtol=1e-6)  # less 0, 0.1, 1, 2 and 0
+    assert groups_with_loss(result).tolist() == [True]
     assert not advantages([[1, 1, 1, 1, 1]], "grpo_no_std", lengths).any()  # off by default
     # In float32, 0.3 less the penalty 0.1 at half of the buffer is not 0.2 to the bit. That gives nothing.
     rewards, fields = np.array([[0.3, 0.2]], np.float32), {"overlong_buffer_tokens": 20, "overlong_factor": 0.2}
     assert np.ptp(rewards.astype(np.float64) - [[0.1, 0.0]]) > 0
     assert not advantages(rewards, lengths=[[90, 9]], **fields).any()
     assert advantages(rewards, lengths=[[91, 9]], **fields).any()
-
-
-def test_groups():
-    rewards = [[0, 0], [1, 1], [0, 1]]
-    assert groups_with_signal(rewards).tolist() == [False, False, True]
-    assert groups_with_loss(advantages(rewards)).tolist() == [False, False, True]
-    assert groups_with_loss(advantages(rewards, "reinforce")).tolist() == [True, True, True]
-    punished = advantages(rewards, lengths=[[9, 100], [9, 9], [9, 9]], overlong_buffer_tokens=10)
-    assert groups_with_loss(punished).tolist() == [True, False, True]
 
 
 def test_failed_responses_are_left_out_of_their_group():
@@ -59,7 +51,9 @@ def test_failed_responses_are_left_out_of_their_group():
     assert groups_with_loss(no_std).tolist() == [True, True, False, True]
     assert groups_with_signal(rewards).tolist() == [True, True, False, True]
     # For reinforce, the mean of the ten known rewards is 0.4.
-    np.testing.assert_allclose(advantages(rewards, "reinforce")[0], [0.6, 0, -0.4, -0.4], rtol=1e-6)
+    reinforce = advantages(rewards, "reinforce")
+    np.testing.assert_allclose(reinforce[0], [0.6, 0, -0.4, -0.4], rtol=1e-6)
+    assert groups_with_loss(reinforce).all()
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def test_bounds_are_included_and_exponents_are_clipped_at_twenty():
 
 
 def test_normalize_divides_by_the_mean_of_its_level():
-    raw, stats = weights(level="token", mode="truncate", threshold=2.0)
-    found, _ = weights(level="token", mode="truncate", threshold=2.0, normalize=True)
+    raw, _ = weights(level="token", mode="truncate", threshold=2.0)
+    found, stats = weights(level="token", mode="truncate", threshold=2.0, normalize=True)
     np.testing.assert_allclose(found, raw / (raw.sum() / 5), rtol=1e-14)
     assert stats["weight_mean"] == pytest.approx(raw.sum() / 5)
     found, _ = weights(level="sequence", mode="truncate", threshold=9.0, normalize=True)

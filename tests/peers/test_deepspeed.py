@@ -32,7 +32,7 @@ def build():
 
 
 engine, scheduler = build()
-rates, moved = [], []
+rates = []
 for step in range(13):
     if step == 7:  # a restart: another engine and another scheduler take over
         engine.save_checkpoint(place)
@@ -41,13 +41,11 @@ for step in range(13):
     # Rank 0 has one response, rank 1 has three: only their common mean grows four times, at step 9.
     length_sum, count = [(100, 1), (300, 3)][rank] if step < 8 else [(100, 1), (1500, 3)][rank]
     scheduler.observe(mean_over_ranks(length_sum, count))
-    before = engine.module.weight.detach().clone()
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
-    moved += (before - engine.module.weight.detach()).unique().tolist()
     rates += engine.get_lr()
-print(json.dumps([rates, moved, scheduler.surge_step]))
+print(json.dumps([rates, engine.module.weight.unique().tolist(), scheduler.surge_step]))
 """
 
 
@@ -55,6 +53,6 @@ print(json.dumps([rates, moved, scheduler.surge_step]))
 def test_the_engine_updates_by_the_rate_of_the_law(stage, tmp_path):
     """The stages of ZeRO shard nothing, the optimizer's state, or the gradients as well."""
     first, second = outputs_of_two_ranks(RANK, str(stage), str(tmp_path), timeout=300)
-    # The call is at update 10, so the period is 12. Two rows of ones give every weight the gradient 2.
+    # The call is at update 10, so the period is 12. Two rows of ones give every weight the gradient 2, from 0 on.
     rates = [1.0] * 11 + [0.5] * 2
-    assert first == second == [rates, [2 * rate for rate in rates], 10]
+    assert first == second == [rates, [-2 * sum(rates)], 10]

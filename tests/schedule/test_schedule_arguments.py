@@ -255,16 +255,13 @@ def test_a_schedule_with_a_state_is_no_function_of_the_count(name):
             train_once(compiles)
 
 
-def test_nnx_refuses_the_count_and_takes_the_state():
+def test_nnx_takes_the_state():
     """The surge at step 8 sets the period 8 with the multiplier 1."""
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
-    plain = nnx.Optimizer(model, optax.adamw(length_triggered_schedule(1e-3)), wrt=nnx.Param)
-    with pytest.raises(ValueError, match="is no function of the count"):
-        plain.update(model, grads)
     rate = length_triggered_schedule(1e-3, config=QUICK, multiplier=1.0)
-    right, rates = nnx.Optimizer(model, inject_learning_rate(optax.adamw, rate), wrt=nnx.Param), []
+    optimizer, rates = nnx.Optimizer(model, inject_learning_rate(optax.adamw, rate), wrt=nnx.Param), []
     for length in [100.0] * 6 + [400.0] * 12:
-        right.update(model, grads, response_length=length)
-        rates.append(float(get_learning_rate(right.opt_state)))
+        optimizer.update(model, grads, response_length=length)
+        rates.append(float(get_learning_rate(optimizer.opt_state)))
     assert rates == [float(np.float32(rate)) for rate in [1e-3] * 7 + [5e-4] * 8 + [2.5e-4] * 3]
