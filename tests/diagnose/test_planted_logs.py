@@ -90,10 +90,7 @@ def test_the_answers_say_what_the_log_shows(folder):
     stale = found(folder / "staleness.jsonl")
     assert stale["kind"] == "staleness"
     assert stale["findings"][0]["evidence"].startswith("rollouts are 2 versions old")
-    assert stale["remedies"] == "rljax docs diagnose#staleness"
-    floor = found(folder / "healthy.jsonl")["answers"]["floor"]
-    assert "between the trainer and itself" in floor
-    assert floor.endswith("no remedy goes below it")
+    assert "between the trainer and itself" in found(folder / "healthy.jsonl")["answers"]["floor"]
     unknown = found(folder / "temperature.jsonl")
     assert "floor" not in unknown["answers"]
     assert any(line.startswith("the floor: ") for line in unknown["next"])
