@@ -217,16 +217,6 @@ class Tiny(torch.nn.Module):
         return {"loss": (self.weight * x).sum() ** 2}
 
 
-class Used(transformers.TrainerCallback):
-    """A callback that notes the rate of the optimizer at each update."""
-
-    def __init__(self):
-        self.rates = []
-
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        self.rates.append(optimizer.param_groups[0]["lr"])
-
-
 class LoggingTrainer(transformers.Trainer):
     """A trainer that adds a length to the log of each update that begins a batch. Like TRL, it overrides ``log``."""
 
@@ -242,8 +232,11 @@ class LoggingTrainer(transformers.Trainer):
 
 
 def trained(tmp_path, callback, steps, lengths=LENGTHS, updates_per_batch=1, resume=None, **settings):
+    """Returns the rate of each update, read from the optimizer, and the trainer."""
     pytest.importorskip("accelerate")
-    used = Used()
+    model, used = Tiny(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=steps,
@@ -254,15 +247,16 @@ def trained(tmp_path, callback, steps, lengths=LENGTHS, updates_per_batch=1, res
         **{"learning_rate": 1e-6, "lr_scheduler_type": "constant", "save_strategy": "no"} | settings,
     )
     trainer = LoggingTrainer(
-        model=Tiny(),
+        model=model,
         args=arguments,
         train_dataset=[{"x": torch.ones(3)}] * 64,
-        callbacks=[callback, used],
+        callbacks=[callback],
+        optimizers=(optimizer, None),
         lengths=lengths,
         updates_per_batch=updates_per_batch,
     )
     trainer.train(resume_from_checkpoint=resume)
-    return used.rates, trainer
+    return used, trainer
 
 
 def callback_of(**settings):
