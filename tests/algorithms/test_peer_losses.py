@@ -95,19 +95,14 @@ def check(case, result, value, tolerance=2e-6):
     np.testing.assert_allclose(value, FILE[f"{case}/{result}"], rtol=1e-5, atol=tolerance, err_msg=f"{case}/{result}")
 
 
-def weighting(settings):
-    if settings["mode"] == "none":
-        return {}
-    low = settings["low"] if settings["mode"] == "band" else 0.0
-    return {"level": "token", "mode": settings["mode"], "threshold_low": low, "threshold": settings["high"]}
-
-
 @pytest.mark.parametrize("case", named("center/none", "center/truncate", "center/band"))
 def test_score_centering_is_the_peers(case):
     settings, listed = CASES[case]["settings"], INPUTS["head"]
     if settings["head"] == "all":
         listed = np.broadcast_to(np.arange(INPUTS["sampler_logits"].shape[-1]), INPUTS["sampler_logits"].shape)
-    plain = weighting(settings)
+    mode, low = settings["mode"], settings["low"]
+    plain = {"level": "token", "mode": mode, "threshold_low": low * (mode == "band"), "threshold": settings["high"]}
+    plain = plain if mode != "none" else {}
     has_tail = settings["head"] == "top"
     loss, gradient, _ = ours(CorrectionConfig(**plain, score_centering=True), listed, has_tail=has_tail)
     if settings["style"] != "loss":  # the peer's function is the term that centering adds

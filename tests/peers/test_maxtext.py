@@ -26,11 +26,9 @@ get_optimizer = pytest.importorskip("maxtext.optimizers.optimizers").get_optimiz
 STEPS = 60
 
 
-def config(**more):
-    """Returns the fields of a configuration that ``get_optimizer`` reads."""
-    adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "eps_root": 0.0, "weight_decay": 0.0}
-    fields = {"learning_rate": 1e-6, "mu_dtype": jnp.float32, "decoder_block": None}
-    return SimpleNamespace(**fields, **{f"adam_{name}": value for name, value in adam.items()}, **more)
+# The fields of a configuration that ``get_optimizer`` reads.
+FIELDS = {"learning_rate": 1e-6, "mu_dtype": jnp.float32, "decoder_block": None}
+FIELDS |= {"adam_b1": 0.9, "adam_b2": 0.95, "adam_eps": 1e-8, "adam_eps_root": 0.0, "adam_weight_decay": 0.0}
 
 
 @pytest.mark.parametrize("trained", [[], ["kernel"]], ids=["all parameters", "some are frozen"])
@@ -58,7 +56,7 @@ def test_the_rate_follows_the_lengths(kind, trained):
         "schedule.md",
         "# MaxText",
         **public | {"LengthTriggeredLR": early_controller},
-        config=config(opt_type=kind, trainable_parameters_mask=trained),
+        config=SimpleNamespace(**FIELDS, opt_type=kind, trainable_parameters_mask=trained),
         get_optimizer=get_optimizer,
         make_train_state=lambda tx: TrainState.create(apply_fn=None, params=params, tx=tx),
         train_step=train_step,

@@ -18,10 +18,13 @@ from rljax.schedule import (
     SurgeConfig,
     SurgeTracker,
     decay_period_from_surge,
+    effective_sample_share,
     get_learning_rate,
     inject_learning_rate,
     length_decay_schedule,
     length_triggered_schedule,
+    sample_size_factor,
+    scaled_by_sample_size,
     set_learning_rate,
 )
 from rljax.schedule.torch import LengthTriggeredCallback, LengthTriggeredScheduler
@@ -34,8 +37,8 @@ def scheduler_of(groups=1, **options):
     return LengthTriggeredScheduler(torch.optim.SGD(parameters, lr=1e-3), **options)
 
 
-def in_graph(**arguments):
-    tx = inject_learning_rate(optax.sgd, length_triggered_schedule(1e-3, config=QUICK))
+def in_graph(schedule=None, **arguments):
+    tx = inject_learning_rate(optax.sgd, schedule or length_triggered_schedule(1e-3, config=QUICK))
     tx.update({"w": 1.0}, tx.init({"w": 1.0}), **arguments)
 
 
@@ -57,6 +60,14 @@ REFUSED = [
     (lambda: length_decay_schedule(1e-6, 0), "decay_period = 0"),
     (lambda: decay_period_from_surge(0), "surge_step = 0"),
     (lambda: LengthTriggeredCallback(updates_per_batch=0), "must be at least 1, got updates_per_batch = 0"),
+    (lambda: effective_sample_share([]), "log_weights must be finite numbers"),
+    (lambda: effective_sample_share([0.0, np.inf]), "log_weights must be finite numbers"),
+    (lambda: sample_size_factor(1.5), r"share must be in \[0, 1\]"),
+    (lambda: sample_size_factor(0.5, 0.0), r"base must be in \(0, 1\]"),
+    (lambda: scaled_by_sample_size(1e-3, 2.0), r"base must be in \(0, 1\]"),
+    (lambda: in_graph(scaled_by_sample_size(1e-3)), "needs effective_sample_share="),
+    (lambda: in_graph(scaled_by_sample_size(1e-3), effective_sample_share=1.7), "effective_sample_share must be in"),
+    (lambda: in_graph(scaled_by_sample_size(1e-3), effective_sample_share=jnp.ones(1)), "share: scalars are expected"),
     (lambda: in_graph(), "needs response_length="),
     (lambda: in_graph(truncated_fraction=0.1), "needs response_length="),
     (lambda: in_graph(response_length=jnp.ones(3)), "length: scalars are expected"),
@@ -150,13 +161,9 @@ def called():
 
 
 def test_an_object_shows_its_state():
-    shown = f"{called()!r} {called().tracker!r} {scheduler_of()!r} {length_triggered_schedule(1e-3)!r}"
-    assert shown == (
-        "LengthTriggeredLR(0.001, learning_rate=0.0005, step=8, decay_period=8) "
-        "SurgeTracker(step=8, surge_step=8, ignored=0, held_out=0) "
-        "LengthTriggeredScheduler(step=0, decay_period=None) "
-        "LengthTriggeredSchedule(0.001, multiplier=1.8, floor=0.0001)"
-    )
+    assert repr(called()) == "LengthTriggeredLR(0.001, learning_rate=0.0005, step=8, decay_period=8)"
+    assert repr(called().tracker) == "SurgeTracker(step=8, surge_step=8, ignored=0, held_out=0)"
+    assert repr(length_triggered_schedule(1e-3)) == "LengthTriggeredSchedule(0.001, multiplier=1.8, floor=0.0001)"
 
 
 BAD_STATES = [

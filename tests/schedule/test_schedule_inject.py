@@ -1,4 +1,7 @@
-"""The injected rate is read and written through every wrapper, in one trace and one compilation."""
+"""The injected rate is read and written through every wrapper, in one trace and one compilation.
+
+The factor from the effective sample size scales it, with the same numbers in every form.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +11,15 @@ import pytest
 from flax import nnx
 
 from rljax.schedule import (
+    LengthTriggeredLR,
     SurgeConfig,
+    effective_sample_share,
     get_learning_rate,
     inject_learning_rate,
     length_decay_schedule,
     length_triggered_schedule,
+    sample_size_factor,
+    scaled_by_sample_size,
     set_learning_rate,
 )
 
@@ -215,3 +222,47 @@ def test_a_refusal_leaves_every_variable_of_nnx_as_it_was():
     with pytest.raises(ValueError, match="set by its schedule"):
         set_learning_rate(optimizer.opt_state, 1e-4)
     assert get_learning_rate(optimizer.opt_state) == np.float32(1e-3)
+
+
+def test_the_factor_of_the_sample_size_by_hand():
+    """Weights 1, 1, 1, 5: (1 + 1 + 1 + 5)^2 / (1 + 1 + 1 + 25) = 64 / 28, of 4 sequences."""
+    share = effective_sample_share(np.log([1, 1, 1, 5]))
+    assert share == pytest.approx(64 / 28 / 4)
+    assert sample_size_factor(share) == pytest.approx(0.7559, abs=5e-5)
+    assert sample_size_factor(share, 0.55) == 1.0
+    assert sample_size_factor(0.25, 0.5) == pytest.approx(np.sqrt(0.5))
+    for log_weight in (0.0, 5000.0, -5000.0):
+        assert effective_sample_share([log_weight] * 7) == pytest.approx(1.0)
+    assert effective_sample_share([5000.0, 0.0]) == pytest.approx(0.5)
+    assert sample_size_factor(None) == 1.0  # no batch before
+    assert sample_size_factor(float("nan")) == sample_size_factor(0.0) == 0.0
+
+
+@pytest.mark.parametrize("base", [1.0, 0.55])
+def test_the_factor_is_the_same_in_both_forms(base):
+    """The compiled optimizer has the rates of the host: the schedule's own times the factor of the batch before."""
+    draw = np.random.default_rng(0)
+    lengths = np.concatenate([np.full(20, 10.0), np.full(40, 40.0)])
+    shares = np.asarray([*draw.uniform(0, 1, 58), np.nan, 0.0], np.float32)
+    host = LengthTriggeredLR(1e-3)
+    schedule = scaled_by_sample_size(length_triggered_schedule(1e-3), base)
+    tx = inject_learning_rate(optax.sgd, schedule)
+    state, before = tx.init({"w": np.float32(0)}), None
+    update = jax.jit(tx.update)
+    for length, share in zip(lengths, shares, strict=True):
+        how = {"response_length": length, "effective_sample_share": share}
+        _, state = update({"w": np.float32(1)}, state, {"w": np.float32(0)}, **how)
+        expected = host.step(length) * sample_size_factor(before, base)
+        np.testing.assert_allclose(get_learning_rate(state), expected, rtol=1e-6)
+        before = share
+    assert host.surge_step is not None
+    assert update._cache_size() == 1
+
+
+def test_a_plain_schedule_is_scaled_too():
+    tx = inject_learning_rate(optax.sgd, scaled_by_sample_size(optax.linear_schedule(1.0, 0.0, 4)))
+    state, rates = tx.init({"w": np.float32(0)}), []
+    for share in (0.25, 1.0, 0.25):
+        _, state = tx.update({"w": np.float32(1)}, state, None, effective_sample_share=share)
+        rates.append(float(get_learning_rate(state)))
+    assert rates == pytest.approx([1.0, 0.5 * 0.75, 0.5])
