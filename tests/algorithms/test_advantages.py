@@ -70,7 +70,6 @@ def test_failed_responses_are_left_out_of_their_group():
 def test_mistakes_are_quoted(given, message):
     with pytest.raises(ValueError, match=message):
         advantages(**{"rewards": np.zeros((2, 2))} | given)
-    assert advantages([[1.0], [0.0]], "reinforce").tolist() == [[0.5], [-0.5]]
 
 
 SUM = np.float32(0.3)
@@ -103,7 +102,8 @@ def test_rewards_equal_but_for_rounding_give_exactly_nothing(estimator):
     np.testing.assert_array_equal(advantages(DIFFERENT, "grpo_no_std"), centered.astype(np.float32))
 
 
-def test_a_batch_that_only_rounds_gives_nothing_under_reinforce():
+def test_reinforce_has_no_group_and_rounding_in_a_batch_is_nothing():
+    assert advantages([[1.0], [0.0]], "reinforce").tolist() == [[0.5], [-0.5]]
     assert not advantages(EQUAL[:2], "reinforce").any()
     result = advantages([EQUAL[0], [1.0, 0.0, 1.0, 1.0]], "reinforce")  # the batch's mean is 0.525
     np.testing.assert_allclose(result, [[-0.225] * 4, [0.475, -0.525, 0.475, 0.475]], rtol=1e-6)

@@ -138,7 +138,7 @@ def test_a_table_with_a_row_for_each_number(tmp_path):
     np.testing.assert_allclose([log.get("entropy"), log.get("k3_kl")], [[0.5, 0.25], [np.nan, 0.001]])
 
 
-def test_signs_and_ratios_follow():
+def test_signs_ratios_and_counts_follow():
     """AReaL logs the mean of lr: its sign is turned, and k3 is the mean ratio - 1 - the mean of lr."""
     areal = {"task_reward/avg": 0.5, "update/behave_approx_kl/avg": -0.03, "update/behave_imp_weight/avg": 0.98}
     titan = {"rollout_reward/_mean": 0.5, "bit_wise/logprob_diff/mean": -0.3, "loss/ratio_mean": 0.8}
@@ -147,6 +147,10 @@ def test_signs_and_ratios_follow():
         np.testing.assert_allclose([log.get("kl")[0], log.get("k3_kl")[0]], expected)
     log = read_signals([{"step": 1, "critic/score/mean": 0.5, "rollout_corr/kl": 0.3, "rollout_corr/k3_kl": 0.08}])
     np.testing.assert_allclose(log.get("ratio_mean"), [0.78])
+    # verl counts the stale responses of all steps so far.
+    name = "fully_async/count/stale_trajectory_processed"
+    rows = [{"step": i, "critic/score/mean": 0.5, name: count} for i, count in enumerate((0, 0, 5, 5))]
+    np.testing.assert_array_equal(read_signals(rows).get("staleness"), [np.nan, 0, 1, 0])
 
 
 def test_a_ratio_after_a_cap_or_of_a_whole_response_is_none():
@@ -158,13 +162,6 @@ def test_a_ratio_after_a_cap_or_of_a_whole_response_is_none():
     rows = [{"step": i, "token_mult_prob_error": 1.1, "sampling_importance_ratio": 0.9} for i in (1, 2)]
     capped = read_signals([rows[0] | {"is_oob_ratio": 0.0}, rows[1] | {"is_oob_ratio": 0.02}])
     np.testing.assert_array_equal(capped.get("ratio_mean"), [0.9, np.nan])
-
-
-def test_the_count_of_stale_responses_of_verl_grows():
-    """It counts those of all steps so far."""
-    name = "fully_async/count/stale_trajectory_processed"
-    rows = [{"step": i, "critic/score/mean": 0.5, name: count} for i, count in enumerate((0, 0, 5, 5))]
-    np.testing.assert_array_equal(read_signals(rows).get("staleness"), [np.nan, 0, 1, 0])
 
 
 def test_numbers_that_are_never_finite_again_are_lost():

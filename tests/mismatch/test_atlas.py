@@ -62,20 +62,15 @@ def test_the_coarser_side_names_the_kind():
 # of a model of 0.5 B. The window of 0.2 B, 0.05 to 0.8 B, holds all; that of 0.6 B, 0.15 to 2.4 B, lacks SmolLM2.
 # No point has 2 to 32 tokens, so length is left out.
 def test_a_run_is_compared_with_its_like():
+    short = {"parameters": 0.6, "tokens": 8}
     for value, known, standing, count, end in (
-        (0.0008, {"parameters": 0.2}, "below", 8, ", of 0.135 to 0.5 B parameters (0.00082 to 0.0031)"),
-        (
-            0.0026,
-            {"parameters": 0.6, "tokens": 8},
-            "among",
-            7,
-            ", of 0.5 B parameters, tokens left out (0.00082 to 0.0026)",
-        ),
-        (0.0027, {"parameters": 0.6}, "above", 7, ", of 0.5 B parameters (0.00082 to 0.0026)"),
-        (0.0031, {}, "among", 8, " (0.00082 to 0.0031)"),
+        (0.0008, {"parameters": 0.2}, "below", 8, ", of 0.135 to 0.5 B parameters (0.00082 to 0.0031"),
+        (0.0026, short, "among", 7, ", of 0.5 B parameters, tokens left out (0.00082 to 0.0026"),
+        (0.0027, {"parameters": 0.6}, "above", 7, ", of 0.5 B parameters (0.00082 to 0.0026"),
+        (0.0031, {}, "among", 8, " (0.00082 to 0.0031"),
     ):
         said = normal_range("logprob_abs_diff_mean", value, dtype="float16 / float16", **known)
-        assert said == f"{value} lies {standing} {count} healthy float16 measurements from 2 sources{end}"
+        assert said == f"{value} lies {standing} {count} healthy float16 measurements from 2 sources{end})"
 
 
 def test_few_points_or_one_source_say_nothing():
@@ -89,6 +84,7 @@ def test_few_points_or_one_source_say_nothing():
 
 
 def test_toys_count_only_where_the_size_is_compared():
+    """What is not said is bfloat16, or does not fit."""
     like = healthy("logprob_abs_diff_mean", "bfloat16")
     near = [p for p in like if p["parameters"] and 0.15 <= p["parameters"] <= 2.4]
     assert [p["parameters"] for p in near if p.get("toy")] == [0.596]
@@ -96,11 +92,8 @@ def test_toys_count_only_where_the_size_is_compared():
     others = [p for p in like if not p.get("toy")]
     assert f" {len(others)} healthy" in normal_range("logprob_abs_diff_mean", 0.01)
 
-
-def test_what_is_not_said_is_bfloat16_or_does_not_fit():
     assert normal_range("k3_kl", 1e-3) == normal_range("k3_kl", 1e-3, dtype="bfloat16 / bfloat16")
-    like = healthy("logprob_abs_diff_mean", "bfloat16")
-    near = [p for p in like if p["tokens"] and 1000 <= p["tokens"] <= 16_000 and not p.get("toy")]
+    near = [p for p in others if p["tokens"] and 1000 <= p["tokens"] <= 16_000]
     assert f" {len(near)} healthy" in normal_range("logprob_abs_diff_mean", 0.02, tokens=4000)
     assert "entropy left out" in normal_range("k3_kl", 1e-3, entropy=0.0)
 

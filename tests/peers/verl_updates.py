@@ -29,28 +29,19 @@ from verl.workers.utils.losses import ppo_loss
 SEQUENCES, MINI_BATCHES, EPOCHS = 4, 2, 2
 
 
-def optimizer_config(overrides):
-    """Returns the optimizer's configuration for a user's command line of verl's ``main_ppo``."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=overrides)
-    return omega_conf_to_dataclass(config.actor_rollout_ref.actor.optim)
-
-
 def new_worker(settings):
-    model = HFModelConfig(
-        path=settings["model"],
-        use_remove_padding=False,
-        enable_gradient_checkpointing=False,
-        override_config={"attn_implementation": "eager"},
-    )
+    """Returns verl's worker whose optimizer has a user's command line of ``main_ppo``."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=settings["overrides"])
+    eager = {"enable_gradient_checkpointing": False, "override_config": {"attn_implementation": "eager"}}
     plain = {"use_dynamic_bsz": False, "use_torch_compile": False, "use_remove_padding": False}
     precision = {"mixed_precision": {"param_dtype": "fp32"}}
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type="language_model",
-            model_config=model,
+            model_config=HFModelConfig(path=settings["model"], use_remove_padding=False, **eager),
             engine_config=FSDPEngineConfig(strategy="fsdp2", micro_batch_size_per_gpu=2, **plain, **precision),
-            optimizer_config=optimizer_config(settings["overrides"]),
+            optimizer_config=omega_conf_to_dataclass(config.actor_rollout_ref.actor.optim),
             checkpoint_config=CheckpointConfig(),
         )
     )

@@ -68,6 +68,7 @@ REFUSED = [
     (lambda: in_graph(scaled_by_sample_size(1e-3)), "needs effective_sample_share="),
     (lambda: in_graph(scaled_by_sample_size(1e-3), effective_sample_share=1.7), "effective_sample_share must be in"),
     (lambda: in_graph(scaled_by_sample_size(1e-3), effective_sample_share=jnp.ones(1)), "share: scalars are expected"),
+    (lambda: length_triggered_schedule(1e-3).update(5, response_length=100.0), "is no function of the count"),
     (lambda: in_graph(), "needs response_length="),
     (lambda: in_graph(truncated_fraction=0.1), "needs response_length="),
     (lambda: in_graph(response_length=jnp.ones(3)), "length: scalars are expected"),

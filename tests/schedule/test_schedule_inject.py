@@ -50,7 +50,6 @@ WRAPPERS = {
     "nested": lambda: optax.inject_hyperparams(lambda max_norm: optax.chain(optax.clip(max_norm), injected()))(1.0),
     "apply_if_finite": lambda: optax.apply_if_finite(injected(), 3),
     "deep": lambda: optax.chain(optax.clip(1.0), optax.MultiSteps(optax.masked(injected(), is_matrix), 2)),
-    "lars": lambda: inject_learning_rate(lambda rate: optax.lars(rate, momentum=0.9), 1e-3),
     "lion": lambda: inject_learning_rate(optax.lion, 1e-3),
     "adafactor": lambda: inject_learning_rate(lambda rate: optax.adafactor(rate, momentum=0.9), 1e-3),
     "muon": lambda: inject_learning_rate(optax.contrib.muon, 1e-3),

@@ -338,7 +338,7 @@ def test_the_recipe_for_trl():
 
 
 RANK = """
-import datetime, json, sys
+import json, sys
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -347,9 +347,7 @@ from rljax.schedule import SurgeConfig, SurgeTracker
 from rljax.schedule.torch import LengthTriggeredScheduler, mean_over_ranks
 
 rank, port, wrapper = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-distributed.init_process_group(
-    "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
-)
+distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 model = torch.nn.Linear(4, 4, bias=False)
 torch.nn.init.zeros_(model.weight)
 if wrapper == "ddp":
