@@ -102,7 +102,7 @@ def test_rewards_equal_but_for_rounding_give_exactly_nothing(estimator):
     np.testing.assert_array_equal(advantages(DIFFERENT, "grpo_no_std"), centered.astype(np.float32))
 
 
-def test_reinforce_has_no_group_and_rounding_in_a_batch_is_nothing():
+def test_under_reinforce_a_batch_that_only_rounds_gives_nothing():
     assert advantages([[1.0], [0.0]], "reinforce").tolist() == [[0.5], [-0.5]]
     assert not advantages(EQUAL[:2], "reinforce").any()
     result = advantages([EQUAL[0], [1.0, 0.0, 1.0, 1.0]], "reinforce")  # the batch's mean is 0.525

@@ -57,7 +57,7 @@ def test_tokens_of_an_environment_have_no_part_in_a_ratio(level, expected):
         assert stats["rejected_token_fraction"] == pytest.approx(3 / 5)
 
 
-def test_bounds_are_included_and_exponents_are_clipped_at_twenty():
+def test_bounds_are_included_and_exponents_clipped_at_twenty():
     """The exponentials of 1 and -1 meet the bounds exactly."""
     for mode, threshold in (("mask", math.exp(1.0)), ("band", (math.exp(-1.0), math.exp(1.0)))):
         lr = np.array([[1.0, -1.0, 1.0 + 1e-9]])

@@ -12,18 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from flax import nnx
 from isolated import run_with_only
 from pages import code_block, run_block
 from surging import LENGTHS, RATES, early_controller
+from torch.distributed import checkpoint
 
 from rljax import schedule
 from rljax.schedule import SurgeConfig, SurgeTracker
-
-torch = pytest.importorskip("torch")
-from torch.distributed import checkpoint  # noqa: E402
-
-from rljax.schedule.torch import LengthTriggeredScheduler  # noqa: E402
+from rljax.schedule.torch import LengthTriggeredScheduler
 
 UPDATES = 2
 
