@@ -34,7 +34,7 @@ class CpuPlatform(PlatformCUDA):
     def device_count(self):
         return 1
 
-    def set_device(self, *_):
+    def set_device(self, *_, **__):
         """Does nothing: there is one device, whose operations are complete when they return. Torch caches nothing."""
 
     synchronize = empty_cache = set_device
