@@ -235,7 +235,7 @@ def test_the_tail_is_the_trainers_rescaled(head):
         found, row = gradient({"score_centering": True}, logits, micro, has_tail=True)
         np.testing.assert_allclose(found, -1.5 * (np.eye(V)[y] - expected), atol=2e-6)
     drift = np.abs(coefficients - p[head] * coefficients.sum()).sum()
-    assert row["center/drift"] == pytest.approx(drift, rel=1e-5)
+    assert row["center/drift"] == pytest.approx(drift, rel=1e-4)
     assert row["center/head_mass_rollout"] == pytest.approx(q[head].sum(), rel=1e-5)
     assert row["center/head_mass_trainer"] == pytest.approx(p[head].sum(), rel=1e-5)
 

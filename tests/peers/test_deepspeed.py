@@ -45,7 +45,7 @@ for step in range(13):
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
     rates += engine.get_lr()
-print(json.dumps([rates, engine.module.weight.unique().tolist(), scheduler.surge_step]))
+print(json.dumps([rates, engine.module.weight.detach().unique().tolist(), scheduler.surge_step]))
 """
 
 

@@ -372,7 +372,7 @@ for step in range(13):
 if wrapper == "fsdp2":  # each rank holds two of the four rows
     assert tuple(weight.to_local().shape) == (2, 4)
     weight = weight.full_tensor()
-print(json.dumps([means, rates, weight.unique().tolist(), scheduler.surge_step]))
+print(json.dumps([means, rates, weight.detach().unique().tolist(), scheduler.surge_step]))
 distributed.destroy_process_group()
 """
 
