@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.algorithms.advantages import (
-    AdvantageConfig,
-    compute_advantages,
-    groups_with_loss,
-    groups_with_signal,
-)
+from rljax.algorithms.advantages import AdvantageConfig, compute_advantages, groups_with_loss, groups_with_signal
 
 
 def advantages(rewards, estimator="rloo", lengths=None, **fields):
@@ -35,50 +30,46 @@ def test_estimators_by_hand(estimator, expected):
 
 def test_overlong_by_hand():
     """With limit 100 and buffer 20 there is no penalty up to 80 tokens, half at 90, and all at 100."""
-    lengths = np.array([[80, 81, 90, 100, 1]])
-    result = advantages(
-        [[1, 1, 1, 1, 1]], "grpo_no_std", lengths, overlong_buffer_tokens=20, overlong_factor=2.0
-    )  # the penalties are 0, 0.1, 1, 2 and 0
-    np.testing.assert_allclose(result, [[0.62, 0.52, -0.38, -1.38, 0.62]], rtol=1e-6)
+    lengths, fields = np.array([[80, 81, 90, 100, 1]]), {"overlong_buffer_tokens": 20, "overlong_factor": 2.0}
+    result = advantages([[1, 1, 1, 1, 1]], "grpo_no_std", lengths, **fields)
+    np.testing.assert_allclose(result, [[0.62, 0.52, -0.38, -1.38, 0.62]], rtol=1e-6)  # less 0, 0.1, 1, 2 and 0
+    assert groups_with_loss(result).tolist() == [True]
     assert not advantages([[1, 1, 1, 1, 1]], "grpo_no_std", lengths).any()  # off by default
-
-
-def test_groups():
-    assert groups_with_signal(np.array([[0, 0], [1, 1], [0, 1]])).tolist() == [False, False, True]
-    rewards = [[0, 0], [1, 1], [0, 1]]
-    assert groups_with_loss(advantages(rewards)).tolist() == [False, False, True]
-    assert groups_with_loss(advantages(rewards, "reinforce")).tolist() == [True, True, True]
-    punished = advantages(rewards, lengths=[[9, 100], [9, 9], [9, 9]], overlong_buffer_tokens=10)
-    assert groups_with_loss(punished).tolist() == [True, False, True]
+    # In float32, 0.3 less the penalty 0.1 at half of the buffer is not 0.2 to the bit. That gives nothing.
+    rewards, fields = np.array([[0.3, 0.2]], np.float32), {"overlong_buffer_tokens": 20, "overlong_factor": 0.2}
+    assert np.ptp(rewards.astype(np.float64) - [[0.1, 0.0]]) > 0
+    assert not advantages(rewards, lengths=[[90, 9]], **fields).any()
+    assert advantages(rewards, lengths=[[91, 9]], **fields).any()
 
 
 def test_failed_responses_are_left_out_of_their_group():
     rewards = [[1, np.nan, 0, 0], [1, 0, np.nan, np.nan], [np.nan, np.nan, np.nan, 1], [1, 0, 0, 0]]
-    third = 2 / 3
     expected = [[1, 0, -0.5, -0.5], [1, -1, 0, 0], [0, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]]
     np.testing.assert_allclose(advantages(rewards), expected, rtol=1e-6)
     no_std = advantages(rewards, "grpo_no_std")
-    np.testing.assert_allclose(no_std[0], [third, 0, -third / 2, -third / 2], rtol=1e-6)
+    np.testing.assert_allclose(no_std[0], [2 / 3, 0, -1 / 3, -1 / 3], rtol=1e-6)
     assert groups_with_loss(no_std).tolist() == [True, True, False, True]
     assert groups_with_signal(rewards).tolist() == [True, True, False, True]
     # For reinforce, the mean of the ten known rewards is 0.4.
-    np.testing.assert_allclose(advantages(rewards, "reinforce")[0], [0.6, 0, -0.4, -0.4], rtol=1e-6)
+    reinforce = advantages(rewards, "reinforce")
+    np.testing.assert_allclose(reinforce[0], [0.6, 0, -0.4, -0.4], rtol=1e-6)
+    assert groups_with_loss(reinforce).all()
 
 
-def test_mistakes_are_quoted():
-    with pytest.raises(ValueError, match=r"g at least 2, got shape \(3, 1\)"):
-        advantages(np.zeros((3, 1)))
-    assert advantages([[1.0], [0.0]], "reinforce").tolist() == [[0.5], [-0.5]]
-    with pytest.raises(ValueError, match=r"both be \[b, g\], got \(2, 2\) and \(2, 3\)"):
-        advantages(np.zeros((2, 2)), lengths=np.zeros((2, 3)))
-    with pytest.raises(ValueError, match="for failed ones, got 1 infinite"):
-        advantages([[np.nan, np.inf]])
-    with pytest.raises(ValueError, match=r"estimator must be one of .*, got 'gae'"):
-        AdvantageConfig(estimator="gae")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="overlong_buffer_tokens must not be negative, got -1"):
-        AdvantageConfig(overlong_buffer_tokens=-1)
-    with pytest.raises(ValueError, match="overlong_factor must be finite and not negative, got nan"):
-        AdvantageConfig(overlong_factor=float("nan"))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rewards": np.zeros((3, 1))}, r"g at least 2, got shape \(3, 1\)"),
+        ({"lengths": np.zeros((2, 3))}, r"both be \[b, g\], got \(2, 2\) and \(2, 3\)"),
+        ({"rewards": [[np.nan, np.inf]]}, "for failed ones, got 1 infinite"),
+        ({"estimator": "gae"}, r"estimator must be one of .*, got 'gae'"),
+        ({"overlong_buffer_tokens": -1}, "overlong_buffer_tokens must not be negative, got -1"),
+        ({"overlong_factor": float("nan")}, "overlong_factor must be finite and not negative, got nan"),
+    ],
+)
+def test_mistakes_are_quoted(given, message):
+    with pytest.raises(ValueError, match=message):
+        advantages(**{"rewards": np.zeros((2, 2))} | given)
 
 
 SUM = np.float32(0.3)
@@ -111,16 +102,8 @@ def test_rewards_equal_but_for_rounding_give_exactly_nothing(estimator):
     np.testing.assert_array_equal(advantages(DIFFERENT, "grpo_no_std"), centered.astype(np.float32))
 
 
-def test_a_penalty_that_only_rounds_gives_nothing():
-    """In float32, 0.3 less the penalty 0.1 at half of the buffer is not 0.2 to the bit."""
-    rewards = np.array([[0.3, 0.2]], np.float32)
-    fields = {"overlong_buffer_tokens": 20, "overlong_factor": 0.2}
-    assert np.ptp(rewards.astype(np.float64) - [[0.1, 0.0]]) > 0
-    assert not advantages(rewards, lengths=[[90, 9]], **fields).any()
-    assert advantages(rewards, lengths=[[91, 9]], **fields).any()
-
-
-def test_a_batch_that_only_rounds_gives_nothing_under_reinforce():
+def test_under_reinforce_a_batch_that_only_rounds_gives_nothing():
+    assert advantages([[1.0], [0.0]], "reinforce").tolist() == [[0.5], [-0.5]]
     assert not advantages(EQUAL[:2], "reinforce").any()
     result = advantages([EQUAL[0], [1.0, 0.0, 1.0, 1.0]], "reinforce")  # the batch's mean is 0.525
     np.testing.assert_allclose(result, [[-0.225] * 4, [0.475, -0.525, 0.475, 0.475]], rtol=1e-6)

@@ -39,22 +39,25 @@ UNCAPPED = 1e9
 WEIGHTED = {"level": "token", "mode": "truncate", "threshold": UNCAPPED}
 
 
-def named(*starts, result=None):
-    """Returns the cases whose names begin with one of these words and that have the result."""
-    return [name for name, case in CASES.items() if name.startswith(starts) and (result in (None, *case["results"]))]
+def named(*starts):
+    """Returns the cases whose names begin with one of these words."""
+    return [name for name in CASES if name.startswith(starts)]
 
 
 def log_softmax(logits):
     return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
 
 
+def of_tokens(logprobs, tokens=INPUTS["tokens"]):
+    return np.take_along_axis(logprobs, tokens[..., None], -1)[..., 0]
+
+
 def make_micro(tokens, rollout, ids):
-    sampled = np.take_along_axis(rollout, tokens[..., None], -1)[..., 0]
     tops = {}
     if ids is not None:
         tops["top_ids"] = np.where(MASK[..., None], ids, -1).astype(np.int32)
         tops["top_logprobs"] = np.where(MASK[..., None], np.take_along_axis(rollout, ids, -1), -np.inf)
-    return micro_batch(tokens, MASK, sampled, ADVANTAGES, **tops)
+    return micro_batch(tokens, MASK, of_tokens(rollout, tokens), ADVANTAGES, **tops)
 
 
 def ours(correction, ids=None, *, has_tail=True, cut=False):
@@ -92,29 +95,14 @@ def check(case, result, value, tolerance=2e-6):
     np.testing.assert_allclose(value, FILE[f"{case}/{result}"], rtol=1e-5, atol=tolerance, err_msg=f"{case}/{result}")
 
 
-def weighting(settings):
-    if settings["mode"] == "none":
-        return {}
-    low = settings["low"] if settings["mode"] == "band" else 0.0
-    return {"level": "token", "mode": settings["mode"], "threshold_low": low, "threshold": settings["high"]}
-
-
-def region(settings, **fields):
-    """Returns the one-sided region of a case of DPPO."""
-    over, kind = settings["kind"].split("_")
-    over = {"binary": "token", "topk": "tops"}[over]
-    fields = {"level": "token", "threshold": settings["cap"]} | fields
-    return CorrectionConfig(
-        region=kind, region_threshold=settings["bound"], region_sides="away", region_over=over, **fields
-    )
-
-
 @pytest.mark.parametrize("case", named("center/none", "center/truncate", "center/band"))
 def test_score_centering_is_the_peers(case):
     settings, listed = CASES[case]["settings"], INPUTS["head"]
     if settings["head"] == "all":
         listed = np.broadcast_to(np.arange(INPUTS["sampler_logits"].shape[-1]), INPUTS["sampler_logits"].shape)
-    plain = weighting(settings)
+    mode, low = settings["mode"], settings["low"]
+    plain = {"level": "token", "mode": mode, "threshold_low": low * (mode == "band"), "threshold": settings["high"]}
+    plain = plain if mode != "none" else {}
     has_tail = settings["head"] == "top"
     loss, gradient, _ = ours(CorrectionConfig(**plain, score_centering=True), listed, has_tail=has_tail)
     if settings["style"] != "loss":  # the peer's function is the term that centering adds
@@ -125,64 +113,50 @@ def test_score_centering_is_the_peers(case):
         check(case, "loss", loss, 5e-6)
 
 
-@pytest.mark.parametrize("case", named("dppo", result="loss"))
-def test_a_one_sided_region_is_the_peers(case):
-    settings, ids = CASES[case]["settings"], INPUTS["head_with_token"]
-    uncapped = {"threshold": UNCAPPED} if settings["style"] == "skyrl" else {}  # SkyRL does not cap the ratio
-    loss, gradient, _ = ours(region(settings, **uncapped), ids)
-    check(case, "gradient", gradient)
-    if settings["style"] != "skyrl":
-        check(case, "loss", loss)
-
-
-@pytest.mark.parametrize("case", named("dppo", result="keep"))
-def test_a_one_sided_region_keeps_what_trl_keeps(case):
-    coefficients = ours(region(CASES[case]["settings"]), INPUTS["head_with_token"])[2]
-    np.testing.assert_array_equal(coefficients != 0, FILE[f"{case}/keep"] > 0)
-
-
-@pytest.mark.parametrize("case", named("region/", "band/prime-rl", "gate/", "penalty/"))
-def test_the_gradient_of_a_region_is_the_peers(case):
-    settings, cut = CASES[case]["settings"], "cut" in case
-    if "eps" in settings:  # prime-rl's region
+def correction_of(case):
+    """Returns our correction for a case of weights or of a region, and the options of ``ours``."""
+    settings, kind = CASES[case]["settings"], case.partition("/")[0]
+    low, high = (settings.get(f"ratio_{side}", settings.get(side)) for side in ("low", "high"))
+    fields, options = {"mode": "band", "threshold_low": low, "threshold": high}, {}
+    if kind == "dppo":
+        over, region = settings["kind"].split("_")
+        fields = {"region": region, "region_over": {"binary": "token", "topk": "tops"}[over], "region_sides": "away"}
+        fields |= {"region_threshold": settings["bound"]}
+        fields |= {} if settings["style"] == "skyrl" else {"threshold": settings["cap"]}  # SkyRL does not cap the ratio
+        options = {"ids": INPUTS["head_with_token"]}
+    elif kind in ("kpop", "moment"):
+        fields = {"region": kind, "region_threshold": settings["bound"]}
+    elif "eps" in settings:  # prime-rl's region
         fields = {"threshold": settings["max_importance_ratio"], "region": "tv", "region_threshold": settings["eps"]}
+        cut = "score_centering" in settings
+        fields, options = fields | {"score_centering": cut}, {"cut": cut, "has_tail": not cut}
     elif "epsilon" in settings:
         fields = {"region": "smooth", "region_threshold": settings["epsilon"]}
-    elif settings.get("gating", "ratio") == "ratio":
-        low, high = settings.get("ratio_low", settings.get("low")), settings.get("ratio_high", settings.get("high"))
-        fields = {"mode": "band", "threshold_low": low, "threshold": high}
-    else:
-        fields = {"region": settings["gating"].removeprefix("binary_"), "region_threshold": settings["high"]}
-    correction = CorrectionConfig(**WEIGHTED | fields, score_centering=cut)
-    check(case, "gradient", ours(correction, has_tail=not cut, cut=cut)[1])
+    elif settings.get("gating", "ratio") != "ratio":
+        fields = {"region": settings["gating"].removeprefix("binary_"), "region_threshold": high}
+    return CorrectionConfig(**WEIGHTED | fields), options
 
 
-@pytest.mark.parametrize("case", named("kpop/", "band/slime", "band/miles"))
-def test_the_weight_of_a_token_is_the_peers(case):
-    settings = CASES[case]["settings"]
-    fields = {"region": "kpop", "region_threshold": settings.get("bound", 0.0)}
-    if "low" in settings:
-        fields = {"mode": "band", "threshold_low": settings["low"], "threshold": settings["high"]}
-    coefficients = ours(CorrectionConfig(**WEIGHTED | fields))[2]
-    check(case, "weights", -coefficients / ADVANTAGES)
-
-
-@pytest.mark.parametrize("case", named("moment/"))
-def test_the_second_moment_is_areals(case):
-    """AReaL divides by the number of tokens that it keeps."""
-    moment = {"region": "moment", "region_threshold": CASES[case]["settings"]["bound"]}
-    _, gradient, coefficients = ours(CorrectionConfig(**WEIGHTED | moment))
-    kept = FILE[f"{case}/keep"]
-    np.testing.assert_array_equal(coefficients != 0, kept)
-    check(case, "gradient", gradient / kept.sum())
+@pytest.mark.parametrize("case", named("dppo/", "region/", "band/", "gate/", "penalty/", "kpop/", "moment/"))
+def test_the_weights_and_regions_are_the_peers(case):
+    """AReaL divides the loss of M2PO by the number of tokens that it keeps."""
+    results, (correction, options) = CASES[case]["results"], correction_of(case)
+    loss, gradient, coefficients = ours(correction, **options)
+    if "keep" in results:
+        np.testing.assert_array_equal(coefficients != 0, FILE[f"{case}/keep"] > 0)
+    if "weights" in results:
+        check(case, "weights", -coefficients / ADVANTAGES)
+    if "gradient" in results:
+        check(case, "gradient", gradient / (FILE[f"{case}/keep"].sum() if case.startswith("moment") else 1))
+    if "loss" in results and case.startswith("dppo") and not case.endswith("skyrl"):
+        check(case, "loss", loss)
 
 
 @pytest.mark.parametrize("case", named("reject/"))
 def test_a_rejected_sequence_is_the_peers(case):
     settings = CASES[case]["settings"]
     field = {"seq_max_k3": "reject_max_k3", "seq_mean_k3": "reject_k3"}.get(settings.get("option"), "reject_abs_ratio")
-    p, q = (log_softmax(INPUTS[f"{side}_logits"]) for side in ("trainer", "sampler"))
-    trainer, rollout = (np.take_along_axis(x, INPUTS["tokens"][..., None], -1)[..., 0] for x in (p, q))
+    trainer, rollout = (of_tokens(log_softmax(INPUTS[f"{side}_logits"])) for side in ("trainer", "sampler"))
     ids = np.broadcast_to(np.arange(ROWS)[:, None], MASK.shape)
     config = CorrectionConfig(**{field: settings["bound"]})
     kept = correct(config, trainer, rollout, MASK, sequence_ids=ids, num_sequences=ROWS)[1]
@@ -193,7 +167,7 @@ def test_a_rejected_sequence_is_the_peers(case):
 def test_the_optimal_token_baseline_is_verls(case):
     settings = CASES[case]["settings"]
     p, q = (log_softmax(INPUTS[f"{side}_logits"]) for side in ("trainer", "sampler"))
-    trainer, rollout = (np.take_along_axis(x, INPUTS["tokens"][..., None], -1)[..., 0] for x in (p, q))
+    trainer, rollout = of_tokens(p), of_tokens(q)
     collision, ratio = np.sum(np.exp(p) ** 2, axis=-1), np.minimum(np.exp(trainer - rollout), 2.0)
     mask, groups = INPUTS["holes" if settings["holes"] else "mask"], np.array(settings["groups"])
     result = np.zeros(mask.shape)
@@ -201,9 +175,8 @@ def test_the_optimal_token_baseline_is_verls(case):
         rows = np.flatnonzero(groups == group)
         own, collisions, ratios = ([x[row][mask[row]] for row in rows] for x in (trainer, collision, ratio))
         ratios = ratios if settings["weighted"] else None
-        for row, each in zip(
-            rows, optimal_token_advantages(INPUTS["rewards"][rows], own, collisions, ratios), strict=True
-        ):
+        found = optimal_token_advantages(INPUTS["rewards"][rows], own, collisions, ratios)
+        for row, each in zip(rows, found, strict=True):
             result[row, mask[row]] = each
     check(case, "advantages", result)
 

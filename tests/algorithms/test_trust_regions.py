@@ -1,4 +1,7 @@
-"""Trust regions of tokens and masks of sequences, by hand. ``test_peer_losses`` compares them with their sources."""
+"""Trust regions by hand; with score centering a constant reward has no gradient under the sampler.
+
+``test_peer_losses`` compares both with their sources.
+"""
 
 import functools
 
@@ -9,28 +12,26 @@ import pytest
 from records import micro_batch
 
 from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig, policy_loss
-from rljax.mismatch import merge, rejection_mask
+from rljax.algorithms.losses import LossConfig
+from rljax.mismatch import merge
 from rljax.mismatch.regions import Region, binary_kl, moment_bound, probability_gap, tops_distance
 from rljax.policy.head import TokenScores
 from rljax.trainer.objective import Objective, loss_row
+from rljax.trainer.packing import PackedBatch
 
-B, T, K, V = 3, 8, 3, 7
+B, T = 3, 8
 
 
-def batch(seed, spread=1.2):
-    """Returns three sequences of eight tokens, with the distributions of both sides at each position."""
-    rng = np.random.default_rng(seed)
-    p = jax.nn.log_softmax(2 * rng.standard_normal((B, T, V)))
-    q = jax.nn.log_softmax(p + spread * rng.standard_normal((B, T, V)))
-    p, q = np.asarray(p, np.float32), np.asarray(q, np.float32)
-    tokens = np.where(rng.random((B, T)) < 0.5, rng.integers(0, V, (B, T)), np.argmax(q, axis=-1)).astype(np.int32)
-    ids = np.argsort(-q, axis=-1)[..., :K].astype(np.int32)
-    mask = rng.random((B, T)) < 0.8
-    tops = {"top_ids": ids, "top_logprobs": np.take_along_axis(q, ids, -1)}
-    rollout = np.take_along_axis(q, tokens[..., None], -1)[..., 0]
-    micro = micro_batch(tokens, mask, rollout, rng.standard_normal((B, 1)).astype(np.float32), **tops)
-    return micro, np.take_along_axis(p, tokens[..., None], -1)[..., 0], np.take_along_axis(p, ids, -1)
+def at_probabilities(p, q, **fields):
+    """Returns a micro-batch whose tokens all count, with their probability under the rollout, the policy's, and lists.
+
+    The listed tokens have the probability 0.1 on both sides.
+    """
+    lp, rollout = (np.broadcast_to(np.log(each), (B, T)).astype(np.float32) for each in (p, q))
+    ids = np.broadcast_to(np.arange(3, dtype=np.int32), (B, T, 3))
+    lists, ones = np.full(ids.shape, np.log(0.1), np.float32), np.ones((B, T), np.float32)
+    micro = micro_batch(np.zeros((B, T), np.int32), ones == 1, rollout, ones, top_ids=ids, top_logprobs=lists)
+    return micro._replace(**fields), lp, lists
 
 
 @functools.cache
@@ -51,33 +52,17 @@ def weights_of(correction, micro, logprobs, tops):
 
 
 def test_the_row_has_the_share_of_tokens_outside():
-    """The first two of eight probabilities differ by 0.3 from the sampler's 0.3, and the others by 0.1."""
-    micro, _, tops = batch(0)
-    lp = np.broadcast_to(np.log(np.where(np.arange(T) < 2, 0.6, 0.4)).astype(np.float32), (B, T))
-    rollout = np.full((B, T), np.log(0.3), np.float32)
-    micro = micro._replace(rollout_logprobs=rollout, loss_mask=np.ones((B, T), bool))
-    found, row = weights_of(CorrectionConfig(region="tv", region_threshold=0.2), micro, lp, tops)
-    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(T) >= 2, (B, T)))
-    assert float(row["correction/outside_fraction"]) == pytest.approx(2 / T)
+    """The first two of eight probabilities differ by 0.3 from the sampler's 0.3, and the others by 0.1.
 
-
-def test_a_smooth_region_pulls_tokens_back():
-    """Beyond the threshold the factor is negative.
-
-    It is 1 - 0.3 / 0.2 for p = 0.6, q = 0.3 and a positive advantage.
+    A smooth region pulls tokens back: its factor is 1 - 0.3 / 0.2 beyond the threshold, and 1 - 0.1 / 0.2 inside.
     """
-    micro, lp, tops = batch(0)
-    lp = np.full_like(lp, np.log(0.6))
-    micro = micro._replace(
-        rollout_logprobs=np.full((B, T), np.log(0.3), np.float32), advantages=np.ones((B, T), np.float32)
-    )
-    smooth = CorrectionConfig(region="smooth", region_threshold=0.2)
-    found, row = weights_of(smooth, micro, lp, tops)
-    np.testing.assert_allclose(found[micro.loss_mask], -0.5, atol=1e-5)
-    assert float(row["correction/outside_fraction"]) == 1.0
-    assert float(row["correction/distance_mean"]) == pytest.approx(0.3, rel=1e-5)
-    negative = micro._replace(advantages=-micro.advantages)
-    np.testing.assert_allclose(weights_of(smooth, negative, lp, tops)[0][micro.loss_mask], 2.5, atol=1e-5)
+    inside = np.arange(T) >= 2
+    given = at_probabilities(np.where(inside, 0.4, 0.6), 0.3)
+    for region, factors in (("tv", inside), ("smooth", np.where(inside, 0.5, -0.5))):
+        found, row = weights_of(CorrectionConfig(region=region, region_threshold=0.2), *given)
+        np.testing.assert_allclose(found, np.broadcast_to(factors, (B, T)), atol=1e-5)
+        assert float(row["correction/outside_fraction"]) == pytest.approx(2 / T)
+        assert float(row["correction/distance_mean"]) == pytest.approx(0.15, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +77,7 @@ def test_the_second_moment_by_hand(preset, objective, count, outside):
     """
     ratios, advantages = np.float32([0.6, 0.3, -0.1, -0.5, 0.05]), np.float32([1, 1, -1, 1, 1])
     at = np.array([0, 0, 1, 1, 2]), np.array([1, 4, 0, 7, 3])
-    micro, old = batch(0)[0], np.full((B, T), -1.0, np.float32)
+    micro, old, _ = at_probabilities(np.exp(-1.0), np.exp(-1.0))
     rollout, of_tokens, mask = old.copy(), np.ones((B, T), np.float32), np.zeros((B, T), bool)
     rollout[at], of_tokens[at], mask[at] = -1 - ratios, advantages, True
     micro = micro._replace(rollout_logprobs=rollout, old_logprobs=old, advantages=of_tokens, loss_mask=mask)
@@ -113,14 +98,11 @@ def test_the_second_moment_by_hand(preset, objective, count, outside):
     assert float(row["correction/distance_mean"]) == pytest.approx(0.1425)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "counted", "bound"),
-    [(0.055, True, 0.01), (0.064, True, 0.09), (0.001, True, 0.0), (0.001, False, 0.0)],
-)
-def test_equal_distances_leave_together(threshold, counted, bound):
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_equal_distances_leave_together(xp):
     """The mean of 0.01 and 0.09 is 0.05, and 0.0633 with another 0.09."""
     ratios = np.float32([0.3, -0.3, 0.1])
-    for xp in (np, jnp):
+    for threshold, counted, bound in ((0.055, True, 0.01), (0.064, True, 0.09), (0.001, True, 0), (0.001, False, 0)):
         arrays = ratios, 0 * ratios, np.full(3, counted), np.ones(3)
         found = moment_bound(xp, Region("moment", threshold), *map(xp.asarray, arrays))
         assert float(found) == pytest.approx(bound, rel=1e-6)
@@ -128,60 +110,25 @@ def test_equal_distances_leave_together(threshold, counted, bound):
 
 @pytest.mark.parametrize("part", ["numerics", "drift"])
 def test_a_region_of_one_part(part):
-    """The policy that sampled a stale token is in the middle.
-
-    It has 0.5, between a rollout of 0.3 and a policy of 0.8.
-    """
-    micro, lp, tops = batch(0)
-    lp = np.full_like(lp, np.log(0.8))
+    """The policy that sampled a stale token has 0.5, between a rollout of 0.3 and a policy of 0.8."""
     stale = np.arange(B)[:, None] + np.zeros((B, T), np.int32) > 0
-    micro = micro._replace(
-        rollout_logprobs=np.full((B, T), np.log(0.3), np.float32),
-        behaviour_logprobs=np.full((B, T), np.log(0.5), np.float32),
-        staleness=stale.astype(np.int32),
-        loss_mask=np.ones((B, T), bool),
-    )
-    found, _ = weights_of(CorrectionConfig(region="tv", region_threshold=0.25, part=part), micro, lp, tops)
+    behaviour = np.full((B, T), np.log(0.5), np.float32)
+    given = at_probabilities(0.8, 0.3, behaviour_logprobs=behaviour, staleness=stale.astype(np.int32))
+    found, _ = weights_of(CorrectionConfig(region="tv", region_threshold=0.25, part=part), *given)
     # A token that is not stale has no drift, so all of its mismatch is numerics.
     np.testing.assert_allclose(found, stale == (part == "numerics"), atol=1e-6)
 
 
 def test_tokens_that_are_not_finite_are_outside():
-    micro, lp, tops = batch(1)
-    rollout = micro.rollout_logprobs.copy()
+    rollout = np.full((B, T), np.log(0.4), np.float32)
     rollout[0, :4] = np.nan, -np.inf, np.inf, -3.4e38
-    mask = micro.loss_mask.copy()
-    mask[0, :4] = True
-    micro = micro._replace(rollout_logprobs=rollout, loss_mask=mask)
+    given = at_probabilities(0.5, 0.4, rollout_logprobs=rollout)
     for name in ("one_sided_tops_kl", "two_sided_tv", "smooth_tv"):
-        found, row = weights_of(CorrectionConfig(preset=name), micro, lp, tops)
+        found, row = weights_of(CorrectionConfig(preset=name), *given)
         assert not found[0, :4].any()
+        assert found[1:].any()
         assert np.isfinite(found).all()
         assert np.isfinite(list(map(float, row.values()))).all()
-
-
-def test_sequence_masks_by_hand():
-    """One token each has lr 0.1, 1.0 or -1.0.
-
-    The k3 values are 0.00517, 0.718 and 0.368; exp(abs(lr)) has the means 1.05 and 1.86.
-    """
-    lr = np.array([[0.1, 0.0], [1.0, 0.0], [-1.0, 0.0], [np.nan, 0.0], [np.nan, np.nan]])
-    zeros, mask = np.zeros_like(lr), np.ones_like(lr)
-    for statistic, threshold, kept in [
-        ("max_k3", 0.5, [1, 0, 1, 1, 0]),
-        ("max_k3", 0.3, [1, 0, 0, 1, 0]),
-        ("max_k3", 0.72, [1, 1, 1, 1, 0]),
-        ("abs_ratio", 1.86, [1, 1, 1, 1, 0]),
-        ("abs_ratio", 1.85, [1, 0, 0, 1, 0]),
-    ]:
-        found, stats = rejection_mask(lr, zeros, mask, statistic=statistic, threshold=threshold)
-        np.testing.assert_array_equal(found[:, 0], kept)
-        assert stats["rejected_sequence_fraction"] == pytest.approx(1 - sum(kept) / 5)
-        run = jax.jit(functools.partial(rejection_mask, statistic=statistic, threshold=threshold))
-        on_device, _ = run(lr, zeros, mask)
-        np.testing.assert_array_equal(on_device, found)
-    assert CorrectionConfig(preset="max_k3").rejections == (("max_k3", 0.05),)
-    assert CorrectionConfig(preset="abs_ratio").rejections == (("abs_ratio", 2.0),)
 
 
 def test_distances_keep_their_digits():
@@ -206,27 +153,132 @@ def test_distances_over_lists_by_hand():
     assert tops_distance(np, "kl", *lists, listed, has_tail=True) == pytest.approx(kl + 0.4 * np.log(2))
 
 
-def test_stale_tokens_have_bounds_of_their_own():
-    """The ratios are 1.25 and 0.85 with A = 1 and -1.
+V = 6
+WEIGHTS = {
+    "none": {},
+    "token_tis": {"level": "token", "threshold": 1.3},
+    "token_band": {"level": "token", "mode": "band", "threshold_low": 0.8, "threshold": 1.3},
+    "normalized": {"level": "token", "threshold": 1.3, "normalize": True},
+    "one_sided_tv": {"level": "token", "region": "tv", "region_threshold": 0.02, "region_sides": "away"},
+    "two_sided_kl": {"level": "token", "threshold": 1e9, "region": "kpop", "region_threshold": 0.005},
+    "smooth_tv": {"level": "token", "threshold": 1e9, "region": "smooth", "region_threshold": 0.2},
+    "tops_tv": {"region": "tv", "region_threshold": 0.05, "region_sides": "away", "region_over": "tops"},
+    "tops_kl": {"region": "kl", "region_threshold": 10.0, "region_over": "tops"},
+}
 
-    Fresh tokens are inside 0.2 / 0.28, and stale tokens are outside 0.1 / 0.05.
-    """
-    ratios, advantages = np.array([[1.25, 1.25, 0.85, 0.85]]), np.array([[1.0, 1.0, -1.0, -1.0]])
-    staleness = np.array([[0, 2, 0, 1]], np.int32)
-    where = {"sequence_ids": np.zeros((1, 4), np.int32), "num_sequences": 1, "staleness": staleness}
-    for kind, wanted in (("ppo_clip", [-1.25, -1.05, 0.85, 0.9]), ("cispo", [-1.25, -1.05, 0.85, 0.9])):
-        config = LossConfig(kind=kind, stale_clip_low=0.1, stale_clip_high=0.05)
-        logprobs = np.log(ratios) if kind == "ppo_clip" else np.ones((1, 4))
-        old = logprobs - np.log(ratios)
-        losses, clipped = policy_loss(config, logprobs, old, advantages, np.ones((1, 4), bool), **where)
-        np.testing.assert_allclose(losses[0], wanted, rtol=1e-5)
-        np.testing.assert_array_equal(clipped[0], [0, 1, 0, 1])
-        fresh, _ = policy_loss(LossConfig(kind=kind), logprobs, old, advantages, np.ones((1, 4), bool), **where)
-        np.testing.assert_allclose(fresh[0], [-1.25, -1.25, 0.85, 0.85], rtol=1e-5)
-    assert not LossConfig().clips_stale
-    for fields, message in (
-        ({"stale_clip_high": 0.3}, r"stale_clip_high must be in 0 .. clip_high = 0\.28, got 0\.3"),
-        ({"kind": "policy_gradient", "stale_clip_low": 0.1}, "do nothing for kind policy_gradient"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LossConfig(**fields)
+
+def distributions(seed, size):
+    """Returns the trainer's logits and the sampler's log-probabilities over V tokens."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal(V)
+    return logits.astype(np.float32), np.asarray(jax.nn.log_softmax(logits + size * rng.standard_normal(V)), np.float32)
+
+
+def every_token(rollout, advantages, head):
+    """Returns a micro-batch of V responses, one for each token; ``head`` has the ids of the likeliest tokens."""
+    second = np.broadcast_to([False, True], (V, 2))
+    tokens = np.stack([np.zeros(V, np.int32), np.arange(V, dtype=np.int32)], axis=1)
+    tops = {
+        "top_ids": np.where(second[..., None], np.asarray(head, np.int32), -1),
+        "top_logprobs": np.where(second[..., None], rollout[np.asarray(head)], -np.inf).astype(np.float32),
+    }
+    return micro_batch(tokens, second, rollout[tokens], np.float32(advantages)[:, None], **tops)
+
+
+def scores_of(logits, micro):
+    logprobs = jax.nn.log_softmax(logits)
+    tops = jnp.where(micro.top_ids >= 0, logprobs[jnp.maximum(micro.top_ids, 0)], -jnp.inf)
+    of_tokens = jnp.where(micro.loss_mask, logprobs[micro.tokens], 0.0)
+    return TokenScores(of_tokens, jnp.zeros_like(of_tokens), tops)
+
+
+@functools.cache
+def compiled_centering(correction, kind, has_tail):
+    objective = Objective(LossConfig(kind=kind), correction, V, 2, has_tail=has_tail)
+
+    def loss(logits, micro):
+        return objective.micro_loss(scores_of(logits, micro), micro, jnp.float32(1.0))
+
+    return objective, jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def gradient(correction, logits, micro, kind="ppo_clip", has_tail=False):
+    """Returns the gradient of the summed loss by the logits, and the row."""
+    objective, run = compiled_centering(CorrectionConfig(**correction), kind, has_tail)
+    (_, statistics), found = run(jnp.asarray(logits), micro)
+    return np.asarray(found), {k: float(v) for k, v in loss_row(objective, statistics, jnp.float32(1.0)).items()}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_constant_reward_has_no_gradient(name):
+    """The loss is linear in the advantage: with advantages times q, the sum is the expectation over the V tokens."""
+    for size, advantage in ((0.1, 2.0), (0.1, -2.0), (1.0, 2.0), (1.0, -2.0)):
+        logits, rollout = distributions(1, size)
+        micro = every_token(rollout, advantage * np.exp(rollout), np.arange(V))
+        for kind in ("ppo_clip", "policy_gradient", "cispo") if name == "none" else ("ppo_clip",):
+            centered, _ = gradient({**WEIGHTS[name], "score_centering": True}, logits, micro, kind)
+            np.testing.assert_allclose(centered, 0, atol=1e-6)
+            plain, _ = gradient(WEIGHTS[name], logits, micro, kind)
+            assert np.abs(plain).max() > 1e-3 or size < 1
+
+
+@pytest.mark.parametrize("head", [[0, 1], [5, 2, 4], [3]])
+def test_the_tail_is_the_trainers_rescaled(head):
+    """The gradient of one token is -A (onehot(y) - q^), where q^ is q on the list and rho p off it."""
+    logits, rollout = distributions(8, 0.7)
+    p, q = np.asarray(jax.nn.softmax(logits)), np.exp(rollout)
+    expected = p * (1 - q[head].sum()) / (1 - p[head].sum())
+    coefficients = q[head] - expected[head]
+    expected[head] = q[head]
+    for y in range(V):
+        micro = every_token(rollout, 1.5 * np.eye(V)[y], head)
+        found, row = gradient({"score_centering": True}, logits, micro, has_tail=True)
+        np.testing.assert_allclose(found, -1.5 * (np.eye(V)[y] - expected), atol=2e-6)
+    drift = np.abs(coefficients - p[head] * coefficients.sum()).sum()
+    assert row["center/drift"] == pytest.approx(drift, rel=1e-4)
+    assert row["center/head_mass_rollout"] == pytest.approx(q[head].sum(), rel=1e-5)
+    assert row["center/head_mass_trainer"] == pytest.approx(p[head].sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("head", "has_tail"), [(range(V), False), (range(V), True), ([1, 3], True)])
+def test_importance_weights_need_no_centering(head, has_tail):
+    """With f = r the expected score is already 0, so centering changes nothing, with a tail or without."""
+    logits, rollout = distributions(5, 1.0)
+    advantages = np.random.default_rng(0).standard_normal(V)
+    micro = every_token(rollout, advantages * np.exp(rollout), list(head))
+    weights = {"level": "token", "threshold": 1e9}
+    plain, _ = gradient(weights, logits, micro)
+    centered, row = gradient({**weights, "score_centering": True}, logits, micro, has_tail=has_tail)
+    np.testing.assert_allclose(centered, plain, atol=1e-6)
+    assert row["center/drift"] == pytest.approx(0, abs=2e-6)
+
+
+def test_places_that_are_not_finite_are_counted():
+    logits, rollout = distributions(2, 0.3)
+    micro = every_token(rollout, np.ones(V), np.arange(V))
+    lists, ids, sampled = (each.copy() for each in (micro.top_logprobs, micro.top_ids, micro.rollout_logprobs))
+    lists[0, 1, 2], lists[1, 1, 0], lists[2, 1, 4] = np.nan, -np.inf, np.inf
+    ids[3, 1, 1], sampled[4, 1] = -1, np.nan
+    broken = micro._replace(top_logprobs=lists, top_ids=ids, rollout_logprobs=sampled)
+    for correction in (WEIGHTS["tops_tv"], WEIGHTS["tops_kl"], {"score_centering": True}):
+        found, row = gradient(correction, logits, broken, has_tail=True)
+        assert np.isfinite(found).all()
+        assert all(np.isfinite(list(row.values())))
+        assert row["correction/nonfinite_count"] == 1
+    assert row["center/nonfinite_count"] == 3
+
+
+@pytest.mark.parametrize("name", ["token_tis", "tops_kl"])
+def test_micro_batches_change_nothing(name):
+    logits, rollout = distributions(7, 0.5)
+    correction = {**WEIGHTS[name], "score_centering": True}
+    micro = every_token(rollout, np.random.default_rng(1).standard_normal(V), [0, 2, 5])
+    whole, row = gradient(correction, logits, micro, has_tail=True)
+    parts, drifts = [], []
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        part = PackedBatch(*(None if array is None else array[rows] for array in micro))
+        found, part_row = gradient(correction, logits, part, has_tail=True)
+        parts.append(found)
+        drifts.append(part_row["center/drift"] * len(part.tokens))
+    np.testing.assert_allclose(sum(parts), whole, atol=2e-6)
+    assert sum(drifts) / V == pytest.approx(row["center/drift"], rel=1e-5)

@@ -1,8 +1,10 @@
 """Tests of the facts of a dump by hand: outliers, growth, and the grid of the logits."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from rljax.diagnose.evidence import Facts
 from rljax.diagnose.token_facts import logit_grid, outliers, read_facts
 from rljax.record.token_dumps import ColumnSource, make_dump, read_dump
 
-DATA = Path(__file__).parents[1] / "data"
+DUMP = Path(__file__).parents[1] / "data/smollm2_tokens.parquet"
 RNG = np.random.default_rng(0)
 VOCABULARY = 12
 
@@ -22,41 +24,36 @@ def logprobs_of(logits):
 
 
 def to_bfloat16(logits):
-    """Rounds logits to eight bits of mantissa."""
-    scale = 2.0 ** (np.floor(np.log2(np.abs(logits))) - 7)
-    return np.round(logits / scale) * scale
+    return logits.astype(ml_dtypes.bfloat16).astype(float)
 
 
-def dump(change, *, groups=12, size=6, length=16, dtype="float32", spread=2.0):
-    """Returns responses to prompts. Equal tokens before a token give it equal logits.
+def dump(change, dtype="float32"):
+    """Returns six responses of 16 tokens to each of 12 prompts. ``change`` makes the rollout's logits.
 
-    ``change`` makes the rollout's logits.
+    Equal tokens before a token give it equal logits.
     """
     known = {}
 
-    def logits_of(prefix):
+    def logprobs_after(prefix):
         if prefix not in known:
-            logits = RNG.normal(0.0, spread, VOCABULARY) + 2.5
-            known[prefix] = logits, change(logits, len(prefix) - 1)
+            logits = RNG.normal(0.0, 2.0, VOCABULARY) + 2.5
+            known[prefix] = logprobs_of(logits), logprobs_of(change(logits, len(prefix) - 1))
         return known[prefix]
 
-    ids, tokens, masks, columns = [], [], [], {"trainer": [], "rollout": []}
-    for group in range(groups):
-        for i in range(size):
-            prefix, values = (100 + group,), {"trainer": [np.nan], "rollout": [np.nan]}
-            for _ in range(length):
-                both = [logprobs_of(logits) for logits in logits_of(prefix)]
-                token = int(RNG.choice(VOCABULARY, p=np.exp(both[1])))
-                for name, logprobs in zip(values, both, strict=True):
-                    values[name].append(logprobs[token])
-                prefix = (*prefix, token)
-            ids.append(f"{group}/{i}")
-            tokens.append(list(prefix))
-            masks.append([False] + [True] * length)
-            for name, vector in values.items():
-                columns[name].append(vector)
+    ids, tokens, columns = [], [], {"trainer": [], "rollout": []}
+    for group, i in itertools.product(range(12), range(6)):
+        prefix, values = (100 + group,), [(np.nan, np.nan)]
+        for _ in range(16):
+            both = logprobs_after(prefix)
+            token = int(RNG.choice(VOCABULARY, p=np.exp(both[1])))
+            values.append((both[0][token], both[1][token]))
+            prefix = (*prefix, token)
+        ids.append(f"{group}/{i}")
+        tokens.append(list(prefix))
+        for name, vector in zip(columns, zip(*values, strict=True), strict=True):
+            columns[name].append(vector)
     sources = {name: ColumnSource(dtype=dtype, temperature=1.0) for name in columns}
-    return make_dump(ids, tokens, masks, columns, sources)
+    return make_dump(ids, tokens, [[False] + [True] * 16] * len(ids), columns, sources)
 
 
 def noisy(size):
@@ -77,17 +74,15 @@ def test_logits_in_bfloat16_lie_on_its_grid():
     facts = read_facts(found)
     assert facts.grids == {"rollout": "bfloat16"}
     assert 1e-4 < facts.effect_without < 0.02
-
-
-def test_a_temperature_divides_the_grid():
+    # A temperature divides the grid.
     found = dump(lambda logits, at: to_bfloat16(logits) / 0.7)
     assert logit_grid(found, "rollout", 0.7) == "bfloat16"
     assert logit_grid(found, "rollout", 1.0) == ""
     logits = np.random.default_rng(0).normal(2.5, 2.0, (17, VOCABULARY))
     likeliest = np.float32(logprobs_of(to_bfloat16(logits) / 0.7))
-    tops = {"top_ids": np.zeros(likeliest.shape, np.int32), "top_logprobs": likeliest}
-    columns = {**found.columns, **{name: (array,) * len(found.token_ids) for name, array in tops.items()}}
-    assert logit_grid(dataclasses.replace(found, columns=columns), "rollout", 0.7) == "bfloat16"
+    tops = {"top_ids": (np.zeros(likeliest.shape, np.int32),) * 72, "top_logprobs": (likeliest,) * 72}
+    with_tops = dataclasses.replace(found, columns={**found.columns, **tops})
+    assert logit_grid(with_tops, "rollout", 0.7) == "bfloat16"
 
 
 def test_rounding_is_alike_at_each_uncertainty():
@@ -103,12 +98,6 @@ def test_the_error_that_a_position_adds_is_seen():
     values = list(facts.effects.values())
     assert values == sorted(values)
     assert values[-1] > 4 * values[0]
-
-
-def test_a_dump_needs_two_columns():
-    one = make_dump(["a"], [[1, 2]], [[False, True]], {"rollout": [[np.nan, -1.0]]})
-    with pytest.raises(ValueError, match="needs two columns of log-probabilities, got \\['rollout'\\]"):
-        read_facts(one)
 
 
 def cause_of(found):
@@ -153,6 +142,9 @@ def test_a_dump_that_compare_refuses_has_no_further_facts():
     assert np.isnan(read_facts(found).effect_without)
     said, findings = cause_of(found)
     assert (said, [finding.cause for finding in findings]) == ("not_comparable", ["not_comparable"])
+    one = make_dump(["a"], [[1, 2]], [[False, True]], {"rollout": [[np.nan, -1.0]]})
+    with pytest.raises(ValueError, match="needs two columns of log-probabilities, got \\['rollout'\\]"):
+        read_facts(one)
 
 
 @pytest.mark.parametrize("trainer", ["jax:bfloat16", "hf:bfloat16"])
@@ -162,8 +154,7 @@ def test_a_real_model_in_bfloat16_is_healthy(trainer):
     The files come from ``rljax compare --toy-prompts 12 --model DIR --sample jax-decode:bfloat16 --responses 2
     --max-response-tokens 96 --scorer jax:bfloat16 --scorer hf:bfloat16 --no-second-run``.
     """
-    dump = read_dump(DATA / "smollm2_tokens.parquet")
     roles = {trainer: "trainer", "jax-decode:bfloat16": "rollout"}
-    found = dump.with_roles(roles)
-    assert judge_cause(Facts(None, read_facts(found), ())) == ("healthy", [])
+    found = read_dump(DUMP).with_roles(roles)
+    assert cause_of(found) == ("healthy", [])
     assert compare_columns(found, list(roles)).passed

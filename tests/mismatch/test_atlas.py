@@ -4,11 +4,8 @@ import collections
 import re
 from pathlib import Path
 
-import pytest
-
 from rljax.mismatch.atlas import kind_of, normal_range, points, source_count
 from rljax.mismatch.metrics import mismatch_metrics
-from rljax.mismatch.names import PUBLISHED_BARS
 
 PAGE = Path(__file__).parents[2] / "docs/mismatch.md"
 FIELDS = {
@@ -21,29 +18,24 @@ SOURCE = re.compile(
 CLASSES = (("below 2 B", 0, 2), ("2 to 16 B", 2, 16), ("above 16 B", 16, 1e9))
 
 
-def own_metrics():
-    """Returns the names of our metrics, and of two more numbers that other projects write."""
-    ours = mismatch_metrics([[-1.0]], [[-1.1]], [[True]])
-    return {*ours, "ratio_mean"} | {name for _, name in PUBLISHED_BARS if name == "token_mult_prob_error"}
-
-
 def healthy(metric, kind):
     return [p for p in points() if (p["metric"], p["health"], kind_of(p["dtype"])) == (metric, "healthy", kind)]
 
 
 def test_each_point_has_a_source_and_a_known_metric():
+    """Two of the metrics are numbers that other projects write."""
+    metrics = {*mismatch_metrics([[-1.0]], [[-1.1]], [[True]]), "ratio_mean", "token_mult_prob_error"}
     assert len(points()) >= 80
     for point in points():
         assert set(point) - {"toy"} == FIELDS
         assert SOURCE.match(point["source"]), point["source"]
-        assert point["metric"] in own_metrics()
+        assert point["metric"] in metrics
         assert re.fullmatch("[a-z_]+", point["health"])
         assert point["dtype"] is None or (kind_of(point["dtype"]) != "unknown" and " / " in point["dtype"])
     own_toys = [p for p in points() if p.get("toy") and p["source"].startswith(("benchmarks/", "own run"))]
     assert len(own_toys) <= 15
 
-
-def test_no_run_has_more_than_three_steps():
+    # No run has more than three steps.
     runs = collections.Counter()
     for point in points():
         source = re.sub(r",? (steps?|\d+ steps|least|largest|mean of) .*", "", point["source"])
@@ -52,10 +44,8 @@ def test_no_run_has_more_than_three_steps():
     assert runs.most_common(1)[0][1] <= 3
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [
-        ("bfloat16 / bfloat16", "bfloat16"),
+def test_the_coarser_side_names_the_kind():
+    for dtype, kind in (
         ("float32 / bfloat16", "bfloat16"),
         ("float16 / float16", "float16"),
         ("float32 / float32", "float32"),
@@ -64,34 +54,23 @@ def test_no_run_has_more_than_three_steps():
         ("nvfp4 / nvfp4", "4-bit"),
         ("bfloat16 / bfloat16, exact", "exact"),
         (None, "unknown"),
-    ],
-)
-def test_the_coarser_side_names_the_kind(dtype, kind):
-    assert kind_of(dtype) == kind
+    ):
+        assert kind_of(dtype) == kind
 
 
 # The healthy float16 points are 0.0031 of SmolLM2-135M, and 0.0026, 0.0021, 0.0019, 0.0014, 0.0013, 0.0011 and 0.00082
 # of a model of 0.5 B. The window of 0.2 B, 0.05 to 0.8 B, holds all; that of 0.6 B, 0.15 to 2.4 B, lacks SmolLM2.
 # No point has 2 to 32 tokens, so length is left out.
-@pytest.mark.parametrize(
-    ("value", "known", "standing", "count", "end"),
-    [
-        (0.0008, {"parameters": 0.2}, "below", 8, ", of 0.135 to 0.5 B parameters (0.00082 to 0.0031)"),
-        (
-            0.0026,
-            {"parameters": 0.6, "tokens": 8},
-            "among",
-            7,
-            ", of 0.5 B parameters, tokens left out (0.00082 to 0.0026)",
-        ),
-        (0.0027, {"parameters": 0.6}, "above", 7, ", of 0.5 B parameters (0.00082 to 0.0026)"),
-        (0.0027, {"tokens": 8}, "among", 8, ", tokens left out (0.00082 to 0.0031)"),
-        (0.0031, {}, "among", 8, " (0.00082 to 0.0031)"),
-    ],
-)
-def test_a_run_is_compared_with_its_like(value, known, standing, count, end):
-    said = normal_range("logprob_abs_diff_mean", value, dtype="float16 / float16", **known)
-    assert said == f"{value} lies {standing} {count} healthy float16 measurements from 2 sources{end}"
+def test_a_run_is_compared_with_its_like():
+    short = {"parameters": 0.6, "tokens": 8}
+    for value, known, standing, count, end in (
+        (0.0008, {"parameters": 0.2}, "below", 8, ", of 0.135 to 0.5 B parameters (0.00082 to 0.0031"),
+        (0.0026, short, "among", 7, ", of 0.5 B parameters, tokens left out (0.00082 to 0.0026"),
+        (0.0027, {"parameters": 0.6}, "above", 7, ", of 0.5 B parameters (0.00082 to 0.0026"),
+        (0.0031, {}, "among", 8, " (0.00082 to 0.0031"),
+    ):
+        said = normal_range("logprob_abs_diff_mean", value, dtype="float16 / float16", **known)
+        assert said == f"{value} lies {standing} {count} healthy float16 measurements from 2 sources{end})"
 
 
 def test_few_points_or_one_source_say_nothing():
@@ -105,6 +84,7 @@ def test_few_points_or_one_source_say_nothing():
 
 
 def test_toys_count_only_where_the_size_is_compared():
+    """What is not said is bfloat16, or does not fit."""
     like = healthy("logprob_abs_diff_mean", "bfloat16")
     near = [p for p in like if p["parameters"] and 0.15 <= p["parameters"] <= 2.4]
     assert [p["parameters"] for p in near if p.get("toy")] == [0.596]
@@ -112,11 +92,8 @@ def test_toys_count_only_where_the_size_is_compared():
     others = [p for p in like if not p.get("toy")]
     assert f" {len(others)} healthy" in normal_range("logprob_abs_diff_mean", 0.01)
 
-
-def test_what_is_not_said_is_bfloat16_or_does_not_fit():
     assert normal_range("k3_kl", 1e-3) == normal_range("k3_kl", 1e-3, dtype="bfloat16 / bfloat16")
-    like = healthy("logprob_abs_diff_mean", "bfloat16")
-    near = [p for p in like if p["tokens"] and 1000 <= p["tokens"] <= 16_000 and not p.get("toy")]
+    near = [p for p in others if p["tokens"] and 1000 <= p["tokens"] <= 16_000]
     assert f" {len(near)} healthy" in normal_range("logprob_abs_diff_mean", 0.02, tokens=4000)
     assert "entropy left out" in normal_range("k3_kl", 1e-3, entropy=0.0)
 

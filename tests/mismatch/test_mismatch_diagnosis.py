@@ -24,10 +24,7 @@ from rljax.mismatch.diagnosis import (
 LR = np.array([[0.1, -0.2, 0.3, 0.6], [0.0, 0.4, -0.7, 9.0]])
 ROLLOUT = np.full((2, 4), -12.0)
 MASK = np.array([[1, 0, 1, 1], [1, 1, 1, 0]])
-
-
-def k3(values):
-    return [math.expm1(x) - x for x in values]
+NAMES = ("token_count", "kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max", "extreme_rate")
 
 
 def by_positions(tokens, edges):
@@ -40,15 +37,12 @@ def assert_buckets(buckets, members):
 
 def assert_named(found, members):
     """Checks the metrics of the log-ratios in each bucket, by its label."""
-    for i, values in members.items():
-        n = max(len(values), 1)
-        assert found[f"{i}/token_count"] == len(values)
-        assert found[f"{i}/kl"] == pytest.approx(-sum(values) / n)
-        assert found[f"{i}/k3_kl"] == pytest.approx(sum(k3(values)) / n)
-        assert found[f"{i}/logprob_abs_diff_mean"] == pytest.approx(sum(map(abs, values)) / n)
-        assert found[f"{i}/logprob_abs_diff_max"] == pytest.approx(max(map(abs, values), default=0))
-        assert found[f"{i}/extreme_rate"] == pytest.approx(sum(abs(x) > 0.5 for x in values) / n)
-    assert len(found) == 6 * len(members)
+    expected = {}
+    for label, values in members.items():
+        lr, size = np.array(values), np.abs(values)
+        numbers = lr.size, -lr.mean(), np.mean(np.expm1(lr) - lr), size.mean(), size.max(), np.mean(size > 0.5)
+        expected |= {f"{label}/{name}": number for name, number in zip(NAMES, numbers, strict=True)}
+    assert found == pytest.approx(expected)
 
 
 def test_buckets_by_hand():
@@ -65,40 +59,25 @@ def test_buckets_by_hand():
     rows = [[a[i : i + 1] for a in (trainer, ROLLOUT, MASK, staleness)] for i in (1, 0)]
     halves = [mismatch_by(read_tokens(*row), stale, (1, 2, 3)) for *row, stale in rows]
     assert_buckets(merge(*halves), [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
-
-
-def test_packed_positions_restart_with_each_sequence():
-    trainer, rollout = (ROLLOUT + LR).reshape(1, 8), ROLLOUT.reshape(1, 8)
-    ids = np.array([[0, -1, 0, 0, 1, 1, 1, 0]])
-    packed = read_tokens(trainer, rollout, MASK.reshape(1, 8), sequence_ids=ids, num_sequences=2)
+    # In a packed row, positions restart with each sequence.
+    arrays = [each.reshape(1, 8) for each in (trainer, ROLLOUT, MASK)]
+    packed = read_tokens(*arrays, sequence_ids=np.array([[0, -1, 0, 0, 1, 1, 1, 0]]), num_sequences=2)
     assert_buckets(by_positions(packed, (2, 3)), [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
 
 
 def test_buckets_on_the_device():
+    """Each has a name. ROLLOUT + LR rounded to float32 moves a log-ratio by 5e-7."""
+
     def of(*arrays):
-        return finalize_buckets(by_positions(read_tokens(*arrays), (2, 3)), "abc")
+        return finalize_buckets(by_positions(read_tokens(*arrays), (2, 3)), bucket_labels((2, 3)))
 
     found = jax.jit(of)(*map(jnp.asarray, (ROLLOUT + LR, ROLLOUT, MASK)))
-    for name, values in of(ROLLOUT + LR, ROLLOUT, MASK).items():
-        # ROLLOUT + LR rounded to float32 moves a log-ratio by 5e-7.
-        np.testing.assert_allclose(found[name], values, rtol=5e-6, atol=1e-6, err_msg=name)
-
-
-def test_labels_name_every_bucket():
+    for name, value in of(ROLLOUT + LR, ROLLOUT, MASK).items():
+        np.testing.assert_allclose(found[name], value, rtol=5e-6, atol=1e-6, err_msg=name)
+        assert type(value) is float
     assert bucket_labels((64, 256, 1024)) == ("lt_64", "64_to_256", "256_to_1024", "ge_1024")
     assert bucket_labels((0.01,)) == ("lt_0.01", "ge_0.01")
     assert count_labels((2, 3, 5, 9)) == ("1", "2", "3_to_4", "5_to_8", "ge_9")
-    assert count_labels((2, 5, 17)) == ("1", "2_to_4", "5_to_16", "ge_17")
-
-
-def test_labelled_numbers():
-    buckets = by_positions(read_tokens(ROLLOUT + LR, ROLLOUT, MASK), (2,))
-    found = finalize_buckets(buckets, bucket_labels((2,)))
-    assert found["lt_2/kl"] == pytest.approx(-0.05)
-    assert found["ge_2/token_count"] == 4.0
-    assert all(type(value) is float for value in found.values())
-    with pytest.raises(ValueError, match=r"labels must name each of the 2 buckets, got \('lt_2',\)"):
-        finalize_buckets(buckets, ("lt_2",))
 
 
 def test_sign_skew_by_hand():
@@ -115,15 +94,10 @@ def test_sign_skew_by_hand():
     def of(*arrays):
         return sign_skew(read_tokens(*arrays[:3]), arrays[3])
 
-    arrays = (ROLLOUT + LR, ROLLOUT, MASK, advantages)
-    assert finalize_sign_skew(of(*arrays)) == pytest.approx(expected)
+    arrays = (LR, np.zeros_like(LR), MASK, advantages)
     rows = [of(*(a[i : i + 1] for a in arrays)) for i in (1, 0)]
-    assert finalize_sign_skew(merge(*rows)) == pytest.approx(expected)
-    device = jax.jit(lambda *arrays: finalize_sign_skew(of(*arrays)))(
-        *map(jnp.asarray, (LR, np.zeros_like(LR), MASK, advantages))
-    )
-    for name, value in expected.items():
-        assert float(device[name]) == pytest.approx(value, rel=1e-6), name
+    for found in (of(*arrays), merge(*rows), jax.device_get(jax.jit(of)(*map(jnp.asarray, arrays)))):
+        assert finalize_sign_skew(found) == pytest.approx(expected)
 
 
 def test_the_rise_of_the_summed_form_is_split_exactly():
@@ -131,28 +105,28 @@ def test_the_rise_of_the_summed_form_is_split_exactly():
         lr = np.full((3, length), gap)
         return mismatch_metrics(lr, np.zeros_like(lr), np.ones_like(lr))
 
-    longer = split_sum_rise(metrics(100, 1e-3), metrics(300, 1e-3))
-    assert longer == pytest.approx({"rise": 0.2, "length_explained": 0.2, "per_token": 0.0}, abs=1e-12)
-    noisier = split_sum_rise(metrics(100, 1e-3), metrics(100, 4e-3))
-    assert noisier == pytest.approx({"rise": 0.3, "length_explained": 0.0, "per_token": 0.3}, abs=1e-12)
-    both = split_sum_rise(metrics(100, 1e-3), metrics(200, 3e-3))
-    assert both == pytest.approx({"rise": 0.5, "length_explained": 0.1, "per_token": 0.4}, abs=1e-12)
+    for length, gap, rise, explained in ((300, 1e-3, 0.2, 0.2), (100, 4e-3, 0.3, 0.0), (200, 3e-3, 0.5, 0.1)):
+        found = split_sum_rise(metrics(100, 1e-3), metrics(length, gap))
+        expected = {"rise": rise, "length_explained": explained, "per_token": rise - explained}
+        assert found == pytest.approx(expected, abs=1e-12)
     nothing = mismatch_metrics(*(np.zeros((1, 1)),) * 3)
     assert split_sum_rise(nothing, metrics(100, 1e-3))["per_token"] == pytest.approx(0.1)
 
 
 def test_mistakes_say_what_was_expected():
+    tokens = read_tokens(LR, LR, MASK)
     with pytest.raises(ValueError, match=r"edges must hold at least one number and increase, got \[2, 2\]"):
-        mismatch_by(read_tokens(LR, LR, MASK), LR, (2, 2))
+        mismatch_by(tokens, LR, (2, 2))
     with pytest.raises(ValueError, match=r"values must have the shape .*\(2, 4\), got \(2,\)"):
-        mismatch_by(read_tokens(LR, LR, MASK), np.ones(2), (2, 3))
+        mismatch_by(tokens, np.ones(2), (2, 3))
     with pytest.raises(ValueError, match=r"advantages must have the shape .*\(2, 4\), got \(2,\)"):
-        sign_skew(read_tokens(LR, LR, MASK), np.ones(2))
+        sign_skew(tokens, np.ones(2))
+    with pytest.raises(ValueError, match=r"labels must name each of the 2 buckets, got \('lt_2',\)"):
+        finalize_buckets(by_positions(tokens, (2,)), ("lt_2",))
 
 
-@pytest.mark.parametrize(
-    ("turns", "expected"),
-    [
+def test_distances_from_the_environment_by_hand():
+    for turns, expected in (
         ([1, 1, 1], [0, 0, 0]),  # no environment's token is before them
         ([1, 1, 0, 0, 2, 2, 2], [0, 0, 0, 0, 1, 2, 3]),
         ([1, 0, 2, 0, 0, 3, 3], [0, 0, 1, 0, 0, 1, 2]),
@@ -163,37 +137,23 @@ def test_mistakes_say_what_was_expected():
         ([0, 0, 3, 3], [0, 0, 1, 2]),
         ([0, 0], [0, 0]),
         ([], []),
-    ],
-)
-def test_distances_from_the_environment_by_hand(turns, expected):
-    assert after_environment(np.array(turns, np.int32)).tolist() == expected
-
-
-def test_runs_of_a_mask_are_numbered():
+    ):
+        assert after_environment(np.array(turns, np.int32)).tolist() == expected
     mask = np.array([0, 0, 1, 1, 0, 1, 0, 0, 1], bool)
     assert turns_of_mask(mask).tolist() == [0, 0, 1, 1, 0, 2, 0, 0, 3]
     assert turns_of_mask(np.ones(2, bool)).tolist() == [1, 1]
 
 
-def trajectories():
-    """Returns two trajectories. The environment's tokens have numbers that must not count."""
-    turns = [np.array([1, 1, 0, 0, 2, 2, 0, 3]), np.array([1, 0, 2])]
-    log_ratios = [np.array([0.1, -0.2, 9.0, 9.0, 0.7, 0.3, 9.0, -0.6]), np.array([0.0, np.nan, -0.9])]
-    rollout = [np.full(8, -2.0), np.full(3, -1.0)]
-    return [r + lr for r, lr in zip(rollout, log_ratios, strict=True)], rollout, turns
-
-
 @pytest.mark.parametrize("chunk", [2**20, 4])
 def test_buckets_of_turns_by_hand(chunk):
-    found = mismatch_by_turn(*trajectories(), chunk=chunk)
-    members = {
-        "turn_1": [0.1, -0.2, 0.0],
-        "turn_2": [0.7, 0.3, -0.9],
-        "turn_3_to_4": [-0.6],
-        "after_1": [0.7, -0.6, -0.9],
-        "after_2_to_4": [0.3],
-    }
-    assert_named(found, members)
+    """The environment's tokens have numbers that must not count, and one sampled token has none."""
+    turns = [np.array([1, 1, 0, 0, 2, 2, 0, 3]), np.array([1, 0, 2, 2])]
+    log_ratios = [np.array([0.1, -0.2, 9.0, 9.0, 0.7, 0.3, 9.0, -0.6]), np.array([0.0, np.nan, -0.9, np.nan])]
+    rollout = [np.full(8, -2.0), np.full(4, -1.0)]
+    trainer = [r + lr for r, lr in zip(rollout, log_ratios, strict=True)]
+    members = {"turn_1": [0.1, -0.2, 0.0], "turn_2": [0.7, 0.3, -0.9], "turn_3_to_4": [-0.6]}
+    members |= {"after_1": [0.7, -0.6, -0.9], "after_2_to_4": [0.3]}
+    assert_named(mismatch_by_turn(trainer, rollout, turns, chunk=chunk), members)
 
 
 def test_late_turns_and_distances_share_the_last_buckets():
@@ -201,9 +161,4 @@ def test_late_turns_and_distances_share_the_last_buckets():
     found = mismatch_by_turn([np.full(25, -1.5)], [np.full(25, -1.0)], [turns])
     counts = {name.removesuffix("/token_count"): n for name, n in found.items() if name.endswith("token_count")}
     assert counts == {"turn_ge_9": 23, "after_1": 2, "after_2_to_4": 3 + 2, "after_5_to_16": 12, "after_ge_17": 4}
-
-
-def test_tokens_without_a_finite_number_do_not_count():
-    found = mismatch_by_turn([np.array([-1.0, np.nan])], [np.array([-1.0, -1.0])], [np.array([1, 1])])
-    assert found["turn_1/token_count"] == 1
     assert mismatch_by_turn([], [], []) == {}

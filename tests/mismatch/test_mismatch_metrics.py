@@ -1,14 +1,18 @@
-"""Every metric is compared with an independent float64 text of its formula, on the host and on the device."""
+"""Every metric, and every number of another framework, is compared with an independent float64 text of its formula."""
 
+import functools
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from isolated import run_with_only
 
-from rljax.mismatch import merge, mismatch_metrics, mismatch_statistics, read_tokens
+from rljax.mismatch import framework_metrics, merge, mismatch_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.metrics import finalize_mismatch
+from rljax.mismatch.names import FRAMEWORKS, NAME_TABLE, PUBLISHED_BARS
 
 LOG_PPL = [f"log_ppl_{name}" for name in ("diff", "diff_max", "diff_min", "abs_diff", "abs_diff_sum")]
 LOGPROB = [f"logprob_abs_diff_{name}" for name in ("mean", "p99", "p999", "max")]
@@ -40,26 +44,10 @@ def statistics_of(*arrays):
 
 def formulas(trainer, rollout, mask, entropy):
     """Returns the metrics of FACTS' table, computed from token values in float64 lists, sequence by sequence."""
-    p, q, lr, ent = [], [], [], []
-    per_sequence = []
-    bad = 0
-    for i in range(trainer.shape[0]):
-        tr, ro = [], []
-        for t in range(trainer.shape[1]):
-            if not mask[i, t]:
-                continue
-            if not (math.isfinite(trainer[i, t]) and math.isfinite(rollout[i, t])):
-                bad += 1
-                continue
-            tr.append(float(trainer[i, t]))
-            ro.append(float(rollout[i, t]))
-            ent.append(float(entropy[i, t]))
-        if tr:
-            per_sequence.append((np.array(tr), np.array(ro)))
-            p += list(np.exp(tr))
-            q += list(np.exp(ro))
-            lr += list(np.array(tr) - np.array(ro))
-    p, q, lr = np.array(p), np.array(q), np.array(lr)
+    finite = mask & np.isfinite(trainer) & np.isfinite(rollout)
+    rows = [(trainer[i, finite[i]], rollout[i, finite[i]]) for i in range(len(mask))]
+    per_sequence = [(tr, ro) for tr, ro in rows if tr.size]
+    p, q, lr = np.exp(trainer[finite]), np.exp(rollout[finite]), trainer[finite] - rollout[finite]
     # This is exp(trainer) - exp(rollout), but a difference of two floats would itself lose digits.
     gap = abs(q * np.expm1(lr))
     d = np.array([math.fsum(ro - tr) / len(tr) for tr, ro in per_sequence])
@@ -93,10 +81,10 @@ def formulas(trainer, rollout, mask, entropy):
         "prob_abs_diff_max": max(gap),
         "pearson_corr": np.corrcoef(p, q)[0, 1],
         "slope_per_1k": 1000 * sum((x * y).sum() for x, y in running) / sum((x * x).sum() for x, _ in running),
-        "kl_entropy_ratio": k3 / mean(ent),
+        "kl_entropy_ratio": k3 / mean(entropy[finite]),
         "extreme_rate": mean(abs(lr) > 0.5),
         "flip_count": sum(((p > 0.9) & (q < 0.1)) | ((q > 0.9) & (p < 0.1))),
-        "nonfinite_count": bad,
+        "nonfinite_count": np.sum(mask & ~finite),
         "saturated_count": 0,
         "token_count": len(lr),
         "sequence_count": len(d),
@@ -125,7 +113,7 @@ def relative(found, expected):
 
 
 @BOTH
-@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-3, 1e-2, 0.3])
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 0.3])
 @pytest.mark.parametrize("spikes", [False, True])
 def test_every_metric_equals_its_formula(measure, scale, spikes):
     trainer, rollout, mask, entropy = batch(scale, spikes=spikes)
@@ -146,26 +134,6 @@ def test_equal_engines_measure_exactly_nothing(measure):
     assert {name: str(found[name]) for name in EXACT_ZERO} == dict.fromkeys(EXACT_ZERO, "0.0")
     assert found["ppl_ratio"] == 1.0
     assert found["pearson_corr"] == pytest.approx(1.0, abs=2e-7)
-
-
-def test_hand_worked_numbers():
-    trainer = np.log(np.array([[0.5, 0.25, 1.0], [0.2, 0.3, 0.4]]))
-    rollout = np.log(np.array([[0.25, 0.5, 1.0], [0.4, 0.3, 0.2]]))
-    mask = np.array([[1, 1, 0], [1, 0, 1]])
-    found = mismatch_metrics(trainer, rollout, mask)
-    assert found["kl"] == pytest.approx(0, abs=1e-16)
-    assert found["k3_kl"] == pytest.approx((2 + 0.5 + 0.5 + 2) / 4 - 1)
-    assert found["chi2_token"] == pytest.approx((4 + 0.25 + 0.25 + 4) / 4 - 1)
-    assert found["chi2_seq"] == pytest.approx(0, abs=1e-15)
-    assert found["training_ppl"] == pytest.approx((math.sqrt(8) + math.sqrt(12.5)) / 2)
-    assert found["slope_per_1k"] == pytest.approx(1000 * (math.log(2) - math.log(2)) / 10, abs=1e-12)
-    assert found["prob_abs_diff_mean"] == pytest.approx((0.25 + 0.25 + 0.2 + 0.2) / 4)
-    assert "kl_entropy_ratio" not in found
-
-
-def test_slope_is_that_of_a_steady_drift():
-    trainer, rollout = np.full((2, 5000), -1.001), np.full((2, 5000), -1.0)
-    assert mismatch_metrics(trainer, rollout, np.ones((2, 5000)))["slope_per_1k"] == pytest.approx(-1.0)
 
 
 @BOTH
@@ -208,13 +176,16 @@ def test_nothing_to_measure_gives_zeros(measure, shape):
     assert found == dict.fromkeys(found, 0.0)
 
 
-def test_a_constant_probability_has_a_defined_correlation():
+def test_constant_numbers_have_a_defined_correlation_and_slope():
     same, other = np.full((1, 3), -1.0), np.array([[-1.0, -2.0, -3.0]])
     assert mismatch_metrics(same, same, np.ones((1, 3)))["pearson_corr"] == 1.0
     assert mismatch_metrics(same, other, np.ones((1, 3)))["pearson_corr"] == 0.0
+    drift = mismatch_metrics(same - 0.001, same, np.ones((1, 3)))
+    assert drift["slope_per_1k"] == pytest.approx(-1.0)
+    assert "kl_entropy_ratio" not in drift
 
 
-def test_no_gradient_flows_and_remat_scan_and_vmap_work():
+def test_no_gradient_flows_and_remat_and_vmap_work():
     trainer, rollout, mask, _ = (jnp.asarray(array) for array in batch(1e-2, b=4, t=16, spikes=False))
     trainer = jnp.where(mask, trainer, 0)
 
@@ -228,16 +199,11 @@ def test_no_gradient_flows_and_remat_scan_and_vmap_work():
     gradient = jax.grad(lambda x: sum(jnp.sum(v) for v in JITTED(x, rollout, mask).values()))(trainer)
     assert not np.any(gradient)
 
-    def accumulate(carry, row):
-        return merge(carry, statistics_of(*(part[None] for part in row))), None
-
-    first = jax.jit(statistics_of)(trainer[:1], rollout[:1], mask[:1])
-    scanned, _ = jax.jit(lambda *rest: jax.lax.scan(accumulate, first, rest))(trainer[1:], rollout[1:], mask[1:])
     rows = jax.jit(jax.vmap(statistics_of))(trainer[:, None], rollout[:, None], mask[:, None])
-    assert int(rows["token_count"].sum()) == int(scanned["token_count"]) == int(statistics["token_count"])
-    scanned = finalize_mismatch(jax.device_get(scanned))
+    parts = [jax.tree.map(lambda array, i=i: array[i], jax.device_get(rows)) for i in range(len(mask))]
+    merged = finalize_mismatch(functools.reduce(merge, parts))
     for name, value in finalize_mismatch(jax.device_get(statistics)).items():
-        assert relative(scanned[name], value) < 1e-5, name
+        assert relative(merged[name], value) < 1e-5, name
 
 
 def test_half_precision_is_read_and_summed_in_float32():
@@ -252,15 +218,107 @@ def test_half_precision_is_read_and_summed_in_float32():
 
 def test_callers_mistakes_say_what_was_expected():
     ones = np.ones((2, 3))
-    with pytest.raises(ValueError, match=r"response_mask must have the shape .*\(2, 3\), got \(3, 2\)"):
-        mismatch_metrics(ones, ones, ones.T)
-    with pytest.raises(ValueError, match=r"\[b, t\], got shape \(6,\)"):
-        mismatch_metrics(ones.ravel(), ones.ravel(), ones.ravel())
     with pytest.raises(ValueError, match="entropy must have the shape"):
         mismatch_metrics(ones, ones, ones, entropy=ones[:1])
-    with pytest.raises(ValueError, match="given together, got no num_sequences"):
-        read_tokens(ones, ones, ones, sequence_ids=ones)
-    with pytest.raises(ValueError, match=r"0 \.\. 1 inside the mask, got 0 \.\. 2"):
-        read_tokens(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [2, 2, 2]]), num_sequences=2)
-    with pytest.raises(ValueError, match=r"whole inside one row, got pieces of \[0\]"):
-        read_tokens(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [0, 2, 2]]), num_sequences=3)
+    outside, split = np.array([[0, 0, 1], [2, 2, 2]]), np.array([[0, 0, 1], [0, 2, 2]])
+    for arrays, named, message in (
+        ((ones, ones, ones.T), {}, r"response_mask must have the shape .*\(2, 3\), got \(3, 2\)"),
+        ((ones.ravel(),) * 3, {}, r"\[b, t\], got shape \(6,\)"),
+        ((ones,) * 3, {"sequence_ids": ones}, "given together, got no num_sequences"),
+        ((ones,) * 3, {"sequence_ids": outside, "num_sequences": 2}, r"0 \.\. 1 inside the mask, got 0 \.\. 2"),
+        ((ones,) * 3, {"sequence_ids": split, "num_sequences": 3}, r"whole inside one row, got pieces of \[0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_tokens(*arrays, **named)
+
+
+def test_the_package_needs_jax_and_numpy_and_no_other_room():
+    given = "numpy.zeros((1, 2)), numpy.zeros((1, 2)), numpy.ones((1, 2))"
+    program = f"import numpy, rljax.mismatch\nassert rljax.mismatch.mismatch_metrics({given})['kl'] == 0.0\n"
+    packages = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy")
+    done = run_with_only(packages, program, room="mismatch")
+    assert done.stdout.strip() == "isolated", done.stderr
+
+
+@pytest.fixture(scope="module")
+def five():
+    """Returns five sequences of unequal length, with log-ratios near 0.05 and one far token."""
+    rng = np.random.default_rng(7)
+    rollout = -rng.exponential(0.7, (5, 40))
+    trainer = np.minimum(rollout + 0.05 * rng.standard_normal((5, 40)), -1e-9)
+    mask = np.arange(40) < np.array([[40], [3], [17], [1], [25]])
+    trainer[0, 5], rollout[0, 5] = -2.5, -0.1
+    return trainer, rollout, mask
+
+
+def by_formula(trainer, rollout, mask):
+    """Returns the number of each formula of a framework, on whole sequences and without micro-batches."""
+    ours = formulas(trainer, rollout, mask, np.ones(mask.shape))
+    lr, gap = (trainer - rollout)[mask], abs(np.exp(trainer) - np.exp(rollout))[mask]
+    rows = [(trainer - rollout)[i, mask[i]] for i in range(len(mask))]
+    names = {
+        "<-lr>": "kl",
+        "<exp(lr) - lr - 1>": "k3_kl",
+        "mean_i exp(-mean_t trainer)": "training_ppl",
+        "mean_i exp(-mean_t rollout)": "rollout_ppl",
+        "mean_i -mean_t trainer": "training_log_ppl",
+        "mean_i -mean_t rollout": "rollout_log_ppl",
+        "mean_i mean_t -lr": "log_ppl_diff",
+        "mean_i abs(mean_t lr)": "log_ppl_abs_diff",
+        "max_i mean_t -lr": "log_ppl_diff_max",
+        "min_i mean_t -lr": "log_ppl_diff_min",
+        "mean_i exp(mean_t -lr)": "ppl_ratio",
+        "<exp(2 clip(lr, +-20))> - 1": "chi2_token",
+        "mean_i exp(2 clip(sum_t lr, +-20)) - 1": "chi2_seq",
+        "<abs(exp(trainer) - exp(rollout))>": "prob_abs_diff_mean",
+        "max abs(exp(trainer) - exp(rollout))": "prob_abs_diff_max",
+        "correlation of the two probabilities": "pearson_corr",
+        "<abs(lr)>": "logprob_abs_diff_mean",
+        "max abs(lr)": "logprob_abs_diff_max",
+    }
+    cap = "no cap or mask"
+    return {formula: ours[name] for formula, name in names.items()} | {
+        "<exp(-lr) + lr - 1>": np.mean(np.exp(-lr) + lr - 1),
+        "standard deviation (n - 1) over tokens of abs(exp(trainer) - exp(rollout))": gap.std(ddof=1),
+        "standard deviation (n - 1) over tokens of abs(lr)": abs(lr).std(ddof=1),
+        "<exp(abs(lr))>": np.exp(abs(lr)).mean(),
+        "max exp(min(abs(lr), 20))": np.exp(np.minimum(abs(lr), 20)).max(),
+        "mean_i mean_t (exp(lr) - lr - 1)": np.mean([np.mean(np.exp(row) - row - 1) for row in rows]),
+        "mean_i mean_t abs(lr)": np.mean([abs(row).mean() for row in rows]),
+        "<lr> (signed)": lr.mean(),
+        f"<lr>, {cap}": lr.mean(),
+        f"max lr, {cap}": lr.max(),
+        f"min lr, {cap}": lr.min(),
+        f"<exp(lr)> of tokens, {cap} (here lr is clipped at +-20)": np.exp(lr).mean(),
+        "share of tokens with abs(lr) > 1e-6": np.mean(abs(lr) > 1e-6),
+    }
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_numbers_are_the_frameworks_own(five, framework):
+    known = by_formula(*five)
+    wanted = {name: float(known[formula]) for name, formula, _ in NAME_TABLE[framework]}
+    assert framework_metrics(statistics_of(*five), framework) == pytest.approx(wanted, rel=1e-12)
+    device = jax.device_get(jax.jit(statistics_of)(*(jnp.asarray(array) for array in five)))
+    assert framework_metrics(device, framework) == pytest.approx(wanted, rel=2e-6)
+
+
+def test_names_are_single_and_nothing_to_measure_is_finite():
+    keys = [(framework, name) for framework in FRAMEWORKS for name, _, _ in NAME_TABLE[framework]]
+    assert (len(FRAMEWORKS), len(set(keys))) == (9, len(keys))
+    assert set(PUBLISHED_BARS) <= set(keys)
+    nothing = statistics_of(*(np.zeros((2, 3)),) * 3)
+    for framework in FRAMEWORKS:
+        assert all(np.isfinite(value) for value in framework_metrics(nothing, framework).values())
+    with pytest.raises(ValueError, match=r"framework must be one of .* got 'openrlhf'"):
+        framework_metrics(nothing, "openrlhf")
+
+
+def test_the_documentation_lists_every_name():
+    text = (Path(__file__).parents[2] / "docs" / "mismatch.md").read_text()
+    for framework in FRAMEWORKS:
+        for name, formula, value in NAME_TABLE[framework]:
+            ours = f"`{value}`" if isinstance(value, str) else ""
+            assert f"| {framework} | `{name}` | `{formula}` | {ours} |" in text
+    for name in mismatch_metrics(*(np.ones((1, 1)),) * 3, entropy=np.ones((1, 1))):
+        assert f"`{name}`" in text or f"`{name[name.rindex('_') :]}`" in text, name

@@ -12,10 +12,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def rank_promotion_allowed():
-    """Allows rank promotion in every thread, because the packages start their own threads.
-
-    ``jax.numpy_rank_promotion`` would change only this thread.
-    """
+    """Allows rank promotion in the packages' own threads, too: ``jax.numpy_rank_promotion`` changes one thread."""
     before = jax.config.jax_numpy_rank_promotion
     jax.config.update("jax_numpy_rank_promotion", "allow")
     yield
@@ -35,19 +32,9 @@ def tiny_model(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=False,
-        initializer_range=0.5,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="float32",
-    )
+    sizes = {"vocab_size": len(words), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    ends = {"eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False}
+    config = Qwen3Config(**sizes, **heads, **ends, initializer_range=0.5, dtype="float32")
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path

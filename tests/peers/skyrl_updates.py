@@ -61,15 +61,6 @@ class CpuWorker(PolicyWorkerBase):
         return self.used, self.scheduler.surge_step
 
 
-def configuration(overrides):
-    """Returns SkyRL's configuration for a user's command line."""
-    cfg = SkyRLTrainConfig.from_cli_overrides(overrides)
-    cfg.trainer.placement.colocate_all = False
-    cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = PROMPTS, SAMPLES
-    cfg.trainer.policy_mini_batch_size, cfg.trainer.update_epochs_per_batch = 1, EPOCHS
-    return cfg
-
-
 def trainer_of(cfg, worker):
     """Returns SkyRL's trainer without its cluster. It has what the way from a generator's output to an update reads."""
     group = PPORayActorGroup.__new__(PPORayActorGroup)
@@ -93,7 +84,10 @@ def generated(mean):
 
 
 def main(settings):
-    cfg, used, logged = configuration(settings["overrides"]), [], []
+    used, logged, cfg = [], [], SkyRLTrainConfig.from_cli_overrides(settings["overrides"])
+    cfg.trainer.placement.colocate_all = False
+    cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = PROMPTS, SAMPLES
+    cfg.trainer.policy_mini_batch_size, cfg.trainer.update_epochs_per_batch = 1, EPOCHS
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 
     def started():

@@ -1,7 +1,4 @@
-"""The schedule runs in DeepSpeed's own engine with two processes on a CPU.
-
-The rate of each update and the change of the weights are checked.
-"""
+"""The schedule runs in DeepSpeed's own engine with two processes on a CPU and sets the rate of each update."""
 
 import pytest
 from two_ranks import outputs_of_two_ranks
@@ -19,13 +16,8 @@ from rljax.schedule import SurgeConfig, SurgeTracker
 from rljax.schedule.torch import LengthTriggeredScheduler, mean_over_ranks
 
 deepspeed.init_distributed("gloo")
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0.0,
-    "zero_allow_untested_optimizer": True,
-    "zero_optimization": {"stage": stage},
-}
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+CONFIG |= {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage}}
 
 
 def build():
@@ -40,7 +32,7 @@ def build():
 
 
 engine, scheduler = build()
-rates, moved = [], []
+rates = []
 for step in range(13):
     if step == 7:  # a restart: another engine and another scheduler take over
         engine.save_checkpoint(place)
@@ -49,13 +41,11 @@ for step in range(13):
     # Rank 0 has one response, rank 1 has three: only their common mean grows four times, at step 9.
     length_sum, count = [(100, 1), (300, 3)][rank] if step < 8 else [(100, 1), (1500, 3)][rank]
     scheduler.observe(mean_over_ranks(length_sum, count))
-    before = engine.module.weight.detach().clone()
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
-    moved += (before - engine.module.weight.detach()).unique().tolist()
     rates += engine.get_lr()
-print(json.dumps([rates, moved, scheduler.surge_step]))
+print(json.dumps([rates, engine.module.weight.detach().unique().tolist(), scheduler.surge_step]))
 """
 
 
@@ -63,6 +53,6 @@ print(json.dumps([rates, moved, scheduler.surge_step]))
 def test_the_engine_updates_by_the_rate_of_the_law(stage, tmp_path):
     """The stages of ZeRO shard nothing, the optimizer's state, or the gradients as well."""
     first, second = outputs_of_two_ranks(RANK, str(stage), str(tmp_path), timeout=300)
-    # The call is at update 10, so the period is 12. Two rows of ones give every weight the gradient 2.
+    # The call is at update 10, so the period is 12. Two rows of ones give every weight the gradient 2, from 0 on.
     rates = [1.0] * 11 + [0.5] * 2
-    assert first == second == [rates, [2 * rate for rate in rates], 10]
+    assert first == second == [rates, [-2 * sum(rates)], 10]

@@ -16,12 +16,9 @@ from rljax.schedule import get_learning_rate
 
 pytest.importorskip("maxtext")
 # Its imports for Muon alone would import every model of MaxText, and with them packages for TPUs and GPUs.
-for name, function in (
-    ("muon_utils", "get_muon_weight_dimension_numbers"),
-    ("maxtext_muon_utils", "get_maxtext_muon_weight_dimension_numbers"),
-):
-    left_out = ModuleType(f"maxtext.utils.{name}")
-    setattr(left_out, function, None)
+for name in ("muon", "maxtext_muon"):
+    left_out = ModuleType(f"maxtext.utils.{name}_utils")
+    setattr(left_out, f"get_{name}_weight_dimension_numbers", None)
     sys.modules[left_out.__name__] = left_out
 
 get_optimizer = pytest.importorskip("maxtext.optimizers.optimizers").get_optimizer
@@ -29,11 +26,9 @@ get_optimizer = pytest.importorskip("maxtext.optimizers.optimizers").get_optimiz
 STEPS = 60
 
 
-def config(**more):
-    """Returns the fields of a configuration that ``get_optimizer`` reads."""
-    adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "eps_root": 0.0, "weight_decay": 0.0}
-    fields = {"learning_rate": 1e-6, "mu_dtype": jnp.float32, "decoder_block": None}
-    return SimpleNamespace(**fields, **{f"adam_{name}": value for name, value in adam.items()}, **more)
+# The fields of a configuration that ``get_optimizer`` reads.
+FIELDS = {"learning_rate": 1e-6, "mu_dtype": jnp.float32, "decoder_block": None}
+FIELDS |= {"adam_b1": 0.9, "adam_b2": 0.95, "adam_eps": 1e-8, "adam_eps_root": 0.0, "adam_weight_decay": 0.0}
 
 
 @pytest.mark.parametrize("trained", [[], ["kernel"]], ids=["all parameters", "some are frozen"])
@@ -56,13 +51,12 @@ def test_the_rate_follows_the_lengths(kind, trained):
         moves.append(jax.device_get(moved))
         return state
 
+    public = {name: getattr(schedule, name) for name in schedule.__all__}
     run_block(
         "schedule.md",
         "# MaxText",
-        inject_learning_rate=schedule.inject_learning_rate,
-        set_learning_rate=schedule.set_learning_rate,
-        LengthTriggeredLR=early_controller,
-        config=config(opt_type=kind, trainable_parameters_mask=trained),
+        **public | {"LengthTriggeredLR": early_controller},
+        config=SimpleNamespace(**FIELDS, opt_type=kind, trainable_parameters_mask=trained),
         get_optimizer=get_optimizer,
         make_train_state=lambda tx: TrainState.create(apply_fn=None, params=params, tx=tx),
         train_step=train_step,

@@ -19,27 +19,25 @@ def test_the_rate_of_each_request_is_used(tiny_model):
     backend.create_model("policy", types.LoraConfig(rank=4, alpha=8.0, seed=0))
     rates, lengths = [], iter(LENGTHS)
 
+    def weights():
+        return jax.device_get(jax.tree.leaves(backend.lora_params))
+
     def forward_backward(batch):
         tokens = [2, 3, 4, 5 + batch % 3]
+        every = {"input_ids": tokens[:-1], "targets": tokens[1:], "model_ids": "policy", "loss_fn_configs": None}
+        every |= {"token_weights": [1.0] * 3, "sampling_logprobs": [-1.0] * 3, "advantages": [1.0] * 3}
+        every["loss_fn_types"] = types.LOSS_TYPES["importance_sampling"]
         prepared = types.PreparedModelPassBatch(
-            all_input_ids=[tokens[:-1]],
-            all_targets=[tokens[1:]],
-            all_token_weights=[[1.0] * 3],
-            all_sampling_logprobs=[[-1.0] * 3],
-            all_advantages=[[1.0] * 3],
-            all_model_ids=["policy"],
-            all_loss_fn_types=[types.LOSS_TYPES["importance_sampling"]],
-            all_loss_fn_configs=[None],
+            **{f"all_{name}": [value] for name, value in every.items()},
             request_batch_slices=[("request", "policy", 0, 1)],
         )
         (output,) = backend.forward_backward(prepared).values()
         assert isinstance(output, types.ForwardBackwardOutput)
 
     def optim_step(adam_params):
-        before = jax.device_get(jax.tree.leaves(backend.lora_params))
+        before = weights()
         backend.optim_step("policy", types.OptimStepInput(adam_params=adam_params))
-        after = jax.device_get(jax.tree.leaves(backend.lora_params))
-        moved = max(float(np.abs(x.astype(np.float64) - y).max()) for x, y in zip(before, after, strict=True))
+        moved = max(float(np.abs(x.astype(np.float64) - y).max()) for x, y in zip(before, weights(), strict=True))
         rate = float(backend.optimizers["policy"].opt_state.hyperparams["learning_rate"][...])
         assert 0.1 * rate < moved < 3.0 * rate
         rates.append(rate)

@@ -1,13 +1,9 @@
-"""The exporter of docs/compare.md runs in TRL's own GRPO trainer.
-
-Its columns must equal what another engine computes.
-"""
+"""The exporter of docs/compare.md and the schedule run in TRL's own trainers, as released and with the patch."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 from pages import run_block
 from patched import patched_copy, program_output
@@ -47,36 +43,36 @@ def exporter_of(directory, model, prompts, evaluated=None, **settings):
 
 
 def exported(tmp_path, tiny_model, **settings):
-    """Returns the dumps of a run of two updates and an evaluation."""
+    """Returns the dumps of a run of two updates."""
     prompts = [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]
-    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations": 2}
-    sizes |= {"max_completion_length": 6, "max_steps": 2}
-    settings |= {"temperature": TEMPERATURE, "save_strategy": "no", "learning_rate": 1e-2}
-    trainer = exporter_of(tmp_path, tiny_model, prompts, prompts[:2], **sizes, **settings)
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 2}
+    settings |= {"save_strategy": "no", "learning_rate": 1e-2, "max_completion_length": 6}
+    trainer = exporter_of(tmp_path, tiny_model, prompts, **sizes, **settings)
     trainer.train()
-    trainer.evaluate()
-    trainer.evaluate()
     return [read_tokens(path) for path in sorted(tmp_path.glob("tokens_*.jsonl"))]
 
 
 @pytest.fixture(scope="module")
 def run_on_the_toy_base(tmp_path_factory):
-    """Returns the directory of a run of the toy base on sums.
-
-    The run has two batches with two updates each, and keeps the weights after each batch.
-    """
+    """Returns the directory of a run of the toy base on two batches, two updates each, with the weights after each."""
     path, prompts = tmp_path_factory.mktemp("toy"), [f"{i}+{i + 3}=" for i in range(10, 26)]
     sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "num_iterations": 2, "max_completion_length": 24}
-    trainer = exporter_of(path, BASE, prompts, **sizes, max_steps=4, save_steps=2, learning_rate=3e-3)
+    settings = {"max_steps": 4, "save_steps": 2, "learning_rate": 3e-3, "temperature": TEMPERATURE}
+    trainer = exporter_of(path, BASE, prompts, prompts[:2], **sizes, **settings)
     trainer.train()
     assert trainer.state.global_step == 4
+    trainer.evaluate()
+    trainer.evaluate()
     return path
 
 
 def compared(run, model, step, out):
     """Compares the sequences of one step with ``model``'s own scores; returns the exit status and the report."""
-    (dump,) = run.glob("tokens_*.jsonl")
-    head, *rows = dump.read_text().splitlines()
+    (path,) = run.glob("tokens_*.jsonl")
+    dump, (head, *rows) = read_tokens(path), path.read_text().splitlines()
+    assert len(set(dump.sequence_ids)) == len(dump.sequence_ids) > 16
+    assert (dump.sources["trainer"].role, dump.sources["trainer"].temperature) == ("trainer", TEMPERATURE)
+    assert dump.sampling == {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "min_p": None}
     chosen = [row for row in rows if json.loads(row)["sequence_id"].startswith(f"{step}/")]
     assert len(chosen) == 8
     out.mkdir()
@@ -88,58 +84,26 @@ def compared(run, model, step, out):
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_run_on_the_toy_base_is_scored_by_the_program(run_on_the_toy_base, tmp_path, step):
-    """Each sequence is scored with the weights that sampled it: first the base, then the weights after two updates."""
-    model = BASE if step == 0 else run_on_the_toy_base / f"checkpoint-{step}"
-    status, report = compared(run_on_the_toy_base, model, step, tmp_path / "out")
+    """The weights that sampled a sequence score it: the base, or the weights after two updates. Others fail."""
+    models = [BASE, run_on_the_toy_base / "checkpoint-2"]
+    status, report = compared(run_on_the_toy_base, models[step // 2], step, tmp_path / "out")
     assert status == 0
     assert report["columns"]["trainer"]["role"] == "trainer"
     gaps = {(pair["trainer"], pair["rollout"]): pair["metrics"]["logprob_abs_diff_mean"] for pair in report["pairs"]}
     assert set(gaps) == {("trainer", "jax:float32"), ("trainer", "hf:float32"), ("jax:float32", "hf:float32")}
     assert max(gaps.values()) < 1e-5
+    if step == 2:
+        status, report = compared(run_on_the_toy_base, BASE, step, tmp_path / "other")
+        assert status == 1
+        assert "pass" not in {one["verdict"]["status"] for one in report["pairs"] if one["trainer"] == "trainer"}
 
 
-def test_weights_of_another_step_fail(run_on_the_toy_base, tmp_path):
-    status, report = compared(run_on_the_toy_base, BASE, 2, tmp_path / "out")
-    assert status == 1
-    found = {pair["verdict"]["status"] for pair in report["pairs"] if pair["trainer"] == "trainer"}
-    assert "pass" not in found
-
-
-def scored(model, dump):
-    """Returns the log-probabilities of the dump's responses under the weights in ``model``, at its temperature."""
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    found = []
-    with torch.no_grad():
-        for ids in dump.token_ids:
-            logits = policy(input_ids=torch.tensor(ids[None], dtype=torch.long)).logits[0, :-1] / TEMPERATURE
-            of_tokens = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:, None], dtype=torch.long))
-            found.append(np.concatenate([[np.nan], of_tokens[:, 0].numpy()]))
-    return found
-
-
-def test_the_trainer_column_is_the_policys_log_probability(tmp_path, tiny_model):
-    (dump,) = exported(tmp_path, tiny_model, num_iterations=2)
-    assert len(set(dump.sequence_ids)) == len(dump.sequence_ids) > 8
-    source = dump.sources["trainer"]
-    sampling = {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "min_p": None}
-    assert (source.role, source.temperature, dump.sampling) == ("trainer", TEMPERATURE, sampling)
-    first = [i for i, name in enumerate(dump.sequence_ids) if name.startswith("0/")]
-    assert len(first) >= 4
-    for i, expected in zip(first, scored(tiny_model, dump), strict=False):
-        valid = dump.response_mask[i]
-        np.testing.assert_allclose(dump.logprobs["trainer"][i][valid], expected[valid], atol=2e-5)
-
-
-def test_the_default_settings_export_tokens_and_no_column(tmp_path, tiny_model):
-    (dump,) = exported(tmp_path, tiny_model)
+def test_other_settings_export_other_tokens(tmp_path, tiny_model):
+    """The default settings export no column. Truncated responses that TRL masks are left out."""
+    (dump,) = exported(tmp_path / "default", tiny_model)
     assert not dump.logprobs
     assert all(mask.any() for mask in dump.response_mask)
-
-
-def test_truncated_responses_that_trl_masks_are_left_out(tmp_path, tiny_model):
-    (dump,) = exported(tmp_path, tiny_model, num_iterations=2, mask_truncated_completions=True)
+    (dump,) = exported(tmp_path / "masked", tiny_model, num_iterations=2, mask_truncated_completions=True)
     assert dump.sequence_ids
     assert all(ids[-1] in (0, 1) for ids in dump.token_ids)
 
@@ -177,7 +141,6 @@ def test_the_callback_sets_the_rate_of_every_update(tmp_path, tiny_model, settin
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
-    """Returns a directory with a copy of the installed TRL and the patch of examples/patches."""
     directory = tmp_path_factory.mktemp("patched")
     patched_copy("trl", directory)
     return directory
@@ -203,16 +166,13 @@ def test_with_the_patch_a_scheduler_follows_the_lengths(runs_of_the_patched_trl,
     assert run["used"] == run["logged"] == [rate for rate in rates for _ in range(updates)]
 
 
-def test_with_the_patch_a_warm_up_comes_first(runs_of_the_patched_trl):
+def test_with_the_patch_a_warm_up_comes_first_and_a_run_resumes(runs_of_the_patched_trl):
     """SequentialLR takes over a rate in its own step, so the log has each rate one update late."""
     run = runs_of_the_patched_trl["warm-up"]
     rates, _ = rates_of_the_law(run, 2.0)
     warm = [RATE * share for share in (0.25, 0.4375, 0.625, 0.8125)]
     assert run["used"] == pytest.approx(warm + rates[4:], rel=1e-15)
     assert run["logged"][5:] == run["used"][4:-1]
-
-
-def test_with_the_patch_a_resumed_run_follows_the_law(runs_of_the_patched_trl):
     run = runs_of_the_patched_trl["resumed"]
     rates, _ = rates_of_the_law(run, 1.0)
     assert run["lengths"][:5] == runs_of_the_patched_trl["one update"]["lengths"][:5]

@@ -1,7 +1,4 @@
-"""The recipe of docs/schedule.md for tunix runs in tunix's own GRPO learner.
-
-A tiny model samples lengths that surge.
-"""
+"""The recipe of docs/schedule.md for tunix runs in tunix's own GRPO learner; a tiny model samples a surge."""
 
 import jax
 import numpy as np
@@ -46,10 +43,7 @@ class Tokenizer:
 
 
 def scripted(batches):
-    """Returns a rollout engine whose responses have a mean of ``TOKENS[n]`` tokens in update n.
-
-    Each update has ``batches`` batches.
-    """
+    """Returns a rollout engine whose responses have a mean of ``TOKENS[n]`` tokens over the batches of update n."""
 
     class Scripted(MockRollout):
         calls = 0
@@ -71,19 +65,10 @@ def scripted(batches):
 @pytest.mark.parametrize(("micro_batches", "iterations"), [(1, 1), (2, 1), (2, 2)])
 def test_the_rate_follows_the_lengths_in_tunix(micro_batches, iterations):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    shape = ModelConfig(
-        num_layers=1,
-        vocab_size=32,
-        embed_dim=8,
-        hidden_dim=16,
-        num_heads=2,
-        head_dim=4,
-        num_kv_heads=1,
-        rope_theta=10_000,
-        norm_eps=1e-6,
-        use_tied_embedding=True,
-    )
+    sizes = {"num_layers": 1, "vocab_size": 32, "embed_dim": 8, "hidden_dim": 16}
+    heads = {"num_heads": 2, "head_dim": 4, "num_kv_heads": 1, "rope_theta": 10_000}
     with mesh:
+        shape = ModelConfig(**sizes, **heads, norm_eps=1e-6, use_tied_embedding=True)
         actor = Qwen3(shape, rngs=nnx.Rngs(0))
     training = RLTrainingConfig(
         actor_optimizer=inject_learning_rate(optax.adamw, 1e-6),
@@ -95,27 +80,17 @@ def test_the_rate_follows_the_lengths_in_tunix(micro_batches, iterations):
     )
     roles = dict.fromkeys([Role.ACTOR, Role.ROLLOUT], mesh)
     rollout = RolloutConfig(max_prompt_length=4, max_tokens_to_generate=48, kv_cache_size=64)
-    cluster = RLCluster(
-        actor=actor,
-        tokenizer=Tokenizer(),
-        cluster_config=ClusterConfig(
-            role_to_mesh=roles, rollout_engine=scripted(micro_batches), training_config=training, rollout_config=rollout
-        ),
-    )
+    configs = {"training_config": training, "rollout_config": rollout}
+    engine = ClusterConfig(role_to_mesh=roles, rollout_engine=scripted(micro_batches), **configs)
+    cluster = RLCluster(actor=actor, tokenizer=Tokenizer(), cluster_config=engine)
     learner = GRPOLearner(
         rl_cluster=cluster,
         algo_config=GRPOConfig(num_generations=2, num_iterations=iterations, beta=0.0),
         reward_fns=lambda prompts, completions, **_: [float(text) for text in completions],
     )
-    space = run_block(
-        "schedule.md",
-        "# tunix",
-        TrainingHooks=TrainingHooks,
-        set_learning_rate=set_learning_rate,
-        LengthTriggeredLR=early_controller,
-        rl_cluster=cluster,
-    )
-    trainer, rates, compiled = space["trainer"], {}, {}
+    names = {"set_learning_rate": set_learning_rate, "LengthTriggeredLR": early_controller, "rl_cluster": cluster}
+    trainer = run_block("schedule.md", "# tunix", TrainingHooks=TrainingHooks, **names)["trainer"]
+    rates, compiled = {}, {}
     write = trainer._write_train_metrics  # the trainer calls it right after an update, and at the end
 
     def written():

@@ -70,31 +70,19 @@ def test_the_exporter_writes_what_its_queue_holds(tmp_path, queue):
     names = run_block("compare.md", "class TokenFile")
     names |= {"tq": queue, "PPOTrainerSync": PPOTrainerSync, "register_trainer": register_trainer}
     exporter = run_block("compare.md", "class ExportingTrainer(PPOTrainerSync)", **names)["ExportingTrainer"]
-    rows = [
-        {
-            "prompts": torch.tensor(prompt),
-            "responses": torch.tensor(response),
-            "input_ids": torch.tensor(prompt + response),
-            "response_mask": torch.tensor(mask),
-            "rollout_log_probs": torch.tensor(values),
-        }
-        for prompt, response, mask, values in zip(PROMPTS, RESPONSES, MASKS, ROLLOUT, strict=True)
-    ]
+    fields = ("prompts", "responses", "response_mask", "rollout_log_probs", "input_ids")
+    wholes = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    columns = zip(PROMPTS, RESPONSES, MASKS, ROLLOUT, wholes, strict=True)
+    rows = [dict(zip(fields, map(torch.tensor, values), strict=True)) for values in columns]
     tags = [{"seq_len": len(row["input_ids"])} for row in rows]
     batch = queue.kv_batch_put(
         keys=["u_0_0", "v_0_0"], partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags
     )
     trainer = exporter.__new__(exporter)  # its __init__ starts a cluster
-    trainer.config = OmegaConf.create(
-        {
-            "algorithm": {"rollout_correction": None},
-            "trainer": {"default_local_dir": str(tmp_path)},
-            "actor_rollout_ref": {
-                "rollout": {"temperature": 0.5, "calculate_log_probs": True},
-                "actor": {"loss_agg_mode": "token-mean", "loss_scale_factor": None},
-            },
-        }
-    )
+    actor = {"loss_agg_mode": "token-mean", "loss_scale_factor": None}
+    config = {"algorithm": {"rollout_correction": None}, "trainer": {"default_local_dir": str(tmp_path)}}
+    config["actor_rollout_ref"] = {"rollout": {"temperature": 0.5, "calculate_log_probs": True}, "actor": actor}
+    trainer.config = OmegaConf.create(config)
     trainer.actor_rollout_wg, trainer.global_steps = Workers(queue), 3
     trainer._compute_old_log_prob(batch, {})
     (path,) = tmp_path.glob("tokens_*.jsonl")
@@ -113,21 +101,12 @@ def test_the_exporter_of_a_data_proto(tmp_path):
     from verl import DataProto
 
     names = run_block("compare.md", "class TokenFile")
-    ones = [
-        padded([[1] * len(row) for row in rows], left, width)
-        for rows, left, width in ((PROMPTS, True, 3), (RESPONSES, False, 4))
-    ]
-    tensors = {
-        "prompts": padded(PROMPTS, True, 3),
-        "responses": padded(RESPONSES, False, 4),
-        "response_mask": padded(MASKS, False, 4),
-        "attention_mask": torch.cat(ones, dim=1),
-        "old_log_probs": padded(TRAINER, False, 4),
-        "rollout_log_probs": padded(ROLLOUT, False, 4),
-    }
-    run_block("compare.md", "def export(batch")["export"](
-        DataProto.from_single_dict(tensors), 3, names["TokenFile"](tmp_path, 0.5)
-    )
+    prompts, responses = padded(PROMPTS, True, 3), padded(RESPONSES, False, 4)
+    tensors = {"prompts": prompts, "responses": responses, "response_mask": padded(MASKS, False, 4)}
+    tensors["attention_mask"] = (torch.cat([prompts, responses], dim=1) > 0).long()  # no id is 0
+    tensors |= {"old_log_probs": padded(TRAINER, False, 4), "rollout_log_probs": padded(ROLLOUT, False, 4)}
+    export = run_block("compare.md", "def export(batch")["export"]
+    export(DataProto.from_single_dict(tensors), 3, names["TokenFile"](tmp_path, 0.5))
     (path,) = tmp_path.glob("tokens_*.jsonl")
     check(path, ("3/1", "3/2"))
 

@@ -23,16 +23,8 @@ from rljax.schedule.torch import LengthTriggeredCallback, LengthTriggeredSchedul
 RATE, BATCHES = 1e-4, 12
 LENGTH, TRUNCATED = "completions/mean_length", "completions/clipped_ratio"
 # Any growth over the smallest length so far is a surge, so a random model's lengths cause the call.
-RULES = SurgeConfig(
-    window=16,
-    warmup=2,
-    smooth=1,
-    persistence=1,
-    ratio=1.001,
-    held_ratio=0.001,
-    baseline_quantile=0.0,
-    max_truncated=1.0,
-)
+LEVELS = {"ratio": 1.001, "held_ratio": 0.001, "baseline_quantile": 0.0, "max_truncated": 1.0}
+RULES = SurgeConfig(window=16, warmup=2, smooth=1, persistence=1, **LEVELS)
 
 
 class Used(TrainerCallback):
@@ -46,12 +38,7 @@ class Used(TrainerCallback):
 
 
 def trained(model, out, *, trainer="GRPO", scheduler_of=None, callbacks=(), resume=None, **settings):
-    """Trains for 12 rollout batches.
-
-    Returns:
-      The logged lengths and truncated shares of the batches, and the rate of each update from the optimizer and from
-      the log.
-    """
+    """Trains for 12 rollout batches; returns what was logged of them, and each update's rate used and logged."""
     used = Used()
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
@@ -61,22 +48,13 @@ def trained(model, out, *, trainer="GRPO", scheduler_of=None, callbacks=(), resu
     else:
         goal = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
         settings["num_generations"] = 2
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    sizes = {"per_device_train_batch_size": 4, "max_completion_length": 24, "logging_steps": 1, "seed": 0}
+    sizes["max_steps"] = BATCHES * settings.get("num_iterations", 1)
+    plain = {"output_dir": str(out), "learning_rate": RATE, "lr_scheduler_type": "constant"}
     made = getattr(trl, f"{trainer}Trainer")(
         model=policy,
-        args=getattr(trl, f"{trainer}Config")(
-            output_dir=str(out),
-            per_device_train_batch_size=4,
-            max_completion_length=24,
-            max_steps=BATCHES * settings.get("num_iterations", 1),
-            learning_rate=RATE,
-            logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            disable_tqdm=True,
-            seed=0,
-            **{"lr_scheduler_type": "constant", "save_strategy": "no"} | settings,
-        ),
+        args=getattr(trl, f"{trainer}Config")(**quiet | sizes | plain | settings),
         train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]}),
         callbacks=[*callbacks, used],
         optimizers=optimizers,

@@ -1,7 +1,4 @@
-"""A CPU platform for verl, which has none.
-
-VERL_USE_EXTERNAL_MODULES names this module, and VERL_PLATFORM chooses the platform.
-"""
+"""A CPU platform for verl, chosen by VERL_PLATFORM; VERL_USE_EXTERNAL_MODULES names this module."""
 
 from types import SimpleNamespace
 
@@ -37,14 +34,10 @@ class CpuPlatform(PlatformCUDA):
     def device_count(self):
         return 1
 
-    def set_device(self, device_index):
-        """Does nothing, because there is one device."""
+    def set_device(self, *_, **__):
+        """Does nothing: there is one device, whose operations are complete when they return. Torch caches nothing."""
 
-    def synchronize(self, device_index=None):
-        """Does nothing, because a CPU's operations are complete when they return."""
-
-    def empty_cache(self):
-        """Does nothing, because torch caches no memory of the CPU."""
+    synchronize = empty_cache = set_device
 
     def communication_backend_name(self):
         return "gloo"

@@ -29,32 +29,19 @@ from verl.workers.utils.losses import ppo_loss
 SEQUENCES, MINI_BATCHES, EPOCHS = 4, 2, 2
 
 
-def optimizer_config(overrides):
-    """Returns the optimizer's configuration for a user's command line of verl's ``main_ppo``."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=overrides)
-    return omega_conf_to_dataclass(config.actor_rollout_ref.actor.optim)
-
-
 def new_worker(settings):
+    """Returns verl's worker whose optimizer has a user's command line of ``main_ppo``."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=settings["overrides"])
+    eager = {"enable_gradient_checkpointing": False, "override_config": {"attn_implementation": "eager"}}
+    plain = {"use_dynamic_bsz": False, "use_torch_compile": False, "use_remove_padding": False}
+    precision = {"mixed_precision": {"param_dtype": "fp32"}}
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type="language_model",
-            model_config=HFModelConfig(
-                path=settings["model"],
-                use_remove_padding=False,
-                enable_gradient_checkpointing=False,
-                override_config={"attn_implementation": "eager"},
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy="fsdp2",
-                use_dynamic_bsz=False,
-                micro_batch_size_per_gpu=2,
-                use_torch_compile=False,
-                mixed_precision={"param_dtype": "fp32"},
-                use_remove_padding=False,
-            ),
-            optimizer_config=optimizer_config(settings["overrides"]),
+            model_config=HFModelConfig(path=settings["model"], use_remove_padding=False, **eager),
+            engine_config=FSDPEngineConfig(strategy="fsdp2", micro_batch_size_per_gpu=2, **plain, **precision),
+            optimizer_config=omega_conf_to_dataclass(config.actor_rollout_ref.actor.optim),
             checkpoint_config=CheckpointConfig(),
         )
     )
@@ -72,17 +59,12 @@ def rows(seed):
         return torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
 
     tokens = torch.randint(0, 14, (SEQUENCES, 4), generator=draw)
-    tensors = {
-        "input_ids": nested(tokens),
-        "position_ids": nested(torch.arange(4).repeat(SEQUENCES, 1)),
-        "prompts": nested(tokens[:, :2]),
-        "responses": nested(tokens[:, 2:]),
-        "response_mask": nested(torch.ones(SEQUENCES, 2, dtype=torch.long)),
-        "loss_mask": nested(torch.ones(SEQUENCES, 2, dtype=torch.long)),
-        "old_log_probs": nested(torch.full((SEQUENCES, 2), -2.0)),
-        "advantages": nested(torch.randn(SEQUENCES, 2, generator=draw)),
-    }
-    return TensorDict(tensors, batch_size=[SEQUENCES])
+    ones = torch.ones(SEQUENCES, 2, dtype=torch.long)
+    tensors = {"input_ids": tokens, "position_ids": torch.arange(4).repeat(SEQUENCES, 1)}
+    tensors |= {"prompts": tokens[:, :2], "responses": tokens[:, 2:], "response_mask": ones, "loss_mask": ones}
+    tensors |= {"old_log_probs": torch.full((SEQUENCES, 2), -2.0)}
+    tensors |= {"advantages": torch.randn(SEQUENCES, 2, generator=draw)}
+    return TensorDict({name: nested(parts) for name, parts in tensors.items()}, batch_size=[SEQUENCES])
 
 
 class Workers:

@@ -1,4 +1,7 @@
-"""The recorded length curves: the form of each entry, the rules for each kind, and the counts of the scores."""
+"""The recorded length curves, the rules for each kind and the scores of two rules; and the drawn curves.
+
+The tracker is tested on the curves of experiments/study_surge.py, with some of the seeds that the program runs.
+"""
 
 import dataclasses
 import json
@@ -8,6 +11,7 @@ import detector_table
 import length_curves
 import numpy as np
 import pytest
+import study_surge
 
 from rljax.schedule import SurgeConfig
 
@@ -24,36 +28,29 @@ def curve_of(lengths, steps=None, truncated=None, cap=None):
     )
 
 
-@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
-def test_a_curve_is_well_formed_and_of_its_kind(curve):
-    assert len(curve.steps) == len(curve.lengths) == len(curve.truncated) >= 3
-    assert np.all(np.isfinite(curve.lengths))
-    assert np.all(curve.lengths > 0)
-    assert np.all(np.diff(curve.steps) > 0)
-    assert curve.steps[0] >= 0
-    shares = curve.truncated[np.isfinite(curve.truncated)]
-    assert np.all((shares >= 0) & (shares <= 1))
-    assert curve.kind in length_curves.KINDS
-    assert curve.obtained in length_curves.OBTAINED
-    assert tuple(curve.source) == length_curves.SOURCE_KEYS
-    assert tuple(curve.setting) == length_curves.SETTING_KEYS
-    assert curve.source["project"]
-    assert curve.source["repository"] or curve.source["address"]
-    assert length_curves.kind_by_rule(curve) == curve.kind or "By eye" in curve.reason
-    assert curve.kind != "surge" or curve.surge
-    if curve.surge:
-        assert curve.steps[0] <= curve.surge[0] < curve.surge[1] <= curve.steps[-1]
-
-
-def test_there_are_enough_curves_of_many_sources():
+def test_each_curve_is_well_formed_and_of_its_kind():
+    for curve in CURVES:
+        assert len(curve.steps) == len(curve.lengths) == len(curve.truncated) >= 3
+        assert np.all(np.isfinite(curve.lengths) & (curve.lengths > 0))
+        assert np.all(np.diff(curve.steps, prepend=-1) > 0)
+        shares = curve.truncated[np.isfinite(curve.truncated)]
+        assert np.all((shares >= 0) & (shares <= 1))
+        assert curve.obtained in length_curves.OBTAINED
+        assert tuple(curve.source) == length_curves.SOURCE_KEYS
+        assert tuple(curve.setting) == length_curves.SETTING_KEYS
+        assert curve.source["project"]
+        assert curve.source["repository"] or curve.source["address"]
+        assert length_curves.kind_by_rule(curve) == curve.kind or "By eye" in curve.reason
+        assert curve.kind != "surge" or curve.surge
+        if curve.surge:
+            assert curve.steps[0] <= curve.surge[0] < curve.surge[1] <= curve.steps[-1]
     assert len({curve.name for curve in CURVES}) == len(CURVES) >= 60
     assert length_curves.independent(CURVES) >= 30
     assert {curve.kind for curve in CURVES} == set(length_curves.KINDS)
 
 
-@pytest.mark.parametrize(
-    ("curve", "kind"),
-    [
+def test_the_rules_of_the_kinds():
+    for curve, kind in (
         (curve_of([100, 100, 104, 106]), "flat"),
         (curve_of([100, 105, 115, 120]), "slow growth"),
         (curve_of([100, 90, 85, 80]), "shrinking"),
@@ -63,91 +60,92 @@ def test_there_are_enough_curves_of_many_sources():
         (curve_of([100, 200, 180, 110]), "rise and fall"),
         (curve_of([100, 400, 900, 950], cap=1000), "truncated"),
         (curve_of([100, 100, 100, 100], truncated=[0, 0.2, 0.4, 0.5]), "truncated"),
-    ],
-)
-def test_the_rules_of_the_kinds(curve, kind):
-    assert length_curves.kind_by_rule(curve) == kind
-
-
-def test_a_spike_is_not_a_surge():
+    ):
+        assert length_curves.kind_by_rule(curve) == kind
+    # A spike is no surge.
     assert length_curves.find_surge(curve_of([100, 300, 100, 100])) is None
     assert length_curves.find_surge(curve_of([100, 110, 280, 290, 300])) == (2, 3)
     assert length_curves.find_surge(curve_of([100] * 20 + [900] + [100] * 20)) is None
 
 
-def test_unknown_steps_are_filled_along_lines():
-    lengths, truncated = length_curves.every_step(curve_of([10, 30, 20], steps=[2, 4, 6], truncated=[0, np.nan, 1]))
-    np.testing.assert_array_equal(lengths, [10, 10, 20, 30, 25, 20])
-    np.testing.assert_array_equal(truncated, [0, 0, 0.25, 0.5, 0.75, 1])
-
-
-def test_another_format_is_refused(tmp_path):
+def test_runs_are_read_and_another_format_is_refused(tmp_path):
+    runs = length_curves.load_runs()
+    assert len(runs) == 110
+    assert sum(run.setting["algorithm"] == "constant" for run in runs) == 8
     (tmp_path / "curves.json").write_text(json.dumps({"format": 2, "curves": []}))
     with pytest.raises(ValueError, match="must have format 1, got 2"):
         length_curves.load_curves(tmp_path / "curves.json")
 
 
-def test_the_runs_of_the_study_are_read():
-    runs = length_curves.load_runs()
-    assert len(runs) == 110
-    assert sum(run.setting["algorithm"] == "constant" for run in runs) == 8
-
-
-@pytest.mark.parametrize(
-    ("surge", "call", "first", "expected"),
-    [
-        (None, None, 1, "quiet"),
-        (None, 7, 1, "false"),
-        ((50, 60), None, 1, "missed"),
-        ((50, 60), 49, 1, "early"),
-        ((50, 60), 110, 1, "called"),
-        ((50, 60), 111, 1, "late"),
-        ((50, 60), None, 51, "quiet"),
-    ],
-)
-def test_outcomes(surge, call, first, expected):
-    curve = dataclasses.replace(CURVES[0], surge=surge)
-    assert detector_table.outcome(curve, call, first) == expected
-
-
-def test_the_changes_of_a_stream():
-    stream = (np.arange(1, 9), np.arange(1.0, 9.0), np.full(8, 0.5))
-    np.testing.assert_array_equal(detector_table.thinned(stream, 3)[0], [1, 4, 7])
-    np.testing.assert_array_equal(detector_table.averaged(stream, 3)[1], [1, 1.5, 2, 3, 4, 5, 6, 7])
-    np.testing.assert_array_equal(detector_table.restarted(stream)[0], [5, 6, 7, 8])
-    np.testing.assert_array_equal(detector_table.uncut(stream)[2], np.zeros(8))
-    many = (np.arange(20000), np.full(20000, 100.0), np.zeros(20000))
-    assert detector_table.noisy(many, 49, 0)[1].std() == pytest.approx(10, rel=0.03)
-
-
-def test_three_times_the_first_ten():
-    stream = (np.arange(1, 14), np.array([1.0] * 10 + [2.9, 3.0, 1.0]), np.zeros(13))
-    assert detector_table.RULES["three times"](stream) == 12
-
-
-def test_a_surge_within_the_window_is_called():
-    curve = dataclasses.replace(curve_of([100.0] * 60 + [400.0] * 20), surge=(60, 61))
-    assert detector_table.RULES["shipped"](detector_table.stream_of(curve)) == 66
-
-
-def test_the_recorded_table_is_of_these_curves():
+def test_the_recorded_table_is_of_these_curves_and_on_the_page():
     record = json.loads((length_curves.CURVES.parent / "detector_table.json").read_text())
     assert record["sizes"] == {"curves": len(CURVES), "runs": 110}
     assert set(record["by_variation"]["curves"]["as it is"]) == set(detector_table.RULES)
-    for curve in CURVES[:4]:
-        calls = record["calls"][curve.name]
-        assert calls["kind"] == curve.kind
-        assert calls["shipped"] == detector_table.RULES["shipped"](detector_table.stream_of(curve))
-
-
-def test_the_page_has_the_rows_of_the_recorded_table():
-    record = json.loads((length_curves.CURVES.parent / "detector_table.json").read_text())
+    for rule in ("shipped", "three times"):
+        call = detector_table.RULES[rule]
+        for curve in CURVES:
+            recorded = record["calls"][curve.name]
+            assert (recorded["kind"], recorded[rule]) == (curve.kind, call(detector_table.stream_of(curve)))
+        for variation, changes in detector_table.VARIATIONS.items():
+            counts = record["by_variation"]["curves"][variation][rule]
+            assert counts == detector_table.count(CURVES, call, changes), (rule, variation)
     page = (ROOT / "docs" / "length_curves.md").read_text(encoding="utf-8")
     rows = [line for line in detector_table.as_markdown(record).splitlines() if line.startswith("| ") and "/" in line]
     assert len(rows) == 2 * len(detector_table.VARIATIONS)
     assert [row for row in rows if row not in page] == []
+    chosen = json.loads((length_curves.CURVES.parent / "chosen_rules.json").read_text())
+    assert chosen["chosen"] == dataclasses.asdict(SurgeConfig())
 
 
-def test_the_shipped_rules_are_the_chosen_ones():
-    record = json.loads((length_curves.CURVES.parent / "chosen_rules.json").read_text())
-    assert record["chosen"] == dataclasses.asdict(SurgeConfig())
+SURGE_SEEDS, QUIET_SEEDS = 150, 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", study_surge.QUIETS)
+def test_no_surge_no_call(name):
+    assert study_surge.judge_quiets(name, study_surge.QUIETS[name], SurgeConfig(), QUIET_SEEDS)["false_calls"] == 0
+
+
+@pytest.mark.slow
+def test_a_toy_run_is_called_within_ten_steps():
+    row = study_surge.judge_surges("toy", study_surge.toy, SurgeConfig(), SURGE_SEEDS)
+    assert row["called"] == 1
+    assert row["within_10"] > 0.96
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", study_surge.SURGES)
+def test_a_surge_is_called_in_time(name):
+    """It is called, too, where it runs into a limit of five times the level."""
+    row = study_surge.judge_surges(name, study_surge.SURGES[name], SurgeConfig(), SURGE_SEEDS)
+    assert row["called"] > 0.99
+    assert row["median_delay"] <= 3
+    assert row["earlier_than_15"] == 0
+    for seed in range(20):
+        curve = study_surge.draw(name, study_surge.SURGES[name], seed)
+        lengths, truncated = study_surge.cut(curve.lengths, 5 * study_surge.BASE_TOKENS)
+        call = study_surge.first_call(study_surge.Curve(lengths, truncated, curve.crossing), SurgeConfig())
+        assert call is not None
+        assert abs(call - curve.crossing) <= 15
+
+
+@pytest.mark.slow
+def test_the_bars_are_missed_by_worse_rules():
+    """The judgement can fail: a tracker that trusts a single high step calls a surge at spikes."""
+    hasty = SurgeConfig(smooth=1, persistence=1)
+    assert study_surge.judge_quiets("single spikes", study_surge.QUIETS["single spikes"], hasty, 5)["false_calls"] == 1
+    blunt = SurgeConfig(baseline_quantile=0.8)
+    row = study_surge.judge_surges("linear", study_surge.SURGES["linear"], blunt, 100)
+    assert row["called"] < 0.99
+
+
+def test_the_published_table_is_the_recorded_study():
+    """A curve depends on its family and seed only."""
+    record = json.loads((ROOT / "benchmarks" / "surge_study.json").read_text())
+    assert record["config"] == dataclasses.asdict(SurgeConfig())
+    assert study_surge.as_markdown(record, record["seeds"]) in (ROOT / "docs" / "schedule.md").read_text()
+    first, again, other = (study_surge.draw("linear", study_surge.SURGES["linear"], seed) for seed in (4, 4, 5))
+    np.testing.assert_array_equal(first.lengths, again.lengths)
+    assert not np.array_equal(first.lengths, other.lengths)
+    assert first.crossing is not None
+    assert abs(int(np.argmax(first.lengths >= 3000)) + 1 - first.crossing) < 30

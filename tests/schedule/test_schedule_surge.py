@@ -1,10 +1,9 @@
-"""Each rule for the call of a surge is tested by itself, together with resume and refusals."""
+"""Each rule for the call of a surge is tested by itself, together with waits and truncated batches."""
 
 import dataclasses
 import json
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,15 +15,19 @@ DEFAULT = SurgeConfig()
 SMALL = SurgeConfig(ratio=3.0, window=30, warmup=15, persistence=4)
 
 
-def call_of(lengths, config=SMALL, truncated=None):
+def tracked(lengths, config=SMALL, truncated=None):
     tracker = SurgeTracker(config)
-    for index, length in enumerate(lengths):
-        tracker.update(length, None if truncated is None else truncated[index])
-    return tracker.surge_step
+    for length, share in zip(lengths, truncated or [None] * len(lengths), strict=True):
+        tracker.update(length, share)
+    return tracker
 
 
 def flat(steps, level=BASE):
     return [level] * steps
+
+
+def small(**fields):
+    return dataclasses.replace(SMALL, **fields)
 
 
 def test_a_jump_is_called_once_enough_lengths_have_stayed_up():
@@ -47,10 +50,6 @@ GROWTH = 1000 * 3 ** (np.arange(400) / 130)
 SPIKES = (flat(8) + flat(2, 30 * BASE)) * 50
 
 
-def small(**fields):
-    return dataclasses.replace(SMALL, **fields)
-
-
 @pytest.mark.parametrize(
     ("lengths", "config", "truncated", "step"),
     [
@@ -69,7 +68,6 @@ def small(**fields):
         pytest.param(EARLY, small(warmup=9), None, 12, id="a shorter warmup"),
         pytest.param(GROWTH, SurgeConfig(window=100), None, None, id="growth slower than the window"),
         pytest.param(GROWTH, SurgeConfig(window=250), None, 157, id="a wider window admits it"),
-        pytest.param(1000 * 3 ** (np.arange(1200) / 200), DEFAULT, None, None, id="slower growth"),
         pytest.param(1000 * (1 + np.arange(1200) / 100), DEFAULT, None, None, id="growth along a line"),
         pytest.param(HIGH, small(persistence=1), None, 23, id="less persistence"),
         pytest.param(HIGH, small(persistence=7), None, 27, id="more persistence calls as many steps later"),
@@ -84,124 +82,61 @@ def small(**fields):
     ],
 )
 def test_the_step_of_the_call(lengths, config, truncated, step):
-    assert call_of(lengths, config, truncated) == step
+    assert tracked(lengths, config, truncated).surge_step == step
 
 
-def test_a_truncated_batch_before_any_baseline_is_left_out():
+def test_truncated_batches_change_no_baseline_and_reset_no_call():
     # Smoothing takes five lengths, so the first baseline exists with the sixth length.
-    assert call_of(flat(5) + flat(20, 9.0 * BASE), SMALL, [0.0] * 4 + [0.9] + [0.0] * 20) == 16
-    tracker = SurgeTracker(SMALL)
-    for _ in range(9):
-        tracker.update(9.0 * BASE, 0.9)
-    assert tracker.held_out == 9
-
-
-def test_truncated_batches_reset_no_call():
+    assert tracked(flat(5) + flat(20, 9.0 * BASE), SMALL, [0.0] * 4 + [0.9] + [0.0] * 20).surge_step == 16
+    assert tracked(flat(9, 9.0 * BASE), SMALL, [0.9] * 9).held_out == 9
     lengths = [*flat(20), *flat(3, 5 * BASE), *flat(6, 8 * BASE), *flat(3, 5 * BASE)]
-    truncated = [0.0] * 23 + [0.9] * 6 + [0.0] * 3
-    tracker = SurgeTracker(dataclasses.replace(SMALL, capped_ratio=8.5))
-    for length, fraction in zip(lengths, truncated, strict=True):
-        tracker.update(length, fraction)
+    tracker = tracked(lengths, small(capped_ratio=8.5), [0.0] * 23 + [0.9] * 6 + [0.0] * 3)
     assert (tracker.surge_step, tracker.crossing_step, tracker.held_out) == (30, 23, 6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e-45, 1e300])
 def test_a_bad_length_counts_as_a_step_and_is_otherwise_ignored(bad):
-    tracker = SurgeTracker(SMALL)
-    for length in [*flat(10), bad, *flat(10), *flat(2, 3 * BASE), bad, bad, *flat(5, 3 * BASE)]:
-        tracker.update(length)
-    # The jump comes one step later because of the first bad length, and two more bad lengths are inside it.
+    """The jump comes one step later because of the first bad length, and two more bad lengths are inside it."""
+    tracker = tracked([*flat(10), bad, *flat(10), *flat(2, 3 * BASE), bad, bad, *flat(5, 3 * BASE)])
     assert (tracker.surge_step, tracker.ignored, tracker.step) == (27, 3, 30)
 
 
-@pytest.mark.parametrize("scalar", [np.float64(1.5), np.float32(1.5), np.asarray(1.5), jnp.float32(1.5), 1])
-def test_lengths_may_be_any_scalar(scalar):
-    tracker = SurgeTracker(SMALL)
-    tracker.update(scalar, scalar / 2)
-    assert tracker.held_out == 1
-
-
-def stream(rng, steps=140):
-    level = np.where(np.arange(steps) < 80, 1000.0, 3600.0)
-    lengths = level * np.exp(rng.normal(0, 0.15, steps))
-    lengths[rng.random(steps) < 0.05] = np.nan
-    truncated = np.where(rng.random(steps) < 0.1, 0.8, 0.1)
-    return lengths.tolist(), truncated.tolist()
-
-
 def test_the_state_is_under_4_kb_whatever_the_lengths():
-    tracker = SurgeTracker()
-    for length in np.random.default_rng(0).uniform(1e-30, 1e-29, 500):
-        tracker.update(length)
+    tracker = tracked(np.random.default_rng(0).uniform(1e-30, 1e-29, 500).tolist(), DEFAULT)
     assert len(json.dumps(tracker.state_dict())) < 4096
 
 
 def test_a_narrower_window_keeps_the_newest_lengths():
-    wide, narrow = SurgeTracker(SurgeConfig(window=100)), SurgeTracker(SurgeConfig(window=40))
-    for length in range(1, 101):
-        wide.update(length)
-        narrow.update(length)
+    wide, narrow = (tracked(range(1, 101), SurgeConfig(window=window)) for window in (100, 40))
     resumed = SurgeTracker(SurgeConfig(window=40))
     resumed.load_state_dict(wide.state_dict())
     assert resumed.state_dict() == narrow.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"ratio": 1.0}, "ratio = 1.0"),
-        ({"ratio": math.nan}, "ratio = nan"),
-        ({"baseline_quantile": 1.5}, "baseline_quantile = 1.5"),
-        ({"smooth": 4}, "smooth = 4"),
-        ({"smooth": -1}, "smooth = -1"),
-        ({"persistence": 0}, "persistence = 0"),
-        ({"held_ratio": 0.0}, "held_ratio = 0.0"),
-        ({"held_ratio": 3.1}, "held_ratio = 3.1"),
-        ({"warmup": 5}, "warmup = 5"),
-        ({"persistence": 41}, "persistence = 41"),
-        ({"window": 9}, "window = 9"),
-        ({"max_truncated": 1.5}, "max_truncated = 1.5"),
-        ({"capped_ratio": 1.0}, "capped_ratio = 1.0"),
-        ({"capped_ratio": math.nan}, "capped_ratio = nan"),
-        ({"max_wait": 0}, "max_wait = 0"),
-        ({"max_wait": 2**31}, "max_wait = 2147483648"),
-    ],
-)
-def test_a_rule_out_of_range_is_refused_with_its_value(bad, message):
-    with pytest.raises(ValueError, match=message):
-        SurgeConfig(**bad)
-
-
 def test_the_wait_counts_batches_that_are_left_out():
-    config = dataclasses.replace(SMALL, max_wait=8)
-    tracker = SurgeTracker(config)
+    tracker = SurgeTracker(small(max_wait=8))
     calls = [tracker.update(length, share) for length, share in zip([math.nan, 5.0] * 5, [0.0, 0.9] * 5, strict=True)]
     assert calls == [False] * 7 + [True] + [False] * 2
     assert (tracker.surge_step, tracker.crossing_step, tracker.ignored, tracker.held_out) == (8, None, 5, 5)
 
 
 def test_a_surge_before_the_end_of_the_wait_is_called_as_ever():
-    lengths = flat(20) + flat(20, 5 * BASE)
     for max_wait, called, crossing in ((25, 24, 23), (24, 24, 23), (23, 23, None)):
-        tracker = SurgeTracker(dataclasses.replace(SMALL, max_wait=max_wait))
-        for length in lengths:
-            tracker.update(length)
+        tracker = tracked(HIGH, small(max_wait=max_wait))
         assert (tracker.surge_step, tracker.crossing_step) == (called, crossing)
-
-
-def test_a_resumed_tracker_past_its_wait_calls_at_once():
-    tracker = SurgeTracker(SMALL)
-    for length in flat(50):
-        tracker.update(length)
-    resumed = SurgeTracker(dataclasses.replace(SMALL, max_wait=30))
-    resumed.load_state_dict(tracker.state_dict())
+    # A resumed tracker past its wait calls at once.
+    resumed = SurgeTracker(small(max_wait=30))
+    resumed.load_state_dict(tracked(flat(50)).state_dict())
     assert resumed.update(BASE)
     assert resumed.surge_step == 51
 
 
 def test_any_positive_signal_will_do():
-    lengths, truncated = stream(np.random.default_rng(7))
-    called = call_of(lengths, DEFAULT, truncated)
+    """Powers of two scale float32 exactly, so rounding cannot change the decisions."""
+    rng = np.random.default_rng(7)
+    lengths = np.where(np.arange(140) < 80, 1000.0, 3600.0) * np.exp(rng.normal(0, 0.15, 140))
+    lengths[rng.random(140) < 0.05] = np.nan
+    truncated = np.where(rng.random(140) < 0.1, 0.8, 0.1).tolist()
+    called = tracked(lengths.tolist(), DEFAULT, truncated).surge_step
     assert called is not None
-    # Powers of two scale float32 exactly, so rounding cannot change the decisions.
-    assert call_of([length * 2.0**-20 for length in lengths], DEFAULT, truncated) == called
+    assert tracked((lengths * 2.0**-20).tolist(), DEFAULT, truncated).surge_step == called
