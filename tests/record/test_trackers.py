@@ -152,10 +152,7 @@ def test_a_run_that_another_process_took_is_left_open(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ({"trackers": ("wandb", "wandb")}, "trackers must be different"),
-        ({"project": ""}, "project must not be empty"),
-    ],
+    [({"trackers": ("wandb", "wandb")}, "trackers must be different"), ({"project": ""}, "project must not be empty")],
 )
 def test_settings_that_name_no_tracker_are_refused(options, said):
     with pytest.raises(ValueError, match=said):

@@ -193,10 +193,7 @@ def test_each_process_uploads_and_process_0_comes_last(pods, mirror, tmp_path):
 
 
 def test_files_of_other_processes_are_waited_for(tmp_path, monkeypatch):
-    """A shared file system may show files late.
-
-    A directory that is not shared is named in the error.
-    """
+    """A shared file system may show files late. A directory that is not shared is named in the error."""
     parts = PartWriter(lambda own: own)
     written = WrittenFiles((), {"0.safetensors": FileRecord(4, ""), "1.safetensors": FileRecord(8, "")})
     (tmp_path / "0.safetensors").write_bytes(b"1234")

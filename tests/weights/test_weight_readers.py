@@ -32,8 +32,8 @@ def publish(parent, store, readable_by):
     return files
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-@pytest.mark.parametrize("store", ["shared", "directory", "http"])
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+@pytest.mark.parametrize("store", ["shared", "http"])
 @pytest.mark.parametrize("readable_by", MODES)
 def test_exactly_the_named_users_may_read(tmp_path, readable_by, store, umask):
     before = os.umask(umask)
@@ -82,13 +82,10 @@ def test_another_user(readable_by, may_read):
             assert done.stdout == (path.read_bytes() if may_read else b"")
 
 
-@pytest.mark.parametrize("value", ["", "group", "group:", "everybody", "owner:me", "all:x", "Owner"])
-def test_another_value_is_refused(value):
-    with pytest.raises(ValueError, match="readable_by must be owner, group:NAME or all, got"):
-        PublishConfig(readable_by=value)
-
-
-def test_a_group_that_is_not_there_is_named_and_leaves_nothing(tmp_path):
+def test_another_value_is_refused(tmp_path):
+    for value in ("", "group", "group:", "everybody", "owner:me", "all:x", "Owner"):
+        with pytest.raises(ValueError, match="readable_by must be owner, group:NAME or all, got"):
+            PublishConfig(readable_by=value)
     with pytest.raises(ValueError, match=r"publish.readable_by: this machine has no group 'no-such-group'"):
         publish(tmp_path, "shared", "group:no-such-group")
     assert list(tmp_path.iterdir()) == []

@@ -47,9 +47,7 @@ def test_versions_arrive_bit_for_bit_as_deltas(tmp_path, mirror, dtype):
             assert_holds(mirror, training)
             shapes, bits = reader["read"](training.files.root, version.path.name)
             assert shapes == SHAPES
-            assert {name: array.tobytes() for name, array in training.tensors.items()} == {
-                name: array.tobytes() for name, array in bits.items()
-            }
+            assert all(array.tobytes() == bits[name].tobytes() for name, array in training.tensors.items())
             changed = sum(int((bits_of(array) != before[name]).sum()) for name, array in training.tensors.items())
             assert version.changed_fraction == changed / sum(array.size for array in training.tensors.values())
     assert np.isnan(training.versions[0].changed_fraction)
@@ -59,10 +57,10 @@ def test_a_delta_of_one_percent_is_a_fiftieth_of_dense(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {"w": (rng.normal(size=(1000, 1000)) * 0.02).astype(ml_dtypes.bfloat16)}
     with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
-        dense = files.write(tensors.items(), 0, {"w": array_checksum(tensors["w"])})
+        dense = written(files, tensors, 0)
         new = {"w": tensors["w"].copy()}
         bits_of(new["w"]).reshape(-1)[rng.choice(10**6, 10**4, replace=False)] ^= 1
-        delta = files.write(new.items(), 1, {"w": array_checksum(new["w"])})
+        delta = written(files, new, 1)
     assert delta.changed_fraction == 0.01
     assert 2_000_000 <= dense.num_bytes < 2_001_000
     assert delta.num_bytes < dense.num_bytes / 50
@@ -93,7 +91,7 @@ def test_versions_before_the_newest_anchor_are_removed(training, mirror):
     assert [path.name for path in sorted(training.files.root.glob("v*"))] == ["v00000008-9", "v00000009-10"]
 
 
-@pytest.mark.parametrize("share", [0.01, 0.06, 0.15, 0.24])
+@pytest.mark.parametrize("share", [0.06, 0.24])
 def test_a_disk_holds_less_than_the_room_that_is_checked(tmp_path, share):
     training, most = Training(tmp_path), 0
     with contextlib.closing(training.files):
@@ -183,7 +181,7 @@ COUNT, SIZE = 128, 2**15
 
 
 def versions_tensors(step, apart):
-    """Yields tensors of which one element in ``apart`` changes with each step; nothing else keeps them."""
+    """Yields tensors of which one element in ``apart`` changes with each step."""
     for number in range(COUNT):
         tensor = np.full(SIZE, number, np.float32)
         tensor[::apart] += step
@@ -237,33 +235,26 @@ def test_tensors_come_back_bit_for_bit(files, dtype):
     assert version.num_bytes == 43 * np.dtype(dtype).itemsize
 
 
-def test_every_version_has_a_new_path_and_one_is_kept(files, monkeypatch):
-    """A network's file system may refuse to remove a version the first time; it is removed later."""
+def test_what_is_not_deleted_is_named_or_deleted_later(files, monkeypatch, caplog):
+    """Every version has a new path, and one is kept. A network may refuse to remove the others at first."""
 
-    def refuse(*args, **options):
-        raise OSError("Directory not empty")
+    def refuse(*arguments, **options):
+        raise PermissionError("Directory not empty")
 
-    tensors = {"x": np.zeros(4, np.float32)}
-    versions = [written(files, tensors, number) for number in (0, 1, 1)]
-    assert len({v.path for v in versions}) == 3
+    versions = [written(files, {"x": np.zeros(4, np.float32)}, number) for number in (0, 1, 1)]
+    assert len({version.path for version in versions}) == 3
     with monkeypatch.context() as busy:
         busy.setattr(os, "rmdir", refuse)
         files.drop_old()
     files.drop_old()
-    assert [p for p in files.root.iterdir() if p.is_dir()] == [versions[2].path]
-
-
-def test_what_a_store_does_not_delete_is_named(files, monkeypatch, caplog):
-    def refuse(outlet, run, version=""):
-        raise PermissionError(f"no right to delete {run}/{version}")
-
+    assert [path for path in files.root.iterdir() if path.is_dir()] == [versions[2].path]
+    written(files, {"x": np.zeros(4, np.float32)}, 2)
     monkeypatch.setattr(Outlet, "remove", refuse)
-    old, _ = (written(files, {"x": np.zeros(4, np.float32)}, number) for number in (0, 1))
     files.drop_old()
     files.close()
     assert not files.root.exists()
-    assert caplog.text.count("could not be deleted: no right to delete") == 2
-    assert f"no right to delete {files.root.name}/{old.path.name};" in caplog.text
+    assert caplog.text.count("could not be deleted: Directory not empty") == 2
+    assert f"{versions[2].path.name}" in caplog.text
 
 
 def test_a_version_that_cannot_be_written_is_still_gathered(files):
@@ -291,14 +282,11 @@ def test_changed_fraction(files):
     assert written(files, {"s": small + 1}, 3).changed_fraction == 1.0
 
 
-def test_one_dtype(files):
+def test_what_cannot_be_written_is_said(files, tmp_path):
     with pytest.raises(ValueError, match=r"one dtype, got \['float16', 'float32'\]"):
         files.write([("a", np.ones(1, np.float16)), ("b", np.ones(1, np.float32))], 0, {})
     with pytest.raises(ValueError, match="no tensors"):
         files.write([], 0, {})
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match="cannot write under"):
         WeightDirectory(PublishConfig(), tmp_path / "file")

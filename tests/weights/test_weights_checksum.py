@@ -39,14 +39,14 @@ def by_hand(bits: int) -> tuple[int, int]:
     return tuple(values)
 
 
-def normal(shape, dtype, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32).astype(dtype)
-
-
 def weight_by_hand(place: int) -> int:
     """Computes ``place_weights`` of one place with Python's integers."""
     product = place * 0x9E3779B1 % 2**32
     return product ^ product >> 15 | 1
+
+
+def normal(shape, dtype, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32).astype(dtype)
 
 
 def test_a_checksum_worked_by_hand():
@@ -58,6 +58,8 @@ def test_a_checksum_worked_by_hand():
     sums = (2 * one[0] + two[0], 2 * one[1] + two[1], placed)
     assert array_checksum(array) == Checksum(4, *(each % 2**32 for each in sums))
     assert array_checksum(np.zeros(5, np.float32)) == Checksum(5, 0, 0, 0)
+    for values in mixed(np.arange(65536, dtype=np.int32)):
+        assert len(np.unique(values)) == 65536
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,12 +76,9 @@ def test_sums_see_one_element_and_the_third_changed_places(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(300, 40), (3, 300_000), (600, 1_000), (600_000,), (6, 5, 4)])
+@pytest.mark.parametrize("shape", [(3, 300_000), (600, 1_000), (600_000,), (6, 5, 4)])
 def test_the_checksums_of_regions_add_up_to_the_tensors(dtype, shape):
-    """The regions are halves of the rows and thirds of the columns.
-
-    They have more and fewer elements than are summed at a time.
-    """
+    """The regions, halves of rows and thirds of columns, have more and fewer elements than are summed at a time."""
     array = normal(shape, dtype)
     whole = TensorRegion.whole(shape)
     bits, total = array.view(f"u{array.dtype.itemsize}").reshape(whole.rows, whole.width), np.zeros(3, np.int64)
@@ -104,11 +103,6 @@ def test_a_checksum_follows_what_changes(dtype, changed):
     assert changed_checksum(before, old, bits[places], places) == array_checksum(array)
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_every_pattern_of_16_bits_has_a_value_of_its_own(place):
-    assert len(np.unique(mixed(np.arange(65536, dtype=np.int32))[place])) == 65536
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
 def test_the_trainers_are_those_of_the_tensors_that_are_written(dtype, config):
@@ -125,7 +119,7 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(value):
     params = init_params(config, 0)
     params["layers"]["mlp"]["up"] = params["layers"]["mlp"]["up"].at[1, 3, 1].set(value)
     with pytest.raises(
-        RuntimeError, match=r"tensor 'model.layers.1.mlp.up_proj.weight' holds values that are not finite in bfloat16"
+        RuntimeError, match=r"'model.layers.1.mlp.up_proj.weight' holds values that are not finite in b"
     ):
         hf_checksums(params, config, "bfloat16")
     overflowing = init_params(TIED, 0)
@@ -205,18 +199,14 @@ def workers(count, heads=4):
     return held
 
 
-@pytest.mark.parametrize(("count", "heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (8, 2), (4, 1)])
+@pytest.mark.parametrize(("count", "heads"), [(1, 4), (4, 4), (8, 2), (4, 1)])
 def test_parts_and_copies_add_up(count, heads):
     held = workers(count, heads)
     assert differences(EXPECTED, held) == []
     sums = held[-1]["k_proj"]
     held[-1]["k_proj"] = Checksum(sums.count, sums.first ^ 1, sums.second, sums.placed)
     assert differences(EXPECTED, held) == ["k_proj (other bits)"]
-
-
-def test_a_copy_that_differs_is_seen_on_its_own():
-    """The errors of the two copies cancel in their sum."""
-    held = workers(2)
+    held = workers(2)  # the errors of the two copies cancel in their sum
     for worker, error in zip(held, (1, -1), strict=True):
         worker["norm"] = dataclasses.replace(EXPECTED["norm"], first=EXPECTED["norm"].first + error)
     assert differences(EXPECTED, held) == ["norm (other bits)"]
