@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 from toy_runs import outcome, refused
 
 from rljax.commands.docs import main, part_of
@@ -29,15 +28,17 @@ last
 """
 
 
-def test_without_a_page_the_names_are_listed():
+def test_the_names_are_listed_and_a_page_is_printed_whole():
     status, out, err = outcome(main, [])
     assert (status, err) == (0, "")
     assert {"compare", "diagnose", "studies"} <= set(out.split())
-
-
-def test_a_page_is_printed_whole():
-    status, out, _ = outcome(main, ["diagnose"])
-    assert (status, out) == (0, (ROOT / "docs/diagnose.md").read_text(encoding="utf-8"))
+    assert outcome(main, ["diagnose"])[:2] == (0, (ROOT / "docs/diagnose.md").read_text(encoding="utf-8"))
+    for words, said in (
+        ("diagnos", "no page 'diagnos'; did you mean diagnose?"),
+        ("diagnose#the-limit", "no heading 'the-limit'; did you mean the-limits?"),
+        ("../README", "no page '../README'"),
+    ):
+        assert said in refused(main, [words])
 
 
 def test_a_part_ends_before_the_next_heading_of_its_depth():
@@ -45,18 +46,6 @@ def test_a_part_ends_before_the_next_heading_of_its_depth():
     assert part_of(PAGE, "a-first_one-here") == first
     assert part_of(PAGE, "deeper") == "### Deeper\n\nmore"
     assert part_of(PAGE, "second") == "## Second\nlast"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["diagnos"], "no page 'diagnos'; did you mean diagnose?"),
-        (["diagnose#the-limit"], "no heading 'the-limit'; did you mean the-limits?"),
-        (["../README"], "no page '../README'"),
-    ],
-)
-def test_a_page_that_is_not_there_is_named(words, said):
-    assert said in refused(main, words)
 
 
 def test_messages_name_pages_that_are_there():

@@ -36,6 +36,11 @@ def reward(problem, response, truncated):
 SOLVED = [0, 1, 2, 3, 4]
 
 
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 @pytest.fixture
 def model(tmp_path):
     directory = tmp_path / "model"
@@ -50,8 +55,14 @@ def scoring(tmp_path, monkeypatch, model, fake):
     (tmp_path / "counting_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
     rows = [{"prompt": f"{i}+1=", "answer": "0", "extra_info": {"solved": solved}} for i, solved in enumerate(SOLVED)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [str(tmp_path / "in.jsonl"), str(tmp_path / "out.parquet"), "--model", model, "--urls", fake.url]
+    words = [
+        write_rows(tmp_path / "in.jsonl", rows),
+        str(tmp_path / "out.parquet"),
+        "--model",
+        model,
+        "--urls",
+        fake.url,
+    ]
     words += ["--samples", "4", "--max-response-tokens", "4", "--reward", "counting_reward:reward"]
     words += ["--reward-workers", "0", "--batch-size", "2"]
     import counting_reward
@@ -68,32 +79,24 @@ def test_repeats_and_long_prompts_are_dropped_and_counted(tmp_path, model, capsy
         {"prompt": "100+100=", "answer": "200"},
         {"prompt": "1000+100=", "answer": "1100"},
     ]
-    source = tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out.parquet"
-    words = [str(source), str(out), "--model", model, "--max-prompt-tokens", "8"]
-    assert run_cli(main, words) == 0
-    assert [(problem["prompt"], problem["answer"]) for problem in read_problems(out)] == [
-        ("1+1=", "2"),
-        ("100+100=", "200"),
-    ]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    assert run_cli(main, [source, str(out), "--model", model, "--max-prompt-tokens", "8"]) == 0
+    kept = [(problem["prompt"], problem["answer"]) for problem in read_problems(out)]
+    assert kept == [("1+1=", "2"), ("100+100=", "200")]
     noted = read_provenance(out)
     assert noted["steps"] == [
         {"step": "repeats", "dropped": 2, "kept": 3, "read": 5, "repeats_with_another_answer": 1},
         {"step": "prompt length", "dropped": 1, "kept": 2, "max_prompt_tokens": 8, "longest": 9},
     ]
-    assert noted["source"] == str(source)
-    assert noted["source_sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert noted["source"] == source
+    assert noted["source_sha256"] == hashlib.sha256(Path(source).read_bytes()).hexdigest()
     assert noted["command"].startswith("rljax prepare ")
     assert noted["command"].endswith("--max-prompt-tokens 8")
     assert "repeats: 2 dropped, 3 kept, read 5, repeats with another answer 1" in capsys.readouterr().out
-
-
-def test_equal_prompts_with_other_tools_are_two_problems(tmp_path):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
-    tools = [[{"name": name}] for name in ("add", "add", "multiply")]
-    source.write_text("".join(json.dumps({"prompt": "1+1=", "answer": "2", "tools": each}) + "\n" for each in tools))
-    assert run_cli(main, [str(source), str(out)]) == 0
+    tools = [[{"name": name}] for name in ("add", "add", "multiply")]  # equal prompts with other tools are two problems
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "1+1=", "answer": "2", "tools": each} for each in tools])
+    assert run_cli(main, [source, str(out)]) == 0
     assert [problem["chat_tools"] for problem in read_problems(out)] == [tools[0], tools[2]]
 
 
@@ -104,9 +107,7 @@ def test_a_file_of_verls_form_keeps_every_column_and_splits(tmp_path):
     assert (len(kept), len(held)) == (18, 6)
     texts = [row["prompt"][0]["content"] for row in kept + held]
     assert len(set(texts)) == 24
-    firsts = {}
-    for _, row in read_rows(source):
-        firsts.setdefault(row["prompt"][0]["content"], row)
+    firsts = {row["prompt"][0]["content"]: row for _, row in reversed(list(read_rows(source)))}
     assert all(row == firsts[row["prompt"][0]["content"]] for row in kept + held)
     # Prepared problems are prepared again: the record of the first time is kept.
     assert run_cli(main, [str(out), str(tmp_path / "twice.parquet")]) == 0
@@ -118,9 +119,8 @@ def test_a_file_of_verls_form_keeps_every_column_and_splits(tmp_path):
 def test_a_published_file_is_looked_at_and_rewritten(tmp_path, capsys):
     rows = [{"question": f"{i}+1?", "answer": f"{i}+1={i + 1}\n#### {i + 1}", "level": 1} for i in range(4)]
     rows += [{"question": "5+1?", "answer": ""}, {"question": "6+1?", "answer": "7\n\nSo it is."}, rows[0]]
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run_cli(main, [str(source), str(out), "--form", "gsm8k", "--reward-workers", "1"]) == 0
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    assert run_cli(main, [source, str(out), "--form", "gsm8k", "--reward-workers", "1"]) == 0
     table = [
         "warning: right answers get no reward when they are given as the response",
         "data      rows  no answer  over length  repeated prompts  answers that fail",
@@ -131,9 +131,7 @@ def test_a_published_file_is_looked_at_and_rewritten(tmp_path, capsys):
     assert "\n".join(table) in capsys.readouterr().out
     assert read_provenance(out)["looked"] == table
     assert [step["dropped"] for step in read_provenance(out)["steps"]] == [1, 1]
-    written = [row for _, row in read_rows(out)]
-    assert set(written[0]) == {"data_source", "prompt", "reward_model"}
-    assert [row["reward_model"]["ground_truth"] for row in written[:4]] == ["1", "2", "3", "4"]
+    assert [row["reward_model"]["ground_truth"] for _, row in read_rows(out)][:4] == ["1", "2", "3", "4"]
 
 
 def test_problems_solved_sometimes_are_kept_with_their_rate(scoring, tmp_path):
@@ -215,16 +213,13 @@ def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
         (["nowhere.parquet", "out.parquet"], "no problems at nowhere.parquet: there is no such file"),
         (["{plain}", "out.csv"], "OUT must end in .parquet, got out.csv"),
         (["{plain}", "out.parquet", "--max-prompt-tokens", "5"], "--model is needed"),
-        (["{plain}", "out.parquet", "--samples", "8"], "--model is needed"),
         (["{plain}", "out.parquet", "--min-pass-rate", "0.2"], "pass rates are bounded but not measured"),
         (["{plain}", "out.parquet", "--model", "{model}", "--samples", "1"], "at least 2 samples"),
         (["{plain}", "out.parquet", "--model", "{model}", "--max-prompt-tokens", "2"], "no problem is left after the"),
         (["{plain}", "out.parquet", "--hold-out", "12"], "--hold-out 12 leaves nothing of 12 problems"),
         (["{plain}", "out.parquet", "--chat-template", "true"], "chat_template = true, but the tokenizer has none"),
-        (["{plain}", "out.parquet", "--model", "{model}", "--enable-thinking", "false"], "enable_thinking is given"),
         (["{plain}", "out.parquet", "--check-answers", "-1"], "and --check-answers must not be negative"),
         (["owner/name", "out.parquet"], "owner/name is not a local file and the Hugging Face hub does not give it: "),
-        (["owner/name:x.parquet", "out.parquet"], "the Hugging Face hub does not give it: "),
     ],
 )
 def test_a_mistake_is_one_line(words, message, tmp_path, model, monkeypatch, capsys):
@@ -232,7 +227,5 @@ def test_a_mistake_is_one_line(words, message, tmp_path, model, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     places = {"plain": DATA / "plain.jsonl", "model": model}
     assert run_cli(main, [word.format(**places) for word in words]) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("error: ")
-    assert message in last
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out.parquet").exists()

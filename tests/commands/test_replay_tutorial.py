@@ -24,10 +24,7 @@ COLUMNS = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Returns a directory with the lengths of three runs as CSV.
-
-    They have two decimals, as a dashboard exports them.
-    """
+    """Returns a directory with the lengths of three runs as CSV, with two decimals as a dashboard exports them."""
     place, runs = tmp_path_factory.mktemp("logs"), read_table(ROOT / "benchmarks/study_slow.parquet")
     for name, run in LOGS.items():
         with (place / f"{name}.csv").open("w", newline="") as file:

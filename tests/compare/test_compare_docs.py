@@ -30,7 +30,7 @@ def written(folder):
 
 @pytest.mark.parametrize("has_old", [True, False])
 def test_the_trl_exporter_writes_what_is_read(tmp_path, has_old):
-    """Prompts are padded on the left to 3 and responses on the right to 4, with token 0.
+    """Prompts are padded on the left and responses on the right, with token 0.
 
     The masks of the last row are what mask_truncated_completions leaves of a response.
     """
@@ -56,16 +56,13 @@ def test_the_trl_exporter_writes_what_is_read(tmp_path, has_old):
     trainer = run_block("compare.md", "class ExportingTrainer(GRPOTrainer)", **names)["ExportingTrainer"]()
     assert trainer._generate_and_score_completions(None) is out
     dump = written(tmp_path)
-    np.testing.assert_array_equal(dump.token_ids[0], [5, 6, 1, 2])
-    np.testing.assert_array_equal(dump.token_ids[1], [7, 8, 9, 3, 4, 5, 6])
-    np.testing.assert_array_equal(dump.response_mask[0], [False, False, True, True])
-    np.testing.assert_array_equal(dump.response_mask[1], [False] * 3 + [True, False, True, True])
+    assert [ids.tolist() for ids in dump.token_ids] == [[5, 6, 1, 2], [7, 8, 9, 3, 4, 5, 6]]
+    assert [np.flatnonzero(mask).tolist() for mask in dump.response_mask] == [[2, 3], [3, 5, 6]]
     assert set(dump.logprobs) == ({"trainer", "rollout"} if has_old else {"rollout"})
     for column in dump.logprobs:
         assert (dump.role(column), dump.sources[column].temperature) == (column, 0.7)
-    np.testing.assert_array_equal(dump.logprobs["rollout"][0], np.float32([np.nan, np.nan, -0.125, -0.25]))
-    if has_old:
-        np.testing.assert_array_equal(dump.logprobs["trainer"][1][3:], np.float32([-1.25, -1.5, -1.75, -2.0]))
+        first = logprobs[1] / {"rollout": 8, "trainer": 4}[column]
+        np.testing.assert_array_equal(dump.logprobs[column][1], [*[np.nan] * 3, *first.tolist()])
     trainer._generate_and_score_completions(None)
     assert written(tmp_path).sequence_ids == ("2/1/1", "2/1/2", "2/1/3", "2/1/4")
 
@@ -86,9 +83,8 @@ def test_every_command_of_the_page_is_understood():
     commands = re.findall(r"^rljax compare (.*)$", joined, re.MULTILINE)
     assert len(commands) == 8
     for command in commands:
-        options = compare.parse(
-            shlex.split(re.sub(r"\$\(cat [\w/.]+\.url\)", "http://127.0.0.1:1", command), comments=True)
-        )
+        command = re.sub(r"\$\(cat [\w/.]+\.url\)", "http://127.0.0.1:1", command)
+        options = compare.parse(shlex.split(command, comments=True))
         if options.serve:
             continue
         assert (options.tokens is None) != (options.toy_prompts is None)

@@ -38,10 +38,7 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
 
 @pytest.mark.parametrize("way", ["extra_args", "trace_decode_token_ids"])
 def test_a_server_decodes_given_tokens(fake, way):
-    """The stand-in scores each response token with -1.
-
-    A response without tokens makes no request.
-    """
+    """The stand-in scores each response token with -1. A response without tokens makes no request."""
     fake.forcing = {"way": way, "reason": ""}
     rows = [*zip(DUMP.token_ids, DUMP.response_mask, strict=True), (np.int32([6, 6]), np.zeros(2, bool))]
     dump = make_dump(["x", "y", "z"], *([row[i] for row in rows] for i in (0, 1)), {})
@@ -67,10 +64,7 @@ def test_a_server_that_decodes_no_given_tokens_is_named(fake):
 
 
 def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
-    """The server lists two tokens with probabilities e^-4 and e^-5 beside the given token.
-
-    It is the rollout side.
-    """
+    """The server, the rollout side, lists two tokens with probabilities e^-4 and e^-5 beside the given token."""
     fake.root = str(model)
     (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=2)
     assert (pair.trainer, pair.rollout, pair.is_complete) == ("jax:float32", f"vllm:{fake.url}", False)
@@ -82,13 +76,8 @@ def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
 
 @pytest.mark.parametrize("described", [True, False])
 def test_a_server_is_not_asked_for_more_tokens_than_there_are(fake, model, described):
-    """A real vLLM's engine ends at such a request.
-
-    The vocabulary is the server's, or else the other directory's.
-    """
-    fake.root = str(model)
-    if not described:
-        fake.refuse = {"/collective_rpc": 404}
+    """A real vLLM's engine ends at such a request. The vocabulary is the server's or the other directory's."""
+    fake.root, fake.refuse = str(model), {} if described else {"/collective_rpc": 404}
     (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=500)
     assert pair.metrics["token_count"] == 3
 
@@ -130,6 +119,10 @@ def test_what_a_server_cannot_score_is_refused(fake):
         split_spec("sglang-decode:http://h")
     with pytest.raises(ValueError, match=r"given tokens are at temperature 1, got 0\.7"):
         score_column(f"vllm-decode:{fake.url}", DUMP, temperature=0.7)
+    with open_server(fake.url) as server:  # the temperature of drawn log-probabilities is probed
+        assert [server.logprobs_temperature(temperature) for temperature in (0.7, 1.4)] == [0.7, 1.4]
+        fake.raw = True
+        assert [server.logprobs_temperature(temperature) for temperature in (0.7, 1.0)] == [1.0, 1.0]
     fake.logprob = 2.0
     with pytest.raises(ReplyError, match="gives logits"):
         score_column(f"vllm:{fake.url}", DUMP)
@@ -139,15 +132,6 @@ def test_what_a_server_cannot_score_is_refused(fake):
     fake.paused = True
     with pytest.raises(ValueError, match="is paused"):
         score_column(f"vllm:{fake.url}", DUMP)
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.4])
-def test_the_temperature_of_drawn_logprobs_is_probed(fake, temperature):
-    with open_server(fake.url) as server:
-        assert server.logprobs_temperature(temperature) == temperature
-        fake.raw = True
-        assert server.logprobs_temperature(temperature) == 1.0
-        assert server.logprobs_temperature(1.0) == 1.0
 
 
 def test_a_second_draw_counts_up_to_the_first_other_token(fake, model, monkeypatch):
@@ -200,12 +184,7 @@ def test_a_server_that_dies_leaves_one_line_and_what_was_scored(fake, model, tmp
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: no answer from {fake.url}/")
     assert sorted(read_dump(out / "tokens.parquet").logprobs) == ["jax:float32", "jax:float32@2", "vllm:float32"]
-
-
-def test_a_missing_server_is_named_before_anything_is_scored(fake, model, tmp_path, capsys):
-    path, url = write_dump(tmp_path / "t", DUMP), fake.url
-    fake.stop()
-    arguments = [str(path), "--model", str(model), "--scorer", "jax:float32", "--scorer", f"vllm:{url}"]
-    assert run_cli(compare.main, [*arguments, "--out", str(tmp_path / "out")]) == 2
+    fake.stop()  # a missing server is named before anything is scored
+    assert run_cli(compare.main, [*arguments, "--out", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.startswith("error: no answer from")
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "none").exists()
