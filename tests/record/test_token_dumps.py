@@ -190,6 +190,18 @@ def test_a_wrong_line_is_named(tmp_path, record, message):
         read_tokens(write_lines(tmp_path / "x.jsonl", ONE, record))
 
 
+def response_of(dump, sequence=0):
+    """Returns the token ids of a sequence, the places of its response, and the numbers at these by column."""
+    places = np.flatnonzero(dump.response_mask[sequence])
+    columns = {**dump.logprobs, **dump.values}
+    numbers = {name: vectors[sequence][places].tolist() for name, vectors in columns.items()}
+    return dump.token_ids[sequence].tolist(), places.tolist(), numbers
+
+
+# What is read of most of the records below.
+READ = [1, 2, 7, 8], [2, 3], {"rollout": [-0.5, -1.5]}
+
+
 def prime_rl_record(number, **changes):
     record = {"schema_version": 1, "step": 7, "export_step": 3, "rank": 0, "export_sequence_idx": number}
     record |= {"run_id": None, "token_ids": [4, 5, 6], "loss_mask": [False, True, True]}
@@ -201,15 +213,12 @@ def prime_rl_record(number, **changes):
 def test_prime_rl_export_as_file_and_as_directory(tmp_path):
     (tmp_path / "step_3").mkdir()
     path = write_lines(tmp_path / "step_3" / "rank_0.jsonl", prime_rl_record(0), prime_rl_record(1, run_id="r"))
+    numbers = {"inference": [-0.25, -0.5], "trainer": [-0.25, -0.75], "entropy": [1.0, 2.0], "advantage": [0.5, 0.5]}
     for place in (path, tmp_path):
         dump = read_tokens(place)
         assert dump.sequence_ids == ("3/0/0", "r/3/0/1")
-        np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([np.nan, -0.25, -0.75]))
+        assert response_of(dump) == response_of(dump, 1) == ([4, 5, 6], [1, 2], numbers)
         assert (dump.role("trainer"), dump.role("inference")) == ("trainer", "rollout")
-        assert dump.logprobs["inference"][1].tolist() == [0.0, -0.25, -0.5]
-        assert dump.response_mask[0].tolist() == [False, True, True]
-        values = {name: vectors[1].tolist() for name, vectors in dump.values.items()}
-        assert values == {"advantage": [0.0, 0.5, 0.5], "entropy": [0.0, 1.0, 2.0]}
     with pytest.raises(ValueError, match="schema_version 2, expected 1"):
         read_tokens(write_lines(path, prime_rl_record(0, schema_version=2)))
     # The older export has an object for each token and no ``export_step``, under the same version.
@@ -217,29 +226,18 @@ def test_prime_rl_export_as_file_and_as_directory(tmp_path):
     tokens = [dict(zip(names, cells, strict=True)) for cells in ((4, False, 0.0, None), (5, True, -0.25, -0.5))]
     facts = {"schema_version": 1, "step": 7, "rank": 0, "export_sequence_idx": 0}
     dump = read_tokens(write_lines(path, facts | {"tokens": tokens}))
-    assert (dump.sequence_ids, dump.token_ids[0].tolist()) == (("7/0/0",), [4, 5])
-    assert dump.response_mask[0].tolist() == [False, True]
-    np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([np.nan, -0.5]))
+    assert dump.sequence_ids == ("7/0/0",)
+    assert response_of(dump) == ([4, 5], [1], {"inference": [-0.25], "trainer": [-0.5]})
     path.unlink()
     with pytest.raises(ValueError, match=r"expected rank_\*"):
         read_tokens(tmp_path)
 
 
-def check_reply(dump):
-    assert dump.token_ids[0].tolist() == [1, 2, 7, 8]
-    assert dump.response_mask[0].tolist() == [False, False, True, True]
-    np.testing.assert_array_equal(dump.logprobs["rollout"][0], np.float32([np.nan, np.nan, -0.5, -1.5]))
-    assert dump.role("rollout") == "rollout"
-
-
 LISTED = [{"7": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -1.0}}, {"8": {"logprob": -1.5}}]
 NAMED = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:8", "logprob": -1.5}]
 PROMPT = {"prompt_token_ids": [1, 2]}
-SGLANG = {
-    "prompt_tokens": 2,
-    "input_token_logprobs": [[None, 1, None], [-3.0, 2, None]],
-    "output_token_logprobs": [[-0.5, 7, "a"], [-1.5, 8, "b"]],
-}
+SGLANG = {"prompt_tokens": 2, "output_token_logprobs": [[-0.5, 7, "a"], [-1.5, 8, "b"]]}
+SGLANG["input_token_logprobs"] = [[None, 1, None], [-3.0, 2, None]]
 
 
 @pytest.mark.parametrize(
@@ -257,63 +255,15 @@ SGLANG = {
 def test_replies_of_servers_are_read(tmp_path, reply):
     for indent in (None, 1):
         (tmp_path / "x.json").write_text(json.dumps(reply, indent=indent))
-        check_reply(read_tokens(tmp_path / "x.json"))
+        dump = read_tokens(tmp_path / "x.json")
+        assert (response_of(dump), dump.role("rollout")) == (READ, "rollout")
         (tmp_path / "x.json").write_text(json.dumps([reply, reply], indent=indent))
         assert len(read_tokens(tmp_path / "x.json").sequence_ids) == 2
 
 
-NEMO = {
-    "content": "x",
-    "input_lengths": 4,
-    "token_ids": [1, 2, 7, 8, 0],
-    "token_loss_mask": [0, 0, 1, 1, 0],
-    "sample_loss_mask": 1.0,
-    "generation_logprobs": [0.0, 0.0, -0.5, -1.5, 0.0],
-    "prev_logprobs": [0.0, -3.0, -0.5, -1.25, 0.0],
-}
-
-
-def test_the_training_data_of_nemo_rl_is_read(tmp_path):
-    lines = NEMO | {"advantages": [0.5] * 5}, NEMO | {"sample_loss_mask": 0.0}
-    dump = read_tokens(write_lines(tmp_path / "train_data_step1.jsonl", *lines))
-    assert dump.values["advantage"][0].tolist() == [0.5] * 4
-    assert dump.token_ids[0].tolist() == [1, 2, 7, 8]
-    assert dump.logprobs["rollout"][0].tolist() == [0, 0, -0.5, -1.5]
-    assert dump.logprobs["trainer"][0].tolist() == [0, -3, -0.5, -1.25]
-    assert [mask.tolist() for mask in dump.response_mask] == [[False, False, True, True], [False] * 4]
-
-
-def test_the_rollouts_of_miles_are_read(tmp_path):
-    rows = {"tokens": [[1, 2, 7, 8]], "response_length": [2], "loss_mask": [[1, 1]], "status": [b"pickled"]}
-    table = pa.table(rows | {"rollout_log_probs": [[-0.5, -1.5]]})
-    pq.write_table(table.replace_schema_metadata({"rollout_id": "3"}), tmp_path / "rollout_3.parquet")
-    check_reply(read_tokens(tmp_path / "rollout_3.parquet"))
-    pq.write_table(pa.table(rows | {"loss_mask": [None]}), tmp_path / "x.parquet")
-    bare = read_tokens(tmp_path / "x.parquet")
-    assert (bare.logprobs, bare.response_mask[0].tolist()) == ({}, [False, False, True, True])
-    pq.write_table(pa.table(rows | {"response_length": [-(10**12)]}), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match="at most the 4 tokens"):
-        read_tokens(tmp_path / "x.parquet")
-    pq.write_table(pa.table(rows | {"rollout_log_probs": [b"x"]}), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match="pickled its column 'rollout_log_probs'"):
-        read_tokens(tmp_path / "x.parquet")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        "prompt_ids completion_ids completion_mask sampling_per_token_logps old_per_token_logps",
-        "prompts responses response_mask rollout_log_probs old_log_probs",
-    ],
-)
-def test_a_table_with_known_names_is_read(tmp_path, names):
-    cells = ([1, 2], [7, 8], [1, 1], [-0.5, -1.5], [-0.5, -1.25])
-    table = pa.table({name: [cell] for name, cell in zip(names.split(), cells, strict=True)} | {"reward": [1.0]})
-    pq.write_table(table, tmp_path / "x.parquet")
-    check_reply(dump := read_tokens(tmp_path / "x.parquet"))
-    assert dump.logprobs["trainer"][0][3] == -1.25
-
-
+NEMO = {"content": "x", "input_lengths": 4, "token_ids": [1, 2, 7, 8, 0], "token_loss_mask": [0, 0, 1, 1, 0]}
+NEMO |= {"sample_loss_mask": 1.0, "generation_logprobs": [0.0, 0.0, -0.5, -1.5, 0.0]}
+NEMO |= {"prev_logprobs": [0.0, -3.0, -0.5, -1.25, 0.0]}
 TRL = {
     "prompt_ids": [[0, 1, 2], [1, 2, 3]],
     "prompt_mask": [[0, 1, 1], [1, 1, 1]],
@@ -322,20 +272,82 @@ TRL = {
     "tool_mask": [[1, 0, 1, 1], [1, 1, 1, 1]],
     "old_per_token_logps": [[-1.0, -2.0, -3.0, 0.0], [-1.0, -2.0, -3.0, -4.0]],
     "sampling_per_token_logps": [[-1.5, -2.5, -3.5, 0.0], [-1.5, -2.5, -3.5, -4.5]],
-    "advantages": [0.5, -0.5],
-    "num_items_in_batch": 7,
+    **{"advantages": [0.5, -0.5], "num_items_in_batch": 7},
 }
+BOTH = {"trainer": [-1.0, -2.0], "rollout": [-1.5, -2.5]}
+SIDES = WHOLE | {"policy_logprobs": [0.0, 0.0, -1.0, -2.0], "loss_weights": [0.0, 0.0, 0.5, 0.5]}
+NODES = [
+    {"parent": None, "token_ids": [1, 2], "mask": [False, False], "logprobs": []},
+    {"parent": 0, "token_ids": [3, 7, 8], "mask": [False, True, True], "logprobs": [-0.5, -1.5]},
+    {"parent": 1, "token_ids": [4], "mask": [], "logprobs": []},
+    {"parent": 2, "token_ids": [9], "mask": [True], "logprobs": [-2.5]},
+    {"parent": 1, "token_ids": [5], "mask": [True], "logprobs": [-3.5]},
+]
 
 
-def test_a_padded_batch_is_read_row_by_row(tmp_path):
-    """A batch of TRL or tunix has padding before its prompts and after its responses."""
-    dump = read_tokens(write_lines(tmp_path / "x.jsonl", TRL, TRL))
-    assert dump.sequence_ids == ("0", "1", "2", "3")
-    assert [ids.tolist() for ids in dump.token_ids[:2]] == [[1, 2, 7, 8, 9], [1, 2, 3, 7, 8, 9, 7]]
-    assert dump.response_mask[0].tolist() == [False, False, True, False, True]
-    np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([np.nan, np.nan, -1, -2, -3]))
-    np.testing.assert_array_equal(dump.logprobs["rollout"][1][-2:], np.float32([-3.5, -4.5]))
-    assert dump.values == {}
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        # The training data of NeMo-RL; a sample may be left out of the loss.
+        (
+            [NEMO | {"advantages": [0.5] * 5}],
+            [(*READ[:2], READ[2] | {"trainer": [-0.5, -1.25], "advantage": [0.5] * 2})],
+        ),
+        ([NEMO | {"sample_loss_mask": 0.0}], [([1, 2, 7, 8], [], {"rollout": [], "trainer": []})]),
+        # A batch of TRL or tunix has padding before its prompts and after its responses.
+        (
+            [TRL],
+            [
+                ([1, 2, 7, 8, 9], [2, 4], {"trainer": [-1.0, -3.0], "rollout": [-1.5, -3.5]}),
+                (
+                    [1, 2, 3, 7, 8, 9, 7],
+                    [3, 4, 5, 6],
+                    {"trainer": [-1, -2, -3, -4], "rollout": [-1.5, -2.5, -3.5, -4.5]},
+                ),
+            ],
+        ),
+        # Beside the sampler's own numbers ``policy_logprobs`` are the trainer's, and weights beside a mask advantages.
+        ([SIDES], [(*READ[:2], {"rollout": [-1.0, -2.0], "advantage": [0.5] * 2})]),
+        ([SIDES | {"behavior_logprobs": [0, 0, -1.5, -2.5]}], [(*READ[:2], BOTH | {"advantage": [0.5] * 2})]),
+        ([WHOLE | {"log_probs": [0, 0, -1.0, -2.0], "infer_logprobs": [0, 0, -1.5, -2.5]}], [(*READ[:2], BOTH)]),
+        # A node of a trace of prime-rl has its own tokens alone. What two branches share is marked in the first.
+        (
+            [{"id": "a", "traces": [{"nodes": NODES}, {"nodes": []}]}, {"id": "b", "traces": []}],
+            [
+                ([1, 2, 3, 7, 8, 4, 9], [3, 4, 6], {"rollout": [-0.5, -1.5, -2.5]}),
+                ([1, 2, 3, 7, 8, 5], [5], {"rollout": [-3.5]}),
+            ],
+        ),
+    ],
+)
+def test_the_data_of_other_projects_are_read(tmp_path, records, expected):
+    dump = read_tokens(write_lines(tmp_path / "x.jsonl", *records))
+    assert [response_of(dump, number) for number in range(len(dump.token_ids))] == expected
+
+
+def test_parquet_of_other_projects_is_read(tmp_path):
+    path = tmp_path / "x.parquet"
+    cells = ([1, 2], [7, 8], [1, 1], [-0.5, -1.5], [-0.5, -1.25])
+    for names in (
+        "prompt_ids completion_ids completion_mask sampling_per_token_logps old_per_token_logps",
+        "prompts responses response_mask rollout_log_probs old_log_probs",
+    ):
+        columns = {name: [cell] for name, cell in zip(names.split(), cells, strict=True)}
+        pq.write_table(pa.table(columns | {"reward": [1.0]}), path)
+        assert response_of(read_tokens(path)) == (*READ[:2], READ[2] | {"trainer": [-0.5, -1.25]})
+    rows = {"tokens": [[1, 2, 7, 8]], "response_length": [2], "loss_mask": [[1, 1]], "status": [b"pickled"]}  # miles
+    table = pa.table(rows | {"rollout_log_probs": [[-0.5, -1.5]]})
+    pq.write_table(table.replace_schema_metadata({"rollout_id": "3"}), path)
+    assert response_of(read_tokens(path)) == READ
+    pq.write_table(pa.table(rows | {"loss_mask": [None]}), path)
+    assert response_of(read_tokens(path)) == (*READ[:2], {})
+    for change, said in (
+        ({"response_length": [-(10**12)]}, "at most the 4 tokens"),
+        ({"rollout_log_probs": [b"x"]}, "pickled its column 'rollout_log_probs'"),
+    ):
+        pq.write_table(pa.table(rows | change), path)
+        with pytest.raises(ValueError, match=said):
+            read_tokens(path)
 
 
 @pytest.mark.parametrize(
@@ -347,13 +359,8 @@ def test_a_padded_batch_is_read_row_by_row(tmp_path):
         WHOLE | {"rollout_log_probs": [None, None, -0.5, -1.5], "entropies": [None, None, 1.0, 2.0]},
         {"prompts": [1, 2], "responses": [7, 8], "sampling_logprobs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
         {"tokens": [1, 2, 7, 8], "response_length": 2, "rollout_log_probs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
-        {
-            "tokens": [1, 2, 7, 8],
-            "response_lengths": 2,
-            "loss_masks": [1, 1],
-            "logprobs": [-0.5, -1.5],
-            "entropy": [1, 2],
-        },
+        {"tokens": [1, 2, 7, 8], "response_lengths": 2, "loss_masks": [1, 1]}
+        | {"rollout_log_probs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
         {"prompt_tokens": [1, 2], "response_tokens": [7, 8], "logprobs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
         {"prompt_ids": [[1, 2]], "completion_ids": [[7, 8]], "logprobs": [[[-0.5], [-1.5]]], "entropy": [[1.0, 2.0]]},
         {"input_ids": [[1, 2, 7, 8, 0]], "loss_masks": [[0, 0, 1, 1, 0]]}
@@ -365,40 +372,9 @@ def test_a_padded_batch_is_read_row_by_row(tmp_path):
 )
 def test_the_names_of_other_projects_are_read(tmp_path, record):
     dump = read_tokens(write_lines(tmp_path / "x.jsonl", record | {"temperature": 0.7, "top_p": 0.9}))
-    check_reply(dump)
-    np.testing.assert_array_equal(dump.values["entropy"][0], np.float32([np.nan, np.nan, 1, 2]))
+    assert response_of(dump) == (*READ[:2], READ[2] | {"entropy": [1.0, 2.0]})
+    assert np.isnan(dump.logprobs["rollout"][0][:2]).all()
     assert dump.sampling == {"temperature": 0.7, "top_p": 0.9}
-
-
-def test_one_name_stands_for_one_side(tmp_path):
-    """Beside the sampler's own numbers ``policy_logprobs`` are the trainer's, and weights beside a mask advantages."""
-    record = WHOLE | {"policy_logprobs": [0.0, 0.0, -1.0, -2.0], "loss_weights": [0.0, 0.0, 0.5, 0.5]}
-    assert list(read_tokens(write_lines(tmp_path / "x.jsonl", record)).logprobs) == ["rollout"]
-    dump = read_tokens(write_lines(tmp_path / "x.jsonl", record | {"behavior_logprobs": [0.0, 0.0, -1.5, -2.5]}))
-    both = [dump.logprobs[name][0].tolist()[2:] for name in ("trainer", "rollout")]
-    assert both == [[-1.0, -2.0], [-1.5, -2.5]]
-    assert dump.values["advantage"][0].tolist() == [0.0, 0.0, 0.5, 0.5]
-    record = WHOLE | {"log_probs": [0.0, 0.0, -1.0, -2.0], "infer_logprobs": [0.0, 0.0, -1.5, -2.5]}
-    dump = read_tokens(write_lines(tmp_path / "x.jsonl", record))
-    assert [dump.logprobs[name][0].tolist()[2:] for name in ("trainer", "rollout")] == both
-
-
-def test_each_branch_of_a_trace_of_prime_rl_is_a_sequence(tmp_path):
-    """A node has its own tokens alone. What two branches share is marked in the first; a trace without any is none."""
-    nodes = [
-        {"parent": None, "token_ids": [1, 2], "mask": [False, False], "logprobs": []},
-        {"parent": 0, "token_ids": [3, 7, 8], "mask": [False, True, True], "logprobs": [-0.5, -1.5]},
-        {"parent": 1, "token_ids": [4], "mask": [], "logprobs": []},
-        {"parent": 2, "token_ids": [9], "mask": [True], "logprobs": [-2.5]},
-        {"parent": 1, "token_ids": [5], "mask": [True], "logprobs": [-3.5]},
-    ]
-    episodes = [{"id": "a", "traces": [{"nodes": nodes}, {"nodes": []}]}, {"id": "b", "traces": []}]
-    dump = read_tokens(write_lines(tmp_path / "traces.jsonl", *episodes))
-    assert [ids.tolist() for ids in dump.token_ids] == [[1, 2, 3, 7, 8, 4, 9], [1, 2, 3, 7, 8, 5]]
-    assert [np.flatnonzero(mask).tolist() for mask in dump.response_mask] == [[3, 4, 6], [5]]
-    first, second = dump.logprobs["rollout"]
-    np.testing.assert_array_equal(first, np.float32([*[np.nan] * 3, -0.5, -1.5, np.nan, -2.5]))
-    np.testing.assert_array_equal(second, np.float32([np.nan] * 5 + [-3.5]))
 
 
 def test_a_folder_of_token_files_is_one_dump(tmp_path):
@@ -431,10 +407,7 @@ def test_a_folder_of_token_files_is_one_dump(tmp_path):
         (ONE | {"values": [-1.0]}, "logprobs and values must be objects of lists"),
         (ONE | {"logprobs": [-1.0], "inference_logprobs": [-1.5]}, "logprobs and values must be objects of lists"),
         ({"traces": [{"nodes": [{"parent": 1}, {"parent": 0}]}]}, "x.jsonl:1: a trace must have nodes, each after its"),
-        (
-            {"traces": [{"nodes": [{"token_ids": [1, 2], "mask": [1, 1], "logprobs": [-1.0]}]}]},
-            "has 1 log-probabilities",
-        ),
+        ({"traces": [{"nodes": [{"token_ids": [1], "mask": [1], "logprobs": []}]}]}, "a node has 0 log-probabilities"),
         ({"traces": []}, "there is no sequence in it"),
     ],
 )

@@ -36,25 +36,15 @@ def test_gaps_are_in_the_narrowest_integers(gap, kind):
 
 
 def test_the_layout_by_hand():
-    """For the values 0x1234 and 0x5678, the low bytes come first, then the high bytes."""
+    """For the values 0x1234 and 0x5678, the low bytes come first. More than a quarter is told as it is."""
     new = np.array([0, 0x1234, 0, 0, 0x5678, 0, 0, 0], np.uint16)
     delta = encode(np.zeros(8, np.uint16), new)
     unpacked = [zstandard.ZstdDecompressor().decompress(content) for content in (delta.gaps, delta.values)]
     assert unpacked == [bytes([1, 2]), bytes([0x34, 0x78, 0x12, 0x56])]
-
-
-@pytest.mark.parametrize(("size", "kind"), [(4, "uint8"), (3, "")])
-def test_more_than_a_quarter_is_told_as_it_is(size, kind):
-    old = np.zeros(size, np.uint16)
-    new = old.copy()
-    new[1] = 0x1234
-    delta = encode(old, new)
-    assert (delta.changed, delta.gap_type) == (1, kind)
-    if not kind:
-        assert (delta.gaps, delta.values) == (b"", bytes([0, 0, 0x34, 0x12, 0, 0]))
-    places, values = decode(delta, size, np.dtype(np.uint16))
-    old[places] = values
-    np.testing.assert_array_equal(old, new)
+    for size, kind in ((4, "uint8"), (3, "")):
+        delta = encode(np.zeros(size, np.uint16), new[:size])
+        assert (delta.changed, delta.gap_type) == (1, kind)
+    assert (delta.gaps, delta.values) == (b"", bytes([0, 0, 0x34, 0x12, 0, 0]))
 
 
 def compressed(content: bytes) -> bytes:
