@@ -31,6 +31,7 @@ from rljax.train import read_inputs
 
 ENDS = "the server ends a response at"
 TOKENS = {"tokenizer": "a", "stop_token_ids": [14]}
+SERVER = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, started=[], watched=nullcontext)
 
 
 @pytest.mark.parametrize(
@@ -65,17 +66,14 @@ def test_tokens_of_both_sides_and_a_round_trip(found, problems):
 )
 def test_log_probabilities_that_differ_in_the_mean(gap, rows_of_16, bar, words):
     """The second column is higher by the gap, and 0.03 (0.6) more and less in turn."""
-    more = 0.03 if abs(gap) < 0.1 else 0.6
-    shape = (rows_of_16, 16)
+    more, shape = 0.03 if abs(gap) < 0.1 else 0.6, (rows_of_16, 16)
     trainer = np.random.default_rng(0).uniform(-4.0, -1.0, shape).astype(np.float32)
     sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
-    apart = np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)
-    columns = {"jax": trainer, "vllm": trainer + apart}
+    columns = {"jax": trainer, "vllm": trainer + np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)}
     names = list(map(str, range(rows_of_16)))
     dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
     found = pair_facts(dump, [("jax", "vllm")], bar=bar)
-    assert len(found["problems"]) == len(words)
-    assert all(word in problem for word, problem in zip(words, found["problems"], strict=True))
+    assert [word in problem for word, problem in zip(words, found["problems"], strict=True)] == [True] * len(words)
     k3 = math.exp(-gap) * math.cosh(more) - 1 + gap
     assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(k3, rel=1e-3)
 
@@ -158,8 +156,7 @@ def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(accept, "ServerChecks", Checks)
     monkeypatch.setattr(accept, "write_whole", write)
-    server = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, started=[], watched=nullcontext)
-    acceptance = Acceptance(AcceptArguments(str(TOY_BASE), "http://nowhere:1", out=tmp_path), server, "accept")
+    acceptance = Acceptance(AcceptArguments(str(TOY_BASE), "http://nowhere:1", out=tmp_path), SERVER, "accept")
     with pytest.raises(ConfigError, match=r"accept.json: no space is left"):
         acceptance.run()
     assert made[-2:] == ["publish", "put_back"]
@@ -171,9 +168,8 @@ def test_a_run_of_accept_starts_with_its_server_alone(tmp_path, monkeypatch):
     sections = ["checkpoint: {keep_best: true}", "eval: {at_start: true}", "data: {max_prompt_tokens: 8}"]
     sections.append("rollout: {max_response_tokens: 8, engine: vllm, discovery: dns://other:8000, trajectories: rows}")
     (tmp_path / "own.yaml").write_text("\n".join(sections))
-    server = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, started=[])
     options = AcceptArguments(str(TOY_BASE), "http://nowhere:1", str(tmp_path / "own.yaml"), out=tmp_path)
-    Acceptance(options, server, "accept")
+    Acceptance(options, SERVER, "accept")
     made[0].check_start()
     assert not made[0].eval.is_wanted
     assert (made[0].rollout.discovery, made[0].rollout.trajectories) == (None, None)

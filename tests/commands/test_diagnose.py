@@ -80,8 +80,7 @@ def test_a_run_directory_brings_its_newest_dump(tmp_path):
     shutil.copyfile(LOGS / "healthy.parquet", tmp_path / "rollouts" / "step_000020.parquet")
     shutil.copyfile(LOGS / "head_dtype.parquet", tmp_path / "rollouts" / "step_000040.parquet")
     status, page, _ = outcome(main, [tmp_path])
-    assert status == 1
-    assert page.splitlines()[0].endswith("head_dtype (sure)")
+    assert (status, page.splitlines()[0].endswith("head_dtype (sure)")) == (1, True)
     assert "lie on bfloat16's grid" in " ".join(page.split())
 
 

@@ -55,15 +55,8 @@ def scoring(tmp_path, monkeypatch, model, fake):
     (tmp_path / "counting_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
     rows = [{"prompt": f"{i}+1=", "answer": "0", "extra_info": {"solved": solved}} for i, solved in enumerate(SOLVED)]
-    words = [
-        write_rows(tmp_path / "in.jsonl", rows),
-        str(tmp_path / "out.parquet"),
-        "--model",
-        model,
-        "--urls",
-        fake.url,
-    ]
-    words += ["--samples", "4", "--max-response-tokens", "4", "--reward", "counting_reward:reward"]
+    words = [write_rows(tmp_path / "in.jsonl", rows), str(tmp_path / "out.parquet"), "--model", model]
+    words += ["--urls", fake.url, "--samples", "4", "--max-response-tokens", "4", "--reward", "counting_reward:reward"]
     words += ["--reward-workers", "0", "--batch-size", "2"]
     import counting_reward
 
@@ -72,14 +65,9 @@ def scoring(tmp_path, monkeypatch, model, fake):
 
 
 def test_repeats_and_long_prompts_are_dropped_and_counted(tmp_path, model, capsys):
-    rows = [
-        {"prompt": "1+1=", "answer": "2", "note": "first"},
-        {"prompt": " 1+1=\n", "answer": "2"},
-        {"prompt": [{"role": "user", "content": "1+1="}], "answer": "3"},
-        {"prompt": "100+100=", "answer": "200"},
-        {"prompt": "1000+100=", "answer": "1100"},
-    ]
-    out = tmp_path / "out.parquet"
+    problems = [("1+1=", "2"), (" 1+1=\n", "2"), ([{"role": "user", "content": "1+1="}], "3")]
+    problems += [("100+100=", "200"), ("1000+100=", "1100")]
+    out, rows = tmp_path / "out.parquet", [{"prompt": prompt, "answer": answer} for prompt, answer in problems]
     source = write_rows(tmp_path / "in.jsonl", rows)
     assert run_cli(main, [source, str(out), "--model", model, "--max-prompt-tokens", "8"]) == 0
     kept = [(problem["prompt"], problem["answer"]) for problem in read_problems(out)]
@@ -134,18 +122,24 @@ def test_a_published_file_is_looked_at_and_rewritten(tmp_path, capsys):
     assert [row["reward_model"]["ground_truth"] for _, row in read_rows(out)][:4] == ["1", "2", "3", "4"]
 
 
-def test_problems_solved_sometimes_are_kept_with_their_rate(scoring, tmp_path):
+def test_problems_solved_sometimes_are_kept_with_their_rate(scoring, tmp_path, capsys):
+    """A failed scoring counts as wrong and is tried again. Other bounds need no new responses."""
     words, reward = scoring
+    out = tmp_path / "out.parquet"
+    reward.FAILING.append("2+1=")
+    assert run_cli(main, words) == 0
+    assert "warning: 4 responses could not be scored and count as wrong; the same" in capsys.readouterr().err
+    assert [row["pass_rate"] for _, row in read_rows(out)] == [0.25, 0.75]
+    reward.FAILING.clear()
     assert run_cli(main, words) == 0
     assert dict(reward.CALLS) == {f"{i}+1=": 4 for i in range(5)}
-    rows = [row for _, row in read_rows(tmp_path / "out.parquet")]
-    assert [(row["prompt"], row["pass_rate"]) for row in rows] == [("1+1=", 0.25), ("2+1=", 0.5), ("3+1=", 0.75)]
-    step = read_provenance(tmp_path / "out.parquet")["steps"][-1]
+    rates = [(row["prompt"], row["pass_rate"]) for _, row in read_rows(out)]
+    assert rates == [("1+1=", 0.25), ("2+1=", 0.5), ("3+1=", 0.75)]
+    step = read_provenance(out)["steps"][-1]
     assert (step["never_solved"], step["always_solved"], step["samples"], step["kept"]) == (1, 1, 4, 3)
-    # Other bounds need no new responses.
     assert run_cli(main, [*words, "--min-pass-rate", "0.5", "--max-pass-rate", "0.7"]) == 0
     assert reward.CALLS.total() == 20
-    assert [problem["prompt"] for problem in read_problems(tmp_path / "out.parquet")] == ["2+1="]
+    assert [problem["prompt"] for problem in read_problems(out)] == ["2+1="]
 
 
 def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, fake, capsys):
@@ -171,18 +165,6 @@ def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, 
     path.write_text(path.read_text() + "[1]\n{}\n")
     assert run_cli(main, words) == 2
     assert f"{path} does not hold scores: TypeError" in capsys.readouterr().err
-
-
-def test_a_failed_scoring_counts_as_wrong_and_is_tried_again(scoring, tmp_path, capsys):
-    words, reward = scoring
-    reward.FAILING.append("2+1=")
-    assert run_cli(main, words) == 0
-    assert "warning: 4 responses could not be scored and count as wrong; the same" in capsys.readouterr().err
-    assert [row["pass_rate"] for _, row in read_rows(tmp_path / "out.parquet")] == [0.25, 0.75]
-    reward.FAILING.clear()
-    assert run_cli(main, words) == 0
-    assert dict(reward.CALLS) == {f"{i}+1=": 4 for i in range(5)}
-    assert [row["pass_rate"] for _, row in read_rows(tmp_path / "out.parquet")] == [0.25, 0.5, 0.75]
 
 
 def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
@@ -214,11 +196,9 @@ def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
         (["{plain}", "out.csv"], "OUT must end in .parquet, got out.csv"),
         (["{plain}", "out.parquet", "--max-prompt-tokens", "5"], "--model is needed"),
         (["{plain}", "out.parquet", "--min-pass-rate", "0.2"], "pass rates are bounded but not measured"),
-        (["{plain}", "out.parquet", "--model", "{model}", "--samples", "1"], "at least 2 samples"),
         (["{plain}", "out.parquet", "--model", "{model}", "--max-prompt-tokens", "2"], "no problem is left after the"),
         (["{plain}", "out.parquet", "--hold-out", "12"], "--hold-out 12 leaves nothing of 12 problems"),
         (["{plain}", "out.parquet", "--chat-template", "true"], "chat_template = true, but the tokenizer has none"),
-        (["{plain}", "out.parquet", "--check-answers", "-1"], "and --check-answers must not be negative"),
         (["owner/name", "out.parquet"], "owner/name is not a local file and the Hugging Face hub does not give it: "),
     ],
 )

@@ -1,17 +1,21 @@
-"""``rljax replay`` reads every kind of log that it supports, and refuses logs that it cannot read."""
+"""``rljax replay`` reads every kind of log that it supports, and does what its tutorial shows."""
 
 import contextlib
+import csv
 import json
 import math
 import re
+import shlex
 import struct
 from pathlib import Path
 
 import pytest
 from isolated import rljax_with_only
 from pictures import coloured_share
+from study_rows import read_table
 from toy_runs import outcome, printed, refused
 
+from rljax import cli
 from rljax.commands import replay
 
 RecordWriter = pytest.importorskip("tensorboardX.record_writer").RecordWriter
@@ -20,6 +24,7 @@ Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
 Summary = pytest.importorskip("tensorboardX.proto.summary_pb2").Summary
 TensorProto = pytest.importorskip("tensorboardX.proto.tensor_pb2").TensorProto
 
+ROOT = Path(__file__).parents[2]
 LENGTH = "response_length/mean"
 # The level triples at step 80. The median of five and six lengths in a row call it at step 85.
 LENGTHS = [1000.0] * 79 + [3500.0] * 221
@@ -346,7 +351,7 @@ def test_the_json_has_every_number_under_documented_keys(tmp_path):
     assert [one["step"] for one in rule["rates"]] == [1, 119, 238, 357, 476]
     assert [one["learning_rate"] for one in rule["rates"]] == [2e-6, 1e-6, 5e-7, 2.5e-7, 2e-7]
     assert whole["rules"][0]["nearest"] == {"step": 63, "ratio": 2.4}
-    page = (Path(__file__).parents[2] / "docs/schedule.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/schedule.md").read_text(encoding="utf-8")
     rows_of_page = re.findall(r"^\| `(logs\[\](?:\.rules\[\])?\.)(\w+)` \|", page, re.MULTILINE)
     assert [key for place, key in rows_of_page if place == "logs[]."] == list(whole)
     assert [key for place, key in rows_of_page if place == "logs[].rules[]."] == list(rule)
@@ -399,3 +404,46 @@ def test_a_missing_package_is_one_line_with_its_extra(tmp_path):
     assert CALL in alone(tmp_path / "tb")[1]
     status, _, err = alone(tmp_path / "tb", "--picture", tmp_path / "x.png")
     assert (status, err) == (2, f"error: --picture needs the package matplotlib, {remedy}\n")
+
+
+# ---- the commands of docs/tutorials/schedule.md that lead from a log to a decision, on real logs ----
+
+SECTION = (ROOT / "docs/tutorials/schedule.md").read_text(encoding="utf-8").partition("## 4.")[2]
+COMMANDS, *PRINTED = (block.strip().splitlines() for block in re.findall(r"```\w*\n(.*?)```", SECTION, re.DOTALL))
+LOGS = {"my_run": ("constant", 4), "other_seed": ("constant", 5), "lower_rate": ("constant_tenth", 4)}
+EXPORTED = {
+    "step": "step",
+    "response_length/mean": "response_length/mean",
+    "response_length/clip_ratio": "response_length/truncated_fraction",
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Returns a directory with the lengths of three runs as CSV, with two decimals as a dashboard exports them."""
+    place, runs = tmp_path_factory.mktemp("logs"), read_table(ROOT / "benchmarks/study_slow.parquet")
+    for name, run in LOGS.items():
+        with (place / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(EXPORTED)
+            for row in runs[run]:
+                writer.writerow([row["step"], *(f"{row[key]:.2f}" for key in list(EXPORTED.values())[1:])])
+    return place
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_command_prints_what_the_page_shows(number, directory, monkeypatch):
+    monkeypatch.chdir(directory)
+    program, *words = shlex.split(COMMANDS[number])
+    assert (program, len(COMMANDS), len(PRINTED)) == ("rljax", 3, 3)
+    status, out, err = outcome(cli.main, words)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert [line for line in PRINTED[number] if line not in lines] == []
+    assert number != 1 or (directory / "my_run.png").is_file()
+
+
+def test_the_page_names_the_accuracies_of_the_runs():
+    runs = read_table(ROOT / "benchmarks/study_slow.parquet")
+    final = {name: sum(row["reward/mean"] for row in runs[run][-10:]) / 10 for name, run in LOGS.items()}
+    assert f"accuracy of {final['lower_rate']:.2f}, and `my_run` at {final['my_run']:.2f}" in SECTION
