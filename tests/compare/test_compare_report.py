@@ -44,6 +44,8 @@ def test_pairs_metrics_and_floors_are_those_of_the_library():
     expected = mismatch_metrics(x[None], y[None], np.ones((1, 337)))
     for name in ("logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "token_count"):
         assert comparison.pairs[0].metrics[name] == pytest.approx(expected[name], rel=1e-12)
+    growth = {label: bucket["token_count"] for label, bucket in comparison.pairs[0].growth.items()}
+    assert growth == {"lt_16": 39, "16_to_64": 62, "64_to_256": 192, "256_to_1024": 44}  # of 30, 300 and 7 tokens
     assert set(comparison.noise_floor) == {"a"}
     assert 0 < comparison.noise_floor["a"]["logprob_abs_diff_mean"] < 1e-4
     assert comparison.passed
@@ -54,18 +56,6 @@ def test_pairs_metrics_and_floors_are_those_of_the_library():
             compare_columns(dump, columns)
 
 
-def test_growth_covers_each_token_once_and_shows_a_growing_gap():
-    rng = np.random.default_rng(1)
-    a = -rng.exponential(1.0, 500)
-    b = a + 1e-5 * np.arange(500) * rng.choice([-1, 1], 500)
-    dump = make_dump(["x"], [np.ones(500, int)], [np.ones(500, bool)], {"a": [a], "b": [b]})
-    (pair,) = compare_columns(dump).pairs
-    assert list(pair.growth) == ["lt_16", "16_to_64", "64_to_256", "256_to_1024"]
-    assert sum(bucket["token_count"] for bucket in pair.growth.values()) == 500
-    gaps = [bucket["logprob_abs_diff_mean"] for bucket in pair.growth.values()]
-    assert gaps == sorted(gaps)
-
-
 def test_json_markdown_and_text_say_the_same():
     comparison = compare_columns(noisy_dump(scale=np.nan))
     plain = json.loads(to_json(comparison))
@@ -74,11 +64,8 @@ def test_json_markdown_and_text_say_the_same():
     assert plain["columns"]["a"] == known
     gap = plain["pairs"][1]["metrics"]["logprob_abs_diff_mean"]
     for text in (to_markdown(comparison), to_text(comparison)):
-        assert f"{gap:.3g}" in text
-        assert "REFUSED" in text
-        assert "prime_rl mismatch_kl/mean (limit 0.015)" in text
-    lines = [line for line in to_markdown(comparison).splitlines() if line.startswith("|")]
-    assert all(line.endswith("|") for line in lines)
+        assert all(part in text for part in (f"{gap:.3g}", "REFUSED", "prime_rl mismatch_kl/mean (limit 0.015)"))
+    assert all(line.endswith("|") for line in to_markdown(comparison).splitlines() if line.startswith("|"))
     assert comparison.pairs[1].turns == {}
     assert "by turn" not in to_markdown(comparison)
 
@@ -109,51 +96,35 @@ def write_tokens(path):
     return str(write_dump(path, make_dump(list("abcd"), ids, np.arange(20)[None] >= np.full((4, 1), 5), {})))
 
 
+def scored(model, tmp_path, scorers, *words):
+    """Compares scorers in float32; returns the columns and the report."""
+    words = [write_tokens(tmp_path / "t"), "--model", str(model), "--out", str(tmp_path / "out"), *words]
+    assert run_cli(compare.main, [*words, *(word for name in scorers for word in ("--scorer", f"{name}:float32"))]) == 0
+    columns = read_dump(tmp_path / "out" / "tokens.parquet").logprobs
+    return sorted(columns), json.loads((tmp_path / "out" / "report.json").read_text())
+
+
 def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
-    arguments = [
-        write_tokens(tmp_path / "t"),
-        "--model",
-        str(model),
-        "--batch-size",
-        "4",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert run_cli(compare.main, [*arguments, "--scorer", "jax:float32", "--scorer", "hf:float32"]) == 0
+    """A program with a backward is a floor, and another mesh is one where there are devices for it."""
+    columns, report = scored(model, tmp_path, ("jax", "hf"), "--batch-size", "4", "--floors", "shape", "mesh", "remat")
     assert "jax:float32 / hf:float32" in capsys.readouterr().out
-    kept = read_dump(tmp_path / "out" / "tokens.parquet")
-    assert sorted(kept.logprobs) == ["hf:float32", "hf:float32@2", "jax:float32", "jax:float32@2"]
-    plain = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert 0 < plain["pairs"][0]["metrics"]["logprob_abs_diff_mean"] < 1e-5
-    assert set(plain["noise_floor"]) == {"jax:float32", "hf:float32"}
+    assert columns == [f"hf:float32{floor}" for floor in ("", "@2")] + [
+        f"jax:float32{floor}" for floor in ("", "@2", "@remat")
+    ]
+    assert 0 < report["pairs"][0]["metrics"]["logprob_abs_diff_mean"] < 1e-5
+    assert set(report["noise_floor"]) == {"jax:float32", "hf:float32"}
+    assert set(report["other_floors"]) == {"jax:float32"}
+    remat = report["other_floors"]["jax:float32"]["remat"]
+    assert (remat["token_count"], remat["logprob_abs_diff_max"] < 1e-5) == (60, True)
+    assert "| column | shape | mesh | remat |" in (tmp_path / "out" / "report.md").read_text()
     assert (tmp_path / "out" / "report.png").read_bytes()[1:4] == b"PNG"
-
-
-def floors_of(model, tmp_path, *words):
-    """Compares two scorers; returns the names of the columns, the additional floors and the report."""
-    arguments = [write_tokens(tmp_path / "t"), "--model", str(model), "--out", str(tmp_path / "out"), *words]
-    scorers = ["--scorer", "jax:float32", "--scorer", "jax-prefill:float32"]
-    assert run_cli(compare.main, [*arguments, *scorers]) == 0
-    kept = read_dump(tmp_path / "out" / "tokens.parquet")
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    return sorted(kept.logprobs), report["other_floors"], (tmp_path / "out" / "report.md").read_text()
-
-
-def test_a_program_with_a_backward_is_a_floor(model, tmp_path):
-    columns, floors, report = floors_of(model, tmp_path, "--floors", "shape", "mesh", "remat")
-    prefill, forward = "jax-prefill:float32", "jax:float32"
-    assert columns == [prefill, f"{prefill}@2", forward, f"{forward}@2", f"{forward}@remat"]
-    assert set(floors) == {"jax:float32"}
-    assert floors["jax:float32"]["remat"]["token_count"] == 60
-    assert floors["jax:float32"]["remat"]["logprob_abs_diff_max"] < 1e-5
-    assert "| column | shape | mesh | remat |" in report
 
 
 @pytest.mark.mesh
 def test_another_mesh_is_a_floor(model, tmp_path):
-    columns, floors, _ = floors_of(model, tmp_path, "--floors", "mesh")
+    columns, report = scored(model, tmp_path, ("jax", "jax-prefill"), "--floors", "mesh")
     assert columns == ["jax-prefill:float32", "jax:float32", "jax:float32@mesh"]
-    assert 0 < floors["jax:float32"]["mesh"]["logprob_abs_diff_max"] < 1e-5
+    assert 0 < report["other_floors"]["jax:float32"]["mesh"]["logprob_abs_diff_max"] < 1e-5
 
 
 def test_a_conversion_is_judged_by_numbers_and_distributions(model, tmp_path, capsys):
@@ -318,6 +289,7 @@ def test_tokens_that_are_left_out_never_pass(tmp_path, where, value, left_out, w
     assert words in said
     (pair,) = compare_columns(filled(np.s_[:, 0], np.nan)).pairs  # the first token of all has no number to miss
     assert (pair.verdict.status, pair.verdict.left_out) == ("pass", 0)
+    assert compare_columns(filled((2, 3), 4e-6)).pairs  # what rounding adds is no mistake
 
 
 @pytest.mark.parametrize(
@@ -336,12 +308,6 @@ def test_numbers_above_zero_are_refused_in_a_line(tmp_path, dump, words):
     assert words in line
 
 
-def test_no_sequence_and_what_rounding_adds_are_no_mistake():
-    (pair,) = compare_columns(make_dump([], [], [], {"a": [], "b": []})).pairs
-    assert pair.verdict.cause == "no_tokens"
-    assert compare_columns(filled((2, 3), 4e-6)).pairs
-
-
 FILLS = [(np.s_[:, 20:], -9999.0, 160), (np.s_[4, 5], -9999.0, 1), (np.s_[:], -1e30, 480), (np.s_[:], 0.0, 480)]
 FILLS += [(np.s_[3], 0.0, 30), (np.s_[:, ::4], 0.0, 128), (np.s_[6:9], -100.0, 90), (np.s_[6:9], -1.0, 90)]
 
@@ -353,23 +319,20 @@ def test_constant_fills_are_named(where, value, count):
     assert f"second column holds {value:g} at {count} of 480 response tokens" in pair.verdict.reason
 
 
-@pytest.mark.parametrize("power", [1.0, 1.6, 8.0])
-def test_certain_tokens_are_no_constant_fill(power):
+def test_certain_and_equal_tokens_are_no_constant_fill():
     """Half the tokens are certain: 0 in both columns, or near 0. A lower temperature makes more of them 0."""
     rng = np.random.default_rng(4)
     gaps = np.where(rng.random((16, 64)) < 0.5, rng.uniform(8, 40, (16, 64)), rng.uniform(-3, 3, (16, 64)))
-    verdict = judge(pair_of(*(-np.log1p(np.exp(-gaps * p)).astype(np.float32) for p in (1.0, power))))
-    assert verdict.cause != "constant_fill", verdict.reason
-    assert (verdict.status == "pass") == (power == 1.0)
-
-
-def test_responses_that_begin_alike_are_no_constant_fill():
-    """All responses to one prompt have the same first tokens, at which the columns differ by more than 0.01."""
-    rng = np.random.default_rng(5)
+    for power in (1.0, 1.6, 8.0):
+        verdict = judge(pair_of(*(-np.log1p(np.exp(-gaps * p)).astype(np.float32) for p in (1.0, power))))
+        assert (verdict.cause != "constant_fill", verdict.status == "pass") == (True, power == 1.0), verdict.reason
+    # All responses to one prompt have the same first tokens, at which the columns differ by more than 0.01.
     x = -rng.exponential(1.0, (64, 8)) - 0.1
     y = x + 4e-3 * rng.standard_normal(x.shape)
     x[:, :2], y[:, :2] = (-1.0, -2.0), (-1.02, -2.02)
     assert judge(pair_of(x, y)).status == "pass"
+    (pair,) = compare_columns(make_dump([], [], [], {"a": [], "b": []})).pairs
+    assert pair.verdict.cause == "no_tokens"
 
 
 def test_without_torch_only_the_hf_scorer_is_missing(model, monkeypatch):

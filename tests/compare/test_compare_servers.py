@@ -51,35 +51,34 @@ def test_a_server_decodes_given_tokens(fake, way):
 
 
 def test_a_server_that_decodes_no_given_tokens_is_named(fake):
-    spec = f"vllm-decode:{fake.url}"
-    fake.obeys = False
-    with pytest.raises(ReplyError, match="other tokens than those given: token 0 is 7, expected 8"):
-        score_column(spec, DUMP)
-    fake.forcing = {"way": "", "reason": "its Model Runner V2 needs --enable-trace-replay for that"}
-    with pytest.raises(ValueError, match="decodes no given tokens: its Model Runner V2 needs"):
-        score_column(spec, DUMP)
-    fake.refuse = {"/collective_rpc": 404}
-    with pytest.raises(ValueError, match="decodes no given tokens: rljax's plugin is not in this server"):
-        score_column(spec, DUMP)
+    for name, value, said in (
+        ("obeys", False, "other tokens than those given: token 0 is 7, expected 8"),
+        (
+            "forcing",
+            {"way": "", "reason": "its Model Runner V2 needs --x"},
+            "no given tokens: its Model Runner V2 needs",
+        ),
+        ("refuse", {"/collective_rpc": 404}, "decodes no given tokens: rljax's plugin is not in this server"),
+    ):
+        setattr(fake, name, value)
+        with pytest.raises((ReplyError, ValueError), match=said):
+            score_column(f"vllm-decode:{fake.url}", DUMP)
 
 
 def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
     """The server, the rollout side, lists two tokens with probabilities e^-4 and e^-5 beside the given token."""
-    fake.root = str(model)
-    (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=2)
-    assert (pair.trainer, pair.rollout, pair.is_complete) == ("jax:float32", f"vllm:{fake.url}", False)
+    fake.root, specs = str(model), [f"vllm:{fake.url}", "jax:float32"]
+    (pair,) = compare_distributions(specs, DUMP, model, top_k=2)
+    assert (pair.trainer, pair.rollout, pair.is_complete) == (*specs[::-1], False)
     assert pair.metrics["token_count"] == 3
     listed = np.exp(-4) + np.exp(-5) + np.exp([-1 / 8, -2 / 8, -1 / 8])
     assert pair.metrics["rest_mass"] == pytest.approx(np.mean(1 - listed), rel=1e-5)
     assert pair.metrics["kl"] > 0
-
-
-@pytest.mark.parametrize("described", [True, False])
-def test_a_server_is_not_asked_for_more_tokens_than_there_are(fake, model, described):
-    """A real vLLM's engine ends at such a request. The vocabulary is the server's or the other directory's."""
-    fake.root, fake.refuse = str(model), {} if described else {"/collective_rpc": 404}
-    (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=500)
-    assert pair.metrics["token_count"] == 3
+    # A real vLLM's engine ends if it is asked for more tokens than its vocabulary, or else the other directory's, has.
+    for refused in ({}, {"/collective_rpc": 404}):
+        fake.refuse = refused
+        (pair,) = compare_distributions(specs, DUMP, model, top_k=500)
+        assert pair.metrics["token_count"] == 3
 
 
 def test_a_plain_server_is_scored_under_its_own_names(fake):
@@ -113,49 +112,44 @@ def test_what_a_server_cannot_score_is_refused(fake):
     ):
         with pytest.raises(ValueError, match=message):
             score_column(f"vllm:{fake.url}", make_dump(["x"], [ids], [[True] * len(ids)], {}))
-    with pytest.raises(ValueError, match=r"at temperature 1, got 0\.7"):
-        score_column(f"vllm:{fake.url}", DUMP, temperature=0.7)
+    for kind in ("vllm", "vllm-decode"):
+        with pytest.raises(ValueError, match=r"at temperature 1, got 0\.7"):
+            score_column(f"{kind}:{fake.url}", DUMP, temperature=0.7)
     with pytest.raises(ValueError, match=r"sglang decodes no given tokens; .* sglang:http://h"):
         split_spec("sglang-decode:http://h")
-    with pytest.raises(ValueError, match=r"given tokens are at temperature 1, got 0\.7"):
-        score_column(f"vllm-decode:{fake.url}", DUMP, temperature=0.7)
     with open_server(fake.url) as server:  # the temperature of drawn log-probabilities is probed
         assert [server.logprobs_temperature(temperature) for temperature in (0.7, 1.4)] == [0.7, 1.4]
         fake.raw = True
         assert [server.logprobs_temperature(temperature) for temperature in (0.7, 1.0)] == [1.0, 1.0]
-    fake.logprob = 2.0
-    with pytest.raises(ReplyError, match="gives logits"):
-        score_column(f"vllm:{fake.url}", DUMP)
-    fake.finish = "abort"
-    with pytest.raises(ServerGoneError, match="ended a response with 'abort'"):
-        score_column(f"vllm:{fake.url}", DUMP)
-    fake.paused = True
-    with pytest.raises(ValueError, match="is paused"):
-        score_column(f"vllm:{fake.url}", DUMP)
+    for name, value, error, message in (
+        ("logprob", 2.0, ReplyError, "gives logits"),
+        ("finish", "abort", ServerGoneError, "ended a response with 'abort'"),
+        ("paused", True, ValueError, "is paused"),
+    ):
+        setattr(fake, name, value)
+        with pytest.raises(error, match=message):
+            score_column(f"vllm:{fake.url}", DUMP)
 
 
 def test_a_second_draw_counts_up_to_the_first_other_token(fake, model, monkeypatch):
     """The stand-in samples successors of the last token; its second draw differs at one position and in its numbers."""
     dump = make_dump(["p"], [[9, 5]], [[False, False]], {})
-    asked = 0
-    plain = fake.answer
+    asked, plain = [], fake.answer
 
     def bent(method, path, body):
-        nonlocal asked
         status, reply = plain(method, path, body)
         if path.endswith("/generate") and body.get("token_ids") == [9, 5]:
-            asked += 1
-            if asked > 2:
-                reply["choices"][0]["token_ids"][2] = 1
-                reply["choices"][0]["logprobs"]["content"][2]["token_id"] = 1
-                reply["choices"][0]["logprobs"]["content"][1]["logprob"] = -1.5
+            asked.append(body)
+            if len(asked) > 2:
+                (choice,) = reply["choices"]
+                choice["token_ids"][2] = choice["logprobs"]["content"][2]["token_id"] = 1
+                choice["logprobs"]["content"][1]["logprob"] = -1.5
         return status, reply
 
     monkeypatch.setattr(fake, "answer", bent)
     config = SampleConfig(responses=2, max_response_tokens=4, second_run=True, temperature=0.7)
     drawn = sample_responses(dump, model, f"vllm-decode:{fake.url}", config)
-    assert drawn.sequence_ids == ("p/0", "p/1")
-    assert asked == 4
+    assert (drawn.sequence_ids, len(asked)) == (("p/0", "p/1"), 4)
     none, column = np.nan, "vllm-decode:float32"
     for i in range(2):
         assert drawn.token_ids[i].tolist() == [9, 5, 5, 6, 7, 8]

@@ -108,12 +108,11 @@ def test_other_weights_are_no_permutation_and_no_shift(world):
     assert judge(x, y).cause == "other_weights"  # of 36 tokens 12 are too many to be called the exception
 
 
-@pytest.mark.parametrize(("base", "factor"), [(2, "0.6931"), (10, "2.3026")])
-def test_logarithms_to_another_base_are_refused(world, base, factor):
+def test_logarithms_to_another_base_are_refused(world):
     (x, a), (y, b) = column(world, "jax:bfloat16"), column(world, "hf:bfloat16")
-    for verdict in (judge(x, y / np.log(base), MASK, a, b), judge(y / np.log(base), x, MASK, b, a)):
+    for verdict in (judge(x, y / np.log(2), MASK, a, b), judge(y / np.log(2), x, MASK, b, a)):
         assert (verdict.status, verdict.cause) == ("refused", "other_base")
-        assert f"logarithms to base {base}: multiply it by ln {base} ({factor})" in verdict.reason
+        assert "logarithms to base 2: multiply it by ln 2 (0.6931)" in verdict.reason
     assert judge(x, y, MASK, a, b).cause == "none"
 
 
@@ -149,15 +148,14 @@ def test_other_weights_are_told_by_hash_and_by_numbers(world):
 
 
 @pytest.mark.parametrize(
-    ("really", "declared", "likely"),
-    [("bfloat16", "float32", "bfloat16"), ("float16", "float32", "float16"), ("float32", "bfloat16", "float32")],
+    ("really", "declared"), [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")]
 )
-def test_a_wrong_dtype_is_told_and_the_likely_one_named(world, really, declared, likely):
+def test_a_wrong_dtype_is_told_and_the_likely_one_named(world, really, declared):
     (x, a), (y, b) = column(world, "jax:float32"), column(world, f"hf:{really}")
     verdict = judge(x, y, MASK, a, dataclasses.replace(b, dtype=declared))
     assert (verdict.status, verdict.cause) == ("fail", "wrong_dtype")
     assert f"not {declared}'s" in verdict.reason
-    assert f"looks like {likely}" in verdict.reason
+    assert f"looks like {really}" in verdict.reason
     assert "weights" not in verdict.reason
     if really != "float32":
         assert "or weights that differ" in judge(x, y, MASK, unknown(a), unknown(b, dtype=declared)).reason
@@ -255,34 +253,30 @@ def test_the_tokens_that_carry_a_gap_are_named(where, by, cause, words):
     assert OF_VERDICTS[cause] == cause
 
 
-def test_the_token_after_the_environment_is_named():
+def test_the_token_or_its_successor_is_named():
+    """Token 9 stands at another place in each response, as the end of a thought does."""
+    rows, at = np.arange(COUNT), 4 + np.arange(COUNT)
+    for shift, words in ((0, "is at the token 9: "), (1, "is at the token after id 9: ")):
+        trainer, sampler = columns()
+        ids = np.full(trainer.shape, 5)
+        ids[rows, at] = 9
+        trainer[rows, at + shift] -= 0.7
+        verdict = judge(trainer, sampler, ids=ids)
+        assert (verdict.cause, words in verdict.reason) == ("one_token", True)
+
+
+def test_a_side_and_a_token_after_the_environment_are_named():
     trainer, sampler = columns()
+    for sides, cause in (((trainer - 15.0, sampler), "trainer_side"), ((trainer, sampler - 15.0), "engine_side")):
+        verdict = judge(*sides)
+        assert (verdict.status, verdict.cause) == ("fail", cause)
+        assert "than random tokens" in verdict.reason
+    assert judge(trainer - 9.0, sampler - 9.0).cause == "none"  # a policy of uncertain tokens is no wrong side
     mask = np.ones(trainer.shape, bool)
     mask[::2, 10:15] = mask[1::2, 20:22] = False
     trainer[::2, 15] -= 0.7
     trainer[1::2, 22] -= 0.7
     assert judge(trainer, sampler, mask).cause == "after_environment"
-
-
-@pytest.mark.parametrize(("shift", "words"), [(0, "is at the token 9: "), (1, "is at the token after id 9: ")])
-def test_the_token_or_its_successor_is_named(shift, words):
-    """Token 9 stands at another place in each response, as the end of a thought does."""
-    trainer, sampler = columns()
-    ids, rows, at = np.full(trainer.shape, 5), np.arange(COUNT), 4 + np.arange(COUNT)
-    ids[rows, at] = 9
-    trainer[rows, at + shift] -= 0.7
-    verdict = judge(trainer, sampler, ids=ids)
-    assert (verdict.cause, words in verdict.reason) == ("one_token", True)
-
-
-@pytest.mark.parametrize("cause", ["trainer_side", "engine_side"])
-def test_the_side_that_finds_no_token_likely_is_named(cause):
-    trainer, sampler = columns()
-    sides = (trainer - 15.0, sampler) if cause == "trainer_side" else (trainer, sampler - 15.0)
-    verdict = judge(*sides)
-    assert (verdict.status, verdict.cause) == ("fail", cause)
-    assert "than random tokens" in verdict.reason
-    assert judge(trainer - 9.0, sampler - 9.0).cause == "none"  # a policy of uncertain tokens is no wrong side
 
 
 @pytest.mark.parametrize("mass", [0.8, 0.97])
