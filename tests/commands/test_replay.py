@@ -177,7 +177,7 @@ def test_what_cannot_be_replayed_is_one_clear_line(tmp_path, name, content, argu
     assert message in refused(replay.main, [tmp_path / name, *arguments])
 
 
-CALLS = [row for i, n in COUNTED for row in ({"_step": 2 * i, LENGTH: n}, {"_step": 2 * i + 1, "x": 1})]
+CALLS = [row for i, n in COUNTED for row in ({"_step": 2 * i - 2, LENGTH: n}, {"_step": 2 * i - 1, "x": 1})]
 AT_7 = {"training/global_step": 7, "eval/acc": 1.0}
 TRL = [row | {"eval_completions/mean_length": 5.0} for row in rows_of("completions/mean_length")]
 SLIME = [{"rollout/step": i, "rollout/response_lengths": n} for i, n in enumerate(LENGTHS)]

@@ -18,36 +18,28 @@ from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum, bits_of
 
 
-def damage_a_bit(mirror):
-    flip(next(mirror.root.glob("*.safetensors")))
-
-
 def flip(path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
-def lose_a_file(mirror):
-    next(mirror.root.glob("*.safetensors")).unlink()
+DAMAGES = {
+    "a bit": lambda mirror: flip(next(mirror.root.glob("*.safetensors"))),
+    "a file": lambda mirror: next(mirror.root.glob("*.safetensors")).unlink(),
+    # As if it was killed while it applied a delta.
+    "no record": lambda mirror: (mirror.root / "version.json").unlink(),
+    "record": lambda mirror: (mirror.root / "version.json").write_text('{"tag": 3'),
+}
 
 
-def break_off(mirror):
-    """Leaves the mirror as if it was killed while it applied a delta."""
-    (mirror.root / "version.json").unlink()
-
-
-def garble_the_record(mirror):
-    (mirror.root / "version.json").write_text('{"tag": 3')
-
-
-@pytest.mark.parametrize("damage", [damage_a_bit, lose_a_file, break_off, garble_the_record])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_mirror_is_made_anew(training, mirror, damage):
     training.publish(mirror)
-    damage(mirror)
+    DAMAGES[damage](mirror)
     done = training.publish(mirror)
     assert done.dense
-    assert bool(done.repaired) == (damage in (damage_a_bit, lose_a_file))
+    assert bool(done.repaired) == (damage in ("a bit", "a file"))
     assert_holds(mirror, training)
 
 
@@ -85,7 +77,7 @@ def test_a_damaged_file_is_not_taken(training, mirror, what, kind):
 def test_a_tensor_that_is_not_what_the_trainer_says_is_named(tmp_path, mirror):
     """The files are sound, but were made of other weights than the checksums."""
     tensors = {"a": np.ones((4, 4), np.float32), "b": np.ones(3, np.float32)}
-    sums = {"a": array_checksum(tensors["a"]), "b": array_checksum(np.zeros(3, np.float32))}
+    sums = {name: array_checksum(array * (name == "a")) for name, array in tensors.items()}
     with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
         version = files.write(tensors.items(), 0, sums)
         with pytest.raises(DamagedError, match=r"1 tensor is other than in \S+: b"):
