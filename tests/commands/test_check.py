@@ -61,7 +61,7 @@ def test_parts_by_name_and_a_file_that_cannot_be_written(tmp_path):
     assert "/file: " in refused(check.main, ["--tiny", "--json", tmp_path / "file/found.json"])
 
 
-def test_the_kernels_are_within_their_bounds(checked):
+def test_kernels_are_within_their_bounds_and_a_step_is_compiled_once(checked):
     parts = checked[2]["parts"]
     attention, head = parts["attention xla 1152 bfloat16"], parts["head bfloat16"]
     assert set(attention["relative_error"]) == {"output", "dq", "dk", "dv"}
@@ -71,17 +71,13 @@ def test_the_kernels_are_within_their_bounds(checked):
     assert attention["leaked_values"] == {"output": 0, "dq": 0, "dk": 0, "dv": 0}
     assert max(head["largest_logprob_error"], head["largest_entropy_error"]) < 3e-6
     assert 2.0**-11 < head["relative_error_of_d_table"] < 0.75 * 2.0**-8
-
-
-def test_a_step_is_compiled_once(checked):
-    step = checked[2]["parts"]["step tiny bfloat16"]
+    step = parts["step tiny bfloat16"]
     assert len(step["step_s"]) == 2
     assert step["tokens_per_second_and_device"] == pytest.approx(sum(step["lengths"]) / step["median_step_s"])
     assert step["row"]["optimizer/skipped_updates"] == 0
     assert step["row"]["policy/entropy"] == pytest.approx(np.log(512), rel=0.01)
-    sizes = step["bytes"]
-    assert "device" not in sizes  # a CPU does not count its memory
-    assert sizes["compiler"] == pytest.approx(sizes["plan"], rel=0.5)
+    assert "device" not in step["bytes"]  # a CPU does not count its memory
+    assert step["bytes"]["compiler"] == pytest.approx(step["bytes"]["plan"], rel=0.5)
 
 
 def test_the_reference_is_that_of_float64():
@@ -98,13 +94,12 @@ def test_attention_across_segments_is_seen(monkeypatch):
     def causal_alone(q, k, v, segment_ids):
         return attend(q, k, v, np.tri(q.shape[1], dtype=bool)[None])
 
-    sound = check_device.check_attention("xla", 64, "bfloat16", POLICY, 1)
+    assert check_device.check_attention("xla", 64, "bfloat16", POLICY, 1)["problems"] == []
     monkeypatch.setattr(check_device, "choose_attention", lambda *given: causal_alone)
     found = check_device.check_attention("xla", 64, "bfloat16", POLICY, 1)
     assert min(found["leaked_values"].values()) > 0
-    assert [problem.split()[0] for problem in found["problems"][:4]] == ["relative"] * 4
-    assert [problem.split()[-1] for problem in found["problems"][4:]] == ["leaked"] * 4
-    assert sound["problems"] == []
+    words = [problem.split() for problem in found["problems"]]
+    assert [each[0] for each in words[:4]] + [each[-1] for each in words[4:]] == ["relative"] * 4 + ["leaked"] * 4
 
 
 def breaks():
@@ -146,23 +141,17 @@ def test_a_part_that_fails_is_recorded_and_the_others_run():
 
 
 def test_a_process_over_the_time_leaves_none_for_the_others(tmp_path):
+    """Without an accelerator the kernels are skipped."""
     output = tmp_path / "found.json"
-    words = ["--tiny", "--limit-s", "0.01", "--only", "head", "--json", output]
-    status, out, _ = outcome(check.main, words)
+    status, out, _ = outcome(check.main, ["--tiny", "--limit-s", "0.01", "--only", "head", "--json", output])
     parts = json.loads(output.read_text())["parts"]
-    assert status == 1
-    assert list(parts) == ["device", "head bfloat16", "head float16"]
+    assert (status, list(parts)) == (1, ["device", "head bfloat16", "head float16"])
     assert parts["device"]["problems"][0].startswith("not done within 0 s")
     assert parts["head float16"]["skipped"] == "no time is left of --limit-s 0.01"
     assert "0 ok, 1 failed, 2 skipped" in out
-
-
-def test_kernels_are_skipped_without_an_accelerator(tmp_path):
-    output = tmp_path / "found.json"
     status, out, _ = outcome(check.main, ["--only", "attention", "step", "--json", output])
-    assert status == 0
     parts = json.loads(output.read_text())["parts"]
-    assert {name for name, part in parts.items() if part["status"] == "ok"} == {"device"}
+    assert (status, {name for name, part in parts.items() if part["status"] == "ok"}) == (0, {"device"})
     assert "skipped: JAX finds no accelerator here -> --tiny tries the program on a CPU" in out
 
 

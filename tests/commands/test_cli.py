@@ -14,6 +14,9 @@ def test_the_help_explains_each_command_in_a_line():
     """The command itself needs the standard library alone."""
     done = run_with_only([], "import rljax.cli\n")
     assert (done.returncode, done.stderr) == (0, "")
+    words = [sys.executable, "-m", "rljax", "evaluate", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr, "rljax evaluate" in done.stdout) == (0, "", True)
     status, out, err = outcome(cli.main, ["--help"])
     assert (status, err) == (0, "")
     for name, command in cli.COMMANDS.items():
@@ -33,26 +36,13 @@ def test_each_command_has_a_program_that_explains_itself(name, capsys):
     assert f"rljax {name}" in out
 
 
-def test_the_command_as_a_process_explains_a_program():
-    words = [sys.executable, "-m", "rljax", "evaluate", "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "rljax evaluate" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_mistake_and_a_missing_package_are_one_line(monkeypatch):
+    for words, message in (
         (["evalute"], "error: unknown command evalute; did you mean evaluate?"),
         (["--dry-run"], "error: unknown command --dry-run; commands: train, evaluate, "),
         (["replay", "nowhere.csv"], "error: nowhere.csv: no such file"),
-    ],
-)
-def test_a_mistake_is_one_line(words, message):
-    assert refused(cli.main, words).startswith(message)
-
-
-def test_a_missing_package_is_named(monkeypatch):
+    ):
+        assert refused(cli.main, words).startswith(message)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.delitem(sys.modules, "rljax.commands.compare", raising=False)
     remedy = "pip install '.[train]' in a checkout of rljax, or 'WHEEL[train]' with its wheel"

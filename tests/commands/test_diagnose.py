@@ -72,14 +72,11 @@ def test_json_has_the_whole_diagnosis(log, tmp_path):
     _, page, _ = outcome(main, [log("temperature"), "--json", tmp_path / "out.json"])
     assert page.startswith(str(tmp_path))
     assert json.loads((tmp_path / "out.json").read_text()) == found
-
-
-def test_a_run_directory_brings_its_newest_dump(tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "metrics.jsonl").write_bytes(gzip.decompress((LOGS / "head_dtype.jsonl.gz").read_bytes()))
-    shutil.copyfile(LOGS / "healthy.parquet", tmp_path / "rollouts" / "step_000020.parquet")
-    shutil.copyfile(LOGS / "head_dtype.parquet", tmp_path / "rollouts" / "step_000040.parquet")
-    status, page, _ = outcome(main, [tmp_path])
+    (tmp_path / "run/rollouts").mkdir(parents=True)  # a run directory brings its newest dump
+    log("head_dtype").rename(tmp_path / "run/metrics.jsonl")
+    for step, name in ((20, "healthy"), (40, "head_dtype")):
+        shutil.copyfile(LOGS / f"{name}.parquet", tmp_path / f"run/rollouts/step_{step:06d}.parquet")
+    status, page, _ = outcome(main, [tmp_path / "run"])
     assert (status, page.splitlines()[0].endswith("head_dtype (sure)")) == (1, True)
     assert "lie on bfloat16's grid" in " ".join(page.split())
 
@@ -210,27 +207,24 @@ def test_the_remedies_of_the_docs_are_those_of_the_table():
     assert {kind for kind, _ in CAUSES.values()} == KINDS
 
 
-@pytest.mark.parametrize("project", PROJECTS)
-def test_the_first_remedy_is_in_the_options_of_the_project(project):
+def test_the_first_remedy_is_in_the_options_of_the_project():
     """A remedy without an option of the project names no key of rljax's configuration either."""
-    own = dict(TABLES["projects"].get(project, {"options": {}})["options"].values())
-    for first in (first_remedy(cause, project) for cause in CAUSES if cause != "healthy"):
-        assert first["source"].endswith(own.get(first["option"], ""))
-        assert first["option"] in own or not re.search(r"--[a-z]+\.[a-z-]+ ", first["option"])
+    for project in PROJECTS:
+        own = dict(TABLES["projects"].get(project, {"options": {}})["options"].values())
+        for first in (first_remedy(cause, project) for cause in CAUSES if cause != "healthy"):
+            assert first["source"].endswith(own.get(first["option"], "")), project
+            assert first["option"] in own or not re.search(r"--[a-z]+\.[a-z-]+ ", first["option"]), project
 
 
-def test_each_remedy_has_settings_and_a_source():
-    listed = re.findall(r"^\d+\. (.+?): (`.+)$", REMEDIES, re.MULTILINE)
+def test_each_remedy_has_a_cost_a_source_and_the_numbers_on_record():
+    listed = re.findall(r"^\d+\. (.+?): `.+$", REMEDIES, re.MULTILINE)
     costs = REMEDIES.partition("### What each remedy costs")[2].partition("|---|---|---|\n")[2]
     table = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", costs, re.MULTILINE)
-    assert {name for name, _ in listed} == {name for name, _, _ in table}
+    assert set(listed) == {name for name, _, _ in table}
     for _, _, source in table:
         pages = re.findall(r"\]\((\w+\.md)\)", source)
         assert pages or re.search(r"arXiv \d{4}\.\d{5}", source)
         assert all((ROOT / "docs" / page).is_file() for page in pages)
-
-
-def test_numbers_of_the_bias_table_are_those_on_record():
     measured = json.loads((ROOT / "benchmarks" / "correction_bias.json").read_text())["remedies"]
     drifts = {"`token_tis`": "0.063", "`two_sided_tv`": "0.024", "`score_centering`, k = 2": "0.33"}
     for name, said in (drifts | {"no correction": "0.97"}).items():

@@ -34,18 +34,14 @@ def test_chosen_metrics_have_a_panel_each(runs, tmp_path):
     assert "<!-- Reward -->" not in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "nowhere/metrics.jsonl: No such file or directory"),
+def test_the_programs_mistakes_take_one_line(runs, tmp_path, monkeypatch):
+    write_record(tmp_path / "empty", [])
+    monkeypatch.chdir(tmp_path)
+    for arguments, message in (
         (["empty"], "empty/metrics.jsonl: no rows to plot"),
         ([], "expected RUNS; rljax plot --help"),
         (["one", "--smooth", "2"], "smooth must be in the range [0, 1), got 2.0"),
         (["one", "--out", "one/metrics.jsonl/x.png"], "one/metrics.jsonl"),
         (["one", "--metrics", "reward/mean,reward/man"], "no run has numbers under reward/man; the keys are those of"),
-    ],
-)
-def test_the_programs_mistakes_take_one_line(runs, tmp_path, arguments, message, monkeypatch):
-    write_record(tmp_path / "empty", [])
-    monkeypatch.chdir(tmp_path)
-    assert refused(main, arguments).startswith(f"error: {message}")
+    ):
+        assert refused(main, arguments).startswith(f"error: {message}")

@@ -112,44 +112,36 @@ def test_a_padded_length_is_refused_beside_the_true_one(tmp_path):
     assert "choose one with --column response_tokens or --column response_length" in message
     for column in ("response_tokens", "response_length"):
         assert f"60 steps of {column!r}" in run(log, "--column", column)[0]
-
-
-def test_a_length_at_its_limit_is_no_padded_length(tmp_path):
-    """Prompts vary although all responses are cut, and so does the time of a token."""
+    # A length at its limit is none, although prompts vary, and so does the time of a token.
     growing = ("step", "prompt_length/mean", "timing/response_tokens", "completions/max_length")
     still = {"completions/mean_length": 256, "completions/mean_terminated_length": 0}
-    lines = run(write(tmp_path / "log.jsonl", [dict.fromkeys(growing, i) | still for i in range(1, 60)]))
+    lines = run(write(log, [dict.fromkeys(growing, i) | still for i in range(1, 60)]))
     assert lines[0] == "59 steps of 'completions/mean_length', steps by 'step'"
 
 
 def test_a_file_with_two_runs_says_which_is_replayed(tmp_path):
-    names = [f"{run} - {LENGTH}" for run in ("run a", "run-b")]
-    cells = "".join(f"{step},{length},1.0,{3 + step}\n" for step, length in enumerate(LENGTHS, 1))
-    (tmp_path / "x.csv").write_text(f'"Step","{names[0]}","{names[0]}__MIN","{names[1]}"\n{cells}')
-    status, out, err = outcome(replay.main, [tmp_path / "x.csv", "--json", "-"])
+    """MLflow's table has the runs one after the other; a run that continues another has other steps."""
+    path, names = tmp_path / "x.csv", [f"{run} - {LENGTH}" for run in ("run a", "run-b")]
+    cells = "".join(f"{step},{length},1.0,{3 + step}\n" for step, length in COUNTED)
+    path.write_text(f'"Step","{names[0]}","{names[0]}__MIN","{names[1]}"\n{cells}')
+    status, out, err = outcome(replay.main, [path, "--json", "-"])
     assert (status, err.count("\n")) == (0, 1)
     assert f"x.csv has 2 runs: {names[0]!r} is replayed; choose another with --column '{names[1]}'" in err
     (log,) = json.loads(out)["logs"]
     assert (log["length_column"], log["other_runs"]) == (names[0], [names[1]])
-    _, _, err = outcome(replay.main, [tmp_path / "x.csv", "--column", names[1]])
-    assert f"{names[1]!r} is replayed" in err
-
-
-def test_a_table_of_two_runs_at_the_same_steps_is_refused(tmp_path):
-    """MLflow's chart has the runs one after the other; a run that continues another has other steps."""
+    assert f"{names[1]!r} is replayed" in outcome(replay.main, [path, "--column", names[1]])[2]
     for start, status in ((1, 2), (3, 0), (4, 0)):
         cells = [("a", step, 300) for step in range(1, 4)] + [("b", start + step, 600) for step in range(3)]
         lines = [f"{run},x{run},{LENGTH},{step},0,{length}" for run, step, length in cells]
-        (tmp_path / "x.csv").write_text("\n".join(["Run,Run ID,metric,step,timestamp,value", *lines]))
-        found, _, err = outcome(replay.main, [tmp_path / "x.csv"])
-        assert found == status
-        assert ("column 'Run' has several runs with the same steps: keep the rows of one run" in err) == (status == 2)
+        path.write_text("\n".join(["Run,Run ID,metric,step,timestamp,value", *lines]))
+        found, _, err = outcome(replay.main, [path])
+        said = "column 'Run' has several runs with the same steps: keep the rows of one run" in err
+        assert (found, said) == (status, status == 2)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "message"),
     [
-        ("log.jsonl", "", (), "the log is empty"),
         (
             "log.jsonl",
             '{"loss": 1}\n',
@@ -159,16 +151,12 @@ def test_a_table_of_two_runs_at_the_same_steps_is_refused(tmp_path):
         ("log.jsonl", '{"loss": 1}\n', ("--column", "len"), "no column 'len' in the log; it has: loss"),
         ("log.jsonl", '{"response_length/mean": NaN}\n', (), "has no positive number in any of its 1 steps"),
         ("log.jsonl", '{"response_length/mean": 1\n', (), "line 1 is not JSON"),
-        ("log.jsonl", "[1, 2]\n", (), "line 1 is not a JSON object"),
         ("log.jsonl", '{"a":' * 100000 + "1" + "}" * 100000, (), "nested too deeply"),
         ("log.jsonl", '{"response_length/mean": 1}\n', ("--multiplier", "0.5"), "multiplier = 0.5"),
-        ("log.jsonl", "", ("--warmpu", "9"), "unknown option --warmpu; did you mean --warmup?"),
         ("run.wandb", "x", (), "export the history as CSV or JSONL"),
-        ("log.json", '{"log_history": 3}', (), "no length column"),
         ("log.csv", "step," + LENGTH, (), "the log is empty"),
         ("log.csv", f"step,{LENGTH},response_length/clip_ratio\n1,100,35\n", (), "got truncated_fraction = 35.0."),
         ("", None, (), "neither metrics.jsonl nor"),
-        ("nothing.jsonl", None, (), "no such file"),
     ],
 )
 def test_what_cannot_be_replayed_is_one_clear_line(tmp_path, name, content, arguments, message):
@@ -232,29 +220,24 @@ def test_csv(tmp_path):
         assert CALL in run(path)
 
 
-def test_event_files_of_a_resumed_run_are_one_log(tmp_path):
+def test_directories_of_logs(tmp_path):
+    """The event files of a resumed run are one log, and the length may be in another file."""
     write_events(tmp_path / "one", LENGTHS[:100], 1)
     write_events(tmp_path / "one", LENGTHS[60:], 61)
-    assert CALL in run(tmp_path / "one")
     # TRL begins another folder, and evaluations have their own.
     write_events(tmp_path / "trl/runs/first", LENGTHS[:70], 1)
     write_events(tmp_path / "trl/runs/second", LENGTHS[60:], 61)
     write_events(tmp_path / "trl/runs/eval", [5.0] * 300, 1)
-    assert CALL in run(tmp_path / "trl")
-    write_events(tmp_path / "other", LENGTHS, 1)
-    message = refused(replay.main, [tmp_path])
-    assert "logs of several runs" in message
-    assert str(tmp_path / "one") in message
-    assert str(tmp_path / "other") in message
-
-
-def test_a_directory_with_the_length_in_another_file(tmp_path):
     write(tmp_path / "out/metrics.jsonl", [{"step": 1, "loss": 1.0}])
     write(tmp_path / "out/run_default/metrics.jsonl", rows_of("completion_len/mean"))
-    assert CALL in run(tmp_path / "out")
     write(tmp_path / "hf/checkpoint-9/trainer_state.json", {"log_history": TRL[:9]})
     write(tmp_path / "hf/trainer_state.json", {"log_history": TRL})
-    assert CALL in run(tmp_path / "hf")
+    for name in ("one", "trl", "out", "hf"):
+        assert CALL in run(tmp_path / name), name
+    write_events(tmp_path / "two/a", LENGTHS, 1)
+    write_events(tmp_path / "two/b", LENGTHS, 1)
+    message = refused(replay.main, [tmp_path / "two"])
+    assert all(words in message for words in ("logs of several runs", str(tmp_path / "two/a"), str(tmp_path / "two/b")))
 
 
 @pytest.mark.parametrize(
@@ -305,17 +288,13 @@ def test_the_table_and_the_nearest_ratio_say_what_other_rules_do(tmp_path):
     lines = run(curve(tmp_path / "log.jsonl", [1000.0] * 60 + [4000.0] * 4 + [1000.0] * 30))
     assert lines[2].startswith("nearest: 4 times the baseline at step 63; a call needs 2.5 with ")
     assert lines[2].endswith(" with the newest 6 lengths at 1.5 or more")
-
-
-def test_truncated_batches_and_short_logs_say_why(tmp_path):
-    rows = [row | {"response_length/clip_ratio": 0.5 * (row["step"] >= 80)} for row in rows_of(LENGTH)]
-    log = write(tmp_path / "log.jsonl", rows)
-    lines = run(log)
-    assert lines[1] == "221 of them have a truncated fraction above max_truncated: not used"
-    assert CALL in run(log, "--max-truncated", "0.6")
-    assert "neighbour rules that would have called: three times at step 80, max_truncated 1 at step 85" in lines
     lines = run(curve(tmp_path / "short.jsonl", [1000.0] * 8))
     assert "nearest: none, because 8 usable steps are fewer than the warm-up of 10" in lines
+    rows = [row | {"response_length/clip_ratio": 0.5 * (row["step"] >= 80)} for row in rows_of(LENGTH)]
+    lines = run(write(log, rows))
+    assert lines[1] == "221 of them have a truncated fraction above max_truncated: not used"
+    assert "neighbour rules that would have called: three times at step 80, max_truncated 1 at step 85" in lines
+    assert CALL in run(log, "--max-truncated", "0.6")
 
 
 def test_several_logs_are_one_table_and_bad_ones_a_line_each(tmp_path):
@@ -332,6 +311,11 @@ def test_several_logs_are_one_table_and_bad_ones_a_line_each(tmp_path):
     assert list(cells) == [str(surge), str(trl)]
     assert list(cells[str(surge)].values())[:6] == ["300", "85", "153", "153", "5e-07", "3.5"]
     assert (cells[str(trl)]["called"], cells[str(trl)]["ratio 2"], cells[str(trl)]["ratio 2.5"]) == ("-", "66", "-")
+    picture, drawing = tmp_path / "new/all.png", tmp_path / "one.svg"  # one picture shows all logs
+    assert printed(replay.main, [surge, trl, "--picture", picture]).splitlines()[-1] == f"picture: {picture}"
+    assert coloured_share(picture) > 1e-3
+    printed(replay.main, [surge, "--picture", drawing])
+    assert drawing.read_text().startswith("<?xml")
 
 
 def test_the_json_has_every_number_under_documented_keys(tmp_path):
@@ -358,16 +342,6 @@ def test_the_json_has_every_number_under_documented_keys(tmp_path):
     printed(replay.main, [log, "--json", tmp_path / "out.json", "--capped-ratio", "inf"])
     (endless,) = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)["logs"]
     assert (endless["steps"], endless["rules"][0]["config"]["capped_ratio"]) == (120, None)
-
-
-def test_one_picture_shows_all_logs(tmp_path):
-    logs = [curve(tmp_path / "surge.jsonl", LENGTHS), curve(tmp_path / "flat.jsonl", [1000.0] * 120)]
-    picture, drawing = tmp_path / "new/all.png", tmp_path / "one.svg"
-    status, out, _ = outcome(replay.main, [*logs, "--picture", picture])
-    assert (status, out.splitlines()[-1]) == (0, f"picture: {picture}")
-    assert coloured_share(picture) > 1e-3
-    printed(replay.main, [logs[0], "--picture", drawing])
-    assert drawing.read_text().startswith("<?xml")
 
 
 def alone(*words):

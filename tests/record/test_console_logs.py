@@ -78,18 +78,9 @@ def test_no_width_of_a_terminal_changes_a_number(tmp_path, form, wrap):
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        (
-            ["step:1 - response_length/mean:126", "7.02 - response_length/max:3072.0"],
-            [{"response_length/mean": 1267.02, "response_length/max": 3072.0, "step": 1}],
-        ),
-        (
-            ["perf 0: {'rollout/response_len/mean': 277", "3.71, 'rollout/truncated_ratio': 0.46}"],
-            [{"rollout/response_len/mean": 2773.71, "rollout/truncated_ratio": 0.46, "step": 0}],
-        ),
-        (
-            ["{'loss': '0.1', 'completions/mean_length': '12", "7.5', 'completions/clipped_ratio': '0'}"],
-            [{"loss": 0.1, "completions/mean_length": 127.5, "completions/clipped_ratio": 0}],
-        ),
+        (["step:1 - a/b:126", "7.02 - c/d:3072.0"], [{"a/b": 1267.02, "c/d": 3072.0, "step": 1}]),
+        (["perf 0: {'a/b': 277", "3.71, 'c/d': 0.46}"], [{"a/b": 2773.71, "c/d": 0.46, "step": 0}]),
+        (["{'loss': '0.1', 'a/b': '12", "7.5', 'c/d': '0'}"], [{"loss": 0.1, "a/b": 127.5, "c/d": 0}]),
         # The name training/global_step is cut before a word that begins a line of verl.
         (["step:1 - training/global_", "step:1 - a/b:2.5"], [{"training/global_step": 1, "a/b": 2.5, "step": 1}]),
         # The last number of a run that was killed may lack digits.
@@ -103,10 +94,7 @@ def test_no_width_of_a_terminal_changes_a_number(tmp_path, form, wrap):
         *(([f"step:1 - c/d:2.25{tail}"], [{"c/d": 2.25, "step": 1}]) for tail in (" done", " (1.2s)", ".", " and 3")),
         (["{'loss': 0.1, 'x': [1, 2], 'mean_length': 12", "7.5, 'kl': 0.5}"], [{"loss": 0.1}, {"kl": 0.5}]),
         # A printed configuration stays as it is.
-        (
-            ["(pid=1) {'actor': {'lr': 1e-06,", "(pid=1)            'epochs': 1},", "(pid=1)  'seed': 7}"],
-            [{"lr": 1e-06}, {"epochs": 1}, {"seed": 7}],
-        ),
+        (["(pid=1) {'actor': {'lr': 1e-06,", "(pid=1)            'seed': 7}}"], [{"lr": 1e-06}, {"seed": 7}]),
     ],
 )
 def test_lines_that_certainly_belong_together_are_joined(tmp_path, lines, found):

@@ -49,48 +49,29 @@ def legend(part):
     return [text.get_text() for text in part.get_texts()]
 
 
-def vertical_lines(axis):
-    return sorted({line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 2})
-
-
 MISMATCH = "Training-inference mismatch"
 
 
-def test_the_panel_of_the_mismatch_has_the_floors():
-    rows = rows_of()
-    for step, mesh in ((10, 2e-4), (20, 3e-4)):
-        rows[step - 1] |= {"mismatch_self/log_ppl_abs_diff": 0.0, "mismatch_self/mesh/log_ppl_abs_diff": mesh}
-    axis = axis_named(report(run_of(rows)), MISMATCH)
-    (line,) = [line for line in axis.lines if line.get_marker() == "s" and len(line.get_xdata())]
-    assert line.get_xdata().tolist() == [10, 20]
-    assert line.get_ydata().tolist() == [2e-4, 3e-4]
-    assert legend(axis.get_legend()) == ["itself: shape (0)", "itself: mesh"]
-    assert axis.get_ylim()[0] < 2e-4
-    assert axis_named(report(run_of(rows_of())), MISMATCH).get_legend() is None
+SHOWN = {
+    "Reward": "reward/mean",
+    "Evaluation accuracy": "eval/aime24/accuracy",
+    "Response length": "response_length/mean",
+    "Learning rate": "schedule/learning_rate",
+    "Gradient norm": "optimizer/grad_norm",
+    "Policy entropy": "policy/entropy",
+    MISMATCH: "mismatch/log_ppl_abs_diff",
+}
 
 
-@pytest.mark.parametrize(
-    ("title", "key"),
-    [
-        ("Reward", "reward/mean"),
-        ("Evaluation accuracy", "eval/aime24/accuracy"),
-        ("Response length", "response_length/mean"),
-        ("Learning rate", "schedule/learning_rate"),
-        ("Gradient norm", "optimizer/grad_norm"),
-        ("Policy entropy", "policy/entropy"),
-        (MISMATCH, "mismatch/log_ppl_abs_diff"),
-    ],
-)
-def test_each_panel_shows_the_values_of_its_metric(title, key):
-    rows = [row | {name: row[name] * (1 + row["step"] / 100) for name in row if name == key} for row in rows_of(12)]
-    steps, values = zip(*((row["step"], row[key]) for row in rows if key in row), strict=True)
-    line = axis_named(report(run_of(rows)), title).lines[0]
-    assert list(line.get_xdata()) == list(steps)
-    np.testing.assert_array_equal(line.get_ydata(), values)
-
-
-def test_the_report_is_a_picture_with_the_curves_in_it(tmp_path):
-    run = write_record(tmp_path / "run", rows_of(12))
+def test_each_panel_shows_the_values_of_its_metric(tmp_path):
+    shown = set(SHOWN.values())
+    rows = [row | {key: row[key] * (1 + row["step"] / 100) for key in shown & row.keys()} for row in rows_of(12)]
+    figure = report(run_of(rows))
+    for title, key in SHOWN.items():
+        line = axis_named(figure, title).lines[0]
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == points
+    run = write_record(tmp_path / "run", rows)
     out = plot_report([run], tmp_path / "new" / "report.png")
     assert out == tmp_path / "new" / "report.png"
     color = matplotlib.colors.to_rgb(read_runs([run])[0].color)
@@ -98,39 +79,42 @@ def test_the_report_is_a_picture_with_the_curves_in_it(tmp_path):
     assert (np.abs(pixels - color).max(axis=-1) < 0.01).sum() > 7 * 500  # seven panels with a curve of 500 pixels each
 
 
-@pytest.mark.parametrize(
-    ("schedule", "lines", "said"),
-    [
+def test_the_surge_and_the_decay_period_are_marked():
+    for schedule, lines, said in (
         ({"surge": 8, "period": 14}, [8, 14, 28], ["surge at 8, period 14"]),
         ({"period": 15}, [15, 30], []),
         ({}, [], []),
-    ],
-)
-def test_the_surge_and_the_decay_period_are_marked(schedule, lines, said):
-    figure = report(run_of(rows_of(**schedule)))
-    assert vertical_lines(axis_named(figure, "Response length")) == lines
-    assert vertical_lines(axis_named(figure, "Learning rate")) == lines
-    assert texts(axis_named(figure, "Response length")) == said
+    ):
+        figure = report(run_of(rows_of(**schedule)))
+        for title in ("Response length", "Learning rate"):
+            found = {line.get_xdata()[0] for line in axis_named(figure, title).lines if len(line.get_xdata()) == 2}
+            assert sorted(found) == lines
+        assert texts(axis_named(figure, "Response length")) == said
 
 
-def test_curves_leave_gaps_at_values_that_are_not_finite():
+def test_gaps_zeros_and_floors_of_the_mismatch():
+    """Curves leave gaps at values that are not finite, and on the log axis of the mismatch at zeros."""
     rows = rows_of()
     rows[4]["optimizer/grad_norm"] = None
-    raw, smooth = (line.get_ydata() for line in axis_named(report(run_of(rows)), "Gradient norm").lines)
+    rows[8]["mismatch/log_ppl_abs_diff"] = 0.0
+    for step, mesh in ((10, 2e-4), (20, 3e-4)):
+        rows[step - 1] |= {"mismatch_self/log_ppl_abs_diff": 0.0, "mismatch_self/mesh/log_ppl_abs_diff": mesh}
+    figure = report(run_of(rows))
+    raw, smooth = (line.get_ydata() for line in axis_named(figure, "Gradient norm").lines)
     for values in (raw, smooth):
         assert np.isnan(values[4])
         np.testing.assert_allclose(np.delete(values, 4), 0.5)
     assert len(axis_named(report(run_of(rows), smooth=0.0), "Gradient norm").lines) == 1
-
-
-def test_the_mismatch_has_a_log_axis_without_its_zeros():
-    rows = rows_of()
-    rows[8]["mismatch/log_ppl_abs_diff"] = 0.0
-    axis = axis_named(report(run_of(rows)), MISMATCH)
+    axis = axis_named(figure, MISMATCH)
     assert axis.get_yscale() == "log"
     assert np.isnan(axis.lines[0].get_ydata()[8])
+    (line,) = [line for line in axis.lines if line.get_marker() == "s" and len(line.get_xdata())]
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([10, 20], [2e-4, 3e-4])
+    assert legend(axis.get_legend()) == ["itself: shape (0)", "itself: mesh"]
+    assert axis.get_ylim()[0] < 2e-4
     axis = axis_named(report(run_of(rows_of(factor=0.0))), MISMATCH)
     assert texts(axis) == ["mismatch/log_ppl_abs_diff is 0 at every step"]
+    assert axis.get_legend() is None
 
 
 @pytest.mark.parametrize("values", [[1e-18, 1e-18], [1e-3, 1e-3 * (1 + 2e-16)], [1e300, 1e300], [2e-3], [1e-5, 1e-1]])

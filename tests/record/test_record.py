@@ -160,11 +160,8 @@ def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
     assert (step, value.tag, histogram.num) == (1, "mismatch/logprob_abs_diff", 6)
     held = [(limit, count) for limit, count in zip(histogram.bucket_limit, histogram.bucket, strict=True) if count]
     assert [count for _, count in held] == [2, 1, 3]
-    assert held[0][0] == pytest.approx(1e-9)
-    assert 1.5e-3 <= held[1][0] <= 1.5e-3 * 1.02
-    assert 0.2 <= held[2][0] <= 0.2 * 1.02
-    assert histogram.max == pytest.approx(0.2, rel=0.01)
-    assert histogram.sum == pytest.approx(0.6015, rel=0.01)
+    assert [limit for limit, _ in held] == pytest.approx([1e-9, 1.5e-3 * 1.01, 0.2 * 1.01], rel=0.0101)
+    assert (histogram.max, histogram.sum) == pytest.approx((0.2, 0.6015), rel=0.01)
 
 
 def test_in_tensorboard_a_resume_replaces_the_dropped_steps(tmp_path):
@@ -172,11 +169,8 @@ def test_in_tensorboard_a_resume_replaces_the_dropped_steps(tmp_path):
     record(tmp_path, steps(1, 3, **values), tensorboard=True)
     record(tmp_path, steps(3, 3, **{"reward/mean": 0.75}), 3, tensorboard=True)
     shown = [(step, value.tag, value.simple_value) for step, value in read_values(tmp_path / "tb")]
-    assert [item for item in shown if item[1] == "reward/mean"] == [
-        (1, "reward/mean", 0.5),
-        (2, "reward/mean", 0.5),
-        (3, "reward/mean", 0.75),
-    ]
+    rewards = [(step, value) for step, tag, value in shown if tag == "reward/mean"]
+    assert rewards == [(1, 0.5), (2, 0.5), (3, 0.75)]
     assert [step for step, tag, value in shown if tag == "a/bad" and math.isnan(value)] == [1, 2]
     assert {tag for _, tag, _ in shown} == {"reward/mean", "a/bad", "eval/x y/pass@4"}
 
@@ -210,24 +204,16 @@ def test_the_console_has_plain_lines_or_a_bar_and_may_be_gone(tmp_path, capsys, 
     assert [row["step"] for row in read_rows(tmp_path / "gone/metrics.jsonl")] == [1, 2]
 
 
-def test_a_second_close_changes_nothing(tmp_path):
-    recorder = Recorder(tmp_path, 2)
-    recorder.write({"step": 1})
-    recorder.close()
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    recorder.close()
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
-    with pytest.raises(ValueError, match="closed file"):
-        recorder.write({"step": 2})
-
-
 def test_rows_for_tensorboard_do_not_bring_torch_in(tmp_path):
+    """A second close changes nothing."""
     code = "import sys; from rljax.record.writers import Recorder; "
     code += f"recorder = Recorder({str(tmp_path)!r}, 1, progress=False); recorder.write({{'step': 1, 'loss': 0.5}}); "
-    code += "recorder.close(); print('torch' in sys.modules)"
+    code += "recorder.close(); recorder.close(); print('torch' in sys.modules); recorder.write({'step': 2})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert (done.returncode, done.stdout) == (1, "False\n"), done.stderr
+    assert "closed file" in done.stderr.splitlines()[-1]
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5}]
+    assert [step for step, _ in read_values(tmp_path / "tb")] == [1]
 
 
 # ---- the summary ----
@@ -265,13 +251,9 @@ def test_the_summary_and_its_table():
         "mean abs              mean 3.53e-02, max 2.00e+00 (logprob_abs_diff_mean)",
         "wall time             30.0 s",
     } < set(format_summary(got).splitlines())
-
-
-def test_summary_of_bare_rows_is_json_and_printed():
-    summary = summarize([{"step": 1}, {"step": 2, "reward/mean": None, "nonfinite_keys": ["reward/mean"]}])
-    assert summary["rows_with_nonfinite"] == 1
-    assert summary["reward_gain"] is None
-    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-    assert "reward" in format_summary(summary)
+    bare = summarize([{"step": 1}, {"step": 2, "reward/mean": None, "nonfinite_keys": ["reward/mean"]}])
+    assert (bare["rows_with_nonfinite"], bare["reward_gain"]) == (1, None)
+    assert json.loads(json.dumps(bare, allow_nan=False)) == bare
+    assert "reward" in format_summary(bare)
     with pytest.raises(ValueError, match="no rows"):
         summarize([])

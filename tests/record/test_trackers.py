@@ -35,19 +35,6 @@ def steps_of(run_dir):
     return [entry["row"]["step"] for entry in read(run_dir) if "row" in entry]
 
 
-def end_with(run_dir, error):
-    """Runs one step and then raises an error."""
-
-    def raise_in_run():
-        with tracked(run_dir, "Kept") as recorder:
-            write(recorder, 1)
-            until(lambda: steps_of(run_dir) == [1])
-            raise error
-
-    with pytest.raises(type(error), match=str(error)):
-        raise_in_run()
-
-
 def test_a_tracker_gets_settings_rows_and_results(tmp_path):
     """Infinity is NaN for a tracker, and None is nothing."""
     with tracked(tmp_path, "Kept", project="adds", run_name="seed 7") as recorder:
@@ -93,7 +80,7 @@ def test_a_tracker_that_hangs_is_abandoned(tmp_path, capfd, planted):
     assert capfd.readouterr().err.splitlines()[-2:] == last
 
 
-def test_a_slow_tracker_delays_no_step(tmp_path, capfd):
+def test_a_slow_tracker_delays_no_step_and_has_a_bound(tmp_path, capfd):
     with tracked(tmp_path, "Slow", seconds=2.0) as recorder:
         began = time.monotonic()
         write(recorder, *range(1, 41))
@@ -101,10 +88,7 @@ def test_a_slow_tracker_delays_no_step(tmp_path, capfd):
     assert "planted_trackers:Slow gets no more rows: it did not end in time; " in capfd.readouterr().err
     given = steps_of(tmp_path)
     assert given == list(range(1, len(given) + 1))
-
-
-def test_a_tracker_for_which_too_many_rows_wait_gets_no_more(tmp_path, capfd):
-    with tracked(tmp_path, "HangsAtLog") as recorder:
+    with tracked(tmp_path / "waiting", "HangsAtLog") as recorder:
         write(recorder, *range(1, WAITING + 6))
         assert "planted_trackers:HangsAtLog gets no more rows: it was too slow; " in capfd.readouterr().err
     assert "HangsAtLog is abandoned" in capfd.readouterr().err
@@ -132,19 +116,23 @@ def test_a_run_that_goes_on_in_its_project_is_the_same_run(tmp_path, capfd, kind
     assert steps_of(run_dir) == [1, 2, 3, 4, 3, 4, 5, 6]
 
 
-def test_a_run_that_raises_is_marked_as_failed(tmp_path):
-    (tmp_path / "summary.json").write_text('{"steps": 0}')  # an earlier process wrote it
-    end_with(tmp_path, RuntimeError("boom"))
-    assert steps_of(tmp_path) == [1]
-    assert read(tmp_path)[-1] == {"summary": {}, "figures": [], "failed": True}
+def test_a_run_that_raises_has_failed_unless_another_process_took_it(tmp_path):
+    def end_with(error, run_dir):
+        with tracked(run_dir, "Kept") as recorder:
+            write(recorder, 1)
+            until(lambda: steps_of(run_dir) == [1])
+            raise error
 
-
-def test_a_run_that_another_process_took_is_left_open(tmp_path):
     taken = ConfigError("taken")
     taken.__cause__ = OwnedError("taken")
-    end_with(tmp_path, taken)
+    for error, run_dir in ((RuntimeError("boom"), tmp_path / "failed"), (taken, tmp_path / "taken")):
+        run_dir.mkdir()
+        (run_dir / "summary.json").write_text('{"steps": 0}')  # an earlier process wrote it
+        with pytest.raises(type(error), match=str(error)):
+            end_with(error, run_dir)
+    assert read(tmp_path / "failed")[-1] == {"summary": {}, "figures": [], "failed": True}
     time.sleep(1.0)
-    assert "row" in read(tmp_path)[-1]
+    assert "row" in read(tmp_path / "taken")[-1]  # it is left open
 
 
 @pytest.mark.parametrize(
