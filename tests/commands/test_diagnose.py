@@ -101,11 +101,7 @@ SUMMARY = {"_step": 60, "_runtime": 9.0, "_timestamp": 1.0, "response_length/mea
     [
         ("x.json", SUMMARY, "is a summary of W&B: it has only the last value of each metric and is no log. Export"),
         ("x.jsonl", {"reward/mean": 0.5, "_wandb": {}}, "is a summary of W&B"),
-        (
-            "1.jsonl",
-            {"input": "1+1=", "output": "2", "gts": "2", "score": 1.0},
-            f"is the rollout data of verl, {TEXTS}",
-        ),
+        ("1.jsonl", {"input": "1+1=", "output": "2", "score": 1.0}, f"is the rollout data of verl, {TEXTS}"),
         ("completions_00001.parquet", None, f"is the completions of TRL, {TEXTS}"),
         ("x.parquet", None, f"is the completions of TRL, {TEXTS}"),
     ],

@@ -192,11 +192,7 @@ def write_events(directory, lengths, first, tag=LENGTH):
         # One step column never changes, and one exists only in an evaluation.
         ("constant.jsonl", [{"train/global_step": 0, "_step": i, LENGTH: n} for i, n in COUNTED] + [AT_7], "_step"),
         ("val_first.jsonl", [{"step": 0, LENGTH: None, "val-core/acc": 0.1}, *rows_of(LENGTH)], "step"),
-        (
-            "trainer_state.json",
-            {"global_step": 300, "log_history": [*TRL, {"step": 300, "train_runtime": 5.0}]},
-            "step",
-        ),
+        ("trainer_state.json", {"global_step": 300, "log_history": [*TRL, {"step": 300, "runtime": 5.0}]}, "step"),
         # prime-rl's file has no step, and slime's steps begin at 0.
         ("zero.jsonl", rows_of("rollout/response_len/mean", first=0), "step"),
         ("metrics.jsonl", [{"train/agg/all/num_output_tokens/mean": n, "train/m/all/x": 1} for n in LENGTHS], None),

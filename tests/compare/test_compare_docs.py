@@ -23,26 +23,17 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
 
 
-def written(folder):
-    (path,) = folder.glob("tokens_*.jsonl")
-    return read_tokens(path)
-
-
-@pytest.mark.parametrize("has_old", [True, False])
-def test_the_trl_exporter_writes_what_is_read(tmp_path, has_old):
-    """Prompts are padded on the left and responses on the right, with token 0.
-
-    The masks of the last row are what mask_truncated_completions leaves of a response.
-    """
+def test_the_trl_exporter_writes_what_is_read(tmp_path):
+    """The masks of the last row are what mask_truncated_completions leaves of a response."""
     logprobs = -torch.arange(1.0, 9.0).reshape(2, 4)[[0, 1, 0]]
-    out = {
-        "prompt_ids": torch.tensor([[0, 5, 6], [7, 8, 9], [0, 5, 6]]),
-        "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1], [0, 1, 1]]),
-        "completion_ids": torch.tensor([[1, 2, 0, 0], [3, 4, 5, 6], [1, 2, 0, 0]]),
-        "completion_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]),
-        "tool_mask": torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0]]),
-        "sampling_per_token_logps": logprobs / 8,
-    } | ({"old_per_token_logps": logprobs / 4} if has_old else {})
+    masks = {"prompt_mask": [[0, 1, 1], [1, 1, 1], [0, 1, 1]], "completion_mask": [[1, 1, 0, 0], [1] * 4, [0] * 4]}
+    ids = {
+        "prompt_ids": [[0, 5, 6], [7, 8, 9], [0, 5, 6]],
+        "completion_ids": [[1, 2, 0, 0], [3, 4, 5, 6], [1, 2, 0, 0]],
+    }
+    tools = {"tool_mask": [[1, 1, 0, 0], [1, 0, 1, 1], [0] * 4]}
+    out = {name: torch.tensor(rows) for name, rows in (ids | masks | tools).items()}
+    out |= {"sampling_per_token_logps": logprobs / 8, "old_per_token_logps": logprobs / 4}
 
     class Base:
         accelerator, state = SimpleNamespace(process_index=1), SimpleNamespace(global_step=2)
@@ -55,16 +46,15 @@ def test_the_trl_exporter_writes_what_is_read(tmp_path, has_old):
     names = run_block("compare.md", "class TokenFile") | {"GRPOTrainer": Base}
     trainer = run_block("compare.md", "class ExportingTrainer(GRPOTrainer)", **names)["ExportingTrainer"]()
     assert trainer._generate_and_score_completions(None) is out
-    dump = written(tmp_path)
-    assert [ids.tolist() for ids in dump.token_ids] == [[5, 6, 1, 2], [7, 8, 9, 3, 4, 5, 6]]
-    assert [np.flatnonzero(mask).tolist() for mask in dump.response_mask] == [[2, 3], [3, 5, 6]]
-    assert set(dump.logprobs) == ({"trainer", "rollout"} if has_old else {"rollout"})
-    for column in dump.logprobs:
-        assert (dump.role(column), dump.sources[column].temperature) == (column, 0.7)
-        first = logprobs[1] / {"rollout": 8, "trainer": 4}[column]
-        np.testing.assert_array_equal(dump.logprobs[column][1], [*[np.nan] * 3, *first.tolist()])
     trainer._generate_and_score_completions(None)
-    assert written(tmp_path).sequence_ids == ("2/1/1", "2/1/2", "2/1/3", "2/1/4")
+    (path,) = tmp_path.glob("tokens_*.jsonl")
+    dump = read_tokens(path)
+    assert dump.sequence_ids == ("2/1/1", "2/1/2", "2/1/3", "2/1/4")
+    assert [ids.tolist() for ids in dump.token_ids[:2]] == [[5, 6, 1, 2], [7, 8, 9, 3, 4, 5, 6]]
+    assert [np.flatnonzero(mask).tolist() for mask in dump.response_mask[:2]] == [[2, 3], [3, 5, 6]]
+    for column, scale in {"rollout": 8, "trainer": 4}.items():
+        assert (dump.role(column), dump.sources[column].temperature) == (column, 0.7)
+        assert dump.logprobs[column][1][3:].tolist() == (logprobs[1] / scale).tolist()
 
 
 def test_the_jsonl_and_the_dump_of_the_page(tmp_path, monkeypatch):

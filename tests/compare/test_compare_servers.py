@@ -53,11 +53,7 @@ def test_a_server_decodes_given_tokens(fake, way):
 def test_a_server_that_decodes_no_given_tokens_is_named(fake):
     for name, value, said in (
         ("obeys", False, "other tokens than those given: token 0 is 7, expected 8"),
-        (
-            "forcing",
-            {"way": "", "reason": "its Model Runner V2 needs --x"},
-            "no given tokens: its Model Runner V2 needs",
-        ),
+        ("forcing", {"way": "", "reason": "its runner needs --x"}, "decodes no given tokens: its runner needs --x"),
         ("refuse", {"/collective_rpc": 404}, "decodes no given tokens: rljax's plugin is not in this server"),
     ):
         setattr(fake, name, value)

@@ -137,10 +137,7 @@ def tops(ids, logprobs):
         (of_one([-1], [True]), "integers in"),
         (tops((1, 3), (1, 3)), r"top_ids must have 2 lists of 3 tokens, got shape \(1, 3\)"),
         (tops((2, 3), (2, 2)), "top_ids and top_logprobs must have the same shapes"),
-        (
-            (["a", "b"], [[1, 2]] * 2, [[True] * 2] * 2, *tops((2, 3), (2, 3))[3:]),
-            "top_ids must have 2 sequences, got 1",
-        ),
+        ((["a", "b"], [[1, 2]] * 2, [[True] * 2] * 2, *tops((2, 3), (2, 3))[3:]), "must have 2 sequences, got 1"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(arguments, message):

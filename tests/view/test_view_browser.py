@@ -33,10 +33,9 @@ def write_page(tmp_path):
     return address_of(tmp_path, make_dump(["long", EVIL, "short"], IDS, mask, sides, sources, columns=columns))
 
 
-def address_of(tmp_path, dump, *words):
+def address_of(tmp_path, dump):
     """Writes the page of a dump and returns its address."""
-    path = write_dump(tmp_path / "tokens.parquet", dump)
-    printed(main, [path, "-o", tmp_path / "page.html", *words])
+    printed(main, [write_dump(tmp_path / "tokens.parquet", dump), "-o", tmp_path / "page.html"])
     return (tmp_path / "page.html").as_uri()
 
 
@@ -141,24 +140,6 @@ def test_colours_tell_sign_and_size_and_a_card_has_the_numbers(page):
     assert page.is_hidden("#card")
     page.set_viewport_size({"width": 390, "height": 800})  # a telephone
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
-def test_the_card_has_the_likeliest_tokens_of_either_side(tmp_path, opened):
-    ids, nothing = np.asarray([[-1, -1], [11, 3]], np.int32), [-np.inf, -np.inf]
-    sides = [np.asarray([nothing, logprobs], np.float32) for logprobs in ([-0.25, -1.5], [-0.125, -2.5])]
-    columns = {"trainer": [[None, -2.5]], "rollout": [[None, -1.5]]}
-    tops = {"top_ids": [ids], "top_logprobs": [sides[0]]}
-    tops |= {"top_ids/trainer": [ids], "top_logprobs/trainer": [sides[1]]}
-    dump = make_dump(["a"], [[1, 3]], [[False, True]], columns, columns=tops)
-    page = opened(address_of(tmp_path, dump, "--model", "toy-base"))
-    token(page, 1).hover()
-    assert card(page)["rank for the rollout"] == card(page)["rank for the trainer"] == "2"
-    texts = page.locator("#card p").all_inner_texts()
-    tables = [table.locator("td").all_inner_texts() for table in page.locator("#card table").all()[1:]]
-    assert dict(zip(texts, tables, strict=True)) == {
-        "likeliest for the rollout": ["=", "-0.25", "p 0.779", "3", "-1.5", "p 0.223"],
-        "likeliest for the trainer": ["=", "-0.125", "p 0.882", "3", "-2.5", "p 0.0821"],
-    }
 
 
 def test_tapping_opens_and_closes_the_card(tmp_path, opened):
@@ -277,12 +258,17 @@ def contrast(*colours):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_a_run_shows_texts_curves_and_each_dump(tmp_path, opened):
+def test_a_run_shows_texts_curves_each_dump_and_likeliest_tokens(tmp_path, opened):
     run = write_record(tmp_path / "run", [record_row(step, surge=3, period=5) for step in range(1, 13)])
     (run / "config.yaml").write_text(json.dumps({"model": {"path": "toy-base"}, "run": {"dir": str(run)}}))
+    ids, nothing = np.asarray([[-1, -1], [11, 3]], np.int32), [-np.inf, -np.inf]
+    sides = [np.asarray([nothing, logprobs], np.float32) for logprobs in ([-0.25, -1.5], [-0.125, -2.5])]
+    tops = {"top_ids": [ids], "top_logprobs": [sides[0]]}
+    tops |= {"top_ids/trainer": [ids], "top_logprobs/trainer": [sides[1]]}
     for step, gap in ((1, 0.5), (2, 0.25)):
-        columns = {"trainer": [[None, -1.0]], "rollout": [[None, -1.0 - gap]]}
-        write_dump(run / f"rollouts/step_{step:06d}.parquet", make_dump(["a"], [[11, 14]], [[False, True]], columns))
+        columns = {"trainer": [[None, gap - 1.5]], "rollout": [[None, -1.5]]}
+        dump = make_dump(["a"], [[11, 3]], [[False, True]], columns, columns=tops)
+        write_dump(run / f"rollouts/step_{step:06d}.parquet", dump)
     printed(main, [run])
     page = opened((run / "report.html").as_uri())
     assert "surge at 3, period 5" in page.locator("#curves svg text").all_text_contents()
@@ -290,7 +276,14 @@ def test_a_run_shows_texts_curves_and_each_dump(tmp_path, opened):
     token(page, 1).hover()
     assert card(page)["log-ratio"].startswith("0.25 ")
     assert card(page)["weight"] == "1"
-    assert page.inner_text("#tokens") == "=$"
+    assert page.inner_text("#tokens") == "=3"
+    assert card(page)["rank for the rollout"] == card(page)["rank for the trainer"] == "2"
+    texts = page.locator("#card p").all_inner_texts()
+    tables = [table.locator("td").all_inner_texts() for table in page.locator("#card table").all()[1:]]
+    assert dict(zip(texts, tables, strict=True)) == {
+        "likeliest for the rollout": ["=", "-0.25", "p 0.779", "3", "-1.5", "p 0.223"],
+        "likeliest for the trainer": ["=", "-0.125", "p 0.882", "3", "-2.5", "p 0.0821"],
+    }
     page.select_option("#dumps", label="step_000001.parquet")
     page.wait_for_selector("body[data-ready='step_000001.parquet']")
     token(page, 1).hover()
