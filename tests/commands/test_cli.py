@@ -11,7 +11,6 @@ from rljax import cli
 
 
 def test_the_help_explains_each_command_in_a_line():
-    """The command itself needs the standard library alone."""
     done = run_with_only([], "import rljax.cli\n")
     assert (done.returncode, done.stderr) == (0, "")
     words = [sys.executable, "-m", "rljax", "evaluate", "--help"]

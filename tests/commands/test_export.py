@@ -12,7 +12,6 @@ from rljax.policy.peft import ADAPTER_CONFIG
 
 
 def test_mistakes_are_named_before_the_run_is_read(tmp_path):
-    """A model and an adapter have two directories: transformers would load both together."""
     (tmp_path / "file").touch()
     assert refused(main, [tmp_path / "run", tmp_path / "file"]) == f"error: {tmp_path}/file: File exists\n"
     assert "no model at" in refused(main, [tmp_path / "run", tmp_path / "new"])

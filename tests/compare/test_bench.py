@@ -19,10 +19,7 @@ FILES = Path(__file__).parents[2] / "benchmarks" / "mismatch_bench"
 
 
 def measured(by_size, *, source=SOURCE, shape=True, repeat=1, form=FORM, others=None):
-    """Measures two sequences of one prompt token.
-
-    ``by_size`` has the numbers of each call, by the batch size, and ``others`` those of further columns.
-    """
+    """Measures two sequences of one prompt token. ``by_size`` has the numbers of each call, by the batch size."""
     whole = {size: [[[math.nan, *row] for row in rows] for rows in calls] for size, calls in by_size.items()}
     columns = {"jax:float32": ((-1.0, -2.0), (-1.5, -0.5)), **(others or {})}
     column = {name: [[math.nan, *row] for row in rows] for name, rows in columns.items()}

@@ -220,13 +220,9 @@ def test_a_sum_over_devices_in_bfloat16_is_named(directory):
 
 
 def test_helpers_by_hand():
-    """1 + 2^-7 is a bfloat16, 1 + 2^-10 is a float16, and 1 + 2^-11 needs float32.
-
-    Two tokens with the logits ln 3 and 0 have the probabilities 3/4 and 1/4.
-    """
     found = [precision(np.float32([1 + 2.0**-n, 0])) for n in (7, 10, 11)]
     assert found == ["bfloat16", "float16", "float32"]
-    logits = np.log(np.float32([[3, 1], [3, 1]]))
+    logits = np.log(np.float32([[3, 1], [3, 1]]))  # the probabilities 3/4 and 1/4
     np.testing.assert_allclose(logprobs(logits, np.int32([0, 0, 1])), np.log([0.75, 0.25]), rtol=1e-6)
 
 

@@ -97,7 +97,6 @@ def write_tokens(path):
 
 
 def scored(model, tmp_path, scorers, *words):
-    """Compares scorers in float32; returns the columns and the report."""
     words = [write_tokens(tmp_path / "t"), "--model", str(model), "--out", str(tmp_path / "out"), *words]
     assert run_cli(compare.main, [*words, *(word for name in scorers for word in ("--scorer", f"{name}:float32"))]) == 0
     columns = read_dump(tmp_path / "out" / "tokens.parquet").logprobs
@@ -151,7 +150,6 @@ def test_a_conversion_is_judged_by_numbers_and_distributions(model, tmp_path, ca
 
 
 def near_columns(names):
-    """Returns three columns of 40 response tokens that are near each other."""
     rng = np.random.default_rng(0)
     values = -rng.exponential(1.0, (1, 40))
     return [[1] * 40], [[True] * 40], {name: values + 1e-4 * rng.standard_normal(values.shape) for name in names}
@@ -199,17 +197,13 @@ def test_an_interrupt_keeps_what_was_scored(model, tmp_path, monkeypatch):
 
 
 def two_tokens(order, roles=None, sampling=None):
-    """Returns one response of two tokens in columns named and ordered as in ``order``.
-
-    In alphabetical order, the first column has probabilities (e^-1, e^-2), the second (e^-1.5, e^-4).
-    """
+    """Returns two tokens in columns ``order``; by name the first has (e^-1, e^-2), and the second (e^-1.5, e^-4)."""
     values = dict(zip(sorted(order), ([-1.0, -2.0], [-1.5, -4.0]), strict=True))
     sources = {name: ColumnSource(role=role) for name, role in (roles or {}).items()}
     return make_dump(["x"], [[5, 6]], [[True] * 2], {name: [values[name]] for name in order}, sources, sampling)
 
 
-# With the trainer at (-1, -2) and the engine at (-1.5, -4), the log-ratios are 0.5 and 2. Then kl is -1.25 and k3_kl is
-# (e^0.5 - 1.5 + e^2 - 3) / 2. If they are exchanged, kl is 1.25 and k3_kl is (e^-0.5 - 0.5 + e^-2 + 1) / 2.
+# With the trainer at (-1, -2) and the engine at (-1.5, -4), the log-ratios are 0.5 and 2; or both are exchanged.
 FORWARD = (-1.25, (np.exp(0.5) - 1.5 + np.exp(2.0) - 3.0) / 2)
 BACKWARD = (1.25, (np.exp(-0.5) - 0.5 + np.exp(-2.0) + 1.0) / 2)
 
@@ -269,7 +263,6 @@ def spoiled(change):
 
 
 def filled(where, value):
-    """Returns columns of which the rollout has the same number at some places."""
     return spoiled(lambda rollout: rollout.__setitem__(where, value))
 
 

@@ -28,7 +28,6 @@ def flipped_at(whole, place, bits):
 
 
 def flipped(whole, draw):
-    """Returns the bytes with one bit flipped."""
     return flipped_at(whole, draw.randrange(len(whole)), 1 << draw.randrange(8))
 
 
@@ -82,7 +81,6 @@ def test_a_file_is_read_up_to_a_cut_record(events, capsys, left):
 
 
 def contents(dump):
-    """Returns every name and number of a dump, in a form that can be compared."""
     columns = {**dump.columns, "ids": dump.token_ids, "mask": dump.response_mask}
     bits = {name: [each.tobytes() for each in arrays] for name, arrays in columns.items()}
     return dump.sequence_ids, dump.sources, dump.sampling, bits

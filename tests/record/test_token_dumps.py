@@ -30,7 +30,6 @@ def small_dump():
 
 
 def dump_with_values(column="rollout"):
-    """Returns a dump in which the likeliest tokens are of a named column."""
     columns = dict(full_dump().columns)
     columns |= {f"{name}/{column}": columns.pop(name) for name in ("top_ids", "top_logprobs")}
     return dataclasses.replace(full_dump(), columns=columns)
@@ -116,7 +115,6 @@ def test_a_file_of_another_form_is_refused(tmp_path, change, message):
 
 
 def of_one(ids=(1, 2), mask=(True, True), columns=None, **more):
-    """Returns the arguments of a dump of one sequence."""
     return ["a"], [ids], [mask], columns or {}, {}, {}, {name: [array] for name, array in more.items()}
 
 

@@ -64,7 +64,6 @@ def ended(process, status=0):
 
 @pytest.fixture(scope="module")
 def whole(root):
-    """Returns a run that nothing interrupts."""
     output = ended(start(words(root / "whole")))
     assert "warning" not in output
     return root / "whole"
@@ -88,15 +87,11 @@ def forked(root, whole):
 
 
 def kept(run_dir, kind):
-    """Returns the id by which a tracker knows a run."""
     return json.loads((run_dir / "trackers" / f"{kind.replace('/', '_')}.json").read_text())["id"]
 
 
 def wandb_records(run_dir):
-    """Yields the records of a run's ``.wandb`` files, in the order of its processes.
-
-    Such a file has framed messages in blocks of 32 KiB.
-    """
+    """Yields the records of a run's ``.wandb`` files, which have framed messages in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for path in sorted(run_dir.glob(f"trackers/wandb/offline-run-*/run-{kept(run_dir, 'wandb')}.wandb")):

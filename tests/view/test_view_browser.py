@@ -34,7 +34,6 @@ def write_page(tmp_path):
 
 
 def address_of(tmp_path, dump):
-    """Writes the page of a dump and returns its address."""
     printed(main, [write_dump(tmp_path / "tokens.parquet", dump), "-o", tmp_path / "page.html"])
     return (tmp_path / "page.html").as_uri()
 
@@ -81,7 +80,6 @@ def page(tmp_path, opened):
 
 
 def card(page):
-    """Returns the lines of the open card by their names."""
     rows = page.locator("#card table").first.locator("tr")
     return dict(row.locator("td").all_inner_texts() for row in rows.all())
 
@@ -99,7 +97,6 @@ def classes(page):
 
 
 def names(page):
-    """Returns the names of the sequences that are listed."""
     rows = [row for row in page.locator("#sequences tbody tr").all() if row.is_visible()]
     return [row.locator("td").first.inner_text() for row in rows]
 

@@ -21,7 +21,6 @@ K3 = [math.exp(-0.25) - 1 + 0.25, math.exp(0.5) - 1.5 + math.exp(-1)]  # for the
 
 
 def viewed(tmp_path, source, *words):
-    """Returns the data of the page of a source."""
     status, out, err = outcome(main, [source, "-o", tmp_path / "page.html", *words])
     assert (status, out.strip()) == (0, str(tmp_path / "page.html")), err
     return page_data(tmp_path / "page.html")
@@ -76,10 +75,7 @@ def test_the_metrics_are_those_of_a_comparison():
 
 
 def values_dump(**more):
-    """Returns a dump of turns of one and two tokens, with log-ratios ln 3, then ln 0.5 and 0.
-
-    Each has two likeliest tokens. ``more`` are further columns.
-    """
+    """Returns a dump of turns of one and two tokens, with log-ratios ln 3, then ln 0.5 and 0."""
     ids = np.asarray([[-1, -1], [6, 3], [-1, -1], [9, 3], [3, 4]], np.int32)
     logprobs = np.log([[1, 1], [0.5, 0.25], [1, 1], [0.5, 0.5], [0.5, 0.25]]).astype(np.float32)
     logprobs[[0, 2]] = -np.inf

@@ -48,7 +48,6 @@ def written(files, number=0):
 
 
 def shown(files):
-    """Returns the weights of a worker that has passed the handshake."""
     weights = WorkerWeights()
     weights.show(*(str(each) for each in files.probe()), PROTOCOL)
     return weights
