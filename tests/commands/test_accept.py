@@ -130,13 +130,6 @@ def test_the_task_and_the_second_version_differ_enough(tmp_path):
     assert [ServerChecks(inputs, None, tmp_path, 8, bar).bar for bar in (None, 0.0)] == [BARS["float32"], 0.0]
 
 
-def test_a_server_that_does_not_answer_is_refused(tmp_path):
-    words = [TOY_BASE, "--server", "http://127.0.0.1:9", "--out", tmp_path / "out"]
-    status, out, err = outcome(accept.main, words)
-    assert (status, out, list(tmp_path.iterdir())) == (2, "", [])
-    assert "no answer from http://127.0.0.1:9" in err
-
-
 def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
     made = []
 
@@ -163,6 +156,9 @@ def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
 
 
 def test_a_run_of_accept_starts_with_its_server_alone(tmp_path, monkeypatch):
+    status, out, err = outcome(accept.main, [TOY_BASE, "--server", "http://127.0.0.1:9", "--out", tmp_path / "out"])
+    assert (status, out, list(tmp_path.iterdir())) == (2, "", [])
+    assert "no answer from http://127.0.0.1:9" in err
     made = []
     monkeypatch.setattr(accept, "ServerChecks", lambda inputs, *_: made.append(inputs.config) or SimpleNamespace(bar=1))
     sections = ["checkpoint: {keep_best: true}", "eval: {at_start: true}", "data: {max_prompt_tokens: 8}"]

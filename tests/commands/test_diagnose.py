@@ -19,7 +19,6 @@ from rljax.compare.importers import read_tokens
 from rljax.diagnose.evidence import CAUSES, TABLES, first_remedy
 from rljax.diagnose.signals import PROJECTS
 from rljax.diagnose.token_facts import read_facts
-from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
 from rljax.rollout.types import InjectConfig, RolloutConfig, ServerForm
 from rljax.run.config import Config
 
@@ -172,16 +171,6 @@ def test_a_mistake_is_one_line(tmp_path):
         ([LOGS / "healthy.parquet", "--trainer", "rollout", "--rollout", "rollout"], "got 'rollout' twice"),
     ):
         assert said in refused(main, words)
-
-
-def test_a_named_column_comes_before_a_declared_one(tmp_path):
-    """The file says that b is the trainer's and c the engine's."""
-    columns = {name: [[-1.0, -2.0]] for name in "bac"}
-    sources = {"b": ColumnSource(role="trainer"), "c": ColumnSource(role="rollout")}
-    path = write_dump(tmp_path / "three.parquet", make_dump(["x"], [[5, 6]], [[True] * 2], columns, sources))
-    for words, sides in (([], "bc"), (["--trainer", "a"], "ac"), (["--rollout", "a"], "ba")):
-        found = json.loads(outcome(main, [path, *words, "--json", "-"])[1])["measured"]["tokens"]
-        assert (found["trainer"] + found["rollout"], found["roles_known"]) == (sides, True)
 
 
 def test_the_remedies_of_the_docs_are_those_of_the_table():

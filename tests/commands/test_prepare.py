@@ -43,10 +43,9 @@ def write_rows(path, rows):
 
 @pytest.fixture
 def model(tmp_path):
-    directory = tmp_path / "model"
-    build_tokenizer().save(directory)
-    (directory / "config.json").write_text(json.dumps(config_to_hf(toy_config(), "float32")))
-    return str(directory)
+    build_tokenizer().save(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config_to_hf(toy_config(), "float32")))
+    return str(tmp_path / "model")
 
 
 @pytest.fixture
@@ -174,17 +173,16 @@ def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repository, name, repo_type: str(tmp_path / name))
     (tmp_path / "data").mkdir()
     for i, name in enumerate(names):
-        (tmp_path / name).write_text(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n')
+        write_rows(tmp_path / name, [{"prompt": f"{i}+1=", "answer": f"{i + 1}"}])
     whole = hashlib.sha256(b"".join((tmp_path / name).read_bytes() for name in names)).hexdigest()
     for source in ("owner/name:data/train-*.jsonl", f"{tmp_path}/data", f"{tmp_path}/data/train-*.jsonl"):
         assert run_cli(main, [source, str(out), "--check-answers", "0"]) == 0
         assert [problem["prompt"] for problem in read_problems(out)] == ["0+1=", "1+1="]
         assert read_provenance(out)["source_sha256"] == whole
     (tmp_path / names[1]).unlink()
-    for source, message in (
-        ("owner/name", "owner/name:FILE is needed, there are 2 files of problems: data/test.jsonl, data/train-*.jsonl"),
-        (f"{tmp_path}/data", "data/train-*.jsonl: only 1 of 2 shards are there"),
-    ):
+    several = "owner/name:FILE is needed, there are 2 files of problems: data/test.jsonl, data/train-*.jsonl"
+    partial = "data/train-*.jsonl: only 1 of 2 shards are there"
+    for source, message in (("owner/name", several), (f"{tmp_path}/data", partial)):
         assert run_cli(main, [source, str(out)]) == 2
         assert message in capsys.readouterr().err
 
@@ -195,7 +193,6 @@ def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
         (["nowhere.parquet", "out.parquet"], "no problems at nowhere.parquet: there is no such file"),
         (["{plain}", "out.csv"], "OUT must end in .parquet, got out.csv"),
         (["{plain}", "out.parquet", "--max-prompt-tokens", "5"], "--model is needed"),
-        (["{plain}", "out.parquet", "--min-pass-rate", "0.2"], "pass rates are bounded but not measured"),
         (["{plain}", "out.parquet", "--model", "{model}", "--max-prompt-tokens", "2"], "no problem is left after the"),
         (["{plain}", "out.parquet", "--hold-out", "12"], "--hold-out 12 leaves nothing of 12 problems"),
         (["{plain}", "out.parquet", "--chat-template", "true"], "chat_template = true, but the tokenizer has none"),

@@ -139,7 +139,6 @@ def test_mistakes_of_the_caller_are_named(tmp_path):
     for words, said in (
         (["--serve"], "--serve needs --model"),
         ([*WORDS, "--trainer", "vllm:http://x"], "--serve takes one --trainer of jax"),
-        ([*WORDS, "--layers"], "--layers does not go with --serve"),
         (["--toy", "--repeat", "3"], "--repeat goes with --serve"),
         ([*WORDS, "--scorer", "jax-decode:float32/fp8_e5m2"], "--serve measures KIND:DTYPE of jax"),
     ):

@@ -18,7 +18,6 @@ from rljax.weights.format import Checksum, TensorRegion
 from rljax.weights.sums import (
     array_checksum,
     bits_of,
-    changed_checksum,
     describe_differences,
     differences,
     mixed,
@@ -44,34 +43,6 @@ def test_sums_see_one_element_and_the_third_changed_places(dtype):
     before, after, other = (array_checksum(each) for each in (array, swapped, moved))
     assert (before.first, before.second) == (after.first, after.second)
     assert (before.placed == after.placed, before.first == other.first, before.second == other.second) == (False,) * 3
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 300_000), (600, 1_000), (600_000,), (6, 5, 4)])
-def test_the_checksums_of_regions_add_up_to_the_tensors(dtype, shape):
-    """The regions, halves of rows and thirds of columns, have more and fewer elements than are summed at a time."""
-    array = normal(shape, dtype)
-    whole = TensorRegion.whole(shape)
-    bits, total = array.view(f"u{array.dtype.itemsize}").reshape(whole.rows, whole.width), np.zeros(3, np.int64)
-    for rows in np.array_split(np.arange(whole.rows), min(2, whole.rows)):
-        for columns in np.array_split(np.arange(whole.width), 3):
-            region = TensorRegion(int(rows[0]), len(rows), int(columns[0]), len(columns), whole.width)
-            assert region.lies_in(shape)
-            part = region_checksum(bits[np.ix_(rows, columns)].reshape(-1), region)
-            total += (part.first, part.second, part.placed)
-    assert Checksum.from_sums(array.size, *total.tolist()) == array_checksum(array)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("changed", [0, 500, 300_000])
-def test_a_checksum_follows_what_changes(dtype, changed):
-    rng = np.random.default_rng(0)
-    array = normal((400, 1_000), dtype)
-    bits = array.view(f"u{array.dtype.itemsize}").reshape(-1)
-    places = np.sort(rng.choice(bits.size, changed, replace=False))
-    old, before = bits[places].copy(), array_checksum(array)
-    bits[places] ^= 5
-    assert changed_checksum(before, old, bits[places], places) == array_checksum(array)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
