@@ -20,8 +20,7 @@ def test_the_help_explains_each_command_in_a_line():
     assert (status, err) == (0, "")
     for name, command in cli.COMMANDS.items():
         (line,) = [line for line in out.splitlines() if line.startswith(f"  {name} ")]
-        assert line.endswith(command.summary)
-        assert len(line) <= 100
+        assert (line.endswith(command.summary), len(line) <= 100) == (True, True)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -68,5 +67,3 @@ def test_the_shell_completes_commands_and_options(tmp_path):
     assert completions("rljax", "exp") == ["export"]
     options = completions("rljax", "train", "--run.st")
     assert [word for word in options if word[0] == "-"] == ["--run.steps", "--run.stuck-s"]
-    said = refused(cli.main, ["--print-completion", "csh"])
-    assert said == "error: --print-completion: expected one of bash, zsh, fish, got csh\n"

@@ -61,19 +61,16 @@ def test_the_names_are_listed_and_a_page_is_printed_whole():
     assert (status, err) == (0, "")
     assert {"compare", "diagnose", "studies"} <= set(out.split())
     assert outcome(docs, ["diagnose"])[:2] == (0, (ROOT / "docs/diagnose.md").read_text(encoding="utf-8"))
+    first = PAGE[PAGE.index("## A") : PAGE.index("\n\n## Second")]  # a part ends before the next heading of its depth
+    assert part_of(PAGE, "a-first_one-here") == first
+    assert part_of(PAGE, "deeper") == "### Deeper\n\nmore"
+    assert part_of(PAGE, "second") == "## Second\nlast"
     for words, said in (
         ("diagnos", "no page 'diagnos'; did you mean diagnose?"),
         ("diagnose#the-limit", "no heading 'the-limit'; did you mean the-limits?"),
         ("../README", "no page '../README'"),
     ):
         assert said in refused(docs, [words])
-
-
-def test_a_part_ends_before_the_next_heading_of_its_depth():
-    first = PAGE[PAGE.index("## A") : PAGE.index("\n\n## Second")]
-    assert part_of(PAGE, "a-first_one-here") == first
-    assert part_of(PAGE, "deeper") == "### Deeper\n\nmore"
-    assert part_of(PAGE, "second") == "## Second\nlast"
 
 
 def test_messages_name_pages_that_are_there():

@@ -56,12 +56,6 @@ def test_the_page_answers_every_question_as_in_the_docs(log, monkeypatch):
     assert [line for line in shown if line.strip() != "..." and line not in left] == []
 
 
-def test_the_limits_of_the_docs_are_those_in_use():
-    written = {(name, float(limit)) for name, limit in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", DOCS, re.MULTILINE)}
-    assert written == {(signal, round(limit, 6)) for signal, limit, *_ in TABLES["limits"]}
-    assert all(f"`{cause}`" in DOCS for cause in CAUSES)
-
-
 def test_json_has_the_whole_diagnosis(log, tmp_path):
     status, out, _ = outcome(main, [log("temperature"), "--json", "-"])
     found = json.loads(out)
@@ -173,14 +167,17 @@ def test_a_mistake_is_one_line(tmp_path):
         assert said in refused(main, words)
 
 
-def test_the_remedies_of_the_docs_are_those_of_the_table():
+def test_limits_and_remedies_of_the_docs_are_those_of_the_table():
     """Each cause has a list with rljax's own options, and three remedies have a column with those of each project."""
+    written = {(name, float(limit)) for name, limit in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", DOCS, re.MULTILINE)}
+    assert written == {(signal, round(limit, 6)) for signal, limit, *_ in TABLES["limits"]}
     options = {name: project["options"] for name, project in TABLES["projects"].items()}
     own = {name: options["rljax"].get(name, (of_any,))[0] for name, (_, of_any) in TABLES["remedies"].items()}
     for cause, (_, _, names) in TABLES["causes"].items():
         assert bool(names) == (cause != "healthy")
         listed = REMEDIES.partition(f"### {cause}\n\n")[2].partition("\n\n")[0].splitlines()
         assert listed == [f"{i}. {TABLES['remedies'][name][0]}: {own[name]}" for i, name in enumerate(names, 1)]
+        assert f"`{cause}`" in DOCS
     columns = ("truncate", "cut", "room")
     text = REMEDIES.partition("### in_your_framework\n")[2].partition("###")[0]
     lines = (line for line in text.splitlines() if line[:1] == "|")
@@ -190,11 +187,7 @@ def test_the_remedies_of_the_docs_are_those_of_the_table():
     assert rows == [[each.get(name, ("",))[0] for name in columns] for each in others]
     assert set(options) < set(PROJECTS)
     assert {kind for kind, _ in CAUSES.values()} == KINDS
-
-
-def test_the_first_remedy_is_in_the_options_of_the_project():
-    """A remedy without an option of the project names no key of rljax's configuration either."""
-    for project in PROJECTS:
+    for project in PROJECTS:  # a remedy without an option of the project names no key of rljax's configuration either
         own = dict(TABLES["projects"].get(project, {"options": {}})["options"].values())
         for first in (first_remedy(cause, project) for cause in CAUSES if cause != "healthy"):
             assert first["source"].endswith(own.get(first["option"], "")), project

@@ -77,16 +77,6 @@ def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
         assert pair.metrics["token_count"] == 3
 
 
-def test_a_plain_server_is_scored_under_its_own_names(fake):
-    """The server has no plugin and no weight endpoints, so dtype and weights are unknown."""
-    fake.routes, fake.model = {"/inference/v1/generate"}, "org/name"
-    fake.refuse = dict.fromkeys(["/collective_rpc", "/is_paused"], 404)
-    vectors, source = score_column(f"vllm:{fake.url}", DUMP)
-    assert vectors[0][2] == np.float32(-0.25)
-    assert (source.dtype, source.weights_hash) == ("", "")
-    assert name_columns([f"vllm:{fake.url}"]) == {f"vllm:{fake.url}": f"vllm:127.0.0.1:{fake.port}"}
-
-
 def test_columns_are_named_by_dtype_and_form_and_kept_apart(fake, another):
     other = another()
     specs = [f"vllm:{fake.url}", f"vllm:{other.url}", "jax:float32"]
@@ -98,6 +88,12 @@ def test_columns_are_named_by_dtype_and_form_and_kept_apart(fake, another):
     form = "fp8_per_channel weights, fp8_e5m2 cache"
     assert name_columns(specs[:1]) == {specs[0]: f"vllm:float32 ({form})"}
     assert score_column(specs[0], DUMP)[1].form == form
+    # A plain server has no plugin and no weight endpoints, so dtype and weights are unknown.
+    other.routes, other.model = {"/inference/v1/generate"}, "org/name"
+    other.refuse = dict.fromkeys(["/collective_rpc", "/is_paused"], 404)
+    vectors, source = score_column(specs[1], DUMP)
+    assert (vectors[0][2], source.dtype, source.weights_hash) == (np.float32(-0.25), "", "")
+    assert name_columns(specs[1:2]) == {specs[1]: f"vllm:127.0.0.1:{other.port}"}
 
 
 def test_what_a_server_cannot_score_is_refused(fake):

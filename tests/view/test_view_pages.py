@@ -48,18 +48,6 @@ def test_sequences_stand_by_contribution_with_their_numbers(tmp_path):
     assert sum(dump["counts"]["turn"]) == 0
 
 
-def test_the_buckets_count_all_tokens():
-    """The edges of the values are -10, -3, -1, -0.3, -0.1 and so on."""
-    found = measure(small_dump(), ("trainer", "rollout"))
-    assert [found.histograms["value"][place] for place in (3, 4)] == [1, 1]  # of -1.0 and -0.25
-    assert found.histograms["value"].sum() == 3
-    assert found.histograms["position"].tolist()[:2] == [3, 0]
-    assert found.growth["position"][0] == 0.25 + 0.5 + 1.0
-    sides = {"trainer": [[None, -1.0]] * 2, "rollout": [[None, -1.0]] * 2}
-    bare = make_dump(["a", "b"], [[1, 2]] * 2, [[False, True], [False, False]], sides)
-    assert measure(bare, ("trainer", "rollout")).notes == ["1 of 2 sequences have no response token and are left out."]
-
-
 def test_the_metrics_are_those_of_a_comparison():
     rng = np.random.default_rng(0)
     lengths = rng.integers(3, 60, 200)
@@ -72,6 +60,14 @@ def test_the_metrics_are_those_of_a_comparison():
     for name in ("k3_kl", "kl", "log_ppl_abs_diff", "logprob_abs_diff_max", "token_count"):
         assert found.metrics[name] == pytest.approx(metrics[name], rel=1e-12)
     assert found.sequences["share"].sum() == pytest.approx(1)
+    found = measure(small_dump(), ("trainer", "rollout"))  # the buckets count all tokens
+    assert [found.histograms["value"][place] for place in (3, 4)] == [1, 1]  # from -1 and from -0.3 on
+    assert found.histograms["value"].sum() == 3
+    assert found.histograms["position"].tolist()[:2] == [3, 0]
+    assert found.growth["position"][0] == 0.25 + 0.5 + 1.0
+    sides = {"trainer": [[None, -1.0]] * 2, "rollout": [[None, -1.0]] * 2}
+    bare = make_dump(["a", "b"], [[1, 2]] * 2, [[False, True], [False, False]], sides)
+    assert measure(bare, ("trainer", "rollout")).notes == ["1 of 2 sequences have no response token and are left out."]
 
 
 def values_dump(**more):

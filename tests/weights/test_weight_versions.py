@@ -53,23 +53,19 @@ def test_versions_arrive_bit_for_bit_as_deltas(tmp_path, mirror, dtype):
     assert np.isnan(training.versions[0].changed_fraction)
 
 
-def test_a_delta_of_one_percent_is_a_fiftieth_of_dense(tmp_path):
+def test_a_delta_is_a_small_part_of_dense_or_dense_itself(tmp_path, training, mirror):
     rng = np.random.default_rng(0)
     tensors = {"w": (rng.normal(size=(1000, 1000)) * 0.02).astype(ml_dtypes.bfloat16)}
     with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
         dense = written(files, tensors, 0)
-        new = {"w": tensors["w"].copy()}
-        bits_of(new["w"]).reshape(-1)[rng.choice(10**6, 10**4, replace=False)] ^= 1
-        delta = written(files, new, 1)
+        bits_of(tensors["w"]).reshape(-1)[rng.choice(10**6, 10**4, replace=False)] ^= 1
+        delta = written(files, tensors, 1)
     assert delta.changed_fraction == 0.01
     assert 2_000_000 <= dense.num_bytes < 2_001_000
     assert delta.num_bytes < dense.num_bytes / 50
-
-
-def test_a_delta_that_would_be_larger_than_dense_is_dense(training, mirror):
     training.write()
     for array in training.tensors.values():
-        bits_of(array)[...] = training.rng.integers(0, 2**16, array.shape, np.uint16)
+        bits_of(array)[...] = rng.integers(0, 2**16, array.shape, np.uint16)
     version = training.write()
     assert [path.name for path in version.path.glob("*-delta*")] == []
     assert training.pull(mirror).dense
@@ -79,21 +75,17 @@ def test_a_delta_that_would_be_larger_than_dense_is_dense(training, mirror):
 
 @pytest.mark.parametrize("share", [0.06, 0.24])
 def test_a_disk_holds_less_than_the_room_that_is_checked(tmp_path, share):
-    training, most = Training(tmp_path), 0
-    with contextlib.closing(training.files):
+    """A store that takes the files gets no more anchors."""
+    training, most = Training(tmp_path / "disk"), 0
+    kept = Training(tmp_path / "own", publish=PublishConfig(f"file://{tmp_path}/store"))
+    with contextlib.closing(training.files), contextlib.closing(kept.files):
         for _ in range(20):
             training.step(share)
             most = max(most, sum(path.stat().st_size for path in training.files.root.glob("v*/*.safetensors")))
             training.files.drop_old()
-    assert most < PublishConfig("directory").versions * training.versions[0].num_bytes
-
-
-def test_a_store_that_takes_the_files_gets_no_more_anchors(tmp_path):
-    training = Training(tmp_path / "own", publish=PublishConfig(f"file://{tmp_path}/store"))
-    with contextlib.closing(training.files):
-        for _ in range(16):
-            training.step(0.15)
+            kept.step(0.15)
         assert len(list((tmp_path / "store").rglob("*dense*.safetensors"))) == 1
+    assert most < PublishConfig("directory").versions * training.versions[0].num_bytes
 
 
 @pytest.mark.parametrize(
@@ -237,23 +229,8 @@ def test_what_is_not_deleted_is_named_or_deleted_later(files, monkeypatch, caplo
     assert f"{versions[2].path.name}" in caplog.text
 
 
-def test_a_version_that_cannot_be_written_is_still_gathered(files):
+def test_what_cannot_be_written_is_said_and_still_gathered(files, tmp_path):
     """The other processes gather all tensors, even while the error, and with it the stream, is at hand."""
-    taken = []
-
-    def gathered():
-        for number in range(3):
-            taken.append(number)
-            (files.root / f"v00000007-1/{number + 1:05d}.safetensors").mkdir()
-            yield str(number), np.zeros(4, np.float32)
-
-    stream = to_the_end(Processes(), Announcement("tensors"), gathered())
-    with pytest.raises(NotWrittenError, match="Is a directory"):
-        files.write(stream, 7, {})
-    assert taken == [0, 1, 2]
-
-
-def test_what_cannot_be_written_is_said(files, tmp_path):
     with pytest.raises(ValueError, match=r"one dtype, got \['float16', 'float32'\]"):
         files.write([("a", np.ones(1, np.float16)), ("b", np.ones(1, np.float32))], 0, {})
     with pytest.raises(ValueError, match="no tensors"):
@@ -261,3 +238,15 @@ def test_what_cannot_be_written_is_said(files, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match="cannot write under"):
         WeightDirectory(PublishConfig(), tmp_path / "file")
+    taken = []
+
+    def gathered():
+        for number in range(3):
+            taken.append(number)
+            for path in files.root.glob("v00000007-*"):
+                (path / f"{number + 1:05d}.safetensors").mkdir()
+            yield str(number), np.zeros(4, np.float32)
+
+    with pytest.raises(NotWrittenError, match="Is a directory"):
+        files.write(to_the_end(Processes(), Announcement("tensors"), gathered()), 7, {})
+    assert taken == [0, 1, 2]

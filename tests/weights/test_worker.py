@@ -74,24 +74,19 @@ def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
 
 
 def test_a_pull_whose_process_dies_is_begun_again(files, pulling):
-    """The mirror is locked meanwhile, so that the pull waits and can be killed."""
-    version = written(files)
+    """The mirror is locked meanwhile, so that the pull waits and can be killed. Another pull ends the one that runs."""
+    name = written(files).path.name
     with pulling.mirror.locked():
-        assert pulling.pulled(version.path.name) is None
+        assert pulling.pulled(name) is None
         until(lambda: holders(pulling.mirror))
         for pid in holders(pulling.mirror):
             os.kill(pid, signal.SIGKILL)
-        assert ended(pulling, version.path.name)["error"] == "the pull failed: LostError: died (exit status -9)"
-        assert pulling.pulled(version.path.name) is None
+        assert ended(pulling, name)["error"] == "the pull failed: LostError: died (exit status -9)"
+        assert pulling.pulled(name) is None
         time.sleep(0.5)
         pulling.forget()
-        assert pulling.pulled(version.path.name) is None
-    assert ended(pulling, version.path.name)["error"] == ""
-
-
-def test_another_pull_ends_the_one_that_runs(files, pulling):
-    """The first process still starts when it is ended. No pull goes on while the mirror is locked."""
-    name = written(files).path.name
+        assert pulling.pulled(name) is None
+    assert ended(pulling, name)["error"] == ""
     with pulling.mirror.locked():
         for each in (*(f"v0000000{number}-9" for number in range(5)), name):
             pulling.pulled(each)
