@@ -136,9 +136,6 @@ def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
     class Checks:
         bar = 1.0
 
-        def __init__(self, *given):
-            pass
-
         def __getattr__(self, method):
             made.append(method)
             return lambda: {"says": "", "problems": []}
@@ -147,7 +144,7 @@ def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
         if "publish" in made:
             raise OSError(errno.ENOSPC, "no space is left", str(path))
 
-    monkeypatch.setattr(accept, "ServerChecks", Checks)
+    monkeypatch.setattr(accept, "ServerChecks", lambda *given: Checks())
     monkeypatch.setattr(accept, "write_whole", write)
     acceptance = Acceptance(AcceptArguments(str(TOY_BASE), "http://nowhere:1", out=tmp_path), SERVER, "accept")
     with pytest.raises(ConfigError, match=r"accept.json: no space is left"):

@@ -143,22 +143,19 @@ def test_problems_solved_sometimes_are_kept_with_their_rate(scoring, tmp_path, c
 
 def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, fake, capsys):
     words, reward = scoring
+    out, path = tmp_path / "out.parquet", tmp_path / "out.parquet.scores.jsonl"
     reward.STOP_AFTER[0] = 13  # inside the second batch, which has problems 2 and 3
     assert run_cli(main, words) == 130
-    assert not (tmp_path / "out.parquet").exists()
-    path = tmp_path / "out.parquet.scores.jsonl"
+    assert not out.exists()
     done = len(path.read_text().splitlines()) - 1
     assert 2 <= done <= 3
-    with path.open("a") as out:
-        out.write('{"key": "cut sho')
+    path.write_text(path.read_text() + '{"key": "cut sho')
     reward.STOP_AFTER[0] = None
     reward.CALLS.clear()
     assert run_cli(main, words) == 0
     assert reward.CALLS.total() == 4 * (5 - done)
-    assert [row["pass_rate"] for _, row in read_rows(tmp_path / "out.parquet")] == [0.25, 0.5, 0.75]
+    assert [row["pass_rate"] for _, row in read_rows(out)] == [0.25, 0.5, 0.75]
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 6
-    # Scores at another temperature are not mixed in.
-    capsys.readouterr()
     assert run_cli(main, [*words, "--temperature", "0.5"]) == 2
     assert "was scored with other settings: temperature (1.0 there, 0.5 now)" in capsys.readouterr().err
     path.write_text(path.read_text() + "[1]\n{}\n")

@@ -206,16 +206,6 @@ def test_logs_of_other_programs(tmp_path, name, log, steps):
     assert (f", steps by {steps!r}" if steps else "each") in lines[0]
 
 
-def test_csv(tmp_path):
-    """Later columns may be empty in some rows, and a file may begin with a mark of its encoding."""
-    rows = [f"{i},{n}\n" for i, n in COUNTED]
-    with_empty = [f"{row}{i},\n" for i, row in enumerate(rows, 1)][40:]
-    path = tmp_path / "log.csv"
-    for cells, separator in ((rows, ","), *((with_empty, one) for one in ",;\t")):
-        path.write_text(separator.join(("step", LENGTH)) + "\n" + "".join(cells).replace(",", separator), "utf-8-sig")
-        assert CALL in run(path)
-
-
 def test_directories_of_logs(tmp_path):
     """The event files of a resumed run are one log, and the length may be in another file."""
     write_events(tmp_path / "one", LENGTHS[:100], 1)
@@ -317,24 +307,23 @@ def test_several_logs_are_one_table_and_bad_ones_a_line_each(tmp_path):
 def test_the_json_has_every_number_under_documented_keys(tmp_path):
     rows = rows_of(LENGTH, [1000.0] * 60 + [2400.0] * 60)
     rows[10][LENGTH] = math.nan
-    log = write(tmp_path / "log.jsonl", rows)
-    status, out, err = outcome(replay.main, [log, tmp_path / "gone.csv", "--json", "-", "--learning-rate", "2e-6"])
+    log, gone = write(tmp_path / "log.jsonl", rows), tmp_path / "gone.csv"
+    status, out, err = outcome(replay.main, [log, gone, "--json", "-", "--learning-rate", "2e-6"])
     assert (status, err.count("\n")) == (2, 1)
     found = json.loads(out, parse_constant=pytest.fail)
-    whole, gone = found.pop("logs")
+    whole, missing = found.pop("logs")
     assert found == {"format": 1, "learning_rate": 2e-6, "multiplier": 1.8, "decay_factor": 0.5, "floor_ratio": 0.1}
-    assert gone == {"log": str(tmp_path / "gone.csv"), "error": f"{tmp_path / 'gone.csv'}: no such file"}
+    assert missing == {"log": str(gone), "error": f"{gone}: no such file"}
     assert whole["lengths"] == [1000.0] * 10 + [None] + [1000.0] * 49 + [2400.0] * 60
     rule = {one["rule"]: one for one in whole["rules"]}["ratio 2"]
     # The period is 66 x 1.8 = 118.8, rounded to 119.
     assert [rule[key] for key in ("surge_step", "crossing_step", "decay_period", "ignored")] == [66, 63, 119, 1]
-    assert [one["step"] for one in rule["rates"]] == [1, 119, 238, 357, 476]
-    assert [one["learning_rate"] for one in rule["rates"]] == [2e-6, 1e-6, 5e-7, 2.5e-7, 2e-7]
+    rates = {1: 2e-6, 119: 1e-6, 238: 5e-7, 357: 2.5e-7, 476: 2e-7}
+    assert {one["step"]: one["learning_rate"] for one in rule["rates"]} == rates
     assert whole["rules"][0]["nearest"] == {"step": 63, "ratio": 2.4}
     page = (ROOT / "docs/schedule.md").read_text(encoding="utf-8")
-    rows_of_page = re.findall(r"^\| `(logs\[\](?:\.rules\[\])?\.)(\w+)` \|", page, re.MULTILINE)
-    assert [key for place, key in rows_of_page if place == "logs[]."] == list(whole)
-    assert [key for place, key in rows_of_page if place == "logs[].rules[]."] == list(rule)
+    for place, keys in ((r"logs\[\]\.", whole), (r"logs\[\]\.rules\[\]\.", rule)):
+        assert re.findall(rf"^\| `{place}(\w+)` \|", page, re.MULTILINE) == list(keys)
     printed(replay.main, [log, "--json", tmp_path / "out.json", "--capped-ratio", "inf"])
     (endless,) = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)["logs"]
     assert (endless["steps"], endless["rules"][0]["config"]["capped_ratio"]) == (120, None)
@@ -347,17 +336,24 @@ def alone(*words):
 
 
 def test_text_logs_need_numpy_alone(tmp_path):
+    """Later columns of CSV may be empty in some rows, and a file may begin with a mark of its encoding."""
+    rows = [f"{i},{n}\n" for i, n in COUNTED]
+    with_empty = [f"{row}{i},\n" for i, row in enumerate(rows, 1)][40:]
     forms = {
         "verl.jsonl": "".join(json.dumps({"step": i, "data": {LENGTH: n}}) + "\n" for i, n in COUNTED),
         "trainer_state.json": json.dumps({"log_history": TRL}),
-        "log.csv": f"step,{LENGTH}\n" + "".join(f"{i},{n}\n" for i, n in COUNTED),
+        "log.csv": f"step,{LENGTH}\n{''.join(rows)}",
         "train.log": "".join(f"step:{i} - a/b:1.0 - {LENGTH}:{n}\n" for i, n in COUNTED),
     }
+    separators = {"comma": ",", "semicolon": ";", "tab": "\t"}
+    forms |= {
+        f"{name}.csv": f"step,{LENGTH}\n{''.join(with_empty)}".replace(",", one) for name, one in separators.items()
+    }
     for name, text in forms.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, "utf-8-sig" if name.endswith(".csv") else "utf-8")
     status, lines, err = alone(*(tmp_path / name for name in forms))
     assert (status, err) == (0, "")
-    assert [line.split()[1:3] for line in lines[1:]] == [["300", "85"]] * 4
+    assert [line.split()[1:3] for line in lines[1:]] == [["300", "85"]] * 7
     status, lines, err = alone(tmp_path / "log.csv", "--sweep", "--json", "-")
     assert (status, err, json.loads(lines[0])["logs"][0]["rules"][0]["surge_step"]) == (0, "", 85)
 
