@@ -34,9 +34,8 @@ TOKENS = {"tokenizer": "a", "stop_token_ids": [14]}
 SERVER = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, started=[], watched=nullcontext)
 
 
-@pytest.mark.parametrize(
-    ("found", "problems"),
-    [
+def test_tokens_of_both_sides_and_a_round_trip():
+    for found, problems in (
         (token_facts(TOKENS, TOKENS), []),
         (token_facts(TOKENS, TOKENS | {"stop_token_ids": [13, 14]}), [f"{ENDS} [13, 14], the model at [14]"]),
         (token_facts(TOKENS, TOKENS | {"tokenizer": "b"}), ["the server has another tokenizer"]),
@@ -44,15 +43,13 @@ SERVER = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, st
         (round_trip_facts({"a": True, "b": True}, ["a", "b", "lm_head.weight"]), []),
         (round_trip_facts({"a": True, "b": False}, ["a", "b"]), ["1 tensors come back with other bits: b"]),
         (round_trip_facts({"a": True}, ["a", "b.bias"]), ["1 tensors of the files are not read: b.bias"]),
-    ],
-)
-def test_tokens_of_both_sides_and_a_round_trip(found, problems):
-    assert found["problems"] == problems
+    ):
+        assert found["problems"] == problems
 
 
-@pytest.mark.parametrize(
-    ("gap", "rows_of_16", "bar", "words"),
-    [
+def test_log_probabilities_that_differ_in_the_mean():
+    """The second column is higher by the gap, and 0.03 (0.6) more and less in turn."""
+    for gap, rows_of_16, bar, words in (
         # k3 = exp(-0.004) cosh(0.03) - 1 + 0.004 = 4.56e-4. The standard error sqrt(2 k3 / tokens) of 4640 tokens is
         # 4.43e-4, and 0.004 - k3 is 7.99 of them; of 4720 tokens it is 4.40e-4, and 8.06 of them.
         (0.004, 290, 4.60e-4, ()),
@@ -62,36 +59,30 @@ def test_tokens_of_both_sides_and_a_round_trip(found, problems):
         (0.004, 295, math.inf, ()),
         (0.02, 13, math.inf, ("of the mass",)),  # the mean ratio is 0.98
         (0.3, 4, math.inf, ("beyond any dtype's",)),
-    ],
-)
-def test_log_probabilities_that_differ_in_the_mean(gap, rows_of_16, bar, words):
-    """The second column is higher by the gap, and 0.03 (0.6) more and less in turn."""
-    more, shape = 0.03 if abs(gap) < 0.1 else 0.6, (rows_of_16, 16)
-    trainer = np.random.default_rng(0).uniform(-4.0, -1.0, shape).astype(np.float32)
-    sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
-    columns = {"jax": trainer, "vllm": trainer + np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)}
-    names = list(map(str, range(rows_of_16)))
-    dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
-    found = pair_facts(dump, [("jax", "vllm")], bar=bar)
-    assert [word in problem for word, problem in zip(words, found["problems"], strict=True)] == [True] * len(words)
-    k3 = math.exp(-gap) * math.cosh(more) - 1 + gap
-    assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(k3, rel=1e-3)
+    ):
+        more, shape = 0.03 if abs(gap) < 0.1 else 0.6, (rows_of_16, 16)
+        trainer = np.random.default_rng(0).uniform(-4.0, -1.0, shape).astype(np.float32)
+        sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
+        columns = {"jax": trainer, "vllm": trainer + np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)}
+        names = list(map(str, range(rows_of_16)))
+        dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
+        found = pair_facts(dump, [("jax", "vllm")], bar=bar)
+        assert [word in problem for word, problem in zip(words, found["problems"], strict=True)] == [True] * len(words)
+        k3 = math.exp(-gap) * math.cosh(more) - 1 + gap
+        assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(k3, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "own", "grows"),
-    [
+def test_a_gap_that_grows_with_the_position():
+    for first, last, own, grows in (
         (0.01, 0.079, 0.0, False),  # within bfloat16's range, 0.08
         (0.01, 0.081, 0.0, True),
         (0.011, 0.081, 0.0, False),  # 8 x 0.011 = 0.088
         (0.0, 0.3, 0.04, False),  # 8 x 0.04 = 0.32: the trainer's own gap grows there, too
         (0.0, 0.33, 0.04, True),
-    ],
-)
-def test_a_gap_that_grows_with_the_position(first, last, own, grows):
-    growth = {"1-16": (first, 0.0), "17-64": (1.0, 0.0), "65-256": (last, own)}
-    assert bool(growth_problems(growth, 0.08)) == grows
-    assert not growth_problems({"1-16": (0.5, 0.0)}, 0.08)
+    ):
+        growth = {"1-16": (first, 0.0), "17-64": (1.0, 0.0), "65-256": (last, own)}
+        assert bool(growth_problems(growth, 0.08)) == grows
+        assert not growth_problems({"1-16": (0.5, 0.0)}, 0.08)
 
 
 def rows(*k3, skipped=0, lost=0):
@@ -99,9 +90,8 @@ def rows(*k3, skipped=0, lost=0):
     return [{"mismatch/k3_kl": each} | others for each in k3]
 
 
-@pytest.mark.parametrize(
-    ("found", "problem"),
-    [
+def test_the_rows_of_a_training():
+    for found, problem in (
         (rows(4e-3, 6e-3), ""),  # their mean is the bar
         (rows(4e-3, 6.2e-3), "the mean k3 of the steps is 0.0051, expected at most 0.005"),
         (rows(1e-3, math.nan), "the mean k3 of the steps is nan, expected at most 0.005"),
@@ -110,10 +100,8 @@ def rows(*k3, skipped=0, lost=0):
         (rows(0.0, 0.0, skipped=1), ""),
         (rows(0.0, 0.0, skipped=2), "no step changed the weights: give a --config whose rewards differ in a group"),
         (rows(0.0, 0.0, lost=1), "2 log-probabilities are not finite"),
-    ],
-)
-def test_the_rows_of_a_training(found, problem):
-    assert training_facts(found, 2, BARS["bfloat16"])["problems"] == [problem] * bool(problem)
+    ):
+        assert training_facts(found, 2, BARS["bfloat16"])["problems"] == [problem] * bool(problem)
 
 
 def test_the_task_and_the_second_version_differ_enough(tmp_path):

@@ -184,9 +184,8 @@ def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_mistake_is_one_line(tmp_path, model, monkeypatch, capsys):
+    for words, message in (
         (["nowhere.parquet", "out.parquet"], "no problems at nowhere.parquet: there is no such file"),
         (["{plain}", "out.csv"], "OUT must end in .parquet, got out.csv"),
         (["{plain}", "out.parquet", "--max-prompt-tokens", "5"], "--model is needed"),
@@ -194,12 +193,10 @@ def test_all_shards_of_a_data_set_are_read(tmp_path, monkeypatch, capsys):
         (["{plain}", "out.parquet", "--hold-out", "12"], "--hold-out 12 leaves nothing of 12 problems"),
         (["{plain}", "out.parquet", "--chat-template", "true"], "chat_template = true, but the tokenizer has none"),
         (["owner/name", "out.parquet"], "owner/name is not a local file and the Hugging Face hub does not give it: "),
-    ],
-)
-def test_a_mistake_is_one_line(words, message, tmp_path, model, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    places = {"plain": DATA / "plain.jsonl", "model": model}
-    assert run_cli(main, [word.format(**places) for word in words]) == 2
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
-    assert not (tmp_path / "out.parquet").exists()
+    ):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        monkeypatch.chdir(tmp_path)
+        places = {"plain": DATA / "plain.jsonl", "model": model}
+        assert run_cli(main, [word.format(**places) for word in words]) == 2
+        assert message in capsys.readouterr().err.strip().splitlines()[-1]
+        assert not (tmp_path / "out.parquet").exists()

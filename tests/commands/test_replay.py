@@ -139,9 +139,9 @@ def test_a_file_with_two_runs_says_which_is_replayed(tmp_path):
         assert (found, said) == (status, status == 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "arguments", "message"),
-    [
+def test_what_cannot_be_replayed_is_one_clear_line(tmp_path):
+    assert "neither metrics.jsonl nor" in refused(replay.main, [tmp_path])
+    for name, content, arguments, message in (
         (
             "log.jsonl",
             '{"loss": 1}\n',
@@ -156,13 +156,9 @@ def test_a_file_with_two_runs_says_which_is_replayed(tmp_path):
         ("run.wandb", "x", (), "export the history as CSV or JSONL"),
         ("log.csv", "step," + LENGTH, (), "the log is empty"),
         ("log.csv", f"step,{LENGTH},response_length/clip_ratio\n1,100,35\n", (), "got truncated_fraction = 35.0."),
-        ("", None, (), "neither metrics.jsonl nor"),
-    ],
-)
-def test_what_cannot_be_replayed_is_one_clear_line(tmp_path, name, content, arguments, message):
-    if content is not None:
+    ):
         (tmp_path / name).write_text(content)
-    assert message in refused(replay.main, [tmp_path / name, *arguments])
+        assert message in refused(replay.main, [tmp_path / name, *arguments])
 
 
 CALLS = [row for i, n in COUNTED for row in ({"_step": 2 * i - 2, LENGTH: n}, {"_step": 2 * i - 1, "x": 1})]
@@ -178,9 +174,8 @@ def write_events(directory, lengths, first, tag=LENGTH):
             writer.add_scalar("training/global_step", step, step)
 
 
-@pytest.mark.parametrize(
-    ("name", "log", "steps"),
-    [
+def test_logs_of_other_programs(tmp_path):
+    for name, log, steps in (
         # This is verl's own file.
         ("verl.jsonl", [{"step": row.pop("step"), "data": row} for row in rows_of(LENGTH)], "step"),
         ("nested.jsonl", [{"step": i, "response_length": {"mean": n, "max": 9}} for i, n in COUNTED], "step"),
@@ -197,13 +192,10 @@ def write_events(directory, lengths, first, tag=LENGTH):
         ("zero.jsonl", rows_of("rollout/response_len/mean", first=0), "step"),
         ("metrics.jsonl", [{"train/agg/all/num_output_tokens/mean": n, "train/m/all/x": 1} for n in LENGTHS], None),
         ("slime.jsonl", [*SLIME, *({"train/step": i, "train/loss": 1.0} for i in range(600))], "rollout/step"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and "." in value else "",
-)
-def test_logs_of_other_programs(tmp_path, name, log, steps):
-    lines = run(write(tmp_path / name, log))
-    assert CALL in lines
-    assert (f", steps by {steps!r}" if steps else "each") in lines[0]
+    ):
+        lines = run(write(tmp_path / name, log))
+        assert CALL in lines
+        assert (f", steps by {steps!r}" if steps else "each") in lines[0]
 
 
 def test_directories_of_logs(tmp_path):

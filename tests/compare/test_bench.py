@@ -78,17 +78,14 @@ def test_tokens_that_are_not_finite_are_counted():
         measured({4: [[[np.nan] * 2] * 2]})
 
 
-@pytest.mark.parametrize(
-    ("text", "public"),
-    [
+def test_no_place_of_the_machine_is_told():
+    for text, public in (
         ("no config.json in /home/someone/models/mine", "no config.json in mine"),
         ("vllm:http://10.0.0.7:8000/v1 does not answer", "vllm:URL does not answer"),
         ("'/data/x.safetensors': 3 tokens/s, Qwen/Q and/or ~/mine/", "'x.safetensors': 3 tokens/s, Qwen/Q and/or mine"),
         ("--out=/scratch/someone/bench", "--out=bench"),
-    ],
-)
-def test_no_place_of_the_machine_is_told(text, public):
-    assert without_places(text) == public
+    ):
+        assert without_places(text) == public
 
 
 WORDS = ["--serve", "--model", "toy-base", "--toy-prompts", "4", "--batch-size", "2", "--sample", "jax-decode:float32"]

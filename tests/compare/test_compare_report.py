@@ -155,21 +155,18 @@ def near_columns(names):
     return [[1] * 40], [[True] * 40], {name: values + 1e-4 * rng.standard_normal(values.shape) for name in names}
 
 
-@pytest.mark.parametrize(
-    ("sampling", "refused"),
-    [
+def test_only_pairs_with_the_sampling_column_refuse_a_cut():
+    for sampling, sides in (
         ({"top_p": 1.0, "top_k": 0, "min_p": 0.0}, []),
         ({"top_p": None, "temperature": 0.7, "top_k": -1}, []),
         ({"top_p": 0.95}, ["rollout"]),
         ({"top_k": 40}, ["rollout"]),
         ({"min_p": 0.05, "column": "b"}, ["b"]),
-    ],
-)
-def test_only_pairs_with_the_sampling_column_refuse_a_cut(sampling, refused):
-    pairs = compare_columns(make_dump(["x"], *near_columns(("a", "b", "rollout")), {}, sampling)).pairs
-    cut = {(pair.trainer, pair.rollout) for pair in pairs if pair.verdict.cause == "truncated_sampling"}
-    assert all("the tokens were sampled with " in p.verdict.reason for p in pairs if (p.trainer, p.rollout) in cut)
-    assert cut == {pair for pair in itertools.combinations(["a", "b", "rollout"], 2) if set(refused) & set(pair)}
+    ):
+        pairs = compare_columns(make_dump(["x"], *near_columns(("a", "b", "rollout")), {}, sampling)).pairs
+        cut = {(pair.trainer, pair.rollout) for pair in pairs if pair.verdict.cause == "truncated_sampling"}
+        assert all("the tokens were sampled with " in p.verdict.reason for p in pairs if (p.trainer, p.rollout) in cut)
+        assert cut == {pair for pair in itertools.combinations(["a", "b", "rollout"], 2) if set(sides) & set(pair)}
 
 
 def test_columns_that_are_cut_alike_are_compared():
@@ -282,20 +279,17 @@ def test_tokens_that_are_left_out_never_pass(tmp_path, where, value, left_out, w
     assert compare_columns(filled((2, 3), 4e-6)).pairs  # what rounding adds is no mistake
 
 
-@pytest.mark.parametrize(
-    ("dump", "words"),
-    [
+def test_numbers_above_zero_are_refused_in_a_line(tmp_path):
+    for dump, words in (
         (filled((2, 3), 0.5), "1 of 480 response tokens have such a number"),
         (filled((2, 3), np.inf), "column 'rollout' has inf in sequence '2'"),
         (filled(3, 1.0), "30 of 480 response tokens have this same number: a fill"),
         (spoiled(np.exp), "they look like probabilities"),
         (spoiled(np.negative), "the sign turned"),
-    ],
-)
-def test_numbers_above_zero_are_refused_in_a_line(tmp_path, dump, words):
-    line = refused(compare.main, [write_dump(tmp_path / "t", dump), "--out", tmp_path / "out"])
-    assert "a log-probability is never above 0" in line
-    assert words in line
+    ):
+        line = refused(compare.main, [write_dump(tmp_path / "t", dump), "--out", tmp_path / "out"])
+        assert "a log-probability is never above 0" in line
+        assert words in line
 
 
 FILLS = [(np.s_[:, 20:], -9999.0, 160), (np.s_[4, 5], -9999.0, 1), (np.s_[:], -1e30, 480), (np.s_[:], 0.0, 480)]

@@ -200,23 +200,20 @@ def test_a_hash_is_of_tensors_and_what_has_no_score_is_refused(world, tmp_path):
             split_spec(spec)
 
 
-@pytest.mark.parametrize(
-    ("gap", "form", "cause"),
-    [
+def test_an_engine_that_rounds_to_8_bits_has_a_range_of_its_own():
+    """The numbers are so low that 1 - p is 1, and the gap has the same size with either sign."""
+    for gap, form, cause in (
         (0.12, "", "other_weights"),
         (0.1, "fp8_e5m2 cache", "above_bar"),
         (1e-4, "fp8_e5m2 cache", "none"),
         (0.6, "fp8_e5m2 cache", "other_weights"),
-    ],
-)
-def test_an_engine_that_rounds_to_8_bits_has_a_range_of_its_own(gap, form, cause):
-    """The numbers are so low that 1 - p is 1, and the gap has the same size with either sign."""
-    x = -20.0 - np.random.default_rng(0).exponential(1.0, (4, 50))
-    y = x + gap * np.where(np.arange(200).reshape(4, 50) % 2, 1.0, -1.0)
-    found = judge(x, y, None, ColumnSource("jax", "float32"), ColumnSource("vllm", "float32", form=form))
-    assert found.cause == cause, found.reason
-    if form and cause == "other_weights":
-        assert "is beyond that of fp8_e5m2 cache (0.5)" in found.reason
+    ):
+        x = -20.0 - np.random.default_rng(0).exponential(1.0, (4, 50))
+        y = x + gap * np.where(np.arange(200).reshape(4, 50) % 2, 1.0, -1.0)
+        found = judge(x, y, None, ColumnSource("jax", "float32"), ColumnSource("vllm", "float32", form=form))
+        assert found.cause == cause, found.reason
+        if form and cause == "other_weights":
+            assert "is beyond that of fp8_e5m2 cache (0.5)" in found.reason
 
 
 # ---- patterns of gaps, on columns whose log-ratios are written down ----
@@ -232,25 +229,22 @@ def columns():
     return sampler + np.where(np.arange(TOKENS) % 2, NOISE, -NOISE), sampler
 
 
-@pytest.mark.parametrize(
-    ("where", "by", "cause", "words"),
-    [
+def test_the_tokens_that_carry_a_gap_are_named():
+    for where, by, cause, words in (
         (np.s_[:, 0], -0.7, "first_token", "of k3_kl is at the first token of each response: "),
         (np.s_[:, -1], 0.6, "last_tokens", "of k3_kl is at the last token of each response: "),
         (np.s_[:, -3:], -0.7, "last_tokens", "of k3_kl is at the last 3 tokens of each response: "),
         (np.s_[:2], 0.6, "some_responses", "2 of 20 responses are wrong as a whole"),
         (np.s_[:1, 5:], -0.7, "some_responses", "1 of 20 responses are wrong as a whole"),
         (SCATTERED, -0.7, "other_weights", ""),  # at another place in each response, and in all responses alike
-    ],
-)
-def test_the_tokens_that_carry_a_gap_are_named(where, by, cause, words):
-    trainer, sampler = columns()
-    assert judge(trainer, sampler).cause == "none"
-    trainer[where] += by
-    verdict = judge(trainer, sampler)
-    assert (verdict.status, verdict.cause) == ("fail", cause), verdict.reason
-    assert words in verdict.reason
-    assert OF_VERDICTS.get(cause, cause) == cause
+    ):
+        trainer, sampler = columns()
+        assert judge(trainer, sampler).cause == "none"
+        trainer[where] += by
+        verdict = judge(trainer, sampler)
+        assert (verdict.status, verdict.cause) == ("fail", cause), verdict.reason
+        assert words in verdict.reason
+        assert OF_VERDICTS.get(cause, cause) == cause
 
 
 def test_the_token_or_its_successor_is_named():

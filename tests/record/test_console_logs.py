@@ -75,9 +75,8 @@ def test_no_width_of_a_terminal_changes_a_number(tmp_path, form, wrap):
             assert "wrapped" in str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
+def test_lines_that_certainly_belong_together_are_joined(tmp_path):
+    for lines, found in (
         (["step:1 - a/b:126", "7.02 - c/d:3072.0"], [{"a/b": 1267.02, "c/d": 3072.0, "step": 1}]),
         (["perf 0: {'a/b': 277", "3.71, 'c/d': 0.46}"], [{"a/b": 2773.71, "c/d": 0.46, "step": 0}]),
         (["{'loss': '0.1', 'a/b': '12", "7.5', 'c/d': '0'}"], [{"loss": 0.1, "a/b": 127.5, "c/d": 0}]),
@@ -95,10 +94,8 @@ def test_no_width_of_a_terminal_changes_a_number(tmp_path, form, wrap):
         (["{'loss': 0.1, 'x': [1, 2], 'mean_length': 12", "7.5, 'kl': 0.5}"], [{"loss": 0.1}, {"kl": 0.5}]),
         # A printed configuration stays as it is.
         (["(pid=1) {'actor': {'lr': 1e-06,", "(pid=1)            'seed': 7}}"], [{"lr": 1e-06}, {"seed": 7}]),
-    ],
-)
-def test_lines_that_certainly_belong_together_are_joined(tmp_path, lines, found):
-    assert read(tmp_path / "x.log", lines) == found
+    ):
+        assert read(tmp_path / "x.log", lines) == found
 
 
 def test_a_last_number_is_joined_if_the_width_is_known(tmp_path):

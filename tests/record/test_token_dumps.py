@@ -92,21 +92,18 @@ def with_wide_ids(table):
     return table.set_column(1, "token_ids", wide).replace_schema_metadata(table.schema.metadata)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda table: with_note(table, lambda note: note.update(version=2)), "dump version 2, expected 1"),
-        (lambda table: with_note(table, lambda note: note.update(columns={})), r"x\.parquet: columns and sources must"),
-        (with_wide_ids, r"'token_ids' must be list<.*int32>, got list<.*int64>"),
-        (lambda _: pa.table({"step": [1], "entropy": [0.5]}), "no token ids of a known name; export a history of met"),
-    ],
-)
-def test_a_file_of_another_form_is_refused(tmp_path, change, message):
+def test_a_file_of_another_form_is_refused(tmp_path):
     path = write_dump(tmp_path / "x.parquet", small_dump())
     table = pq.read_table(path)
-    pq.write_table(change(table), path)
-    with pytest.raises(ValueError, match=message):
-        read_tokens(path)
+    for changed, message in (
+        (with_note(table, lambda note: note.update(version=2)), "dump version 2, expected 1"),
+        (with_note(table, lambda note: note.update(columns={})), r"x\.parquet: columns and sources must"),
+        (with_wide_ids(table), r"'token_ids' must be list<.*int32>, got list<.*int64>"),
+        (pa.table({"step": [1], "entropy": [0.5]}), "no token ids of a known name; export a history of metrics"),
+    ):
+        pq.write_table(changed, path)
+        with pytest.raises(ValueError, match=message):
+            read_tokens(path)
     # In a file from before roles, the metadata of a column has no field ``role``.
     pq.write_table(with_note(table, lambda note: [each.pop("role") for each in note["columns"].values()]), path)
     dump = read_dump(path)
@@ -122,9 +119,8 @@ def tops(ids, logprobs):
     return of_one(top_ids=np.zeros(ids, np.int32), top_logprobs=np.zeros(logprobs, np.float32))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_does_not_fit_together_is_refused():
+    for arguments, message in (
         ((["a", "a"], [[1], [2]], [[True]] * 2, {}), "distinct, got \\['a'\\]"),
         (of_one(mask=[True]), "response_mask must have 2 entries, got shape \\(1,\\)"),
         (of_one(columns={"x": [[-1.0]]}), "column 'x' must have 2 entries"),
@@ -135,11 +131,9 @@ def tops(ids, logprobs):
         (tops((1, 3), (1, 3)), r"top_ids must have 2 lists of 3 tokens, got shape \(1, 3\)"),
         (tops((2, 3), (2, 2)), "top_ids and top_logprobs must have the same shapes"),
         ((["a", "b"], [[1, 2]] * 2, [[True] * 2] * 2, *tops((2, 3), (2, 3))[3:]), "must have 2 sequences, got 1"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make_dump(*arguments)
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_dump(*arguments)
     with pytest.raises(ValueError, match="got 0"):
         ColumnSource(temperature=0.0)
     with pytest.raises(ValueError, match="one of trainer, rollout or empty, got 'engine'"):
@@ -168,19 +162,16 @@ def test_jsonl_in_its_two_forms_with_a_header(tmp_path):
 ONE = {"prompt_ids": [1], "response_ids": [2], "logprobs": {"x": [-1.0]}}
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
+def test_a_wrong_line_is_named(tmp_path):
+    for record, message in (
         ({"token_ids": [1]}, "x.jsonl:2: 'response_mask' is missing"),
         (ONE | {"logprobs": {"x": [1, 2, 3]}}, ":2: sequence '1': column 'x' must have 2 entries, got shape"),
         (ONE | {"logprobs": {}}, "has columns \\[\\], expected \\['x'\\]"),
         (ONE | {"response_ids": [2.5]}, ":2: sequence '1': token ids must be integ"),
         ([1], ":2: expected a JSON object, got list"),
-    ],
-)
-def test_a_wrong_line_is_named(tmp_path, record, message):
-    with pytest.raises(ValueError, match=message):
-        read_tokens(write_lines(tmp_path / "x.jsonl", ONE, record))
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_tokens(write_lines(tmp_path / "x.jsonl", ONE, record))
 
 
 def response_of(dump, sequence=0):
@@ -233,9 +224,8 @@ SGLANG = {"prompt_tokens": 2, "output_token_logprobs": [[-0.5, 7, "a"], [-1.5, 8
 SGLANG["input_token_logprobs"] = [[None, 1, None], [-3.0, 2, None]]
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
+def test_replies_of_servers_are_read(tmp_path):
+    for reply in (
         {"choices": [{"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1.5]}, **PROMPT}]},
         {"choices": [{"token_ids": [7, 8], "logprobs": {"content": NAMED}}], **PROMPT},
         {"choices": [{"message": {"content": "x"}, "logprobs": {"content": NAMED}}], **PROMPT},
@@ -243,15 +233,13 @@ SGLANG["input_token_logprobs"] = [[None, 1, None], [-3.0, 2, None]]
         PARTS | {"logprobs": {"rollout": LISTED}},
         {"text": "x", "meta_info": SGLANG},
         {"text": "x", "meta_info": SGLANG | {"input_token_logprobs": []}, **PROMPT},
-    ],
-)
-def test_replies_of_servers_are_read(tmp_path, reply):
-    for indent in (None, 1):
-        (tmp_path / "x.json").write_text(json.dumps(reply, indent=indent))
-        dump = read_tokens(tmp_path / "x.json")
-        assert (response_of(dump), dump.role("rollout")) == (READ, "rollout")
-        (tmp_path / "x.json").write_text(json.dumps([reply, reply], indent=indent))
-        assert len(read_tokens(tmp_path / "x.json").sequence_ids) == 2
+    ):
+        for indent in (None, 1):
+            (tmp_path / "x.json").write_text(json.dumps(reply, indent=indent))
+            dump = read_tokens(tmp_path / "x.json")
+            assert (response_of(dump), dump.role("rollout")) == (READ, "rollout")
+            (tmp_path / "x.json").write_text(json.dumps([reply, reply], indent=indent))
+            assert len(read_tokens(tmp_path / "x.json").sequence_ids) == 2
 
 
 NEMO = {"content": "x", "input_lengths": 4, "token_ids": [1, 2, 7, 8, 0], "token_loss_mask": [0, 0, 1, 1, 0]}
@@ -278,9 +266,8 @@ NODES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("records", "expected"),
-    [
+def test_the_data_of_other_projects_are_read(tmp_path):
+    for records, expected in (
         # The training data of NeMo-RL; a sample may be left out of the loss.
         (
             [NEMO | {"advantages": [0.5] * 5}],
@@ -311,11 +298,9 @@ NODES = [
                 ([1, 2, 3, 7, 8, 5], [5], {"rollout": [-3.5]}),
             ],
         ),
-    ],
-)
-def test_the_data_of_other_projects_are_read(tmp_path, records, expected):
-    dump = read_tokens(write_lines(tmp_path / "x.jsonl", *records))
-    assert [response_of(dump, number) for number in range(len(dump.token_ids))] == expected
+    ):
+        dump = read_tokens(write_lines(tmp_path / "x.jsonl", *records))
+        assert [response_of(dump, number) for number in range(len(dump.token_ids))] == expected
 
 
 def test_parquet_of_other_projects_is_read(tmp_path):
@@ -343,9 +328,8 @@ def test_parquet_of_other_projects_is_read(tmp_path):
             read_tokens(path)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
+def test_the_names_of_other_projects_are_read(tmp_path):
+    for record in (
         PARTS | {"rollout_logprobs": [-0.5, -1.5], "entropy": [1.0, 2.0]},
         PARTS | {"logprobs/rollout": [-0.5, -1.5], "values/entropy": [1.0, 2.0]},
         PARTS | {"logprobs": {"rollout": [-0.5, -1.5]}, "values": {"entropy": [1.0, 2.0]}, "old_log_probs": None},
@@ -361,13 +345,11 @@ def test_parquet_of_other_projects_is_read(tmp_path):
         # Levanter's older batches: the tokens one later, and weights of 0 outside the response
         {"input_ids": [[1, 2, 7, 0]], "target_ids": [[2, 7, 8, 0]], "loss_weights": [[0.0, -0.25, -0.25, 0.0]]}
         | {"policy_logprobs": [[None, -0.5, -1.5, 0.0]], "entropy": [[None, 1.0, 2.0, 0.0]]},
-    ],
-)
-def test_the_names_of_other_projects_are_read(tmp_path, record):
-    dump = read_tokens(write_lines(tmp_path / "x.jsonl", record | {"temperature": 0.7, "top_p": 0.9}))
-    assert response_of(dump) == (*READ[:2], READ[2] | {"entropy": [1.0, 2.0]})
-    assert np.isnan(dump.logprobs["rollout"][0][:2]).all()
-    assert dump.sampling == {"temperature": 0.7, "top_p": 0.9}
+    ):
+        dump = read_tokens(write_lines(tmp_path / "x.jsonl", record | {"temperature": 0.7, "top_p": 0.9}))
+        assert response_of(dump) == (*READ[:2], READ[2] | {"entropy": [1.0, 2.0]})
+        assert np.isnan(dump.logprobs["rollout"][0][:2]).all()
+        assert dump.sampling == {"temperature": 0.7, "top_p": 0.9}
 
 
 def test_a_folder_of_token_files_is_one_dump(tmp_path):
@@ -384,9 +366,8 @@ def test_a_folder_of_token_files_is_one_dump(tmp_path):
         read_tokens(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
+def test_what_holds_no_tokens_is_named(tmp_path):
+    for record, words in (
         ({"choices": [{"message": {}, "logprobs": {"content": [{"token": "x", "logprob": -1}]}}]}, "reply"),
         ({"choices": [{"token_ids": [7], "logprobs": None, **PROMPT}]}, "without log-probabilities"),
         ({"choices": [{"token_ids": [7], "logprobs": {"content": [1]}}], **PROMPT}, "not of the form"),
@@ -399,11 +380,9 @@ def test_a_folder_of_token_files_is_one_dump(tmp_path):
         ({"traces": [{"nodes": [{"parent": 1}, {"parent": 0}]}]}, "x.jsonl:1: a trace must have nodes, each after its"),
         ({"traces": [{"nodes": [{"token_ids": [1], "mask": [1], "logprobs": []}]}]}, "a node has 0 log-probabilities"),
         ({"traces": []}, "there is no sequence in it"),
-    ],
-)
-def test_what_holds_no_tokens_is_named(tmp_path, record, words):
-    with pytest.raises(ValueError, match=words):
-        read_tokens(write_lines(tmp_path / "x.jsonl", record))
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_tokens(write_lines(tmp_path / "x.jsonl", record))
 
 
 def test_files_of_other_kinds_are_refused(tmp_path):

@@ -110,9 +110,8 @@ def test_rank_turn_and_alternatives_are_there(tmp_path):
     np.testing.assert_allclose(dump["growth"]["after"][:2], [math.log(3) + math.log(2), 0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("correction", "expected"),
-    [
+def test_the_weights_are_those_of_the_correction():
+    for correction, expected in (
         ({}, [1, 1, 1]),
         ({"level": "token", "mode": "mask"}, [0, 0.5, 1]),
         ({"level": "token", "normalize": True}, [2 / (3.5 / 3), 0.5 / (3.5 / 3), 1 / (3.5 / 3)]),
@@ -120,11 +119,9 @@ def test_rank_turn_and_alternatives_are_there(tmp_path):
         ({"veto": 0.6}, [0, 0, 0]),
         ({"level": "token", "region": "moment", "region_threshold": 0.04}, [2, 0.5, 1]),  # without the region
         ({"region": "tv", "region_threshold": 0.3}, [0, 1, 1]),  # the probabilities differ by 0.5, 0.25 and 0
-    ],
-)
-def test_the_weights_are_those_of_the_correction(correction, expected):
-    found = measure(values_dump(), ("trainer", "rollout"), CorrectionConfig(**correction))
-    np.testing.assert_allclose(found.values["weight"][0], [0, expected[0], 0, *expected[1:]], rtol=1e-6)
+    ):
+        found = measure(values_dump(), ("trainer", "rollout"), CorrectionConfig(**correction))
+        np.testing.assert_allclose(found.values["weight"][0], [0, expected[0], 0, *expected[1:]], rtol=1e-6)
     unknown = measure(values_dump(), ("trainer", "rollout"), CorrectionConfig(level="token", part="drift"))
     assert ("weight" in unknown.values, "of the part drift" in unknown.notes[-1]) == (False, True)
 

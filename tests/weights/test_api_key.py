@@ -68,21 +68,18 @@ def test_every_route_but_health_wants_the_key(key_file, monkeypatch):
     assert status_of("/v1/realtime", "websocket") == "websocket.close"
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "said"),
-    [
+def test_what_is_no_key_file_is_refused(tmp_path, make_key):
+    for text, mode, said in (
         (KEY, 0o640, "others may read the key file .*: chmod 600 it"),
         ("0123456789abcde", 0o600, "one word of at least 16 characters"),
         (KEY + "\n" + KEY, 0o600, "one word of at least 16"),
         ("schlüssel-schlüssel", 0o600, "more than plain ASCII"),
         (None, 0o600, "cannot be read: No such file"),
-    ],
-)
-def test_what_is_no_key_file_is_refused(tmp_path, make_key, text, mode, said):
-    path = tmp_path / "none" if text is None else make_key("key", text, mode)
-    with pytest.raises(ValueError, match=said) as refused:
-        read_api_key(path)
-    assert not text or text not in str(refused.value)
+    ):
+        path = tmp_path / "none" if text is None else make_key("key", text, mode)
+        with pytest.raises(ValueError, match=said) as refused:
+            read_api_key(path)
+        assert not text or text not in str(refused.value)
 
 
 def test_the_client_brings_the_key_on_every_path(fake, key_file, monkeypatch):
