@@ -11,18 +11,8 @@ import pytest
 from toy_runs import TOY_BASE, outcome
 
 from rljax.commands import accept
+from rljax.commands import check_server as checks
 from rljax.commands.accept import Acceptance, AcceptArguments, earlier_report
-from rljax.commands.check_server import (
-    BARS,
-    ServerChecks,
-    changed,
-    growth_problems,
-    pair_facts,
-    parity,
-    round_trip_facts,
-    token_facts,
-    training_facts,
-)
 from rljax.errors import ConfigError
 from rljax.record.token_dumps import ColumnSource, make_dump
 from rljax.run.config import Config
@@ -36,13 +26,13 @@ SERVER = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, st
 
 def test_tokens_of_both_sides_and_a_round_trip():
     for found, problems in (
-        (token_facts(TOKENS, TOKENS), []),
-        (token_facts(TOKENS, TOKENS | {"stop_token_ids": [13, 14]}), [f"{ENDS} [13, 14], the model at [14]"]),
-        (token_facts(TOKENS, TOKENS | {"tokenizer": "b"}), ["the server has another tokenizer"]),
-        (token_facts(TOKENS, TOKENS | {"tokenizer": ""}), ["the server has no readable tokenizer"]),
-        (round_trip_facts({"a": True, "b": True}, ["a", "b", "lm_head.weight"]), []),
-        (round_trip_facts({"a": True, "b": False}, ["a", "b"]), ["1 tensors come back with other bits: b"]),
-        (round_trip_facts({"a": True}, ["a", "b.bias"]), ["1 tensors of the files are not read: b.bias"]),
+        (checks.token_facts(TOKENS, TOKENS), []),
+        (checks.token_facts(TOKENS, TOKENS | {"stop_token_ids": [13, 14]}), [f"{ENDS} [13, 14], the model at [14]"]),
+        (checks.token_facts(TOKENS, TOKENS | {"tokenizer": "b"}), ["the server has another tokenizer"]),
+        (checks.token_facts(TOKENS, TOKENS | {"tokenizer": ""}), ["the server has no readable tokenizer"]),
+        (checks.round_trip_facts({"a": True, "b": True}, ["a", "b", "lm_head.weight"]), []),
+        (checks.round_trip_facts({"a": True, "b": False}, ["a", "b"]), ["1 tensors come back with other bits: b"]),
+        (checks.round_trip_facts({"a": True}, ["a", "b.bias"]), ["1 tensors of the files are not read: b.bias"]),
     ):
         assert found["problems"] == problems
 
@@ -66,7 +56,7 @@ def test_log_probabilities_that_differ_in_the_mean():
         columns = {"jax": trainer, "vllm": trainer + np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)}
         names = list(map(str, range(rows_of_16)))
         dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
-        found = pair_facts(dump, [("jax", "vllm")], bar=bar)
+        found = checks.pair_facts(dump, [("jax", "vllm")], bar=bar)
         assert [word in problem for word, problem in zip(words, found["problems"], strict=True)] == [True] * len(words)
         k3 = math.exp(-gap) * math.cosh(more) - 1 + gap
         assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(k3, rel=1e-3)
@@ -81,8 +71,8 @@ def test_a_gap_that_grows_with_the_position():
         (0.0, 0.33, 0.04, True),
     ):
         growth = {"1-16": (first, 0.0), "17-64": (1.0, 0.0), "65-256": (last, own)}
-        assert bool(growth_problems(growth, 0.08)) == grows
-        assert not growth_problems({"1-16": (0.5, 0.0)}, 0.08)
+        assert bool(checks.growth_problems(growth, 0.08)) == grows
+        assert not checks.growth_problems({"1-16": (0.5, 0.0)}, 0.08)
 
 
 def rows(*k3, skipped=0, lost=0):
@@ -101,21 +91,24 @@ def test_the_rows_of_a_training():
         (rows(0.0, 0.0, skipped=2), "no step changed the weights: give a --config whose rewards differ in a group"),
         (rows(0.0, 0.0, lost=1), "2 log-probabilities are not finite"),
     ):
-        assert training_facts(found, 2, BARS["bfloat16"])["problems"] == [problem] * bool(problem)
+        assert checks.training_facts(found, 2, checks.BARS["bfloat16"])["problems"] == [problem] * bool(problem)
 
 
 def test_the_task_and_the_second_version_differ_enough(tmp_path):
-    rewards = [parity(None, str(number), False) for number in range(100)]
+    rewards = [checks.parity(None, str(number), False) for number in range(100)]
     assert set(rewards) == {0.0, 1.0}
     assert 30 < sum(rewards) < 70
     before = {"a": jnp.full((1000,), 3.0, jnp.bfloat16), "b": jnp.full((1000,), -2.0, jnp.bfloat16)}
-    after = changed(before)
+    after = checks.changed(before)
     moved = {name: np.asarray(after[name] / each, np.float32) for name, each in before.items()}
     assert all(np.mean(ratio != 1) > 0.9 and np.abs(ratio - 1).max() < 0.3 for ratio in moved.values())
     assert not np.array_equal(moved["a"], moved["b"])
     words = [f"--model.path={TOY_BASE}", "--rollout.dtype=float32", "--precision.compute-dtype=float32"]
     inputs = read_inputs(resolve(Config, "quickstart", words))
-    assert [ServerChecks(inputs, None, tmp_path, 8, bar).bar for bar in (None, 0.0)] == [BARS["float32"], 0.0]
+    assert [checks.ServerChecks(inputs, None, tmp_path, 8, bar).bar for bar in (None, 0.0)] == [
+        checks.BARS["float32"],
+        0.0,
+    ]
 
 
 def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):

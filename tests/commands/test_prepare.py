@@ -108,15 +108,14 @@ def test_a_published_file_is_looked_at_and_rewritten(tmp_path, capsys):
     rows += [{"question": "5+1?", "answer": ""}, {"question": "6+1?", "answer": "7\n\nSo it is."}, rows[0]]
     source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
     assert run_cli(main, [source, str(out), "--form", "gsm8k", "--reward-workers", "1"]) == 0
-    table = [
-        "warning: right answers get no reward when they are given as the response",
-        "data      rows  no answer  over length  repeated prompts  answers that fail",
+    looked = read_provenance(out)["looked"]
+    assert "\n".join(looked) in capsys.readouterr().out
+    assert looked[0] == "warning: right answers get no reward when they are given as the response"
+    assert looked[2:4] == [
         "in.jsonl  7     1          -            1                 1 of 5",
         "fails: '7 So it is.' to '6+1?'",
-        "keys not read: level",
     ]
-    assert "\n".join(table) in capsys.readouterr().out
-    assert read_provenance(out)["looked"] == table
+    assert looked[4:] == ["keys not read: level"]
     assert [step["dropped"] for step in read_provenance(out)["steps"]] == [1, 1]
     assert [row["reward_model"]["ground_truth"] for _, row in read_rows(out)][:4] == ["1", "2", "3", "4"]
 

@@ -41,6 +41,7 @@ def write_lines(path, *records):
 
 
 PARTS = {"prompt_ids": [1, 2], "response_ids": [7, 8]}
+ONE = {"prompt_ids": [1], "response_ids": [2], "logprobs": {"x": [-1.0]}}
 WHOLE = {"token_ids": [1, 2, 7, 8], "response_mask": [0, 0, 1, 1]}
 
 
@@ -111,26 +112,20 @@ def test_a_file_of_another_form_is_refused(tmp_path):
     assert (dump.role("rollout"), dump.role("trainer")) == ("rollout", "trainer")
 
 
-def of_one(ids=(1, 2), mask=(True, True), columns=None, **more):
-    return ["a"], [ids], [mask], columns or {}, {}, {}, {name: [array] for name, array in more.items()}
-
-
-def tops(ids, logprobs):
-    return of_one(top_ids=np.zeros(ids, np.int32), top_logprobs=np.zeros(logprobs, np.float32))
-
-
 def test_what_does_not_fit_together_is_refused():
+    pair, ids, numbers = (["a"], [[1, 2]], [[True] * 2]), np.zeros((1, 2, 3), np.int32), np.zeros((1, 2, 3), np.float32)
+    tops = {"top_ids": ids, "top_logprobs": numbers}
     for arguments, message in (
         ((["a", "a"], [[1], [2]], [[True]] * 2, {}), "distinct, got \\['a'\\]"),
-        (of_one(mask=[True]), "response_mask must have 2 entries, got shape \\(1,\\)"),
-        (of_one(columns={"x": [[-1.0]]}), "column 'x' must have 2 entries"),
-        (of_one(columns={"x": [["low", -1.0]]}), "must be numbers"),
-        (of_one(**{"values/v": [0.5]}), "values 'v' must have 2 entries, got shape"),
-        (of_one([1.5], [True]), "integers in .* got float64"),
-        (of_one([-1], [True]), "integers in"),
-        (tops((1, 3), (1, 3)), r"top_ids must have 2 lists of 3 tokens, got shape \(1, 3\)"),
-        (tops((2, 3), (2, 2)), "top_ids and top_logprobs must have the same shapes"),
-        ((["a", "b"], [[1, 2]] * 2, [[True] * 2] * 2, *tops((2, 3), (2, 3))[3:]), "must have 2 sequences, got 1"),
+        ((["a"], [[1, 2]], [[True]], {}), "response_mask must have 2 entries, got shape \\(1,\\)"),
+        ((*pair, {"x": [[-1.0]]}), "column 'x' must have 2 entries"),
+        ((*pair, {"x": [["low", -1.0]]}), "must be numbers"),
+        ((*pair, {}, {}, {}, {"values/v": [[0.5]]}), "values 'v' must have 2 entries, got shape"),
+        ((["a"], [[1.5]], [[True]], {}), "integers in .* got float64"),
+        ((["a"], [[-1]], [[True]], {}), "integers in"),
+        ((*pair, {}, {}, {}, tops | {"top_ids": ids[:, :1]}), r"must have 2 lists of 3 tokens, got shape \(1, 3\)"),
+        ((*pair, {}, {}, {}, tops | {"top_logprobs": numbers[..., :2]}), "top_logprobs must have the same shapes"),
+        ((["a", "b"], [[1, 2]] * 2, [[True] * 2] * 2, {}, {}, {}, tops), "top_ids must have 2 sequences, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
             make_dump(*arguments)
@@ -157,21 +152,6 @@ def test_jsonl_in_its_two_forms_with_a_header(tmp_path):
         {"values/entropy": [[None] * 2, [None, None, 0.5]]},
     )
     assert_same(read_tokens(write_lines(tmp_path / "x.jsonl", header, whole, parts)), expected)
-
-
-ONE = {"prompt_ids": [1], "response_ids": [2], "logprobs": {"x": [-1.0]}}
-
-
-def test_a_wrong_line_is_named(tmp_path):
-    for record, message in (
-        ({"token_ids": [1]}, "x.jsonl:2: 'response_mask' is missing"),
-        (ONE | {"logprobs": {"x": [1, 2, 3]}}, ":2: sequence '1': column 'x' must have 2 entries, got shape"),
-        (ONE | {"logprobs": {}}, "has columns \\[\\], expected \\['x'\\]"),
-        (ONE | {"response_ids": [2.5]}, ":2: sequence '1': token ids must be integ"),
-        ([1], ":2: expected a JSON object, got list"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_tokens(write_lines(tmp_path / "x.jsonl", ONE, record))
 
 
 def response_of(dump, sequence=0):
@@ -383,6 +363,15 @@ def test_what_holds_no_tokens_is_named(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             read_tokens(write_lines(tmp_path / "x.jsonl", record))
+    for record, words in (  # of the second line
+        ({"token_ids": [1]}, "x.jsonl:2: 'response_mask' is missing"),
+        (ONE | {"logprobs": {"x": [1, 2, 3]}}, ":2: sequence '1': column 'x' must have 2 entries, got shape"),
+        (ONE | {"logprobs": {}}, "has columns \\[\\], expected \\['x'\\]"),
+        (ONE | {"response_ids": [2.5]}, ":2: sequence '1': token ids must be integ"),
+        ([1], ":2: expected a JSON object, got list"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_tokens(write_lines(tmp_path / "x.jsonl", ONE, record))
 
 
 def test_files_of_other_kinds_are_refused(tmp_path):

@@ -135,9 +135,11 @@ def test_a_run_that_raises_has_failed_unless_another_process_took_it(tmp_path):
     assert "row" in read(tmp_path / "taken")[-1]  # it is left open
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
+def test_a_tracker_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHIPPED, "absent_tracker", None)
+    (tmp_path / "absent_tracker").mkdir()  # such a folder, like the one that wandb makes, is no package
+    monkeypatch.syspath_prepend(tmp_path)
+    for names, said in (
         (["wandbb"], "record.trackers must name wandb, trackio, package.module:Class or FILE.py:Class, "),
         (["mlflow"], "mlflow_tracker.py:MlflowTracker of the repository's examples, got 'mlflow'"),
         (["planted_trackers:Refuses"], "record.trackers: planted_trackers:Refuses: not logged in"),
@@ -145,13 +147,8 @@ def test_a_run_that_raises_has_failed_unless_another_process_took_it(tmp_path):
         (["no_such_module:Tracker"], "no_such_module:Tracker: ModuleNotFoundError"),
         (["absent_tracker"], r"absent_tracker is not installed: pip install '\.\[absent_tracker\]'"),
         (["wandb", "wandb"], "trackers must be different"),
-    ],
-)
-def test_a_tracker_that_cannot_be_used_is_refused(names, said, tmp_path, monkeypatch):
-    monkeypatch.setitem(SHIPPED, "absent_tracker", None)
-    (tmp_path / "absent_tracker").mkdir()  # such a folder, like the one that wandb makes, is no package
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=said):
-        Trackers(RecordConfig(trackers=tuple(names)))
+    ):
+        with pytest.raises(ValueError, match=said):
+            Trackers(RecordConfig(trackers=tuple(names)))
     with pytest.raises(ValueError, match="project must not be empty"):
         RecordConfig(project="")

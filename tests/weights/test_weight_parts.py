@@ -55,25 +55,20 @@ def own_parts(store, parent, index, *, host="127.0.0.1", port=0, coordinator="12
 class Pod:
     """A group of ``count`` processes of a run, each with its own directory."""
 
-    def __init__(self, root, count, store="http", anchor_every=4):
+    def __init__(self, root, count, store="http"):
         self.parts = [own_parts(store, root / f"process_{index}", index) for index in range(count)]
-        options = {"api_key_file": find_key_file(None), "writer": InTurn(self.parts), "anchor_every": anchor_every}
+        options = {"api_key_file": find_key_file(None), "writer": InTurn(self.parts), "anchor_every": 4}
         self.training = Training(root, files=WeightDirectory(PublishConfig(store), root / "process_0", **options))
 
     def close(self):
-        self.training.files.close()
-        for each in self.parts:
+        for each in (self.training.files, *self.parts):
             each.close()
 
 
 @pytest.fixture
 def pods(tmp_path):
     with contextlib.ExitStack() as stack:
-
-        def make(*arguments, **options):
-            return stack.enter_context(contextlib.closing(Pod(tmp_path, *arguments, **options)))
-
-        yield make
+        yield lambda *arguments: stack.enter_context(contextlib.closing(Pod(tmp_path, *arguments)))
 
 
 @pytest.mark.parametrize("store", ["http", "directory"])

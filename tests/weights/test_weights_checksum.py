@@ -14,16 +14,9 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_tensors
 from rljax.policy.model import init_params
 from rljax.policy.published import hf_checksums
+from rljax.weights import sums
 from rljax.weights.format import Checksum, TensorRegion
-from rljax.weights.sums import (
-    array_checksum,
-    bits_of,
-    describe_differences,
-    differences,
-    mixed,
-    place_weights,
-    region_checksum,
-)
+from rljax.weights.sums import array_checksum, bits_of, differences, mixed, place_weights, region_checksum
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 TIED = PolicyConfig(32, 8, 16, 2, 2, 1, 4, tie_word_embeddings=True)
@@ -89,31 +82,27 @@ def test_torch_jax_and_numpy_agree(dtype):
 def test_threads_and_devices_sum_the_same(dtype, size):
     """The last size is more than one thread sums at a time, and more than a device sums at a time."""
     torch = pytest.importorskip("torch")
-    from rljax.weights.sums import device_checksum, tensor_checksum
-
     bits = np.random.default_rng(0).integers(0, 2**15, size).astype({"bfloat16": np.int16, "float32": np.int32}[dtype])
     words = torch.from_numpy(bits)
     expected = region_checksum(bits_of(bits), TensorRegion.whole((size,)))
     assert array_checksum(bits) == expected
-    assert tensor_checksum(words.view(getattr(torch, dtype))) == expected
-    assert device_checksum(words) == expected
+    assert sums.tensor_checksum(words.view(getattr(torch, dtype))) == expected
+    assert sums.device_checksum(words) == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_tensor_kept_wider_has_the_published_checksum(dtype):
     """A value outside the published dtype must have another checksum, and so must two exchanged values."""
     torch = pytest.importorskip("torch")
-    from rljax.weights.sums import as_published, tensor_checksum
-
     narrow = getattr(torch, dtype)
     published = torch.from_numpy(normal((70,), jnp.dtype("float32"))).to(narrow)
     wide = published.to(torch.float32)
-    assert tensor_checksum(as_published(published, narrow)) == tensor_checksum(published)
-    assert tensor_checksum(as_published(wide, narrow)) == tensor_checksum(published)
-    assert tensor_checksum(as_published(wide.flip(0), narrow)) != tensor_checksum(published)
+    assert sums.tensor_checksum(sums.as_published(published, narrow)) == sums.tensor_checksum(published)
+    assert sums.tensor_checksum(sums.as_published(wide, narrow)) == sums.tensor_checksum(published)
+    assert sums.tensor_checksum(sums.as_published(wide.flip(0), narrow)) != sums.tensor_checksum(published)
     wide[3] *= 1.0 + 2.0**-20
-    assert as_published(wide, narrow).dtype == torch.float32
-    assert tensor_checksum(as_published(wide, narrow)) != tensor_checksum(published)
+    assert sums.as_published(wide, narrow).dtype == torch.float32
+    assert sums.tensor_checksum(sums.as_published(wide, narrow)) != sums.tensor_checksum(published)
 
 
 # ---- the trainer's tensors and what the workers of a server hold ----
@@ -137,8 +126,7 @@ def workers(count, heads=4):
 def test_parts_and_copies_add_up(count, heads):
     held = workers(count, heads)
     assert differences(EXPECTED, held) == []
-    sums = held[-1]["k_proj"]
-    held[-1]["k_proj"] = Checksum(sums.count, sums.first ^ 1, sums.second, sums.placed)
+    held[-1]["k_proj"] = dataclasses.replace(held[-1]["k_proj"], first=held[-1]["k_proj"].first ^ 1)
     assert differences(EXPECTED, held) == ["k_proj (other bits)"]
     held = workers(2)  # the errors of the two copies cancel in their sum
     for worker, error in zip(held, (1, -1), strict=True):
@@ -158,8 +146,8 @@ def test_what_is_missing_left_over_or_of_another_size_is_named():
         "q_proj (65 elements instead of 64)",
         "bias (the trainer has none)",
     ]
-    assert describe_differences(["a", "b", "c", "d", "e", "f"]) == "6 tensors differ: a, b, c, d and 2 more"
-    assert describe_differences(["a"]) == "1 tensor differs: a"
+    assert sums.describe_differences(["a", "b", "c", "d", "e", "f"]) == "6 tensors differ: a, b, c, d and 2 more"
+    assert sums.describe_differences(["a"]) == "1 tensor differs: a"
     embedding = Checksum(4, 1, 2, 3)  # a tied head is the embedding
     expected = {"model.embed_tokens.weight": embedding}
     assert differences(expected, [{**expected, "lm_head.weight": embedding}]) == []
