@@ -10,7 +10,7 @@ from toy_runs import outcome, refused
 from rljax import cli
 
 
-def test_the_help_explains_each_command_in_a_line():
+def test_the_help_and_each_mistake_are_one_line(monkeypatch):
     done = run_with_only([], "import rljax.cli\n")
     assert (done.returncode, done.stderr) == (0, "")
     words = [sys.executable, "-m", "rljax", "evaluate", "--help"]
@@ -21,20 +21,6 @@ def test_the_help_explains_each_command_in_a_line():
     for name, command in cli.COMMANDS.items():
         (line,) = [line for line in out.splitlines() if line.startswith(f"  {name} ")]
         assert (line.endswith(command.summary), len(line) <= 100) == (True, True)
-
-
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_has_a_program_that_explains_itself(name, capsys):
-    try:
-        status = cli.main([name, "--help"])
-    except SystemExit as ended:
-        status = ended.code
-    out, err = capsys.readouterr()
-    assert (status, err) == (0, "")
-    assert f"rljax {name}" in out
-
-
-def test_a_mistake_and_a_missing_package_are_one_line(monkeypatch):
     for words, message in (
         (["evalute"], "error: unknown command evalute; did you mean evaluate?"),
         (["--dry-run"], "error: unknown command --dry-run; commands: train, evaluate, "),
@@ -46,6 +32,17 @@ def test_a_mistake_and_a_missing_package_are_one_line(monkeypatch):
     remedy = "pip install '.[train]' in a checkout of rljax, or 'WHEEL[train]' with its wheel"
     said = f"error: rljax compare needs the package tqdm, which is not installed: {remedy}\n"
     assert refused(cli.main, ["compare", "--help"]) == said
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_a_program_that_explains_itself(name, capsys):
+    try:
+        status = cli.main([name, "--help"])
+    except SystemExit as ended:
+        status = ended.code
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    assert f"rljax {name}" in out
 
 
 def test_the_shell_completes_commands_and_options(tmp_path):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from isolated import rljax_with_only
-from toy_runs import outcome, refused
+from toy_runs import ROOT, outcome, refused
 
 from rljax.commands import compare, plot, replay, view
 from rljax.commands.diagnose import declared_of, main
@@ -22,7 +22,6 @@ from rljax.diagnose.token_facts import read_facts
 from rljax.rollout.types import InjectConfig, RolloutConfig, ServerForm
 from rljax.run.config import Config
 
-ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "tests" / "data" / "planted_logs"
 DOCS = (ROOT / "docs/diagnose.md").read_text(encoding="utf-8")
 REMEDIES = DOCS.partition("## Remedies\n")[2]
@@ -192,9 +191,7 @@ def test_limits_and_remedies_of_the_docs_are_those_of_the_table():
         for first in (first_remedy(cause, project) for cause in CAUSES if cause != "healthy"):
             assert first["source"].endswith(own.get(first["option"], "")), project
             assert first["option"] in own or not re.search(r"--[a-z]+\.[a-z-]+ ", first["option"]), project
-
-
-def test_each_remedy_has_a_cost_a_source_and_the_numbers_on_record():
+    # Each remedy has a cost, a source and the numbers on record.
     listed = re.findall(r"^\d+\. (.+?): `.+$", REMEDIES, re.MULTILINE)
     costs = REMEDIES.partition("### What each remedy costs")[2].partition("|---|---|---|\n")[2]
     table = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", costs, re.MULTILINE)

@@ -7,13 +7,12 @@ import math
 import re
 import shlex
 import struct
-from pathlib import Path
 
 import pytest
 from isolated import rljax_with_only
 from pictures import coloured_share
 from study_rows import read_table
-from toy_runs import outcome, printed, refused
+from toy_runs import ROOT, outcome, printed, refused
 
 from rljax import cli
 from rljax.commands import replay
@@ -24,7 +23,6 @@ Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
 Summary = pytest.importorskip("tensorboardX.proto.summary_pb2").Summary
 TensorProto = pytest.importorskip("tensorboardX.proto.tensor_pb2").TensorProto
 
-ROOT = Path(__file__).parents[2]
 LENGTH = "response_length/mean"
 # The level triples at step 80. The median of five and six lengths in a row call it at step 85.
 LENGTHS = [1000.0] * 79 + [3500.0] * 221
@@ -348,9 +346,7 @@ def test_text_logs_need_numpy_alone(tmp_path):
     assert [line.split()[1:3] for line in lines[1:]] == [["300", "85"]] * 7
     status, lines, err = alone(tmp_path / "log.csv", "--sweep", "--json", "-")
     assert (status, err, json.loads(lines[0])["logs"][0]["rules"][0]["surge_step"]) == (0, "", 85)
-
-
-def test_a_missing_package_is_one_line_with_its_extra(tmp_path):
+    # A missing package is one line with its extra.
     write_events(tmp_path / "tb", LENGTHS, 1)
     (events,) = (tmp_path / "tb").iterdir()
     remedy = "which is not installed: pip install '.[replay]' in a checkout of rljax, or 'WHEEL[replay]' with its wheel"

@@ -5,12 +5,12 @@
 
 import re
 import shlex
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from pages import code_block, run_block
+from toy_runs import ROOT
 
 from rljax.commands import compare
 from rljax.compare.importers import read_tokens
@@ -19,7 +19,6 @@ from rljax.compare.scorers import split_spec
 
 torch = pytest.importorskip("torch")
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
 
 

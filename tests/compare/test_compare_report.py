@@ -167,10 +167,7 @@ def test_only_pairs_with_the_sampling_column_refuse_a_cut():
         cut = {(pair.trainer, pair.rollout) for pair in pairs if pair.verdict.cause == "truncated_sampling"}
         assert all("the tokens were sampled with " in p.verdict.reason for p in pairs if (p.trainer, p.rollout) in cut)
         assert cut == {pair for pair in itertools.combinations(["a", "b", "rollout"], 2) if set(sides) & set(pair)}
-
-
-def test_columns_that_are_cut_alike_are_compared():
-    """The numbers of the trainer and the sampler are over the surviving tokens, and a scorer's are over all tokens."""
+    # Columns over the surviving tokens are compared with each other, but not with a scorer's.
     sources = {name: ColumnSource(cut=True) for name in ("rollout", "trainer")}
     columns = near_columns(("a", "rollout", "trainer"))
     pairs = compare_columns(make_dump(["x"], *columns, sources, {"top_k": 5})).pairs

@@ -247,19 +247,7 @@ def test_the_tokens_that_carry_a_gap_are_named():
         assert OF_VERDICTS.get(cause, cause) == cause
 
 
-def test_the_token_or_its_successor_is_named():
-    """Token 9 stands at another place in each response, as the end of a thought does."""
-    rows, at = np.arange(COUNT), 4 + np.arange(COUNT)
-    for shift, words in ((0, "is at the token 9: "), (1, "is at the token after id 9: ")):
-        trainer, sampler = columns()
-        ids = np.full(trainer.shape, 5)
-        ids[rows, at] = 9
-        trainer[rows, at + shift] -= 0.7
-        verdict = judge(trainer, sampler, ids=ids)
-        assert (verdict.cause, words in verdict.reason) == ("one_token", True)
-
-
-def test_a_side_and_a_token_after_the_environment_are_named():
+def test_a_side_and_a_token_that_carry_a_gap_are_named():
     trainer, sampler = columns()
     for sides, cause in (((trainer - 15.0, sampler), "trainer_side"), ((trainer, sampler - 15.0), "engine_side")):
         verdict = judge(*sides)
@@ -271,6 +259,15 @@ def test_a_side_and_a_token_after_the_environment_are_named():
     trainer[::2, 15] -= 0.7
     trainer[1::2, 22] -= 0.7
     assert judge(trainer, sampler, mask).cause == "after_environment"
+    # Token 9 stands at another place in each response, as the end of a thought does.
+    rows, at = np.arange(COUNT), 4 + np.arange(COUNT)
+    for shift, words in ((0, "is at the token 9: "), (1, "is at the token after id 9: ")):
+        trainer, sampler = columns()
+        ids = np.full(trainer.shape, 5)
+        ids[rows, at] = 9
+        trainer[rows, at + shift] -= 0.7
+        verdict = judge(trainer, sampler, ids=ids)
+        assert (verdict.cause, words in verdict.reason) == ("one_token", True)
 
 
 @pytest.mark.parametrize("mass", [0.8, 0.97])

@@ -151,7 +151,20 @@ def test_jsonl_in_its_two_forms_with_a_header(tmp_path):
         {"temperature": 1.0},
         {"values/entropy": [[None] * 2, [None, None, 0.5]]},
     )
-    assert_same(read_tokens(write_lines(tmp_path / "x.jsonl", header, whole, parts)), expected)
+    path = write_lines(tmp_path / "x.jsonl", header, whole, parts)
+    assert_same(read_tokens(path), expected)
+    path.unlink()
+    # A folder is one dump: each process writes a file, begins it with the header, and numbers its sequences from 0.
+    header = {"rljax_tokens": 1, "columns": {"rollout": {"dtype": "float16"}}, "sampling": {"temperature": 0.7}}
+    for number in range(2):
+        record = PARTS | {"sequence_id": "0", "rollout_logprobs": [-0.5, -1.5 - number]}
+        write_lines(tmp_path / f"tokens_{number}.jsonl", header, record)
+    dump = read_tokens(tmp_path)
+    assert (dump.sequence_ids, dump.sources["rollout"].dtype) == (("tokens_0/0", "tokens_1/0"), "float16")
+    assert [values[-1] for values in dump.logprobs["rollout"]] == [-1.5, -2.5]
+    write_lines(tmp_path / "tokens_1.jsonl", header | {"sampling": {}}, record)
+    with pytest.raises(ValueError, match=r"tokens_1.jsonl:1: expected one header"):
+        read_tokens(tmp_path)
 
 
 def response_of(dump, sequence=0):
@@ -330,20 +343,6 @@ def test_the_names_of_other_projects_are_read(tmp_path):
         assert response_of(dump) == (*READ[:2], READ[2] | {"entropy": [1.0, 2.0]})
         assert np.isnan(dump.logprobs["rollout"][0][:2]).all()
         assert dump.sampling == {"temperature": 0.7, "top_p": 0.9}
-
-
-def test_a_folder_of_token_files_is_one_dump(tmp_path):
-    """Each process writes a file, begins it with the header, and numbers its sequences from 0."""
-    header = {"rljax_tokens": 1, "columns": {"rollout": {"dtype": "float16"}}, "sampling": {"temperature": 0.7}}
-    for number in range(2):
-        record = PARTS | {"sequence_id": "0", "rollout_logprobs": [-0.5, -1.5 - number]}
-        write_lines(tmp_path / f"tokens_{number}.jsonl", header, record)
-    dump = read_tokens(tmp_path)
-    assert (dump.sequence_ids, dump.sources["rollout"].dtype) == (("tokens_0/0", "tokens_1/0"), "float16")
-    assert [values[-1] for values in dump.logprobs["rollout"]] == [-1.5, -2.5]
-    write_lines(tmp_path / "tokens_1.jsonl", header | {"sampling": {}}, record)
-    with pytest.raises(ValueError, match=r"tokens_1.jsonl:1: expected one header"):
-        read_tokens(tmp_path)
 
 
 def test_what_holds_no_tokens_is_named(tmp_path):

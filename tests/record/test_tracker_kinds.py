@@ -28,13 +28,8 @@ STEPS = 8
 def root(tmp_path_factory):
     """Yields the folder of the runs and of the trackers' stores, for this process and its children."""
     root = tmp_path_factory.mktemp("tracked")
-    settings = {
-        "HOME": str(root / "home"),
-        "TRACKIO_DIR": str(root / "trackio"),
-        "WANDB_MODE": "offline",
-        "MLFLOW_TRACKING_URI": f"sqlite:///{root}/mlflow.db",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-    }
+    settings = {"HOME": str(root / "home"), "TRACKIO_DIR": str(root / "trackio"), "WANDB_MODE": "offline"}
+    settings |= {"MLFLOW_TRACKING_URI": f"sqlite:///{root}/mlflow.db", "MLFLOW_DISABLE_TELEMETRY": "true"}
     (root / "home").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
