@@ -33,7 +33,6 @@ def reward(problem, response, truncated):
     CALLS[problem["prompt"]] += 1
     return float(CALLS[problem["prompt"]] <= problem["extra_info"]["solved"])
 """
-SOLVED = [0, 1, 2, 3, 4]
 
 
 def write_rows(path, rows):
@@ -53,7 +52,7 @@ def scoring(tmp_path, monkeypatch, model, fake):
     """Yields the arguments and the reward's module of a pass-rate run over five problems with the stand-in server."""
     (tmp_path / "counting_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
-    rows = [{"prompt": f"{i}+1=", "answer": "0", "extra_info": {"solved": solved}} for i, solved in enumerate(SOLVED)]
+    rows = [{"prompt": f"{i}+1=", "answer": "0", "extra_info": {"solved": i}} for i in range(5)]
     words = [write_rows(tmp_path / "in.jsonl", rows), str(tmp_path / "out.parquet"), "--model", model]
     words += ["--urls", fake.url, "--samples", "4", "--max-response-tokens", "4", "--reward", "counting_reward:reward"]
     words += ["--reward-workers", "0", "--batch-size", "2"]

@@ -36,21 +36,18 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
     assert [form.column for form in find_forms(config)] == ["vllm-tpu:float32"]
 
 
-@pytest.mark.parametrize("way", ["extra_args", "trace_decode_token_ids"])
-def test_a_server_decodes_given_tokens(fake, way):
+def test_a_server_decodes_given_tokens_or_is_named(fake):
     """The stand-in scores each response token with -1. A response without tokens makes no request."""
-    fake.forcing = {"way": way, "reason": ""}
     rows = [*zip(DUMP.token_ids, DUMP.response_mask, strict=True), (np.int32([6, 6]), np.zeros(2, bool))]
-    dump = make_dump(["x", "y", "z"], *([row[i] for row in rows] for i in (0, 1)), {})
-    vectors, source = score_column(f"vllm-decode:{fake.url}", dump)
-    for vector, expected in zip(vectors, ([np.nan, -1, -1], [np.nan, -1], [np.nan, np.nan]), strict=True):
-        np.testing.assert_array_equal(vector, np.float32(expected))
-    assert (source.engine, source.role, source.temperature) == ("vllm fake decode", "rollout", 1.0)
-    assert sorted(asked[:2] for asked in fake.asked) == [([4], 1), ([7], 2)]
-    assert name_columns([f"vllm-decode:{fake.url}"]) == {f"vllm-decode:{fake.url}": "vllm-forced:float32"}
-
-
-def test_a_server_that_decodes_no_given_tokens_is_named(fake):
+    dump, spec = make_dump(["x", "y", "z"], *([row[i] for row in rows] for i in (0, 1)), {}), f"vllm-decode:{fake.url}"
+    for way in ("extra_args", "trace_decode_token_ids"):
+        fake.forcing = {"way": way, "reason": ""}
+        vectors, source = score_column(spec, dump)
+        for vector, expected in zip(vectors, ([np.nan, -1, -1], [np.nan, -1], [np.nan, np.nan]), strict=True):
+            np.testing.assert_array_equal(vector, np.float32(expected))
+        assert (source.engine, source.role, source.temperature) == ("vllm fake decode", "rollout", 1.0)
+    assert sorted(asked[:2] for asked in fake.asked) == [([4], 1)] * 2 + [([7], 2)] * 2
+    assert name_columns([spec]) == {spec: "vllm-forced:float32"}
     for name, value, said in (
         ("obeys", False, "other tokens than those given: token 0 is 7, expected 8"),
         ("forcing", {"way": "", "reason": "its runner needs --x"}, "decodes no given tokens: its runner needs --x"),
@@ -58,7 +55,7 @@ def test_a_server_that_decodes_no_given_tokens_is_named(fake):
     ):
         setattr(fake, name, value)
         with pytest.raises((ReplyError, ValueError), match=said):
-            score_column(f"vllm-decode:{fake.url}", DUMP)
+            score_column(spec, DUMP)
 
 
 def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):

@@ -270,23 +270,20 @@ def test_a_side_and_a_token_that_carry_a_gap_are_named():
         assert (verdict.cause, words in verdict.reason) == ("one_token", True)
 
 
-@pytest.mark.parametrize("mass", [0.8, 0.97])
-def test_the_mass_that_a_cut_leaves_is_the_mean_ratio(mass):
+def test_the_mass_that_a_cut_leaves_is_the_mean_ratio():
     """The sampler divides each probability by the mass; the trainer does not."""
-    trainer, sampler = columns()
-    verdict = judge(trainer + np.log(mass), sampler)
-    assert (verdict.status, verdict.cause) == ("refused", "truncated_sampling")
-    assert f"with {mass:.1%} of the mass" in verdict.reason
-    assert "the second column is normalised" in verdict.reason
-    assert "the first column is normalised" in judge(sampler, trainer + np.log(mass)).reason
+    for mass in (0.8, 0.97):
+        trainer, sampler = columns()
+        verdict = judge(trainer + np.log(mass), sampler)
+        assert (verdict.status, verdict.cause) == ("refused", "truncated_sampling")
+        assert f"with {mass:.1%} of the mass" in verdict.reason
+        assert "the second column is normalised" in verdict.reason
+        assert "the first column is normalised" in judge(sampler, trainer + np.log(mass)).reason
     sampler[:, ::2] = 0.0  # the cut left one token at half of the places, which is no fill
     trainer[:, ::2] = np.log(0.8) + 0.02 * np.sin(np.arange(TOKENS / 2))
     trainer[:, 1::2] += np.log(0.9)
     assert judge(trainer, sampler).cause == "truncated_sampling"
-
-
-def test_other_gaps_are_no_cut():
-    """Another base, a few far tokens and a temperature give log-ratios with one sign, too."""
+    # Another base, a few far tokens and a temperature give log-ratios with one sign, too.
     rng = np.random.default_rng(0)
     noise = 0.01 * rng.standard_normal(2000)
     few = noise - np.where(np.arange(2000) % 100, 0.0, 5.0)

@@ -150,21 +150,18 @@ def read_values(directory):
     return shown
 
 
-def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
+def test_tensorboard_gets_histograms_and_what_a_resume_replaces(tmp_path):
     """There are two exact zeros, one value of 1.5e-3 nats and three of 0.2. Each is in a bin of 2% that holds it."""
     tokens = read_tokens(np.array([[0.0, 0.0, 1.5e-3, 0.2, -0.2, 0.2]]), np.zeros((1, 6)), np.ones((1, 6)))
     counts = mismatch_statistics(tokens)["histogram"]
-    record(tmp_path, steps(1, 1), histograms={"mismatch/logprob_abs_diff": counts}, tensorboard=True)
-    ((step, value),) = read_values(tmp_path / "tb")
+    record(tmp_path / "one", steps(1, 1), histograms={"mismatch/logprob_abs_diff": counts}, tensorboard=True)
+    ((step, value),) = read_values(tmp_path / "one/tb")
     histogram = value.histo
     assert (step, value.tag, histogram.num) == (1, "mismatch/logprob_abs_diff", 6)
     held = [(limit, count) for limit, count in zip(histogram.bucket_limit, histogram.bucket, strict=True) if count]
     assert [count for _, count in held] == [2, 1, 3]
     assert [limit for limit, _ in held] == pytest.approx([1e-9, 1.5e-3 * 1.01, 0.2 * 1.01], rel=0.0101)
     assert (histogram.max, histogram.sum) == pytest.approx((0.2, 0.6015), rel=0.01)
-
-
-def test_in_tensorboard_a_resume_replaces_the_dropped_steps(tmp_path):
     values = {"reward/mean": 0.5, "a/none": None, "a/text": "x", "a/bad": math.nan, "eval/x y/pass@4": 1}
     record(tmp_path, steps(1, 3, **values), tensorboard=True)
     record(tmp_path, steps(3, 3, **{"reward/mean": 0.75}), 3, tensorboard=True)

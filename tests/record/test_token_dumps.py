@@ -19,14 +19,10 @@ from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_du
 
 
 def small_dump():
-    return make_dump(
-        ["a", "b"],
-        [[5, 6, 7], [8, 2]],
-        [[False, True, True], [False, True]],
-        {"trainer": [[None, -0.5, "-inf"], [None, -1.25]], "rollout": [[0.0, -0.5, -3.0], [0.0, -1.0]]},
-        {"rollout": ColumnSource("vllm", "bfloat16", "sha256:12", 0.7, "rollout")},
-        {"temperature": 0.7, "top_p": 1.0},
-    )
+    rows = ["a", "b"], [[5, 6, 7], [8, 2]], [[False, True, True], [False, True]]
+    columns = {"trainer": [[None, -0.5, "-inf"], [None, -1.25]], "rollout": [[0.0, -0.5, -3.0], [0.0, -1.0]]}
+    sources = {"rollout": ColumnSource("vllm", "bfloat16", "sha256:12", 0.7, "rollout")}
+    return make_dump(*rows, columns, sources, {"temperature": 0.7, "top_p": 1.0})
 
 
 def dump_with_values(column="rollout"):
@@ -142,16 +138,10 @@ def test_jsonl_in_its_two_forms_with_a_header(tmp_path):
     header = {"rljax_tokens": 1, "columns": {"x": {"dtype": "float16"}}, "sampling": {"temperature": 1.0}}
     whole = {"sequence_id": "s", "token_ids": [1, 2], "response_mask": [0, 1], "logprobs": {"x": [None, -2.0]}}
     parts = {"prompt_ids": [1, 2], "response_ids": [3], "logprobs": {"x": [-0.5]}, "values": {"entropy": [0.5]}}
-    expected = make_dump(
-        ["s", "1"],
-        [[1, 2], [1, 2, 3]],
-        [[False, True], [False, False, True]],
-        {"x": [[None, -2.0], [None, None, -0.5]]},
-        {"x": ColumnSource(dtype="float16")},
-        {"temperature": 1.0},
-        {"values/entropy": [[None] * 2, [None, None, 0.5]]},
-    )
     path = write_lines(tmp_path / "x.jsonl", header, whole, parts)
+    rows = ["s", "1"], [[1, 2], [1, 2, 3]], [[False, True], [False, False, True]]
+    columns, values = {"x": [[None, -2.0], [None, None, -0.5]]}, {"values/entropy": [[None] * 2, [None, None, 0.5]]}
+    expected = make_dump(*rows, columns, {"x": ColumnSource(dtype="float16")}, {"temperature": 1.0}, values)
     assert_same(read_tokens(path), expected)
     path.unlink()
     # A folder is one dump: each process writes a file, begins it with the header, and numbers its sequences from 0.
