@@ -47,21 +47,7 @@ def test_everything_is_as_it_should_be_on_a_cpu(checked):
     assert parts["device"]["platform"] == "cpu"
     assert parts["device"]["packages"]["jax"] == jax.__version__
     assert parts["attention auto 1152 bfloat16"]["skipped"] == "auto is xla here"
-
-
-def test_parts_by_name_and_a_file_that_cannot_be_written(tmp_path):
-    def named(*only):
-        return list(check.make_parts(CheckArguments(models=("0.6B", "4B"), only=only)))
-
-    assert named()[:2] == ["device", "collective"]
-    assert len(named()) == 2 + 2 * (2 * 2 + 1 + 2)
-    attention = ["device", "attention xla 2048 bfloat16", "attention xla 2048 float16"]
-    assert named("step 4B", "attention xla 2048") == [*attention, "step 4B bfloat16", "step 4B float16"]
-    (tmp_path / "file").touch()
-    assert "/file: " in refused(check.main, ["--tiny", "--json", tmp_path / "file/found.json"])
-
-
-def test_kernels_are_within_their_bounds_and_a_step_is_compiled_once(checked):
+    # Kernels are within their bounds, and a step is compiled once.
     parts = checked[2]["parts"]
     attention, head = parts["attention xla 1152 bfloat16"], parts["head bfloat16"]
     assert set(attention["relative_error"]) == {"output", "dq", "dk", "dv"}
@@ -78,6 +64,18 @@ def test_kernels_are_within_their_bounds_and_a_step_is_compiled_once(checked):
     assert step["row"]["policy/entropy"] == pytest.approx(np.log(512), rel=0.01)
     assert "device" not in step["bytes"]  # a CPU does not count its memory
     assert step["bytes"]["compiler"] == pytest.approx(step["bytes"]["plan"], rel=0.5)
+
+
+def test_parts_by_name_and_a_file_that_cannot_be_written(tmp_path):
+    def named(*only):
+        return list(check.make_parts(CheckArguments(models=("0.6B", "4B"), only=only)))
+
+    assert named()[:2] == ["device", "collective"]
+    assert len(named()) == 2 + 2 * (2 * 2 + 1 + 2)
+    attention = ["device", "attention xla 2048 bfloat16", "attention xla 2048 float16"]
+    assert named("step 4B", "attention xla 2048") == [*attention, "step 4B bfloat16", "step 4B float16"]
+    (tmp_path / "file").touch()
+    assert "/file: " in refused(check.main, ["--tiny", "--json", tmp_path / "file/found.json"])
 
 
 def test_attention_across_segments_is_seen_by_a_sound_reference(monkeypatch):

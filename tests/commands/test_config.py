@@ -56,7 +56,7 @@ def test_a_mistake_is_one_line():
         assert refused(main, words).endswith(f"{message}\n")
 
 
-def test_the_names_are_listed_and_a_page_is_printed_whole():
+def test_pages_are_listed_printed_and_named_by_messages():
     status, out, err = outcome(docs, [])
     assert (status, err) == (0, "")
     assert {"compare", "diagnose", "studies"} <= set(out.split())
@@ -71,9 +71,7 @@ def test_the_names_are_listed_and_a_page_is_printed_whole():
         ("../README", "no page '../README'"),
     ):
         assert said in refused(docs, [words])
-
-
-def test_messages_name_pages_that_are_there():
+    # Messages name pages that are there.
     paths = (*(ROOT / "rljax").rglob("*.py"), ROOT / "rljax/diagnose/causes.json")
     texts = [path.read_text(encoding="utf-8") for path in paths]
     named = {name for text in texts for name in re.findall(r"rljax docs ([a-z_]+)", text)}

@@ -25,7 +25,6 @@ from rljax.run.config import Config
 LOGS = ROOT / "tests" / "data" / "planted_logs"
 DOCS = (ROOT / "docs/diagnose.md").read_text(encoding="utf-8")
 REMEDIES = DOCS.partition("## Remedies\n")[2]
-KINDS = {"none", "numerics", "staleness", "settings", "weights", "optimisation", "rewards", "cannot tell"}
 SECTIONS = ("Remedies", "What is measured", "Limits of the field", "Where it comes from", "What to measure next")
 
 
@@ -139,7 +138,7 @@ def test_one_of_several_runs_is_chosen(tmp_path):
         assert f"no run 'c' in the log, which has {', '.join(runs)}" in outcome(main, [path, "--run", "c"])[2]
 
 
-def test_a_healthy_log_has_status_0_and_needs_numpy_alone(log):
+def test_a_healthy_log_needs_numpy_alone_a_mistake_is_a_line(log, tmp_path):
     """A token file needs another package, which is named."""
     path = log("healthy")
     status, page, err = rljax_with_only(["numpy"], "diagnose", path)
@@ -151,9 +150,6 @@ def test_a_healthy_log_has_status_0_and_needs_numpy_alone(log):
     status, _, err = rljax_with_only(["numpy"], "diagnose", LOGS / "healthy.parquet")
     assert (status, err.count("\n")) == (2, 1)
     assert "a token file or a run directory needs the package" in err
-
-
-def test_a_mistake_is_one_line(tmp_path):
     (tmp_path / "loss.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     (tmp_path / "notes.jsonl").write_text("hello\n")
     for words, said in (
@@ -185,7 +181,8 @@ def test_limits_and_remedies_of_the_docs_are_those_of_the_table():
     others = [options[name] for name in options if name != "rljax"]
     assert rows == [[each.get(name, ("",))[0] for name in columns] for each in others]
     assert set(options) < set(PROJECTS)
-    assert {kind for kind, _ in CAUSES.values()} == KINDS
+    kinds = {"none", "numerics", "staleness", "settings", "weights", "optimisation", "rewards", "cannot tell"}
+    assert {kind for kind, _ in CAUSES.values()} == kinds
     for project in PROJECTS:  # a remedy without an option of the project names no key of rljax's configuration either
         own = dict(TABLES["projects"].get(project, {"options": {}})["options"].values())
         for first in (first_remedy(cause, project) for cause in CAUSES if cause != "healthy"):

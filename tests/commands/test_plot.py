@@ -1,7 +1,5 @@
 """``rljax plot``: where the picture goes, the panels of chosen metrics, and a caller's mistakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -88,7 +88,7 @@ def test_changes_of_the_rate_are_printed_down_to_the_floor(tmp_path):
     assert "  and so on, down to 1e-07 at step 3366" in lines
 
 
-def test_steps_without_a_length_and_repeated_ones_are_counted(tmp_path):
+def test_steps_without_a_length_and_padded_lengths(tmp_path):
     rows = rows_of(LENGTH)
     for index, bad in ((10, math.nan), (11, None), (12, "n/a"), (13, -1.0)):
         rows[index][LENGTH] = bad
@@ -99,9 +99,7 @@ def test_steps_without_a_length_and_repeated_ones_are_counted(tmp_path):
     path.write_text("\ufeff" + path.read_text() + '{"step": 301, "respon', encoding="utf-8")
     unused = "of them have no finite, positive length: they count as steps, but are not used"
     assert run(path)[1:3] == [f"7 {unused}", CALL]
-
-
-def test_a_padded_length_is_refused_beside_the_true_one(tmp_path):
+    # A padded length is refused beside the true one.
     padded = [7000] * 40 + [6990] * 20
     rows = [{"step": i, "response_length": n, "response_tokens": 4000 + i, "x": i} for i, n in enumerate(padded, 1)]
     log = write(tmp_path / "log.jsonl", rows)

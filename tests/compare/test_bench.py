@@ -132,7 +132,7 @@ def test_a_bench_of_the_toy_goes_on_where_it_stopped(tmp_path, capsys, monkeypat
         main([*words, "--seed", "1"])
 
 
-def test_mistakes_of_the_caller_are_named(tmp_path):
+def test_mistakes_are_named_and_the_page_has_all_tables(tmp_path):
     for words, said in (
         (["--serve"], "--serve needs --model"),
         ([*WORDS, "--trainer", "vllm:http://x"], "--serve takes one --trainer of jax"),
@@ -141,7 +141,4 @@ def test_mistakes_of_the_caller_are_named(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             main([*words, "--out", str(tmp_path / "out")])
-
-
-def test_the_page_has_the_tables_of_all_results():
     assert collected(FILES) == (FILES / "tables.md").read_text(encoding="utf-8")

@@ -1,7 +1,4 @@
-"""The examples of docs/compare.md run, and what its exporter for TRL writes is read back unchanged.
-
-``tests/peers`` runs all exporters in the frameworks themselves.
-"""
+"""The examples of docs/compare.md run; ``tests/peers`` runs all exporters in the frameworks themselves."""
 
 import re
 import shlex

@@ -204,6 +204,11 @@ def test_the_form_of_a_scorer_is_seen(directory):
     assert not verdict.passed
     assert verdict.sentence == "logits (rounded to bfloat16 in hf only); all else: rounding, evenly"
     assert [finding.operations for finding in verdict.findings] == [["logits"]]
+    # The precision of numbers, and log-probabilities by hand.
+    found = [precision(np.float32([1 + 2.0**-n, 0])) for n in (7, 10, 11)]
+    assert found == ["bfloat16", "float16", "float32"]
+    logits = np.log(np.float32([[3, 1], [3, 1]]))  # the probabilities 3/4 and 1/4
+    np.testing.assert_allclose(logprobs(logits, np.int32([0, 0, 1])), np.log([0.75, 0.25]), rtol=1e-6)
 
 
 @pytest.mark.harness
@@ -217,13 +222,6 @@ def test_a_sum_over_devices_in_bfloat16_is_named(directory):
         places[dtype] = {finding.place for finding in judged(one, tested)[1].findings}
     named = {"every layer, output projection", "every layer, down projection"}
     assert places == {"bfloat16": named, "float32": set()}
-
-
-def test_helpers_by_hand():
-    found = [precision(np.float32([1 + 2.0**-n, 0])) for n in (7, 10, 11)]
-    assert found == ["bfloat16", "float16", "float32"]
-    logits = np.log(np.float32([[3, 1], [3, 1]]))  # the probabilities 3/4 and 1/4
-    np.testing.assert_allclose(logprobs(logits, np.int32([0, 0, 1])), np.log([0.75, 0.25]), rtol=1e-6)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Tests of a run's figure: curves and their values, the marks of the schedule, and notes on missing keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib.colors
@@ -70,19 +68,6 @@ def test_each_panel_shows_the_values_of_its_metric(tmp_path):
     assert (np.abs(pixels - color).max(axis=-1) < 0.01).sum() > 7 * 500  # seven panels with a curve of 500 pixels each
 
 
-def test_the_surge_and_the_decay_period_are_marked():
-    for schedule, lines, said in (
-        ({"surge": 8, "period": 14}, [8, 14, 28], ["surge at 8, period 14"]),
-        ({"period": 15}, [15, 30], []),
-        ({}, [], []),
-    ):
-        figure = report(run_of(rows_of(**schedule)))
-        for title in ("Response length", "Learning rate"):
-            found = {line.get_xdata()[0] for line in axis_named(figure, title).lines if len(line.get_xdata()) == 2}
-            assert sorted(found) == lines
-        assert texts(axis_named(figure, "Response length")) == said
-
-
 def test_gaps_zeros_and_floors_of_the_mismatch():
     """Curves leave gaps at values that are not finite, and on the log axis of the mismatch at zeros."""
     rows = rows_of()
@@ -117,7 +102,7 @@ def test_the_log_axis_shows_every_value_however_alike(tmp_path):
         assert 0 < low < min(values) <= max(values) < high
 
 
-def test_missing_keys_leave_a_note_in_their_panel():
+def test_notes_and_marks_are_in_their_panels():
     """A key that is missing in one of several runs makes no note, and several datasets are told apart."""
     figure = report(run_of([{"step": 1}, {"step": 2}]))
     notes = [text for axis in figure.axes for text in texts(axis)]
@@ -129,6 +114,17 @@ def test_missing_keys_leave_a_note_in_their_panel():
     assert texts(axis_named(figure, "Reward")) == []
     axis = axis_named(report(run_of(rows)), "Evaluation accuracy")
     assert legend(axis.get_legend()) == ["aime24", "owner/toy"]
+    # The surge and the decay period are marked.
+    for schedule, lines, said in (
+        ({"surge": 8, "period": 14}, [8, 14, 28], ["surge at 8, period 14"]),
+        ({"period": 15}, [15, 30], []),
+        ({}, [], []),
+    ):
+        figure = report(run_of(rows_of(**schedule)))
+        for title in ("Response length", "Learning rate"):
+            found = {line.get_xdata()[0] for line in axis_named(figure, title).lines if len(line.get_xdata()) == 2}
+            assert sorted(found) == lines
+        assert texts(axis_named(figure, "Response length")) == said
 
 
 def test_names_and_lines_tell_runs_apart_and_a_mean_looks_both_ways(tmp_path):

@@ -1,7 +1,5 @@
 """Tests of the record of a run: strict rows, exact cuts on resume, TensorBoard, console lines and the summary."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -142,7 +142,7 @@ def test_a_large_dump_is_cut_to_what_contributes_most(tmp_path, monkeypatch):
     assert (dump["names"], dump["lengths"], numbers(dump["tokens"]["ids"])) == (["b"], [4], [5, 6, 7, 8])
 
 
-def test_roles_choose_the_columns():
+def test_roles_choose_columns_and_wrong_words_are_refused(tmp_path):
     sources = {"a": ColumnSource(role="rollout"), "b": ColumnSource(), "c": ColumnSource(role="trainer")}
     columns = {name: [[-1.0]] for name in ("a", "b", "c", "b@2")}
     dump = make_dump(["x"], [[1]], [[True]], columns, {**sources, "b@2": ColumnSource()})
@@ -156,6 +156,21 @@ def test_roles_choose_the_columns():
     assert choose_pair(bare, rollout="a@2") == ("a", "a@2")
     with pytest.raises(ValueError, match=r"needs two columns of log-probabilities, got \['a'\]"):
         choose_pair(bare, rollout="a")
+    path, empty = dump_of(tmp_path, small_dump()), tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "x.jsonl").write_text('{"token_ids": [1], "response_mask": [1]}\n')
+    for words, message in (
+        ([tmp_path / "nowhere"], "no such file or directory"),
+        ([path, "-o", path], "a file to write, other than DUMP_OR_RUN"),
+        ([path, "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
+        ([path, "--model", empty], "no tokenizer at"),
+        ([empty], "found none"),
+        ([tmp_path / "x.parquet", "-o", tmp_path / "page.html"], "x.parquet cannot be read as Parquet"),
+        ([tmp_path / "x.jsonl", "-o", tmp_path / "page.html"], "needs two columns of log-probabilities, got []"),
+    ):
+        assert message in refused(main, words)
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_a_token_cannot_leave_its_place(tmp_path):
@@ -207,21 +222,3 @@ def test_a_dump_of_a_run_knows_its_run(tmp_path):
     assert (status, err.startswith("step_000002.parquet is left out: ")) == (0, True)
     assert [dump["name"] for dump in page_data(tmp_path / "page.html")["dumps"]] == ["step_000001.parquet"]
     assert "step_000002.parquet is left out" in (tmp_path / "page.html").read_text()
-
-
-def test_wrong_words_are_refused_in_one_line(tmp_path):
-    path, empty = dump_of(tmp_path, small_dump()), tmp_path / "empty"
-    empty.mkdir()
-    (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
-    (tmp_path / "x.jsonl").write_text('{"token_ids": [1], "response_mask": [1]}\n')
-    for words, message in (
-        ([tmp_path / "nowhere"], "no such file or directory"),
-        ([path, "-o", path], "a file to write, other than DUMP_OR_RUN"),
-        ([path, "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
-        ([path, "--model", empty], "no tokenizer at"),
-        ([empty], "found none"),
-        ([tmp_path / "x.parquet", "-o", tmp_path / "page.html"], "x.parquet cannot be read as Parquet"),
-        ([tmp_path / "x.jsonl", "-o", tmp_path / "page.html"], "needs two columns of log-probabilities, got []"),
-    ):
-        assert message in refused(main, words)
-    assert not (tmp_path / "page.html").exists()

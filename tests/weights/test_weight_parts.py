@@ -1,7 +1,4 @@
-"""Several processes keep and serve parts of a version separately, and a mirror pulls the parts from all of them.
-
-``tests/processes`` has real processes, which also upload to a store.
-"""
+"""Several processes serve parts of a version to a mirror; ``tests/processes`` has real ones, and uploads to a store."""
 
 import contextlib
 import json

@@ -188,7 +188,7 @@ def test_exactly_the_named_users_may_read(tmp_path, readable_by, store, umask):
         os.umask(before)
 
 
-def test_nobody_else_writes_into_an_unfinished_version(tmp_path):
+def test_nobody_else_writes_into_a_version_and_others_are_refused(tmp_path):
     modes, weights = [], np.ones(4, np.float32)
 
     def tensors(root):
@@ -202,6 +202,12 @@ def test_nobody_else_writes_into_an_unfinished_version(tmp_path):
     finally:
         os.umask(before)
     assert modes == [0o700]
+    for value in ("", "group", "group:", "everybody", "owner:me", "all:x", "Owner"):
+        with pytest.raises(ValueError, match="readable_by must be owner, group:NAME or all, got"):
+            PublishConfig(readable_by=value)
+    with pytest.raises(ValueError, match=r"publish.readable_by: this machine has no group 'no-such-group'"):
+        publish(tmp_path, "shared", "group:no-such-group")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
@@ -216,12 +222,3 @@ def test_another_user(readable_by, may_read):
             done = subprocess.run(["cat", str(path)], **as_nobody, capture_output=True)
             assert (done.returncode == 0) == may_read, done.stderr
             assert done.stdout == (path.read_bytes() if may_read else b"")
-
-
-def test_another_value_is_refused(tmp_path):
-    for value in ("", "group", "group:", "everybody", "owner:me", "all:x", "Owner"):
-        with pytest.raises(ValueError, match="readable_by must be owner, group:NAME or all, got"):
-            PublishConfig(readable_by=value)
-    with pytest.raises(ValueError, match=r"publish.readable_by: this machine has no group 'no-such-group'"):
-        publish(tmp_path, "shared", "group:no-such-group")
-    assert list(tmp_path.iterdir()) == []

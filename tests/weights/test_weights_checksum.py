@@ -1,7 +1,4 @@
-"""One checksum serves both sides: it is equal in numpy, jax and torch, and adds up over shards.
-
-``tests/examples/test_recount_weights.py`` compares it with a program that shares no line with the package.
-"""
+"""One checksum serves both sides; ``examples/test_recount_weights.py`` has a program that shares no line with it."""
 
 import dataclasses
 

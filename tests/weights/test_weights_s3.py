@@ -1,7 +1,4 @@
-"""The program that pulls versions of the weights from a real S3 server on this machine (tools/test_store.sh).
-
-``tests/processes/test_store_parts.py`` has its pulls.
-"""
+"""The program that pulls from a real S3 server (tools/test_store.sh); ``test_store_parts.py`` has its pulls."""
 
 import contextlib
 import subprocess

@@ -94,10 +94,7 @@ def test_a_pull_whose_process_dies_is_begun_again(files, pulling):
 
 
 def test_a_pull_ends_with_its_server_and_takes_any_processor(files, pulling):
-    """vLLM binds a worker on a CPU. It also preloads an OpenMP that binds each process with this variable.
-
-    A pull there got no time on Linux 6.18 while its worker waited for messages.
-    """
+    """vLLM binds a worker on a CPU, and preloads an OpenMP that binds each process with this variable."""
     version = written(files)
     words = "import os, sys, time; from rljax.weights.worker import Pulls\n"
     words += "last = max(os.sched_getaffinity(0))\n"
