@@ -32,7 +32,7 @@ def test_drawn_responses_score_as_they_were_drawn(model, temperature):
         assert pair.metrics["nonfinite_count"] == 0
 
 
-def test_the_embedded_engine_scores_every_response_token(model):
+def test_the_embedded_engine_scores_each_token_or_refuses(model):
     """The sequences have a hole in the mask, a response from the first token on, and no response."""
     ids = [[1, 2, 5, 9, 4], [4, 5, 6], [7, 8]]
     masks = [[False, True, True, False, True], [True] * 3, [False] * 2]
@@ -43,9 +43,6 @@ def test_the_embedded_engine_scores_every_response_token(model):
     for i, prompt in enumerate([1, 1, 2]):
         assert np.isnan(decoded[i][:prompt]).all()
         np.testing.assert_allclose(decoded[i][prompt:], full[i][prompt:], atol=2e-5, rtol=0)
-
-
-def test_what_cannot_be_drawn_is_refused(model):
     for ids, mask, message in (
         ([1, 2], [True, True], "no prompt"),
         ([1, 99, 2], [False, False, True], "no prompt of tokens below 64"),

@@ -46,10 +46,6 @@ def words(run_dir, *options, kinds=INSTALLED):
     return tiny(TOY_BASE, run_dir, STEPS, "--record.trackers", *kinds, *options)
 
 
-def as_json(values):
-    return json.loads(json.dumps(values))
-
-
 def ended(process, status=0):
     """Returns the output of a process, and checks that it ends with this status."""
     output, _ = process.communicate(timeout=300)
@@ -165,7 +161,7 @@ def test_wandb_has_all_of_a_run(whole):
         if record.HasField("summary"):
             summary |= {item.key: json.loads(item.value_json) for item in record.summary.update if item.key}
     nested, _ = settings_of(recorded_config(whole))
-    assert {key: config[key] for key in nested} == as_json(nested)
+    assert {key: config[key] for key in nested} == json.loads(json.dumps(nested))
     assert summary["summary"] == json.loads((whole / "summary.json").read_text())
     (files,) = whole.glob("trackers/wandb/offline-run-*/files")
     assert (files / summary["report"]["path"]).read_bytes() == (whole / "report.png").read_bytes()
@@ -181,7 +177,7 @@ def test_trackio_has_all_of_a_run(root, whole):
     (run,) = [run for run in trackio.Api().runs("rljax") if run.id == kept(whole, "trackio")]
     _, settings = settings_of(recorded_config(whole))
     assert (run.name, run.config["_Username"]) == ("whole", None)
-    assert {key: run.config[key] for key in settings} == as_json(settings)
+    assert {key: run.config[key] for key in settings} == json.loads(json.dumps(settings))
     logs = SQLiteStorage.get_logs("rljax", "whole", run_id=run.id)
     table = {row["name"]: json.loads(row["value"]) for row in logs[-1]["summary"]["_value"]}
     assert table == json.loads((whole / "summary.json").read_text())
