@@ -13,9 +13,10 @@ from rljax import cli
 def test_the_help_and_each_mistake_are_one_line(monkeypatch):
     done = run_with_only([], "import rljax.cli\n")
     assert (done.returncode, done.stderr) == (0, "")
-    words = [sys.executable, "-m", "rljax", "evaluate", "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr, "rljax evaluate" in done.stdout) == (0, "", True)
+    for module in ("rljax", "rljax.cli"):
+        words = [sys.executable, "-m", module, "evaluate", "--help"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr, "rljax evaluate" in done.stdout) == (0, "", True)
     status, out, err = outcome(cli.main, ["--help"])
     assert (status, err) == (0, "")
     for name, command in cli.COMMANDS.items():

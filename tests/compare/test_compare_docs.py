@@ -78,5 +78,5 @@ def test_every_command_of_the_page_is_understood():
             split_spec(spec)
         if options.sample is not None:
             split_sampler(options.sample)
-    head = [line for line in PAGE.split("```")[1].replace("\\\n", " ").splitlines()[1:] if line]
-    assert [" ".join(line.split()[:2]) for line in head] == ["bash launch/vllm_server.sh", "rljax compare"]
+    head = [line.split()[:2] for line in joined.split("```")[1].splitlines()[1:] if line]
+    assert head == [["bash", "launch/vllm_server.sh"], ["rljax", "compare"]]

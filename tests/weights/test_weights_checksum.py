@@ -31,6 +31,11 @@ def test_sums_see_one_element_and_the_third_changed_places(dtype):
     swapped[[7, 211]] = swapped[[211, 7]]
     bits_of(moved)[17, 3] ^= 1
     before, after, other = (array_checksum(each) for each in (array, swapped, moved))
+    regions = [TensorRegion(row, 150, column, 20, 40) for row in (0, 150) for column in (0, 20)]
+    held = [bits_of(array)[r.row : r.row + r.rows, r.column : r.column + r.width].reshape(-1) for r in regions]
+    parts = [region_checksum(bits, region) for bits, region in zip(held, regions, strict=True)]
+    total = np.sum([(part.first, part.second, part.placed) for part in parts], axis=0)
+    assert Checksum.from_sums(array.size, *total.tolist()) == before  # the checksums of regions add up to the tensor's
     assert (before.first, before.second) == (after.first, after.second)
     assert (before.placed == after.placed, before.first == other.first, before.second == other.second) == (False,) * 3
 
