@@ -127,7 +127,7 @@ def test_other_families_have_their_operations(family, more, tmp_path):
     assert len(comparison.differences) == 2 * {"Qwen2": 15, "Qwen3Moe": 14}[family] + 3
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.harness)])
 def hybrid(request, tmp_path_factory):
     """Returns a hybrid of two periods whose heads forget slowly, in a directory and as a reference."""
     path = tmp_path_factory.mktemp("hybrid")

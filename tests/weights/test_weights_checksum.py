@@ -40,8 +40,7 @@ def test_sums_see_one_element_and_the_third_changed_places(dtype):
     assert (before.placed == after.placed, before.first == other.first, before.second == other.second) == (False,) * 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize(("config", "dtype"), zip((TIED, TIED, UNTIED), DTYPES, strict=True))
 def test_the_trainers_are_those_of_the_tensors_that_are_written(dtype, config):
     params = init_params(config, 3)
     written = {name: array_checksum(array) for name, array in hf_tensors(params, config, dtype)}
