@@ -237,7 +237,7 @@ def test_tensors_of_every_dtype(tmp_path, tensor):
     assert CALL in run(path)
 
 
-def test_the_table_and_the_nearest_ratio_say_what_other_rules_do(tmp_path):
+def test_the_table_and_the_nearest_ratio_say_what_rules_do(tmp_path):
     log = curve(tmp_path / "log.jsonl", LENGTHS)
     rules = table(run(log))
     names = ["in use", "shipped", "study", "three times", "ratio 2", "ratio 2.5", "ratio 3", "warmup 10", "warmup 40"]

@@ -127,7 +127,7 @@ def test_notes_and_marks_are_in_their_panels():
         assert texts(axis_named(figure, "Response length")) == said
 
 
-def test_names_and_lines_tell_runs_apart_and_a_mean_looks_both_ways(tmp_path):
+def test_runs_are_told_apart_and_a_mean_looks_both_ways(tmp_path):
     places = [write_record(tmp_path / f"run{index}", rows_of(2)) for index in range(8)]
     assert len({(run.color, run.line) for run in read_runs(places)}) == 8  # there are fewer colors
     assert short_names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]

@@ -66,7 +66,7 @@ def test_floats_keep_their_bits_and_nonfinite_ones_are_named(tmp_path_factory, v
     assert row == {"step": 1} | {key: None if key in bad else value for key, value in values.items()}
 
 
-def test_scalars_of_every_kind_are_read_back_and_keys_stand_in_order(tmp_path):
+def test_scalars_are_read_back_and_keys_stand_in_order(tmp_path):
     numbers = {"step": np.int64(1), "e": np.float32(0.5), "f": jnp.float32(2), "g": jnp.asarray(jnp.nan)}
     record(tmp_path, [{"b/x": 1, "a/y": None, "c": "s", "d": True} | numbers])
     line = (tmp_path / "metrics.jsonl").read_text()

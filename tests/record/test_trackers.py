@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_in_its_project_is_the_same_run(tmp_path, capfd, kind
     assert steps_of(run_dir) == [1, 2, 3, 4, 3, 4, 5, 6]
 
 
-def test_a_run_that_raises_has_failed_unless_another_process_took_it(tmp_path):
+def test_a_run_that_raises_has_failed_unless_it_was_taken(tmp_path):
     def end_with(error, run_dir):
         with tracked(run_dir, "Kept") as recorder:
             write(recorder, 1)

@@ -217,7 +217,7 @@ def test_numbers_that_are_not_finite_are_never_selected(tmp_path, opened):
     assert page.is_hidden("#of-after")
 
 
-def test_dark_and_light_follow_the_system_and_tapping_opens_a_card(tmp_path, opened):
+def test_dark_and_light_follow_the_system_and_taps_open_a_card(tmp_path, opened):
     address, grounds = write_page(tmp_path), []
     read = "(element) => [getComputedStyle(element).color, getComputedStyle(element).backgroundColor]"
     for scheme in ("light", "dark"):
@@ -246,7 +246,7 @@ def contrast(*colours):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_a_run_shows_texts_curves_each_dump_and_likeliest_tokens(tmp_path, opened):
+def test_a_run_shows_texts_curves_dumps_and_likeliest_tokens(tmp_path, opened):
     run = write_record(tmp_path / "run", [record_row(step, surge=3, period=5) for step in range(1, 13)])
     (run / "config.yaml").write_text(json.dumps({"model": {"path": "toy-base"}, "run": {"dir": str(run)}}))
     ids, nothing = np.asarray([[-1, -1], [11, 3]], np.int32), [-np.inf, -np.inf]

@@ -93,7 +93,7 @@ def test_a_late_joiner_and_the_example_reader_take_the_chain(pods, mirror, monke
             httpx.get(max(places)[1])
 
 
-def test_files_come_from_all_places_at_the_same_time(pods, mirror, monkeypatch):
+def test_files_come_from_all_places_at_the_same_time(pods, mirror):
     """A pull must succeed although the files of one place wait for those of another."""
     pod = pods(4)
     version = pod.training.step()
@@ -124,7 +124,7 @@ def test_a_part_that_cannot_be_written_leaves_no_version(pods, mirror, tmp_path)
     assert_holds(mirror, pod.training)
 
 
-def test_the_key_goes_to_private_addresses_alone(pods, mirror, tmp_path):
+def test_the_key_goes_to_private_addresses_alone(tmp_path):
     source = open_source("http://127.0.0.1:9")
     for url in ("http://8.8.8.8:80", "http://example.org", "http://10.0.0.1@example.org", "file:///etc"):
         with pytest.raises(SourceError, match=r"are not read: host must be "):

@@ -188,7 +188,7 @@ def test_exactly_the_named_users_may_read(tmp_path, readable_by, store, umask):
         os.umask(before)
 
 
-def test_nobody_else_writes_into_a_version_and_others_are_refused(tmp_path):
+def test_nobody_else_writes_into_a_version(tmp_path):
     modes, weights = [], np.ones(4, np.float32)
 
     def tensors(root):
