@@ -126,7 +126,7 @@ def test_another_runs_mirror_is_taken_for_nothing(tmp_path, training, mirror):
 # ---- several at once ----
 
 
-def test_servers_of_a_machine_pull_once_and_none_loads_meanwhile(training, mirror):
+def test_servers_of_a_machine_pull_once_and_load_later(training, mirror):
     training.step()
     with ThreadPoolExecutor(4) as threads:
         done = list(threads.map(lambda _: training.pull(Mirror(mirror.root)), range(4)))
