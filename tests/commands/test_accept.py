@@ -11,18 +11,8 @@ import pytest
 from toy_runs import TOY_BASE, outcome
 
 from rljax.commands import accept
+from rljax.commands import check_server as checks
 from rljax.commands.accept import Acceptance, AcceptArguments, earlier_report
-from rljax.commands.check_server import (
-    BARS,
-    ServerChecks,
-    changed,
-    growth_problems,
-    pair_facts,
-    parity,
-    round_trip_facts,
-    token_facts,
-    training_facts,
-)
 from rljax.errors import ConfigError
 from rljax.record.token_dumps import ColumnSource, make_dump
 from rljax.run.config import Config
@@ -31,28 +21,25 @@ from rljax.train import read_inputs
 
 ENDS = "the server ends a response at"
 TOKENS = {"tokenizer": "a", "stop_token_ids": [14]}
+SERVER = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, started=[], watched=nullcontext)
 
 
-@pytest.mark.parametrize(
-    ("found", "problems"),
-    [
-        (token_facts(TOKENS, TOKENS), []),
-        (token_facts(TOKENS, TOKENS | {"stop_token_ids": [13]}), [f"{ENDS} [13], the model at [14]"]),
-        (token_facts(TOKENS, TOKENS | {"stop_token_ids": [13, 14]}), [f"{ENDS} [13, 14], the model at [14]"]),
-        (token_facts(TOKENS, TOKENS | {"tokenizer": "b"}), ["the server has another tokenizer"]),
-        (token_facts(TOKENS, TOKENS | {"tokenizer": ""}), ["the server has no readable tokenizer"]),
-        (round_trip_facts({"a": True, "b": True}, ["a", "b", "lm_head.weight"]), []),
-        (round_trip_facts({"a": True, "b": False}, ["a", "b"]), ["1 tensors come back with other bits: b"]),
-        (round_trip_facts({"a": True}, ["a", "b.bias"]), ["1 tensors of the files are not read: b.bias"]),
-    ],
-)
-def test_tokens_of_both_sides_and_a_round_trip(found, problems):
-    assert found["problems"] == problems
+def test_tokens_of_both_sides_and_a_round_trip():
+    for found, problems in (
+        (checks.token_facts(TOKENS, TOKENS), []),
+        (checks.token_facts(TOKENS, TOKENS | {"stop_token_ids": [13, 14]}), [f"{ENDS} [13, 14], the model at [14]"]),
+        (checks.token_facts(TOKENS, TOKENS | {"tokenizer": "b"}), ["the server has another tokenizer"]),
+        (checks.token_facts(TOKENS, TOKENS | {"tokenizer": ""}), ["the server has no readable tokenizer"]),
+        (checks.round_trip_facts({"a": True, "b": True}, ["a", "b", "lm_head.weight"]), []),
+        (checks.round_trip_facts({"a": True, "b": False}, ["a", "b"]), ["1 tensors come back with other bits: b"]),
+        (checks.round_trip_facts({"a": True}, ["a", "b.bias"]), ["1 tensors of the files are not read: b.bias"]),
+    ):
+        assert found["problems"] == problems
 
 
-@pytest.mark.parametrize(
-    ("gap", "rows_of_16", "bar", "words"),
-    [
+def test_log_probabilities_that_differ_in_the_mean():
+    """The second column is higher by the gap, and 0.03 (0.6) more and less in turn."""
+    for gap, rows_of_16, bar, words in (
         # k3 = exp(-0.004) cosh(0.03) - 1 + 0.004 = 4.56e-4. The standard error sqrt(2 k3 / tokens) of 4640 tokens is
         # 4.43e-4, and 0.004 - k3 is 7.99 of them; of 4720 tokens it is 4.40e-4, and 8.06 of them.
         (0.004, 290, 4.60e-4, ()),
@@ -62,50 +49,26 @@ def test_tokens_of_both_sides_and_a_round_trip(found, problems):
         (0.004, 295, math.inf, ()),
         (0.02, 13, math.inf, ("of the mass",)),  # the mean ratio is 0.98
         (0.3, 4, math.inf, ("beyond any dtype's",)),
-    ],
-)
-def test_log_probabilities_that_differ_in_the_mean(gap, rows_of_16, bar, words):
-    """The second column is higher by the gap, and 0.03 (0.6) more and less in turn."""
-    more = 0.03 if abs(gap) < 0.1 else 0.6
-    shape = (rows_of_16, 16)
-    trainer = np.random.default_rng(0).uniform(-4.0, -1.0, shape).astype(np.float32)
-    sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
-    apart = np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)
-    columns = {"jax": trainer, "vllm": trainer + apart}
-    names = list(map(str, range(rows_of_16)))
-    dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
-    found = pair_facts(dump, [("jax", "vllm")], bar=bar)
-    assert len(found["problems"]) == len(words)
-    assert all(word in problem for word, problem in zip(words, found["problems"], strict=True))
-    k3 = math.exp(-gap) * math.cosh(more) - 1 + gap
-    assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(k3, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "own", "grows"),
-    [
-        (0.01, 0.079, 0.0, False),  # within bfloat16's range, 0.08
-        (0.01, 0.081, 0.0, True),
-        (0.011, 0.081, 0.0, False),  # 8 x 0.011 = 0.088
-        (0.0, 0.3, 0.04, False),  # 8 x 0.04 = 0.32: the trainer's own gap grows there, too
-        (0.0, 0.33, 0.04, True),
-    ],
-)
-def test_a_gap_that_grows_with_the_position(first, last, own, grows):
-    growth = {"1-16": (first, 0.0), "17-64": (1.0, 0.0), "65-256": (last, own)}
-    assert bool(growth_problems(growth, 0.08)) == grows
-    assert not growth_problems({"1-16": (0.5, 0.0)}, 0.08)
+    ):
+        more, shape = 0.03 if abs(gap) < 0.1 else 0.6, (rows_of_16, 16)
+        trainer = np.random.default_rng(0).uniform(-4.0, -1.0, shape).astype(np.float32)
+        sources = {"jax": ColumnSource("jax", "bfloat16"), "vllm": ColumnSource("vllm", "bfloat16", role="rollout")}
+        columns = {"jax": trainer, "vllm": trainer + np.float32(gap) + np.tile(np.array([more, -more], np.float32), 8)}
+        names = list(map(str, range(rows_of_16)))
+        dump = make_dump(names, np.zeros(shape, np.int32), np.ones(shape, bool), columns, sources)
+        found = checks.pair_facts(dump, [("jax", "vllm")], bar=bar)
+        assert [word in problem for word, problem in zip(words, found["problems"], strict=True)] == [True] * len(words)
+        k3 = math.exp(-gap) * math.cosh(more) - 1 + gap
+        assert found["pairs"]["jax / vllm"]["k3"] == pytest.approx(k3, rel=1e-3)
 
 
 def rows(*k3, skipped=0, lost=0):
-    return [
-        {"mismatch/k3_kl": each, "mismatch/nonfinite_count": lost, "optimizer/skipped_updates": skipped} for each in k3
-    ]
+    others = {"mismatch/nonfinite_count": lost, "optimizer/skipped_updates": skipped}
+    return [{"mismatch/k3_kl": each} | others for each in k3]
 
 
-@pytest.mark.parametrize(
-    ("found", "problem"),
-    [
+def test_the_rows_of_a_training_and_a_gap_that_grows():
+    for found, problem in (
         (rows(4e-3, 6e-3), ""),  # their mean is the bar
         (rows(4e-3, 6.2e-3), "the mean k3 of the steps is 0.0051, expected at most 0.005"),
         (rows(1e-3, math.nan), "the mean k3 of the steps is nan, expected at most 0.005"),
@@ -114,37 +77,36 @@ def rows(*k3, skipped=0, lost=0):
         (rows(0.0, 0.0, skipped=1), ""),
         (rows(0.0, 0.0, skipped=2), "no step changed the weights: give a --config whose rewards differ in a group"),
         (rows(0.0, 0.0, lost=1), "2 log-probabilities are not finite"),
-    ],
-)
-def test_the_rows_of_a_training(found, problem):
-    assert training_facts(found, 2, BARS["bfloat16"])["problems"] == [problem] * bool(problem)
+    ):
+        assert checks.training_facts(found, 2, checks.BARS["bfloat16"])["problems"] == [problem] * bool(problem)
+    # A gap may grow with the position.
+    for first, last, own, grows in (
+        (0.01, 0.079, 0.0, False),  # within bfloat16's range, 0.08
+        (0.01, 0.081, 0.0, True),
+        (0.011, 0.081, 0.0, False),  # 8 x 0.011 = 0.088
+        (0.0, 0.3, 0.04, False),  # 8 x 0.04 = 0.32: the trainer's own gap grows there, too
+        (0.0, 0.33, 0.04, True),
+    ):
+        growth = {"1-16": (first, 0.0), "17-64": (1.0, 0.0), "65-256": (last, own)}
+        assert bool(checks.growth_problems(growth, 0.08)) == grows
+        assert not checks.growth_problems({"1-16": (0.5, 0.0)}, 0.08)
 
 
-def test_the_reward_of_the_task_differs_between_responses():
-    rewards = [parity(None, str(number), False) for number in range(100)]
+def test_the_task_and_the_second_version_differ_enough(tmp_path):
+    rewards = [checks.parity(None, str(number), False) for number in range(100)]
     assert set(rewards) == {0.0, 1.0}
     assert 30 < sum(rewards) < 70
-
-
-def test_the_second_version_differs_in_nearly_every_weight():
     before = {"a": jnp.full((1000,), 3.0, jnp.bfloat16), "b": jnp.full((1000,), -2.0, jnp.bfloat16)}
-    after = changed(before)
+    after = checks.changed(before)
     moved = {name: np.asarray(after[name] / each, np.float32) for name, each in before.items()}
     assert all(np.mean(ratio != 1) > 0.9 and np.abs(ratio - 1).max() < 0.3 for ratio in moved.values())
     assert not np.array_equal(moved["a"], moved["b"])
-
-
-def test_a_bar_of_zero_is_a_bar(tmp_path):
     words = [f"--model.path={TOY_BASE}", "--rollout.dtype=float32", "--precision.compute-dtype=float32"]
     inputs = read_inputs(resolve(Config, "quickstart", words))
-    assert [ServerChecks(inputs, None, tmp_path, 8, bar).bar for bar in (None, 0.0)] == [BARS["float32"], 0.0]
-
-
-def test_a_server_that_does_not_answer_is_refused(tmp_path):
-    words = [TOY_BASE, "--server", "http://127.0.0.1:9", "--out", tmp_path / "out"]
-    status, out, err = outcome(accept.main, words)
-    assert (status, out, list(tmp_path.iterdir())) == (2, "", [])
-    assert "no answer from http://127.0.0.1:9" in err
+    assert [checks.ServerChecks(inputs, None, tmp_path, 8, bar).bar for bar in (None, 0.0)] == [
+        checks.BARS["float32"],
+        0.0,
+    ]
 
 
 def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
@@ -152,9 +114,6 @@ def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
 
     class Checks:
         bar = 1.0
-
-        def __init__(self, *given):
-            pass
 
         def __getattr__(self, method):
             made.append(method)
@@ -164,41 +123,40 @@ def test_on_a_full_disk_the_server_gets_its_weights_back(tmp_path, monkeypatch):
         if "publish" in made:
             raise OSError(errno.ENOSPC, "no space is left", str(path))
 
-    monkeypatch.setattr(accept, "ServerChecks", Checks)
+    monkeypatch.setattr(accept, "ServerChecks", lambda *given: Checks())
     monkeypatch.setattr(accept, "write_whole", write)
-    server = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, started=[], watched=nullcontext)
-    acceptance = Acceptance(AcceptArguments(str(TOY_BASE), "http://nowhere:1", out=tmp_path), server, "accept")
+    acceptance = Acceptance(AcceptArguments(str(TOY_BASE), "http://nowhere:1", out=tmp_path), SERVER, "accept")
     with pytest.raises(ConfigError, match=r"accept.json: no space is left"):
         acceptance.run()
     assert made[-2:] == ["publish", "put_back"]
 
 
 def test_a_run_of_accept_starts_with_its_server_alone(tmp_path, monkeypatch):
+    status, out, err = outcome(accept.main, [TOY_BASE, "--server", "http://127.0.0.1:9", "--out", tmp_path / "out"])
+    assert (status, out, list(tmp_path.iterdir())) == (2, "", [])
+    assert "no answer from http://127.0.0.1:9" in err
     made = []
     monkeypatch.setattr(accept, "ServerChecks", lambda inputs, *_: made.append(inputs.config) or SimpleNamespace(bar=1))
     sections = ["checkpoint: {keep_best: true}", "eval: {at_start: true}", "data: {max_prompt_tokens: 8}"]
     sections.append("rollout: {max_response_tokens: 8, engine: vllm, discovery: dns://other:8000, trajectories: rows}")
     (tmp_path / "own.yaml").write_text("\n".join(sections))
-    server = SimpleNamespace(info=SimpleNamespace(dtype="float32"), described={}, started=[])
     options = AcceptArguments(str(TOY_BASE), "http://nowhere:1", str(tmp_path / "own.yaml"), out=tmp_path)
-    Acceptance(options, server, "accept")
+    Acceptance(options, SERVER, "accept")
     made[0].check_start()
     assert not made[0].eval.is_wanted
     assert (made[0].rollout.discovery, made[0].rollout.trajectories) == (None, None)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"reward": 1}', "not JSON"])
-def test_another_file_is_not_taken_for_a_report(tmp_path, content):
-    path = tmp_path / "results.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"results.json is no report|JSON"):
-        earlier_report(path, tmp_path)
-
-
 @pytest.mark.parametrize("name", ["run", "tokens.parquet"])
 def test_what_no_report_speaks_of_is_not_removed(tmp_path, name):
+    path = tmp_path / "accept.json"
+    for content in ("[]", '{"reward": 1}', "not JSON"):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"accept.json is no report|JSON"):
+            earlier_report(path, tmp_path)
+    path.unlink()
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f"{name} is there, but not .*: give another --out"):
-        earlier_report(tmp_path / "accept.json", tmp_path)
-    (tmp_path / "accept.json").write_text('{"subject": [], "checks": {}, "away": false}')
-    assert earlier_report(tmp_path / "accept.json", tmp_path)["checks"] == {}
+        earlier_report(path, tmp_path)
+    path.write_text('{"subject": [], "checks": {}, "away": false}')
+    assert earlier_report(path, tmp_path)["checks"] == {}

@@ -13,22 +13,13 @@ from toy_runs import outcome, refused
 from rljax.commands import check, check_device
 from rljax.commands.check import CheckArguments
 from rljax.policy.attention import attend
-from rljax.policy.attention_errors import reference, relative_error
+from rljax.policy.attention_errors import reference
 from rljax.policy.config import PolicyConfig
 from rljax.policy.score import segment_ends
 
 pytestmark = pytest.mark.slow
 
-POLICY = PolicyConfig(
-    vocab_size=10,
-    hidden_size=8,
-    intermediate_size=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_word_embeddings=True,
-)
+POLICY = PolicyConfig(10, 8, 16, 2, 4, 2, 8, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,38 +35,19 @@ def checked(tmp_path_factory):
 def test_everything_is_as_it_should_be_on_a_cpu(checked):
     status, out, document = checked
     assert status == 0
-    assert out.splitlines()[-1].startswith("written to /")
+    *lines, counted, last = out.splitlines()
+    assert last.startswith("written to /")
     assert document["failed"] == []
     assert document["command"].startswith("rljax check --tiny --json")
     parts = document["parts"]
-    assert [line.split("  ")[0] for line in out.splitlines()[:-2]] == list(parts)
+    assert [line.split("  ")[0] for line in lines] == list(parts)
     statuses = [part["status"] for part in parts.values()]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in ("ok", "failed", "skipped"))
-    assert out.splitlines()[-2].startswith(f"{counts} in ")
+    assert counted.startswith(f"{counts} in ")
     assert parts["device"]["platform"] == "cpu"
     assert parts["device"]["packages"]["jax"] == jax.__version__
     assert parts["attention auto 1152 bfloat16"]["skipped"] == "auto is xla here"
-
-
-def test_a_file_that_cannot_be_written_is_found_first(tmp_path):
-    (tmp_path / "file").touch()
-    assert "/file: " in refused(check.main, ["--tiny", "--json", tmp_path / "file/found.json"])
-
-
-def test_parts_by_name():
-    def named(*only):
-        return list(check.make_parts(CheckArguments(models=("0.6B", "4B"), only=only)))
-
-    assert named()[:2] == ["device", "collective"]
-    assert len(named()) == 2 + 2 * (2 * 2 + 1 + 2)
-    assert named("step 4B", "attention xla 2048") == [
-        *("device", "attention xla 2048 bfloat16", "attention xla 2048 float16"),
-        *("step 4B bfloat16", "step 4B float16"),
-    ]
-
-
-def test_the_kernels_are_within_their_bounds(checked):
-    parts = checked[2]["parts"]
+    # Kernels are within their bounds, and a step is compiled once.
     attention, head = parts["attention xla 1152 bfloat16"], parts["head bfloat16"]
     assert set(attention["relative_error"]) == {"output", "dq", "dk", "dv"}
     assert all(2.0**-11 < error < 0.75 * 2.0**-8 for error in attention["relative_error"].values())
@@ -84,20 +56,37 @@ def test_the_kernels_are_within_their_bounds(checked):
     assert attention["leaked_values"] == {"output": 0, "dq": 0, "dk": 0, "dv": 0}
     assert max(head["largest_logprob_error"], head["largest_entropy_error"]) < 3e-6
     assert 2.0**-11 < head["relative_error_of_d_table"] < 0.75 * 2.0**-8
-
-
-def test_a_step_is_compiled_once(checked):
-    step = checked[2]["parts"]["step tiny bfloat16"]
+    step = parts["step tiny bfloat16"]
     assert len(step["step_s"]) == 2
     assert step["tokens_per_second_and_device"] == pytest.approx(sum(step["lengths"]) / step["median_step_s"])
     assert step["row"]["optimizer/skipped_updates"] == 0
     assert step["row"]["policy/entropy"] == pytest.approx(np.log(512), rel=0.01)
-    sizes = step["bytes"]
-    assert "device" not in sizes  # a CPU does not count its memory
-    assert sizes["compiler"] == pytest.approx(sizes["plan"], rel=0.5)
+    assert "device" not in step["bytes"]  # a CPU does not count its memory
+    assert step["bytes"]["compiler"] == pytest.approx(step["bytes"]["plan"], rel=0.5)
 
 
-def test_the_reference_is_that_of_float64():
+def test_parts_by_name_and_a_file_that_cannot_be_written(tmp_path):
+    def named(*only):
+        return list(check.make_parts(CheckArguments(models=("0.6B", "4B"), only=only)))
+
+    assert named()[:2] == ["device", "collective"]
+    assert len(named()) == 2 + 2 * (2 * 2 + 1 + 2)
+    attention = ["device", "attention xla 2048 bfloat16", "attention xla 2048 float16"]
+    assert named("step 4B", "attention xla 2048") == [*attention, "step 4B bfloat16", "step 4B float16"]
+    (tmp_path / "file").touch()
+    assert "/file: " in refused(check.main, ["--tiny", "--json", tmp_path / "file/found.json"])
+
+
+def test_attention_across_segments_is_seen_by_a_sound_reference(monkeypatch):
+    def causal_alone(q, k, v, segment_ids):
+        return attend(q, k, v, np.tri(q.shape[1], dtype=bool)[None])
+
+    assert check_device.check_attention("xla", 64, "bfloat16", POLICY, 1)["problems"] == []
+    monkeypatch.setattr(check_device, "choose_attention", lambda *given: causal_alone)
+    found = check_device.check_attention("xla", 64, "bfloat16", POLICY, 1)
+    assert min(found["leaked_values"].values()) > 0
+    words = [problem.split() for problem in found["problems"]]
+    assert [each[0] for each in words[:4]] + [each[-1] for each in words[4:]] == ["relative"] * 4 + ["leaked"] * 4
     segments = np.stack([row(40, [7, 20, 3]), row(40, [40])])
     rng = np.random.default_rng(1)
     q, k, v, d_out = (rng.standard_normal((2, 40, n, 8), np.float32) for n in (4, 2, 2, 4))
@@ -105,23 +94,6 @@ def test_the_reference_is_that_of_float64():
     got = reference(q, k, v, d_out, segment_ends(segments))
     for x, expected in zip(got, float64_reference(q, k, v, d_out, segments), strict=True):
         np.testing.assert_allclose(x, expected, atol=2e-6, rtol=0)
-
-
-def test_attention_across_segments_is_seen(monkeypatch):
-    def causal_alone(q, k, v, segment_ids):
-        return attend(q, k, v, np.tri(q.shape[1], dtype=bool)[None])
-
-    sound = check_device.check_attention("xla", 64, "bfloat16", POLICY, 1)
-    monkeypatch.setattr(check_device, "choose_attention", lambda *given: causal_alone)
-    found = check_device.check_attention("xla", 64, "bfloat16", POLICY, 1)
-    assert min(found["leaked_values"].values()) > 0
-    assert [problem.split()[0] for problem in found["problems"][:4]] == ["relative"] * 4
-    assert [problem.split()[-1] for problem in found["problems"][4:]] == ["leaked"] * 4
-    assert sound["problems"] == []
-
-
-def test_relative_error_by_hand():
-    assert float(relative_error(np.array([3.0, 4.5]), np.array([3.0, 4.0]))) == pytest.approx(0.1)
 
 
 def breaks():
@@ -149,9 +121,8 @@ def run(parts):
 def test_a_part_that_fails_is_recorded_and_the_others_run():
     parts = {"head": process, "attention xla": leaks, "collective": process, "step 0": breaks}
     found = run(parts | {"step 1": process, "head 2": crashes, "head 3": process})
-    assert {name: one["status"] for name, one in found.items() if one["status"] != "ok"} == {
-        **dict.fromkeys(("attention xla", "step 0", "head 2"), "failed")
-    }
+    failed = {name: one["status"] for name, one in found.items() if one["status"] != "ok"}
+    assert failed == dict.fromkeys(("attention xla", "step 0", "head 2"), "failed")
     assert "in breaks" in found["step 0"]["traceback"]
     words = "try smaller --models, and send the file"
     assert check.line(found["step 0"]) == f"failed: RuntimeError: RESOURCE_EXHAUSTED: out of memory -> {words}"
@@ -164,29 +135,22 @@ def test_a_part_that_fails_is_recorded_and_the_others_run():
 
 
 def test_a_process_over_the_time_leaves_none_for_the_others(tmp_path):
+    """Without an accelerator the kernels are skipped."""
     output = tmp_path / "found.json"
-    words = ["--tiny", "--limit-s", "0.01", "--only", "head", "--json", output]
-    status, out, _ = outcome(check.main, words)
+    status, out, _ = outcome(check.main, ["--tiny", "--limit-s", "0.01", "--only", "head", "--json", output])
     parts = json.loads(output.read_text())["parts"]
-    assert status == 1
-    assert list(parts) == ["device", "head bfloat16", "head float16"]
+    assert (status, list(parts)) == (1, ["device", "head bfloat16", "head float16"])
     assert parts["device"]["problems"][0].startswith("not done within 0 s")
     assert parts["head float16"]["skipped"] == "no time is left of --limit-s 0.01"
     assert "0 ok, 1 failed, 2 skipped" in out
-
-
-def test_kernels_are_skipped_without_an_accelerator(tmp_path):
-    output = tmp_path / "found.json"
     status, out, _ = outcome(check.main, ["--only", "attention", "step", "--json", output])
-    assert status == 0
     parts = json.loads(output.read_text())["parts"]
-    assert {name for name, part in parts.items() if part["status"] == "ok"} == {"device"}
+    assert (status, {name for name, part in parts.items() if part["status"] == "ok"}) == (0, {"device"})
     assert "skipped: JAX finds no accelerator here -> --tiny tries the program on a CPU" in out
 
 
 @pytest.mark.mesh
 def test_the_sum_over_all_devices_by_hand():
     found = check_device.check_collective(1, 2)
-    assert found["problems"] == []
-    assert found["devices"] == 8
+    assert (found["problems"], found["devices"]) == ([], 8)
     assert found["gigabytes_per_second"] == pytest.approx(2 * 7 / 8 * 2**20 / found["ms"] / 1e6)

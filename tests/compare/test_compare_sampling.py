@@ -32,7 +32,7 @@ def test_drawn_responses_score_as_they_were_drawn(model, temperature):
         assert pair.metrics["nonfinite_count"] == 0
 
 
-def test_the_embedded_engine_scores_every_response_token(model):
+def test_the_embedded_engine_scores_each_token_or_refuses(model):
     """The sequences have a hole in the mask, a response from the first token on, and no response."""
     ids = [[1, 2, 5, 9, 4], [4, 5, 6], [7, 8]]
     masks = [[False, True, True, False, True], [True] * 3, [False] * 2]
@@ -43,31 +43,24 @@ def test_the_embedded_engine_scores_every_response_token(model):
     for i, prompt in enumerate([1, 1, 2]):
         assert np.isnan(decoded[i][:prompt]).all()
         np.testing.assert_allclose(decoded[i][prompt:], full[i][prompt:], atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("ids", "mask", "message"),
-    [([1, 2], [True, True], "no prompt"), ([1, 99, 2], [False, False, True], "no prompt of tokens below 64")],
-)
-def test_what_cannot_be_drawn_is_refused(model, ids, mask, message):
-    with pytest.raises(ValueError, match=message):
-        sample_responses(make_dump(["a"], [ids], [mask], {}), model, "jax-decode:float32")
-    with pytest.raises(ValueError, match="responses must be at least 1, got 0"):
-        SampleConfig(responses=0)
-    with pytest.raises(ValueError, match=r"temperature must be positive, got 0\.0"):
-        SampleConfig(temperature=0.0)
-
-
-@pytest.mark.parametrize("spec", ["float32", "jax:float32", "jax-decode:int8", "vllm-decode:localhost:80", "x"])
-def test_an_unknown_sampler_is_refused(spec):
-    with pytest.raises(ValueError, match=f"unknown sampler '{spec}'"):
-        split_sampler(spec)
+    for ids, mask, message in (
+        ([1, 2], [True, True], "no prompt"),
+        ([1, 99, 2], [False, False, True], "no prompt of tokens below 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sample_responses(make_dump(["a"], [ids], [mask], {}), model, "jax-decode:float32")
+    for settings in ({"responses": 0}, {"temperature": 0.0}):
+        with pytest.raises(ValueError, match=r"responses must be at least 1, got 0|temperature must be positive"):
+            SampleConfig(**settings)
+    for spec in ("float32", "jax:float32", "jax-decode:int8", "vllm-decode:localhost:80", "x"):
+        with pytest.raises(ValueError, match=f"unknown sampler '{spec}'"):
+            split_sampler(spec)
 
 
 def test_toy_prompts_are_the_eval_split_in_the_models_tokens(tmp_path):
     build_tokenizer().save(tmp_path)
     dump = toy_prompts(5, tmp_path)
-    assert dump.sequence_ids == ("held/0", "held/1", "held/2", "held/3", "held/4")
+    assert dump.sequence_ids == tuple(f"held/{i}" for i in range(5))
     assert not any(mask.any() for mask in dump.response_mask)
     texts = ["".join(ALPHABET[token] for token in ids) for ids in dump.token_ids]
     assert all(len(text) == 8 and text[3] == "+" and text[-1] == "=" for text in texts)

@@ -36,71 +36,42 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
     assert [form.column for form in find_forms(config)] == ["vllm-tpu:float32"]
 
 
-@pytest.mark.parametrize("way", ["extra_args", "trace_decode_token_ids"])
-def test_a_server_decodes_given_tokens(fake, way):
-    """The stand-in scores each response token with -1.
-
-    A response without tokens makes no request.
-    """
-    fake.forcing = {"way": way, "reason": ""}
+def test_a_server_decodes_given_tokens_or_is_named(fake):
+    """The stand-in scores each response token with -1. A response without tokens makes no request."""
     rows = [*zip(DUMP.token_ids, DUMP.response_mask, strict=True), (np.int32([6, 6]), np.zeros(2, bool))]
-    dump = make_dump(["x", "y", "z"], *([row[i] for row in rows] for i in (0, 1)), {})
-    vectors, source = score_column(f"vllm-decode:{fake.url}", dump)
-    for vector, expected in zip(vectors, ([np.nan, -1, -1], [np.nan, -1], [np.nan, np.nan]), strict=True):
-        np.testing.assert_array_equal(vector, np.float32(expected))
-    assert (source.engine, source.role, source.temperature) == ("vllm fake decode", "rollout", 1.0)
-    assert sorted(asked[:2] for asked in fake.asked) == [([4], 1), ([7], 2)]
-    assert name_columns([f"vllm-decode:{fake.url}"]) == {f"vllm-decode:{fake.url}": "vllm-forced:float32"}
-
-
-def test_a_server_that_decodes_no_given_tokens_is_named(fake):
-    spec = f"vllm-decode:{fake.url}"
-    fake.obeys = False
-    with pytest.raises(ReplyError, match="other tokens than those given: token 0 is 7, expected 8"):
-        score_column(spec, DUMP)
-    fake.forcing = {"way": "", "reason": "its Model Runner V2 needs --enable-trace-replay for that"}
-    with pytest.raises(ValueError, match="decodes no given tokens: its Model Runner V2 needs"):
-        score_column(spec, DUMP)
-    fake.refuse = {"/collective_rpc": 404}
-    with pytest.raises(ValueError, match="decodes no given tokens: rljax's plugin is not in this server"):
-        score_column(spec, DUMP)
+    dump, spec = make_dump(["x", "y", "z"], *([row[i] for row in rows] for i in (0, 1)), {}), f"vllm-decode:{fake.url}"
+    for way in ("extra_args", "trace_decode_token_ids"):
+        fake.forcing = {"way": way, "reason": ""}
+        vectors, source = score_column(spec, dump)
+        for vector, expected in zip(vectors, ([np.nan, -1, -1], [np.nan, -1], [np.nan, np.nan]), strict=True):
+            np.testing.assert_array_equal(vector, np.float32(expected))
+        assert (source.engine, source.role, source.temperature) == ("vllm fake decode", "rollout", 1.0)
+    assert sorted(asked[:2] for asked in fake.asked) == [([4], 1)] * 2 + [([7], 2)] * 2
+    assert name_columns([spec]) == {spec: "vllm-forced:float32"}
+    for name, value, said in (
+        ("obeys", False, "other tokens than those given: token 0 is 7, expected 8"),
+        ("forcing", {"way": "", "reason": "its runner needs --x"}, "decodes no given tokens: its runner needs --x"),
+        ("refuse", {"/collective_rpc": 404}, "decodes no given tokens: rljax's plugin is not in this server"),
+    ):
+        setattr(fake, name, value)
+        with pytest.raises((ReplyError, ValueError), match=said):
+            score_column(spec, DUMP)
 
 
 def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
-    """The server lists two tokens with probabilities e^-4 and e^-5 beside the given token.
-
-    It is the rollout side.
-    """
-    fake.root = str(model)
-    (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=2)
-    assert (pair.trainer, pair.rollout, pair.is_complete) == ("jax:float32", f"vllm:{fake.url}", False)
+    """The server, the rollout side, lists two tokens with probabilities e^-4 and e^-5 beside the given token."""
+    fake.root, specs = str(model), [f"vllm:{fake.url}", "jax:float32"]
+    (pair,) = compare_distributions(specs, DUMP, model, top_k=2)
+    assert (pair.trainer, pair.rollout, pair.is_complete) == (*specs[::-1], False)
     assert pair.metrics["token_count"] == 3
     listed = np.exp(-4) + np.exp(-5) + np.exp([-1 / 8, -2 / 8, -1 / 8])
     assert pair.metrics["rest_mass"] == pytest.approx(np.mean(1 - listed), rel=1e-5)
     assert pair.metrics["kl"] > 0
-
-
-@pytest.mark.parametrize("described", [True, False])
-def test_a_server_is_not_asked_for_more_tokens_than_there_are(fake, model, described):
-    """A real vLLM's engine ends at such a request.
-
-    The vocabulary is the server's, or else the other directory's.
-    """
-    fake.root = str(model)
-    if not described:
-        fake.refuse = {"/collective_rpc": 404}
-    (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=500)
-    assert pair.metrics["token_count"] == 3
-
-
-def test_a_plain_server_is_scored_under_its_own_names(fake):
-    """The server has no plugin and no weight endpoints, so dtype and weights are unknown."""
-    fake.routes, fake.model = {"/inference/v1/generate"}, "org/name"
-    fake.refuse = dict.fromkeys(["/collective_rpc", "/is_paused"], 404)
-    vectors, source = score_column(f"vllm:{fake.url}", DUMP)
-    assert vectors[0][2] == np.float32(-0.25)
-    assert (source.dtype, source.weights_hash) == ("", "")
-    assert name_columns([f"vllm:{fake.url}"]) == {f"vllm:{fake.url}": f"vllm:127.0.0.1:{fake.port}"}
+    # A real vLLM's engine ends if it is asked for more tokens than its vocabulary, or else the other directory's, has.
+    for refused in ({}, {"/collective_rpc": 404}):
+        fake.refuse = refused
+        (pair,) = compare_distributions(specs, DUMP, model, top_k=500)
+        assert pair.metrics["token_count"] == 3
 
 
 def test_columns_are_named_by_dtype_and_form_and_kept_apart(fake, another):
@@ -114,6 +85,12 @@ def test_columns_are_named_by_dtype_and_form_and_kept_apart(fake, another):
     form = "fp8_per_channel weights, fp8_e5m2 cache"
     assert name_columns(specs[:1]) == {specs[0]: f"vllm:float32 ({form})"}
     assert score_column(specs[0], DUMP)[1].form == form
+    # A plain server has no plugin and no weight endpoints, so dtype and weights are unknown.
+    other.routes, other.model = {"/inference/v1/generate"}, "org/name"
+    other.refuse = dict.fromkeys(["/collective_rpc", "/is_paused"], 404)
+    vectors, source = score_column(specs[1], DUMP)
+    assert (vectors[0][2], source.dtype, source.weights_hash) == (np.float32(-0.25), "", "")
+    assert name_columns(specs[1:2]) == {specs[1]: f"vllm:127.0.0.1:{other.port}"}
 
 
 def test_what_a_server_cannot_score_is_refused(fake):
@@ -124,54 +101,44 @@ def test_what_a_server_cannot_score_is_refused(fake):
     ):
         with pytest.raises(ValueError, match=message):
             score_column(f"vllm:{fake.url}", make_dump(["x"], [ids], [[True] * len(ids)], {}))
-    with pytest.raises(ValueError, match=r"at temperature 1, got 0\.7"):
-        score_column(f"vllm:{fake.url}", DUMP, temperature=0.7)
+    for kind in ("vllm", "vllm-decode"):
+        with pytest.raises(ValueError, match=r"at temperature 1, got 0\.7"):
+            score_column(f"{kind}:{fake.url}", DUMP, temperature=0.7)
     with pytest.raises(ValueError, match=r"sglang decodes no given tokens; .* sglang:http://h"):
         split_spec("sglang-decode:http://h")
-    with pytest.raises(ValueError, match=r"given tokens are at temperature 1, got 0\.7"):
-        score_column(f"vllm-decode:{fake.url}", DUMP, temperature=0.7)
-    fake.logprob = 2.0
-    with pytest.raises(ReplyError, match="gives logits"):
-        score_column(f"vllm:{fake.url}", DUMP)
-    fake.finish = "abort"
-    with pytest.raises(ServerGoneError, match="ended a response with 'abort'"):
-        score_column(f"vllm:{fake.url}", DUMP)
-    fake.paused = True
-    with pytest.raises(ValueError, match="is paused"):
-        score_column(f"vllm:{fake.url}", DUMP)
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.4])
-def test_the_temperature_of_drawn_logprobs_is_probed(fake, temperature):
-    with open_server(fake.url) as server:
-        assert server.logprobs_temperature(temperature) == temperature
+    with open_server(fake.url) as server:  # the temperature of drawn log-probabilities is probed
+        assert [server.logprobs_temperature(temperature) for temperature in (0.7, 1.4)] == [0.7, 1.4]
         fake.raw = True
-        assert server.logprobs_temperature(temperature) == 1.0
-        assert server.logprobs_temperature(1.0) == 1.0
+        assert [server.logprobs_temperature(temperature) for temperature in (0.7, 1.0)] == [1.0, 1.0]
+    for name, value, error, message in (
+        ("logprob", 2.0, ReplyError, "gives logits"),
+        ("finish", "abort", ServerGoneError, "ended a response with 'abort'"),
+        ("paused", True, ValueError, "is paused"),
+    ):
+        setattr(fake, name, value)
+        with pytest.raises(error, match=message):
+            score_column(f"vllm:{fake.url}", DUMP)
 
 
 def test_a_second_draw_counts_up_to_the_first_other_token(fake, model, monkeypatch):
     """The stand-in samples successors of the last token; its second draw differs at one position and in its numbers."""
     dump = make_dump(["p"], [[9, 5]], [[False, False]], {})
-    asked = 0
-    plain = fake.answer
+    asked, plain = [], fake.answer
 
     def bent(method, path, body):
-        nonlocal asked
         status, reply = plain(method, path, body)
         if path.endswith("/generate") and body.get("token_ids") == [9, 5]:
-            asked += 1
-            if asked > 2:
-                reply["choices"][0]["token_ids"][2] = 1
-                reply["choices"][0]["logprobs"]["content"][2]["token_id"] = 1
-                reply["choices"][0]["logprobs"]["content"][1]["logprob"] = -1.5
+            asked.append(body)
+            if len(asked) > 2:
+                (choice,) = reply["choices"]
+                choice["token_ids"][2] = choice["logprobs"]["content"][2]["token_id"] = 1
+                choice["logprobs"]["content"][1]["logprob"] = -1.5
         return status, reply
 
     monkeypatch.setattr(fake, "answer", bent)
     config = SampleConfig(responses=2, max_response_tokens=4, second_run=True, temperature=0.7)
     drawn = sample_responses(dump, model, f"vllm-decode:{fake.url}", config)
-    assert drawn.sequence_ids == ("p/0", "p/1")
-    assert asked == 4
+    assert (drawn.sequence_ids, len(asked)) == (("p/0", "p/1"), 4)
     none, column = np.nan, "vllm-decode:float32"
     for i in range(2):
         assert drawn.token_ids[i].tolist() == [9, 5, 5, 6, 7, 8]
@@ -200,12 +167,7 @@ def test_a_server_that_dies_leaves_one_line_and_what_was_scored(fake, model, tmp
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: no answer from {fake.url}/")
     assert sorted(read_dump(out / "tokens.parquet").logprobs) == ["jax:float32", "jax:float32@2", "vllm:float32"]
-
-
-def test_a_missing_server_is_named_before_anything_is_scored(fake, model, tmp_path, capsys):
-    path, url = write_dump(tmp_path / "t", DUMP), fake.url
-    fake.stop()
-    arguments = [str(path), "--model", str(model), "--scorer", "jax:float32", "--scorer", f"vllm:{url}"]
-    assert run_cli(compare.main, [*arguments, "--out", str(tmp_path / "out")]) == 2
+    fake.stop()  # a missing server is named before anything is scored
+    assert run_cli(compare.main, [*arguments, "--out", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.startswith("error: no answer from")
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "none").exists()

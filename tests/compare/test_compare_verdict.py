@@ -1,4 +1,4 @@
-"""Each way to compare unlike things is recognised, on columns from a small model."""
+"""Each way to compare unlike things is recognised, on columns from a small model and on log-ratios written down."""
 
 import dataclasses
 
@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from rljax.compare.patterns import find_cut
 from rljax.compare.scorers import score_column, split_spec
 from rljax.compare.verdict import judge as judge_pair
+from rljax.diagnose.causes import OF_VERDICTS
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
@@ -24,10 +26,7 @@ UNKNOWN = ColumnSource()
 
 
 def likely_tokens(params):
-    """Returns random rows whose tokens the policy finds likelier than most.
-
-    Like text that it wrote, they have a range of probabilities.
-    """
+    """Returns random rows whose tokens the policy finds likelier than most, with a range of probabilities."""
     rng = np.random.default_rng(0)
     score = make_scorer(CONFIG, "float32", multiple=PROMPT + RESPONSE)
     rows, *others = rng.integers(0, CONFIG.vocab_size, (4, ROWS, PROMPT + RESPONSE)).astype(np.int32)
@@ -62,10 +61,10 @@ def unknown(source, **known):
     return dataclasses.replace(ColumnSource(source.engine, source.dtype), **known)
 
 
-def judge(x, y, mask=None, a=UNKNOWN, b=UNKNOWN, **options):
+def judge(x, y, mask=None, a=UNKNOWN, b=UNKNOWN, ids=None, **options):
     """Returns the verdict on columns [b, t] from the sources ``a`` and ``b``."""
     mask = np.ones(x.shape, bool) if mask is None else mask
-    names, ids = [str(i) for i in range(len(x))], np.zeros(x.shape, np.int32)
+    names, ids = [str(i) for i in range(len(x))], np.full(x.shape, 5) if ids is None else ids
     dump = make_dump(names, ids, mask, {"trainer": x, "rollout": y}, {"trainer": a, "rollout": b})
     return judge_pair(TokenPair(dump, "trainer", "rollout"), **options)
 
@@ -81,8 +80,7 @@ def test_two_engines_with_one_dtype_and_equal_weights_pass(world, dtype):
     assert np.isnan(y[:, 0]).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shift", [1, -1])
+@pytest.mark.parametrize(("dtype", "shift"), [("float32", 1), ("bfloat16", -1)])
 def test_off_by_one_is_refused_and_its_direction_told(world, dtype, shift):
     (x, a), (y, b) = column(world, "jax:float32"), column(world, f"hf:{dtype}")
     moved = np.full_like(y, np.nan)
@@ -92,36 +90,29 @@ def test_off_by_one_is_refused_and_its_direction_told(world, dtype, shift):
     assert f"moved by {shift:+d} position" in verdict.reason
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [ROWS, 3])
+@pytest.mark.parametrize(("dtype", "rows"), [("float32", ROWS), ("bfloat16", 3)])
 def test_permuted_rows_are_refused_and_counted(world, dtype, rows):
     (x, a), (y, b) = column(world, "jax:float32"), column(world, f"hf:{dtype}")
-    permuted = np.concatenate([np.roll(y[:rows], 1, axis=0), y[rows:]])
-    verdict = judge(x, permuted, MASK, a, b)
+    verdict = judge(x, np.concatenate([np.roll(y[:rows], 1, axis=0), y[rows:]]), MASK, a, b)
     assert (verdict.status, verdict.cause) == ("refused", "other_rows")
     assert verdict.reason.startswith(f"{rows} of {ROWS} rows carry the gap")
 
 
-def test_other_weights_are_no_permutation(world):
+def test_other_weights_are_no_permutation_and_no_shift(world):
     (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32", model="stale")
     assert judge(x, y, MASK, unknown(a), unknown(b)).cause == "other_weights"
     ragged = MASK & (np.arange(PROMPT + RESPONSE) < PROMPT + 8 + np.arange(ROWS)[:, None])
     assert judge(x, np.roll(y, 1, axis=0), ragged, unknown(a), unknown(b)).cause == "other_weights"
-
-
-def test_a_wrong_first_token_before_equal_ones_is_no_shift():
-    """The second column is -1 everywhere, and so is the first one but for its first tokens. A shift would drop them."""
     x, y = np.full((12, 3), -1.0), np.full((12, 3), -1.0)
-    x[:, 0] = -10.0
+    x[:, 0] = -10.0  # a wrong first token before equal ones is no shift, which would drop it
     assert judge(x, y).cause == "other_weights"  # of 36 tokens 12 are too many to be called the exception
 
 
-@pytest.mark.parametrize(("base", "factor"), [(2, "0.6931"), (10, "2.3026")])
-def test_logarithms_to_another_base_are_refused(world, base, factor):
+def test_logarithms_to_another_base_are_refused(world):
     (x, a), (y, b) = column(world, "jax:bfloat16"), column(world, "hf:bfloat16")
-    for verdict in (judge(x, y / np.log(base), MASK, a, b), judge(y / np.log(base), x, MASK, b, a)):
+    for verdict in (judge(x, y / np.log(2), MASK, a, b), judge(y / np.log(2), x, MASK, b, a)):
         assert (verdict.status, verdict.cause) == ("refused", "other_base")
-        assert f"logarithms to base {base}: multiply it by ln {base} ({factor})" in verdict.reason
+        assert "logarithms to base 2: multiply it by ln 2 (0.6931)" in verdict.reason
     assert judge(x, y, MASK, a, b).cause == "none"
 
 
@@ -134,14 +125,6 @@ def test_temperature_processed_numbers_are_refused(world, temperature):
     ratio = min(temperature, 1 / temperature)
     told = float(verdict.reason.split("temperatures were ")[1].split(" ")[0])
     assert told == pytest.approx(ratio, abs=0.08)
-
-
-def test_a_name_of_weights_is_compared_with_names_alone(world):
-    (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32")
-    named = dataclasses.replace(b, weights_hash="runs/a version 3")
-    assert judge(x, y, MASK, a, named).status == "pass"
-    other = dataclasses.replace(a, weights_hash="runs/a version 4")
-    assert judge(x, y, MASK, other, named).cause == "other_weights"
 
 
 def test_other_weights_are_told_by_hash_and_by_numbers(world):
@@ -158,18 +141,21 @@ def test_other_weights_are_told_by_hash_and_by_numbers(world):
     converted = dataclasses.replace(b, weights_hash="sha256:0")
     assert judge(x, y, MASK, a, converted).cause == "other_weights"
     assert judge(x, y, MASK, a, converted, same_weights=True).status == "pass"
+    named = dataclasses.replace(b, weights_hash="runs/a version 3")  # a name is compared with names alone
+    assert judge(x, y, MASK, a, named).status == "pass"
+    other = dataclasses.replace(a, weights_hash="runs/a version 4")
+    assert judge(x, y, MASK, other, named).cause == "other_weights"
 
 
 @pytest.mark.parametrize(
-    ("really", "declared", "likely"),
-    [("bfloat16", "float32", "bfloat16"), ("float16", "float32", "float16"), ("float32", "bfloat16", "float32")],
+    ("really", "declared"), [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")]
 )
-def test_a_wrong_dtype_is_told_and_the_likely_one_named(world, really, declared, likely):
+def test_a_wrong_dtype_is_told_and_the_likely_one_named(world, really, declared):
     (x, a), (y, b) = column(world, "jax:float32"), column(world, f"hf:{really}")
     verdict = judge(x, y, MASK, a, dataclasses.replace(b, dtype=declared))
     assert (verdict.status, verdict.cause) == ("fail", "wrong_dtype")
     assert f"not {declared}'s" in verdict.reason
-    assert f"looks like {likely}" in verdict.reason
+    assert f"looks like {really}" in verdict.reason
     assert "weights" not in verdict.reason
     if really != "float32":
         assert "or weights that differ" in judge(x, y, MASK, unknown(a), unknown(b, dtype=declared)).reason
@@ -177,11 +163,10 @@ def test_a_wrong_dtype_is_told_and_the_likely_one_named(world, really, declared,
 
 def test_only_paths_of_one_program_may_agree_to_the_bit():
     x = -np.random.default_rng(0).exponential(1.0, (4, 50))
-    mask, server = np.ones(x.shape, bool), ColumnSource("vllm 0.32.0", "bfloat16")
-    drawn, other = ColumnSource("vllm 0.32.0 decode", "bfloat16"), ColumnSource("jax 0.10.2", "bfloat16")
-    assert judge(x, x, mask, server, drawn).status == "pass"
-    assert judge(x, x, mask, drawn, server).status == "pass"
-    assert judge(x, x, mask, server, other).cause == "wrong_dtype"
+    names = ("vllm 0.32.0", "vllm 0.32.0 decode", "jax 0.10.2")
+    server, drawn, other = (ColumnSource(name, "bfloat16") for name in names)
+    assert judge(x, x, None, server, drawn).status == judge(x, x, None, drawn, server).status == "pass"
+    assert judge(x, x, None, server, other).cause == "wrong_dtype"
 
 
 def test_a_gap_above_a_published_bar_fails_with_the_bar():
@@ -199,43 +184,113 @@ def test_a_gap_above_a_published_bar_fails_with_the_bar():
     assert "token_mult_prob_error" in verdict.reason
 
 
-def test_the_hash_is_of_the_tensors_and_not_of_their_sharding(world, tmp_path):
+def test_a_hash_is_of_tensors_and_what_has_no_score_is_refused(world, tmp_path):
     root, _ = world
     save_params(tmp_path, init_params(CONFIG, 0), CONFIG, max_shard_bytes=9_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert weights_hash(tmp_path) == weights_hash(root / "now") != weights_hash(root / "stale")
     with pytest.raises(ValueError, match=r"no \*\.safetensors"):
         weights_hash(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("spec", ["jax", "jax:int8", "tf:float32", "dump:file"])
-def test_an_unknown_scorer_is_refused(spec):
-    with pytest.raises(ValueError, match=r"unknown scorer .* expected jax:DTYPE"):
-        split_spec(spec)
-
-
-@pytest.mark.parametrize("kind", ["jax", "hf"])
-def test_tokens_of_another_vocabulary_are_refused(world, kind):
     dump = make_dump(["a"], [[1, 2, 99]], [[False, True, True]], {})
-    with pytest.raises(ValueError, match="token 99, but the model knows 48"):
-        score_column(f"{kind}:float32", dump, world[0] / "now")
+    for spec in ("jax:float32", "hf:float32"):
+        with pytest.raises(ValueError, match="token 99, but the model knows 48"):
+            score_column(spec, dump, root / "now")
+    for spec in ("jax", "jax:int8", "tf:float32", "dump:file"):
+        with pytest.raises(ValueError, match=r"unknown scorer .* expected jax:DTYPE"):
+            split_spec(spec)
 
 
-@pytest.mark.parametrize(
-    ("gap", "form", "cause"),
-    [
+def test_an_engine_that_rounds_to_8_bits_has_a_range_of_its_own():
+    """The numbers are so low that 1 - p is 1, and the gap has the same size with either sign."""
+    for gap, form, cause in (
         (0.12, "", "other_weights"),
         (0.1, "fp8_e5m2 cache", "above_bar"),
         (1e-4, "fp8_e5m2 cache", "none"),
         (0.6, "fp8_e5m2 cache", "other_weights"),
-    ],
-)
-def test_an_engine_that_rounds_to_8_bits_has_a_range_of_its_own(gap, form, cause):
-    """The numbers are so low that 1 - p is 1, and the gap has the same size with either sign."""
-    x = -20.0 - np.random.default_rng(0).exponential(1.0, (4, 50))
-    signs = np.where(np.arange(200).reshape(4, 50) % 2, 1.0, -1.0)
-    mask = np.ones(x.shape, bool)
-    found = judge(x, x + gap * signs, mask, ColumnSource("jax", "float32"), ColumnSource("vllm", "float32", form=form))
-    assert found.cause == cause, found.reason
-    if form and cause == "other_weights":
-        assert "is beyond that of fp8_e5m2 cache (0.5)" in found.reason
+    ):
+        x = -20.0 - np.random.default_rng(0).exponential(1.0, (4, 50))
+        y = x + gap * np.where(np.arange(200).reshape(4, 50) % 2, 1.0, -1.0)
+        found = judge(x, y, None, ColumnSource("jax", "float32"), ColumnSource("vllm", "float32", form=form))
+        assert found.cause == cause, found.reason
+        if form and cause == "other_weights":
+            assert "is beyond that of fp8_e5m2 cache (0.5)" in found.reason
+
+
+# ---- patterns of gaps, on columns whose log-ratios are written down ----
+
+COUNT, TOKENS = 20, 40
+SCATTERED = (np.arange(TOKENS) + 3 * np.arange(COUNT)[:, None]) % 10 == 0
+NOISE = 0.01  # the log-ratio of a sound token, with a sign that alternates; the uncertainty is about 0.6 everywhere
+
+
+def columns():
+    """Returns a trainer's and a sampler's log-probabilities [b, t]: near -1, and NOISE apart."""
+    sampler = -1.0 - 0.3 * np.sin(np.arange(COUNT * TOKENS)).reshape(COUNT, TOKENS)
+    return sampler + np.where(np.arange(TOKENS) % 2, NOISE, -NOISE), sampler
+
+
+def test_the_tokens_that_carry_a_gap_are_named():
+    for where, by, cause, words in (
+        (np.s_[:, 0], -0.7, "first_token", "of k3_kl is at the first token of each response: "),
+        (np.s_[:, -1], 0.6, "last_tokens", "of k3_kl is at the last token of each response: "),
+        (np.s_[:, -3:], -0.7, "last_tokens", "of k3_kl is at the last 3 tokens of each response: "),
+        (np.s_[:2], 0.6, "some_responses", "2 of 20 responses are wrong as a whole"),
+        (np.s_[:1, 5:], -0.7, "some_responses", "1 of 20 responses are wrong as a whole"),
+        (SCATTERED, -0.7, "other_weights", ""),  # at another place in each response, and in all responses alike
+    ):
+        trainer, sampler = columns()
+        assert judge(trainer, sampler).cause == "none"
+        trainer[where] += by
+        verdict = judge(trainer, sampler)
+        assert (verdict.status, verdict.cause) == ("fail", cause), verdict.reason
+        assert words in verdict.reason
+        assert OF_VERDICTS.get(cause, cause) == cause
+
+
+def test_a_side_and_a_token_that_carry_a_gap_are_named():
+    trainer, sampler = columns()
+    for sides, cause in (((trainer - 15.0, sampler), "trainer_side"), ((trainer, sampler - 15.0), "engine_side")):
+        verdict = judge(*sides)
+        assert (verdict.status, verdict.cause) == ("fail", cause)
+        assert "than random tokens" in verdict.reason
+    assert judge(trainer - 9.0, sampler - 9.0).cause == "none"  # a policy of uncertain tokens is no wrong side
+    mask = np.ones(trainer.shape, bool)
+    mask[::2, 10:15] = mask[1::2, 20:22] = False
+    trainer[::2, 15] -= 0.7
+    trainer[1::2, 22] -= 0.7
+    assert judge(trainer, sampler, mask).cause == "after_environment"
+    # Token 9 stands at another place in each response, as the end of a thought does.
+    rows, at = np.arange(COUNT), 4 + np.arange(COUNT)
+    for shift, words in ((0, "is at the token 9: "), (1, "is at the token after id 9: ")):
+        trainer, sampler = columns()
+        ids = np.full(trainer.shape, 5)
+        ids[rows, at] = 9
+        trainer[rows, at + shift] -= 0.7
+        verdict = judge(trainer, sampler, ids=ids)
+        assert (verdict.cause, words in verdict.reason) == ("one_token", True)
+
+
+def test_the_mass_that_a_cut_leaves_is_the_mean_ratio():
+    """The sampler divides each probability by the mass; the trainer does not."""
+    for mass in (0.8, 0.97):
+        trainer, sampler = columns()
+        verdict = judge(trainer + np.log(mass), sampler)
+        assert (verdict.status, verdict.cause) == ("refused", "truncated_sampling")
+        assert f"with {mass:.1%} of the mass" in verdict.reason
+        assert "the second column is normalised" in verdict.reason
+        assert "the first column is normalised" in judge(sampler, trainer + np.log(mass)).reason
+    sampler[:, ::2] = 0.0  # the cut left one token at half of the places, which is no fill
+    trainer[:, ::2] = np.log(0.8) + 0.02 * np.sin(np.arange(TOKENS / 2))
+    trainer[:, 1::2] += np.log(0.9)
+    assert judge(trainer, sampler).cause == "truncated_sampling"
+    # Another base, a few far tokens and a temperature give log-ratios with one sign, too.
+    rng = np.random.default_rng(0)
+    noise = 0.01 * rng.standard_normal(2000)
+    few = noise - np.where(np.arange(2000) % 100, 0.0, 5.0)
+    tail = np.where(np.arange(2000) % 20, -0.1, 1.0) + noise
+    hardly = noise - 1e-3  # 4.5 standard errors of 0.01 / sqrt(2000), and 0.12 of the mean gap
+    assert not any(any(find_cut(lr)) for lr in (noise, few, tail, hardly))
+    some = np.where(np.arange(2000) % 4, 0.0, np.log(0.97))  # top_k cuts a quarter of the tokens: 0.75% of the mass
+    assert [[cause for _, cause, _ in find_cut(noise + each)] for each in (-0.05, some)] == [["truncated_sampling"]] * 2
+    x = -rng.exponential(1.0, (20, 100))
+    assert judge(x, x / np.log(10)).cause == "other_base"

@@ -1,7 +1,5 @@
 """Tests of a run's figure: curves and their values, the marks of the schedule, and notes on missing keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib.colors
@@ -10,17 +8,8 @@ import numpy as np
 import pytest
 from records import record_row, write_record
 
-from rljax.record.figure import (
-    PANELS,
-    REPORT,
-    Run,
-    exponential_mean,
-    plot_grid,
-    plot_report,
-    read_runs,
-    short_names,
-    svg_text,
-)
+from rljax.record import figure as figures
+from rljax.record.figure import REPORT, Run, plot_grid, plot_report, read_runs, short_names, svg_text
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -41,49 +30,37 @@ def axis_named(figure, title):
     return next(axis for axis in figure.axes if axis.get_title(loc="left") == title)
 
 
-def texts(axis):
-    return [text.get_text() for text in axis.texts]
+def texts(part):
+    return [text.get_text() for text in part.texts]
 
 
-def vertical_lines(axis):
-    return sorted({line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 2})
+def legend(part):
+    return [text.get_text() for text in part.get_texts()]
 
 
-def test_the_panel_of_the_mismatch_has_the_floors():
-    rows = rows_of()
-    for step, mesh in ((10, 2e-4), (20, 3e-4)):
-        rows[step - 1] |= {"mismatch_self/log_ppl_abs_diff": 0.0, "mismatch_self/mesh/log_ppl_abs_diff": mesh}
-    axis = axis_named(report(run_of(rows)), "Training-inference mismatch")
-    (line,) = [line for line in axis.lines if line.get_marker() == "s" and len(line.get_xdata())]
-    assert line.get_xdata().tolist() == [10, 20]
-    assert line.get_ydata().tolist() == [2e-4, 3e-4]
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["itself: shape (0)", "itself: mesh"]
-    assert axis.get_ylim()[0] < 2e-4
-    assert axis_named(report(run_of(rows_of())), "Training-inference mismatch").get_legend() is None
+MISMATCH = "Training-inference mismatch"
 
 
-@pytest.mark.parametrize(
-    ("title", "key"),
-    [
-        ("Reward", "reward/mean"),
-        ("Evaluation accuracy", "eval/aime24/accuracy"),
-        ("Response length", "response_length/mean"),
-        ("Learning rate", "schedule/learning_rate"),
-        ("Gradient norm", "optimizer/grad_norm"),
-        ("Policy entropy", "policy/entropy"),
-        ("Training-inference mismatch", "mismatch/log_ppl_abs_diff"),
-    ],
-)
-def test_each_panel_shows_the_values_of_its_metric(title, key):
-    rows = [row | {name: row[name] * (1 + row["step"] / 100) for name in row if name == key} for row in rows_of(12)]
-    steps, values = zip(*((row["step"], row[key]) for row in rows if key in row), strict=True)
-    line = axis_named(report(run_of(rows)), title).lines[0]
-    assert list(line.get_xdata()) == list(steps)
-    np.testing.assert_array_equal(line.get_ydata(), values)
+SHOWN = {
+    "Reward": "reward/mean",
+    "Evaluation accuracy": "eval/aime24/accuracy",
+    "Response length": "response_length/mean",
+    "Learning rate": "schedule/learning_rate",
+    "Gradient norm": "optimizer/grad_norm",
+    "Policy entropy": "policy/entropy",
+    MISMATCH: "mismatch/log_ppl_abs_diff",
+}
 
 
-def test_the_report_is_a_picture_with_the_curves_in_it(tmp_path):
-    run = write_record(tmp_path / "run", rows_of(12))
+def test_each_panel_shows_the_values_of_its_metric(tmp_path):
+    shown = set(SHOWN.values())
+    rows = [row | {key: row[key] * (1 + row["step"] / 100) for key in shown & row.keys()} for row in rows_of(12)]
+    figure = report(run_of(rows))
+    for title, key in SHOWN.items():
+        line = axis_named(figure, title).lines[0]
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == points
+    run = write_record(tmp_path / "run", rows)
     out = plot_report([run], tmp_path / "new" / "report.png")
     assert out == tmp_path / "new" / "report.png"
     color = matplotlib.colors.to_rgb(read_runs([run])[0].color)
@@ -91,100 +68,84 @@ def test_the_report_is_a_picture_with_the_curves_in_it(tmp_path):
     assert (np.abs(pixels - color).max(axis=-1) < 0.01).sum() > 7 * 500  # seven panels with a curve of 500 pixels each
 
 
-@pytest.mark.parametrize(
-    ("schedule", "lines", "said"),
-    [
-        ({"surge": 8, "period": 14}, [8, 14, 28], ["surge at 8, period 14"]),
-        ({"period": 15}, [15, 30], []),
-        ({}, [], []),
-    ],
-)
-def test_the_surge_and_the_decay_period_are_marked(schedule, lines, said):
-    figure = report(run_of(rows_of(**schedule)))
-    assert vertical_lines(axis_named(figure, "Response length")) == lines
-    assert vertical_lines(axis_named(figure, "Learning rate")) == lines
-    assert texts(axis_named(figure, "Response length")) == said
-
-
-def test_curves_leave_gaps_at_values_that_are_not_finite():
+def test_gaps_zeros_and_floors_of_the_mismatch():
+    """Curves leave gaps at values that are not finite, and on the log axis of the mismatch at zeros."""
     rows = rows_of()
     rows[4]["optimizer/grad_norm"] = None
-    raw, smooth = (line.get_ydata() for line in axis_named(report(run_of(rows)), "Gradient norm").lines)
+    rows[8]["mismatch/log_ppl_abs_diff"] = 0.0
+    for step, mesh in ((10, 2e-4), (20, 3e-4)):
+        rows[step - 1] |= {"mismatch_self/log_ppl_abs_diff": 0.0, "mismatch_self/mesh/log_ppl_abs_diff": mesh}
+    figure = report(run_of(rows))
+    raw, smooth = (line.get_ydata() for line in axis_named(figure, "Gradient norm").lines)
     for values in (raw, smooth):
         assert np.isnan(values[4])
         np.testing.assert_allclose(np.delete(values, 4), 0.5)
     assert len(axis_named(report(run_of(rows), smooth=0.0), "Gradient norm").lines) == 1
-
-
-def test_the_mismatch_has_a_log_axis_without_its_zeros():
-    rows = rows_of()
-    rows[8]["mismatch/log_ppl_abs_diff"] = 0.0
-    axis = axis_named(report(run_of(rows)), "Training-inference mismatch")
+    axis = axis_named(figure, MISMATCH)
     assert axis.get_yscale() == "log"
     assert np.isnan(axis.lines[0].get_ydata()[8])
-    axis = axis_named(report(run_of(rows_of(factor=0.0))), "Training-inference mismatch")
+    (line,) = [line for line in axis.lines if line.get_marker() == "s" and len(line.get_xdata())]
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([10, 20], [2e-4, 3e-4])
+    assert legend(axis.get_legend()) == ["itself: shape (0)", "itself: mesh"]
+    assert axis.get_ylim()[0] < 2e-4
+    axis = axis_named(report(run_of(rows_of(factor=0.0))), MISMATCH)
     assert texts(axis) == ["mismatch/log_ppl_abs_diff is 0 at every step"]
+    assert axis.get_legend() is None
 
 
-@pytest.mark.parametrize("values", [[1e-18, 1e-18], [1e-3, 1e-3 * (1 + 2e-16)], [1e300, 1e300], [2e-3], [1e-5, 1e-1]])
-def test_the_log_axis_shows_every_value_however_alike(values, tmp_path):
-    rows = [{"step": step, "mismatch/log_ppl_abs_diff": value} for step, value in enumerate(values, 1)]
-    plot_report([write_record(tmp_path / "run", rows)], tmp_path / "x.png")
-    low, high = axis_named(report(run_of(rows)), "Training-inference mismatch").get_ylim()
-    assert 0 < low < min(values)
-    assert max(values) < high
+def test_the_log_axis_shows_every_value_however_alike(tmp_path):
+    for values in ([1e-18, 1e-18], [1e-3, 1e-3 * (1 + 2e-16)], [1e300, 1e300], [2e-3], [1e-5, 1e-1]):
+        rows = [{"step": step, "mismatch/log_ppl_abs_diff": value} for step, value in enumerate(values, 1)]
+        figure = report(run_of(rows))
+        figure.savefig(tmp_path / "x.png")
+        low, high = axis_named(figure, MISMATCH).get_ylim()
+        assert 0 < low < min(values) <= max(values) < high
 
 
-def test_missing_keys_leave_a_note_in_their_panel():
+def test_notes_and_marks_are_in_their_panels():
+    """A key that is missing in one of several runs makes no note, and several datasets are told apart."""
     figure = report(run_of([{"step": 1}, {"step": 2}]))
     notes = [text for axis in figure.axes for text in texts(axis)]
-    assert notes == [f"no {PANELS[name].needs} in the record" for row in REPORT for name in row]
+    assert notes == [f"no {figures.PANELS[name].needs} in the record" for row in REPORT for name in row]
     assert len(notes) == 7
-
-
-def test_a_key_missing_in_one_of_several_runs_makes_no_note():
-    figure = report(run_of(rows_of()), run_of([{"step": 1, "policy/entropy": 0.5}], "other", "#abcdef"))
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a run", "other"]
-    assert texts(axis_named(figure, "Reward")) == []
-
-
-def test_several_datasets_are_told_apart():
     rows = [row | {"eval/owner/toy/accuracy": 0.1} for row in rows_of()]
+    figure = report(run_of(rows), run_of([{"step": 1, "policy/entropy": 0.5}], "other", "#abcdef"))
+    assert legend(figure.legends[0]) == ["a run", "other"]
+    assert texts(axis_named(figure, "Reward")) == []
     axis = axis_named(report(run_of(rows)), "Evaluation accuracy")
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["aime24", "owner/toy"]
+    assert legend(axis.get_legend()) == ["aime24", "owner/toy"]
+    # The surge and the decay period are marked.
+    for schedule, lines, said in (
+        ({"surge": 8, "period": 14}, [8, 14, 28], ["surge at 8, period 14"]),
+        ({"period": 15}, [15, 30], []),
+        ({}, [], []),
+    ):
+        figure = report(run_of(rows_of(**schedule)))
+        for title in ("Response length", "Learning rate"):
+            found = {line.get_xdata()[0] for line in axis_named(figure, title).lines if len(line.get_xdata()) == 2}
+            assert sorted(found) == lines
+        assert texts(axis_named(figure, "Response length")) == said
 
 
-def test_the_mean_looks_both_ways_and_keeps_a_line_a_line():
-    got = exponential_mean(np.asarray([0.0, 0.0, 1.0, 0.0, 0.0]), 0.5)
-    np.testing.assert_allclose(got, got[::-1])
-    assert got[2] == 1 / (1 + 2 * (0.5 + 0.25))
-    assert got[0] == 0.25 / (1 + 0.5 + 0.25 + 0.125 + 0.0625)
-
-
-def test_names_and_lines_tell_runs_apart(tmp_path):
-    runs = read_runs([write_record(tmp_path / f"run{index}", rows_of(2)) for index in range(8)])
-    assert len({(run.color, run.line) for run in runs}) == 8  # there are fewer colors
-    assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+def test_runs_are_told_apart_and_a_mean_looks_both_ways(tmp_path):
+    places = [write_record(tmp_path / f"run{index}", rows_of(2)) for index in range(8)]
+    assert len({(run.color, run.line) for run in read_runs(places)}) == 8  # there are fewer colors
     assert short_names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
     assert short_names([Path("/a/x"), Path("/a/x")]) == ["x", "x"]
-
-
-def test_arguments_out_of_range(tmp_path):
-    run = write_record(tmp_path / "run", rows_of())
-    for wrong in ({"smooth": 1.0}, {"smooth": float("nan")}):
-        with pytest.raises(ValueError, match="smooth must be"):
-            plot_report([run], tmp_path / "x.png", **wrong)
+    with pytest.raises(ValueError, match="smooth must be"):
+        plot_report(places, tmp_path / "x.png", smooth=float("nan"))
     with pytest.raises(ValueError, match="at least one run"):
         plot_report([], tmp_path / "x.png")
+    got = figures.exponential_mean(np.asarray([0.0, 0.0, 1.0, 0.0, 0.0]), 0.5)
+    np.testing.assert_allclose(got, got[::-1])
+    assert (got[2], got[0]) == (1 / (1 + 2 * (0.5 + 0.25)), 0.25 / (1 + 0.5 + 0.25 + 0.125 + 0.0625))
 
 
 def test_a_figure_for_a_page_takes_the_colours_of_the_page():
     run = run_of(rows_of(surge=20, period=36), label="a < b", color="#1f5fa8")
     text = svg_text(plot_grid((("length",),), [run], 0.0))
     assert text.startswith("<svg ")
-    assert "a &lt; b" in text
-    assert "surge at 20, period 36" in text
     assert "://" not in text
-    for name in ("ink", "quiet", "grid", "paper", "run"):
-        assert f"var(--{name})" in text
+    named = [f"var(--{name})" for name in ("ink", "quiet", "grid", "paper", "run")]
+    assert all(words in text for words in ("a &lt; b", "surge at 20, period 36", *named))
     assert text == svg_text(plot_grid((("length",),), [run], 0.0))

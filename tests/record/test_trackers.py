@@ -35,45 +35,22 @@ def steps_of(run_dir):
     return [entry["row"]["step"] for entry in read(run_dir) if "row" in entry]
 
 
-def end_with(run_dir, error):
-    """Runs one step and then raises an error."""
-
-    def raise_in_run():
-        with tracked(run_dir, "Kept") as recorder:
-            write(recorder, 1)
-            until(lambda: steps_of(run_dir) == [1])
-            raise error
-
-    with pytest.raises(type(error), match=str(error)):
-        raise_in_run()
-
-
 def test_a_tracker_gets_settings_rows_and_results(tmp_path):
+    """Infinity is NaN for a tracker, and None is nothing."""
     with tracked(tmp_path, "Kept", project="adds", run_name="seed 7") as recorder:
         write(recorder, 1, 2)
         until(lambda: steps_of(tmp_path) == [1, 2])  # while the run goes on
-        write(recorder, 3, **{"eval/x/accuracy": None, "said": "yes", "is_last": True})
+        write(recorder, 3, **{"eval/x/accuracy": None, "said": "yes", "is_last": True, "loss": math.inf})
         (tmp_path / "summary.json").write_text('{"steps": 3}')
         (tmp_path / "report.png").write_bytes(b"")
     begun, *rows, end = read(tmp_path)
     assert begun["begun"] | {"id": ""} == {"id": "", "name": "seed 7", "project": "adds"}
     assert (begun["seed"], begun["nested"]) == (7, 1)
-    assert [entry["row"] for entry in rows] == [
-        {"step": 1, "reward/mean": 0.125},
-        {"step": 2, "reward/mean": 0.25},
-        {"step": 3, "reward/mean": 0.375, "said": "yes", "is_last": True},
-    ]
+    rows = [entry["row"] for entry in rows]
+    assert math.isnan(rows[2].pop("loss"))
+    last = {"step": 3, "reward/mean": 0.375, "said": "yes", "is_last": True}
+    assert rows == [{"step": 1, "reward/mean": 0.125}, {"step": 2, "reward/mean": 0.25}, last]
     assert end == {"summary": {"steps": 3}, "figures": ["report"], "failed": False}
-
-
-def test_the_directory_names_the_run_and_infinity_is_nan(tmp_path):
-    with tracked(tmp_path / "seed3", "Kept") as recorder:
-        write(recorder, 1, loss=math.inf, norm=math.nan)
-    begun, entry, _ = read(tmp_path / "seed3")
-    assert begun["begun"]["name"] == "seed3"
-    assert entry["row"].keys() == {"step", "reward/mean", "loss", "norm"}
-    assert math.isnan(entry["row"]["loss"])
-    assert math.isnan(entry["row"]["norm"])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +80,7 @@ def test_a_tracker_that_hangs_is_abandoned(tmp_path, capfd, planted):
     assert capfd.readouterr().err.splitlines()[-2:] == last
 
 
-def test_a_slow_tracker_delays_no_step(tmp_path, capfd):
+def test_a_slow_tracker_delays_no_step_and_has_a_bound(tmp_path, capfd):
     with tracked(tmp_path, "Slow", seconds=2.0) as recorder:
         began = time.monotonic()
         write(recorder, *range(1, 41))
@@ -111,10 +88,7 @@ def test_a_slow_tracker_delays_no_step(tmp_path, capfd):
     assert "planted_trackers:Slow gets no more rows: it did not end in time; " in capfd.readouterr().err
     given = steps_of(tmp_path)
     assert given == list(range(1, len(given) + 1))
-
-
-def test_a_tracker_for_which_too_many_rows_wait_gets_no_more(tmp_path, capfd):
-    with tracked(tmp_path, "HangsAtLog") as recorder:
+    with tracked(tmp_path / "waiting", "HangsAtLog") as recorder:
         write(recorder, *range(1, WAITING + 6))
         assert "planted_trackers:HangsAtLog gets no more rows: it was too slow; " in capfd.readouterr().err
     assert "HangsAtLog is abandoned" in capfd.readouterr().err
@@ -122,73 +96,59 @@ def test_a_tracker_for_which_too_many_rows_wait_gets_no_more(tmp_path, capfd):
 
 @pytest.mark.parametrize("kind", ["Kept", f"{planted_trackers.__file__}:Kept"])
 def test_a_run_that_goes_on_in_its_project_is_the_same_run(tmp_path, capfd, kind):
-    with tracked(tmp_path, kind) as recorder:
+    """The directory names the run. A damaged state begins a new one."""
+    run_dir = tmp_path / "seed3"
+    with tracked(run_dir, kind) as recorder:
         write(recorder, 1, 2, 3, 4)
-    with tracked(tmp_path, kind, first_step=3) as recorder:  # from the checkpoint of step 2
+    with tracked(run_dir, kind, first_step=3) as recorder:  # from the checkpoint of step 2
         write(recorder, 3, 4, 5)
-    with tracked(tmp_path, kind, first_step=6, project="other"):
+    with tracked(run_dir, kind, first_step=6, project="other"):
         pass
-    assert len([*tmp_path.glob("trackers/*.json")]) == 1
+    (state,) = run_dir.glob("trackers/*.json")
     assert "abandoned" not in capfd.readouterr().err
-    first, second, third = (entry["begun"]["id"] for entry in read(tmp_path) if "begun" in entry)
-    assert first == second != third
-    assert steps_of(tmp_path) == [1, 2, 3, 4, 3, 4, 5]
+    state.write_text('{"project": "other"}')
+    with tracked(run_dir, kind, first_step=6, project="other") as recorder:
+        write(recorder, 6)
+    begun = [entry["begun"] for entry in read(run_dir) if "begun" in entry]
+    assert {each["name"] for each in begun} == {"seed3"}
+    first, second, *others = (each["id"] for each in begun)
+    assert (first == second, len({first, *others})) == (True, 3)
+    assert steps_of(run_dir) == [1, 2, 3, 4, 3, 4, 5, 6]
 
 
-def test_a_run_that_raises_is_marked_as_failed(tmp_path):
-    (tmp_path / "summary.json").write_text('{"steps": 0}')  # an earlier process wrote it
-    end_with(tmp_path, RuntimeError("boom"))
-    assert steps_of(tmp_path) == [1]
-    assert read(tmp_path)[-1] == {"summary": {}, "figures": [], "failed": True}
+def test_a_run_that_raises_has_failed_unless_it_was_taken(tmp_path):
+    def end_with(error, run_dir):
+        with tracked(run_dir, "Kept") as recorder:
+            write(recorder, 1)
+            until(lambda: steps_of(run_dir) == [1])
+            raise error
 
-
-def test_a_run_that_another_process_took_is_left_open(tmp_path):
     taken = ConfigError("taken")
     taken.__cause__ = OwnedError("taken")
-    end_with(tmp_path, taken)
+    for error, run_dir in ((RuntimeError("boom"), tmp_path / "failed"), (taken, tmp_path / "taken")):
+        run_dir.mkdir()
+        (run_dir / "summary.json").write_text('{"steps": 0}')  # an earlier process wrote it
+        with pytest.raises(type(error), match=str(error)):
+            end_with(error, run_dir)
+    assert read(tmp_path / "failed")[-1] == {"summary": {}, "figures": [], "failed": True}
     time.sleep(1.0)
-    assert "row" in read(tmp_path)[-1]
+    assert "row" in read(tmp_path / "taken")[-1]  # it is left open
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"trackers": ("wandb", "wandb")}, "trackers must be different"),
-        ({"project": ""}, "project must not be empty"),
-    ],
-)
-def test_settings_that_name_no_tracker_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        RecordConfig(**options)
-
-
-def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
+def test_a_tracker_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(SHIPPED, "absent_tracker", None)
     (tmp_path / "absent_tracker").mkdir()  # such a folder, like the one that wandb makes, is no package
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"absent_tracker is not installed: pip install '\.\[absent_tracker\]'"):
-        Trackers(RecordConfig(trackers=("absent_tracker",)))
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("wandbb", "record.trackers must name wandb, trackio, package.module:Class or FILE.py:Class, "),
-        ("mlflow", "mlflow_tracker.py:MlflowTracker of the repository's examples, got 'mlflow'"),
-        ("a:", "record.trackers must name"),
-        ("planted_trackers:Refuses", "record.trackers: planted_trackers:Refuses: not logged in"),
-        ("planted_trackers:Absent", "planted_trackers:Absent: AttributeError"),
-        ("no_such_module:Tracker", "no_such_module:Tracker: ModuleNotFoundError"),
-    ],
-)
-def test_a_tracker_that_cannot_be_used_is_refused(name, said):
-    with pytest.raises(ValueError, match=said):
-        Trackers(RecordConfig(trackers=(name,)))
-
-
-def test_a_damaged_state_begins_a_new_run(tmp_path):
-    (tmp_path / "trackers").mkdir()
-    (tmp_path / "trackers" / "planted_trackers:Kept.json").write_text('{"project": "rljax"}')
-    with tracked(tmp_path, "Kept") as recorder:
-        write(recorder, 1)
-    assert steps_of(tmp_path) == [1]
+    for names, said in (
+        (["wandbb"], "record.trackers must name wandb, trackio, package.module:Class or FILE.py:Class, "),
+        (["mlflow"], "mlflow_tracker.py:MlflowTracker of the repository's examples, got 'mlflow'"),
+        (["planted_trackers:Refuses"], "record.trackers: planted_trackers:Refuses: not logged in"),
+        (["planted_trackers:Absent"], "planted_trackers:Absent: AttributeError"),
+        (["no_such_module:Tracker"], "no_such_module:Tracker: ModuleNotFoundError"),
+        (["absent_tracker"], r"absent_tracker is not installed: pip install '\.\[absent_tracker\]'"),
+        (["wandb", "wandb"], "trackers must be different"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Trackers(RecordConfig(trackers=tuple(names)))
+    with pytest.raises(ValueError, match="project must not be empty"):
+        RecordConfig(project="")

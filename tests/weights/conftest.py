@@ -20,8 +20,6 @@ def mirror(tmp_path):
 
 @pytest.fixture
 def make_key(tmp_path):
-    """Returns a function that writes a key file and returns its path."""
-
     def make(name, key, mode=0o600):
         path = tmp_path / name
         path.write_text(key)
@@ -33,5 +31,4 @@ def make_key(tmp_path):
 
 @pytest.fixture
 def key_file(make_key):
-    """Returns a file with the key of the tests."""
     return make_key("key", "0123456789abcdef-a-key\n")

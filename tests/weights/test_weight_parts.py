@@ -1,9 +1,8 @@
-"""Several processes keep and serve parts of a version separately, and a mirror pulls the parts from all of them."""
+"""Several processes serve parts of a version to a mirror; ``tests/processes`` has real ones, and uploads to a store."""
 
 import contextlib
 import json
 import runpy
-import shutil
 import socket
 import threading
 
@@ -16,14 +15,11 @@ from rljax.errors import ConfigError, NotWrittenError
 from rljax.weights import writer as writers
 from rljax.weights.access import KEY_FILE, find_key_file, own_address
 from rljax.weights.format import FileRecord, TensorRegion
-from rljax.weights.mirror import Mirror
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
 from rljax.weights.store import WeightDirectory
 from rljax.weights.writer import Part, PartWriter, WrittenFiles, make_part_writer, merge_summaries, merge_written
-
-HERE = "127.0.0.1:1"  # a coordinator on this machine
 
 
 def shards(tensors, count):
@@ -66,7 +62,7 @@ class InTurn:
             each.keep_only(names)
 
 
-def own_parts(store, parent, index, *, host="127.0.0.1", port=0, coordinator=HERE):
+def own_parts(store, parent, index, *, host="127.0.0.1", port=0, coordinator="127.0.0.1:1"):
     """Returns the parts of one process of several; each process yields what it is given."""
     publish = PublishConfig(store=store, host=host, port=port)
     options = {"api_key_file": find_key_file(None), "index": index, "coordinator": coordinator}
@@ -76,83 +72,48 @@ def own_parts(store, parent, index, *, host="127.0.0.1", port=0, coordinator=HER
 class Pod:
     """A group of ``count`` processes of a run, each with its own directory."""
 
-    def __init__(self, root, count, store="http", anchor_every=4):
+    def __init__(self, root, count, store="http"):
         self.parts = [own_parts(store, root / f"process_{index}", index) for index in range(count)]
-        files = WeightDirectory(
-            PublishConfig(store=store),
-            root / "process_0",
-            api_key_file=find_key_file(None),
-            writer=InTurn(self.parts),
-            anchor_every=anchor_every,
-        )
-        self.training = Training(root, files=files)
+        options = {"api_key_file": find_key_file(None), "writer": InTurn(self.parts), "anchor_every": 4}
+        self.training = Training(root, files=WeightDirectory(PublishConfig(store), root / "process_0", **options))
 
     def close(self):
-        self.training.files.close()
-        for each in self.parts:
+        for each in (self.training.files, *self.parts):
             each.close()
 
 
 @pytest.fixture
 def pods(tmp_path):
     with contextlib.ExitStack() as stack:
-
-        def make(*arguments, **options):
-            return stack.enter_context(contextlib.closing(Pod(tmp_path, *arguments, **options)))
-
-        yield make
-
-
-def described(version):
-    return json.loads((version.path / "version.json").read_text())
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_each_process_serves_what_it_wrote(pods, mirror, tmp_path, count, key_file, monkeypatch):
-    if count == 2:
-        monkeypatch.setenv(KEY_FILE, str(key_file))
-    pod = pods(count)
-    for number in range(6):
-        version = pod.training.step()
-        done = pod.training.pull(mirror)
-        assert (done.dense, done.deltas, done.bytes) == (number == 0, int(number > 0), version.num_bytes)
-        assert_holds(mirror, pod.training)
-        files = described(version)["files"]
-        places = [
-            {url for name, record in files.items() if name.startswith(f"{index}-") for url in [record.get("at", "")]}
-            for index in range(count)
-        ]
-        assert places[0] == {""}
-        assert [len(urls) for urls in places] == [1] * count
-        assert len(set.union(*places)) == count
-        for index, own in enumerate(sorted(tmp_path.glob("process_*"))):
-            kept = {path.name for path in own.glob(f"rljax-weights-*/{version.path.name}/*.safetensors")}
-            assert kept == {name for name in files if name.startswith(f"{index}-")}
-        pod.training.files.drop_old()
-        names = {path.name for path in pod.training.files.root.glob("v*")}
-        for own in tmp_path.glob("process_*"):
-            assert {path.name for path in own.glob("rljax-weights-*/v*")} == names
-    pod.close()
-    assert not list(tmp_path.glob("process_*/*"))
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(next(iter(places[1])))
+        yield lambda *arguments: stack.enter_context(contextlib.closing(Pod(tmp_path, *arguments)))
 
 
 @pytest.mark.parametrize("store", ["http", "directory"])
-def test_a_late_joiner_and_the_example_reader_take_the_chain(pods, mirror, monkeypatch, store):
+def test_a_late_joiner_and_the_example_reader_take_the_chain(pods, mirror, monkeypatch, store, tmp_path):
     monkeypatch.delenv(KEY_FILE, raising=False)
     reader = runpy.run_path(str(ROOT / "examples/read_weights.py"))
     pod = pods(4, store)
     for _ in range(4):
-        pod.training.step()
+        version = pod.training.step()
     assert pod.training.pull(mirror).deltas == 3
     assert_holds(mirror, pod.training)
-    _, tensors = reader["read"](pod.training.files.root, pod.training.versions[-1].path.name)
-    for name, array in pod.training.tensors.items():
-        assert tensors[name].tobytes() == array.tobytes()
+    _, tensors = reader["read"](pod.training.files.root, version.path.name)
+    assert all(tensors[name].tobytes() == array.tobytes() for name, array in pod.training.tensors.items())
+    files = json.loads((version.path / "version.json").read_text())["files"]
+    if store == "http":  # each process serves what it wrote, and removes what is old or left
+        places = {(int(name.partition("-")[0]), record.get("at", "")) for name, record in files.items()}
+        assert (len(places), len({url for _, url in places}), min(places)) == (4, 4, (0, ""))
+        pod.training.step()
+        pod.training.files.drop_old()
+        for own in tmp_path.glob("process_*"):
+            assert sorted(path.name for path in own.glob("rljax-weights-*/v*")) == ["v00000004-5"]
+        pod.close()
+        assert not list(tmp_path.glob("process_*/*"))
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(max(places)[1])
 
 
-def test_files_come_from_all_places_at_the_same_time(pods, mirror, monkeypatch):
+def test_files_come_from_all_places_at_the_same_time(pods, mirror):
     """A pull must succeed although the files of one place wait for those of another."""
     pod = pods(4)
     version = pod.training.step()
@@ -183,40 +144,15 @@ def test_a_part_that_cannot_be_written_leaves_no_version(pods, mirror, tmp_path)
     assert_holds(mirror, pod.training)
 
 
-def test_the_key_goes_to_private_addresses_alone(pods, mirror, tmp_path):
+def test_the_key_goes_to_private_addresses_alone(tmp_path):
     source = open_source("http://127.0.0.1:9")
     for url in ("http://8.8.8.8:80", "http://example.org", "http://10.0.0.1@example.org", "file:///etc"):
         with pytest.raises(SourceError, match=r"are not read: host must be "):
             source.fetch("v1-1/x.safetensors", FileRecord(1, "", url), tmp_path)
 
 
-def test_each_process_uploads_and_process_0_comes_last(pods, mirror, tmp_path):
-    url = f"file://{tmp_path}/store"
-    pod = pods(2, store=url, anchor_every=2)
-    path, text = pod.training.files.probe()
-    assert open_source(pod.training.files.source).read(path.name).decode() == text
-    for _ in range(4):
-        version = pod.training.step()
-        pod.training.pull(mirror)
-        assert_holds(mirror, pod.training)
-        pod.training.files.drop_old()
-    folder = tmp_path / "store" / pod.training.files.root.name / version.path.name
-    assert {path.name for path in folder.iterdir()} == {"version.json", *described(version)["files"]}
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["probe.txt", "v00000002-3", "v00000003-4"]
-    left = [path for own in tmp_path.glob("process_*") for path in own.glob("rljax-weights-*/**/*.safetensors")]
-    assert left == [], "files stay in memory after they were uploaded"
-    shutil.rmtree(tmp_path / "mirror")
-    assert pod.training.pull(Mirror(tmp_path / "mirror")).dense
-    assert_holds(mirror, pod.training)
-    pod.close()
-    assert not list((tmp_path / "store").iterdir())
-
-
 def test_files_of_other_processes_are_waited_for(tmp_path, monkeypatch):
-    """A shared file system may show files late.
-
-    A directory that is not shared is named in the error.
-    """
+    """A shared file system may show files late. A directory that is not shared is named in the error."""
     parts = PartWriter(lambda own: own)
     written = WrittenFiles((), {"0.safetensors": FileRecord(4, ""), "1.safetensors": FileRecord(8, "")})
     (tmp_path / "0.safetensors").write_bytes(b"1234")
@@ -244,17 +180,13 @@ def interface():
         return probe.getsockname()[0]
 
 
-def test_a_process_has_the_address_of_process_0_or_its_own():
+def test_a_process_has_the_address_of_process_0_or_its_own(tmp_path):
     assert own_address("127.0.0.1", "localhost") == "127.0.0.1"
     own = interface()
     assert own_address("127.0.0.1", own) == "127.0.0.1"
     assert own_address(own, own) == own_address("10.255.255.254", "10.255.255.254") == own
     with pytest.raises(ValueError, match=r"publish\.host = 127\.0\.0\.1 is reached only on the machine of process 0"):
         own_address("127.0.0.1", "10.255.255.254")
-
-
-def test_an_address_that_cannot_be_had_is_told_in_one_line(tmp_path):
-    interface()
     for host, coordinator, message in (
         ("10.1.2.3", "127.0.0.1:1", "so RLJAX_API_KEY_FILE must name a key file"),
         ("127.0.0.1", "no-such-machine.invalid:1", "this machine has no route to no-such-machine.invalid"),

@@ -1,14 +1,17 @@
-"""Weights over HTTP: the server's files and access, links that break, and a server that ends."""
+"""Weights over HTTP: the server's files and access, links that break, a server that ends, and who may read files."""
 
 import contextlib
+import grp
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -21,7 +24,9 @@ from rljax.weights.outlets import HttpOutlet
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.source import HttpSource, SourceError, open_source
 from rljax.weights.store import WeightDirectory
+from rljax.weights.sums import array_checksum
 from rljax.weights.worker import WorkerWeights
+from rljax.weights.writer import PartWriter, whole_parts
 
 
 def server_at(url):
@@ -91,56 +96,41 @@ class CuttingProxy:
 
 @pytest.fixture
 def served(tmp_path):
-    """Yields a function that starts servers of ``tmp_path / "root"``."""
-    made = []
     (tmp_path / "root").mkdir()
+    with contextlib.ExitStack() as stack:
 
-    def serve(key_file=None):
-        made.append(HttpOutlet(tmp_path / "root", host="127.0.0.1", port=0, api_key_file=key_file))
-        return made[-1]
+        def serve(key_file=None):
+            outlet = HttpOutlet(tmp_path / "root", host="127.0.0.1", port=0, api_key_file=key_file)
+            return stack.enter_context(contextlib.closing(outlet))
 
-    yield serve
-    for each in made:
-        each.close()
+        yield serve
+
+
+NAME = "v00000001-1/0-dense.safetensors"
 
 
 @pytest.fixture
 def content(tmp_path, served):
     """Returns the content of a file of 3 MB in a version's directory."""
     content = np.random.default_rng(0).bytes(3_000_000)
-    (tmp_path / "root/v00000001-1").mkdir(parents=True)
-    (tmp_path / "root/v00000001-1/0-dense.safetensors").write_bytes(content)
+    (tmp_path / "root" / NAME).parent.mkdir(parents=True)
+    (tmp_path / "root" / NAME).write_bytes(content)
     return content
 
 
-NAME = "v00000001-1/0-dense.safetensors"
-
-
 def test_ranges_of_the_runs_files_and_nothing_else(tmp_path, served, content):
+    """A page can send the header Origin, or a name of its own as the host, and a stranger the half of a request."""
     (tmp_path / "outside.txt").write_text("secret")
     (tmp_path / "root/owner.key").write_text("secret")
-    url = served().url
+    url = httpx.URL(served().url)
     assert httpx.get(f"{url}/health").text == "ok\n"
     assert httpx.get(f"{url}/{NAME}").content == content
     part = httpx.get(f"{url}/{NAME}", headers={"Range": "bytes=1000-1999"})
     assert (part.status_code, part.content) == (206, content[1000:2000])
-    for name in (
-        "outside.txt",
-        "../outside.txt",
-        "%2e%2e/outside.txt",
-        "owner.key",
-        "v00000001-1",
-        "",
-        "v1-1/../owner.key",
-    ):
+    outside = ("outside.txt", "../outside.txt", "%2e%2e/outside.txt")
+    for name in (*outside, "owner.key", "v00000001-1", "", "v1-1/../owner.key"):
         assert httpx.get(f"{url}/{name}").status_code == 404, name
     assert httpx.post(f"{url}/{NAME}").status_code == 405
-
-
-def test_web_pages_and_half_requests_get_nothing(served, content):
-    """A page can send the header Origin, or a name of its own as the host, and a stranger the half of a request."""
-    url = httpx.URL(served().url)
-    assert httpx.get(f"{url}/{NAME}").status_code == 200
     for headers in ({"origin": "http://localhost"}, {"host": "rebound.example.org"}):
         assert httpx.get(f"{url}/{NAME}", headers=headers).status_code == 403
     with socket.create_connection((url.host, url.port), timeout=20) as half:
@@ -150,22 +140,18 @@ def test_web_pages_and_half_requests_get_nothing(served, content):
         assert time.monotonic() - began < 15
 
 
-def test_without_the_key_nothing_is_given(tmp_path, served, content, key_file, monkeypatch):
-    url = served(key_file).url
-    assert httpx.get(f"{url}/{NAME}").status_code == 401
+def test_without_the_key_nothing_is_given(served, content, key_file, monkeypatch):
+    files = served(key_file)
+    assert httpx.get(f"{files.url}/{NAME}").status_code == 401
     with pytest.raises(SourceError, match="answered with status 401"):
-        HttpSource(url).read(NAME)
+        HttpSource(files.url).read(NAME)
     monkeypatch.setenv(KEY_FILE, str(key_file))
-    assert HttpSource(url).read(NAME) == content
-
-
-def test_an_address_that_others_reach_needs_a_key(tmp_path):
-    (tmp_path / "root").mkdir()
-    with pytest.raises(RuntimeError, match=r"is not loopback: others reach it, so RLJAX_API_KEY_FILE must name"):
-        HttpOutlet(tmp_path / "root", host="10.0.0.7", port=0, api_key_file=None)
-    with pytest.raises(RuntimeError, match="host must be a loopback or private address"):
-        WeightDirectory(PublishConfig(store="http", host="0.0.0.0"), tmp_path / "weights")
-    assert list((tmp_path / "weights").iterdir()) == []
+    assert HttpSource(files.url).read(NAME) == content
+    files.close()  # a server that stays away is given up with its name
+    began = time.monotonic()
+    with pytest.raises(SourceError, match=rf"{files.url}/probe.txt sent no byte for 1 s: "):
+        open_source(files.url, 1.0).read("probe.txt")
+    assert time.monotonic() - began < 30
 
 
 def test_a_link_that_breaks_goes_on_where_it_was(tmp_path, served, content, monkeypatch):
@@ -183,15 +169,6 @@ def test_a_link_that_breaks_goes_on_where_it_was(tmp_path, served, content, monk
         assert fetching.result(60).read_bytes() == content
     assert proxy.cuts >= 24
     assert proxy.passed < 1.3 * len(content)
-
-
-def test_a_server_that_stays_away_is_given_up_with_its_name(served):
-    gone = served()
-    gone.close()
-    began = time.monotonic()
-    with pytest.raises(SourceError, match=rf"{gone.url}/probe.txt sent no byte for 1 s: "):
-        open_source(gone.url, 1.0).read("probe.txt")
-    assert time.monotonic() - began < 30
 
 
 def test_a_shown_trainer_leaves_no_connection_in_the_worker(tmp_path):
@@ -220,19 +197,7 @@ def test_a_killed_server_is_replaced_or_the_publish_fails(tmp_path, caplog, key_
     assert f"the server of weights at {files.url} died (exit status -9)" in caplog.text
 
 
-def test_a_server_that_cannot_be_started_fails_the_publish(tmp_path, monkeypatch):
-    def refuse(*words, **settings):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    with contextlib.closing(HttpOutlet(tmp_path, host="127.0.0.1", port=0, api_key_file=None)) as files:
-        monkeypatch.setattr(subprocess, "Popen", refuse)
-        kill_server(files.url)
-        with pytest.raises(OSError, match=r"a server of weights cannot be started: .*temporarily unavailable"):
-            repeat(lambda: files.add(tmp_path, "run"))
-
-
 def test_the_server_ends_with_the_run(tmp_path):
-    """However the run ends, its end of the connection is closed."""
     words = "import sys; from pathlib import Path; from rljax.weights.outlets import HttpOutlet\n"
     words += "print(HttpOutlet(Path(sys.argv[1]), host='127.0.0.1', port=0, api_key_file=None).url, flush=True)\n"
     words += "sys.stdin.read()"
@@ -251,3 +216,75 @@ def repeat(call):
     while time.monotonic() < deadline:
         call()
         time.sleep(0.05)
+
+
+# ---- the modes of the files under every umask, and another user who tries ----
+
+OWN_GROUP = grp.getgrgid(os.getgid()).gr_name
+MODES = {"owner": (0o700, 0o600), f"group:{OWN_GROUP}": (0o750, 0o640), "all": (0o755, 0o644)}
+
+
+def publish(parent, store, readable_by):
+    """Writes the probe and two versions, of which the second is a delta unless the store is shared."""
+    writer = None if store == "shared" else PartWriter(whole_parts)
+    files = WeightDirectory(PublishConfig(store=store, readable_by=readable_by), parent, writer=writer)
+    files.probe()
+    weights = np.arange(4096, dtype=np.float32)
+    for version in range(2):
+        files.write([("w", weights)], version, {"w": array_checksum(weights)})
+        weights = weights.copy()
+        weights[7] += 1
+    return files
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+@pytest.mark.parametrize("store", ["shared", "http"])
+@pytest.mark.parametrize("readable_by", MODES)
+def test_exactly_the_named_users_may_read(tmp_path, readable_by, store, umask):
+    before = os.umask(umask)
+    try:
+        with contextlib.closing(publish(tmp_path, store, readable_by)) as files:
+            found = {path: stat.S_IMODE(path.stat().st_mode) for path in (files.root, *files.root.rglob("*"))}
+            for path, mode in found.items():
+                assert mode == MODES[readable_by][not path.is_dir()], path
+            names = " ".join(path.name for path in found)
+            assert ("delta" in names) == (store != "shared")
+            assert len(found) >= 8
+    finally:
+        os.umask(before)
+
+
+def test_nobody_else_writes_into_a_version(tmp_path):
+    modes, weights = [], np.ones(4, np.float32)
+
+    def tensors(root):
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in root.glob("v*"))
+        yield "w", weights
+
+    before = os.umask(0)
+    try:
+        with contextlib.closing(WeightDirectory(PublishConfig(readable_by="all"), tmp_path)) as files:
+            files.write(tensors(files.root), 0, {"w": array_checksum(weights)})
+    finally:
+        os.umask(before)
+    assert modes == [0o700]
+    for value in ("", "group", "group:", "everybody", "owner:me", "all:x", "Owner"):
+        with pytest.raises(ValueError, match="readable_by must be owner, group:NAME or all, got"):
+            PublishConfig(readable_by=value)
+    with pytest.raises(ValueError, match=r"publish.readable_by: this machine has no group 'no-such-group'"):
+        publish(tmp_path, "shared", "group:no-such-group")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize(("readable_by", "may_read"), [("owner", False), ("group:nogroup", True), ("all", True)])
+def test_another_user(readable_by, may_read):
+    """A process of the user nobody, whose only group is nogroup, reads the newest version, or cannot."""
+    if "nogroup" not in {group.gr_name for group in grp.getgrall()}:
+        pytest.skip("this machine has no group nogroup")
+    as_nobody = {"user": 65534, "group": 65534, "extra_groups": []}
+    with contextlib.closing(publish(Path("/dev/shm"), "shared", readable_by)) as files:
+        for path in files.root.glob("v*/*"):
+            done = subprocess.run(["cat", str(path)], **as_nobody, capture_output=True)
+            assert (done.returncode == 0) == may_read, done.stderr
+            assert done.stdout == (path.read_bytes() if may_read else b"")

@@ -21,8 +21,6 @@ from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum
 from rljax.weights.worker import MIRROR_DIR, Pulls, WorkerWeights
 
-TENSOR = np.arange(12, dtype=np.float32).reshape(3, 4)
-
 
 @pytest.fixture
 def files(tmp_path):
@@ -44,76 +42,60 @@ def ended(pulling, name):
     return found[-1]
 
 
+def written(files, number=0):
+    tensor = np.arange(12, dtype=np.float32).reshape(3, 4) + number
+    return files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
+
+
 def shown(files):
-    """Returns the weights of a worker that has passed the handshake."""
     weights = WorkerWeights()
     weights.show(*(str(each) for each in files.probe()), PROTOCOL)
     return weights
 
 
-def test_a_probe_that_a_server_may_be_reading_stays(files):
-    path, text = files.probe()
-    path.touch(0o600)
-    before = path.stat().st_ino, path.stat().st_mtime_ns
-    assert files.probe() == (path, text)
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
-
-
 def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
     """A finished worker is asked again while another worker of its server is not finished."""
     for number in range(2):
-        tensor = TENSOR + number
-        version = files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
+        version = written(files, number)
         first = ended(pulling, version.path.name)
         assert (first["error"], first["tag"]) == ("", version.tag)
         assert pulling.pulled(version.path.name) == first
     pulling.forget()
     assert ended(pulling, version.path.name)["bytes"] == 0
+    pulling.forget()
+    described = version.path / "version.json"
+    described.rename(version.path / "elsewhere.json")
+    assert "version.json cannot be read" in ended(pulling, version.path.name)["error"]
+    (version.path / "elsewhere.json").rename(described)
+    assert ended(pulling, version.path.name)["error"] == ""
     assert pulling.mirror.root.is_dir()
     pulling.close()
     assert not pulling.mirror.root.exists(), "the last user takes the mirror with it"
 
 
-def test_a_pull_that_fails_says_why_and_is_begun_again(files, pulling):
-    version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
-    (version.path / "version.json").rename(version.path / "elsewhere.json")
-    assert "version.json cannot be read" in ended(pulling, version.path.name)["error"]
-    (version.path / "elsewhere.json").rename(version.path / "version.json")
-    assert ended(pulling, version.path.name)["error"] == ""
-
-
 def test_a_pull_whose_process_dies_is_begun_again(files, pulling):
-    """The mirror is locked meanwhile, so that the pull waits and can be killed."""
-    version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
+    """The mirror is locked meanwhile, so that the pull waits and can be killed. Another pull ends the one that runs."""
+    name = written(files).path.name
     with pulling.mirror.locked():
-        assert pulling.pulled(version.path.name) is None
+        assert pulling.pulled(name) is None
         until(lambda: holders(pulling.mirror))
         for pid in holders(pulling.mirror):
             os.kill(pid, signal.SIGKILL)
-        assert ended(pulling, version.path.name)["error"] == "the pull failed: LostError: died (exit status -9)"
-        assert pulling.pulled(version.path.name) is None
+        assert ended(pulling, name)["error"] == "the pull failed: LostError: died (exit status -9)"
+        assert pulling.pulled(name) is None
         time.sleep(0.5)
         pulling.forget()
-        assert pulling.pulled(version.path.name) is None
-    assert ended(pulling, version.path.name)["error"] == ""
-
-
-def test_another_pull_ends_the_one_that_runs(files, pulling):
-    """The first process still starts when it is ended. No pull goes on while the mirror is locked."""
-    version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
+        assert pulling.pulled(name) is None
+    assert ended(pulling, name)["error"] == ""
     with pulling.mirror.locked():
-        for number in range(5):
-            pulling.pulled(f"v0000000{number}-9")
-        pulling.pulled(version.path.name)
-    assert ended(pulling, version.path.name)["error"] == ""
+        for each in (*(f"v0000000{number}-9" for number in range(5)), name):
+            pulling.pulled(each)
+    assert ended(pulling, name)["error"] == ""
 
 
 def test_a_pull_ends_with_its_server_and_takes_any_processor(files, pulling):
-    """vLLM binds a worker on a CPU. It also preloads an OpenMP that binds each process with this variable.
-
-    A pull there got no time on Linux 6.18 while its worker waited for messages.
-    """
-    version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
+    """vLLM binds a worker on a CPU, and preloads an OpenMP that binds each process with this variable."""
+    version = written(files)
     words = "import os, sys, time; from rljax.weights.worker import Pulls\n"
     words += "last = max(os.sched_getaffinity(0))\n"
     words += "os.environ['GOMP_CPU_AFFINITY'] = str(last)\n"
@@ -155,51 +137,43 @@ def test_a_mirror_without_room_is_refused_before_a_pull(tmp_path, monkeypatch):
         weights.pulls.close()
 
 
-@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
-def test_a_trainer_of_another_protocol_is_refused(tmp_path, protocol):
-    with contextlib.closing(WeightDirectory(PublishConfig(), tmp_path)) as files:
-        path, text = files.probe()
-        with pytest.raises(
-            ValueError, match=f"^rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL};"
-        ):
+def test_a_trainer_of_another_protocol_is_refused(files):
+    path, text = files.probe()
+    path.touch(0o600)
+    before = path.stat().st_ino, path.stat().st_mtime_ns
+    assert files.probe() == (path, text)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == before, "a probe that a server may be reading stays"
+    for protocol in (PROTOCOL - 1, PROTOCOL + 1):
+        said = f"^rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL};"
+        with pytest.raises(ValueError, match=said):
             WorkerWeights().show(str(path), text, protocol)
 
 
-def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
-    """Each tensor is whole, under its own name and in the trainer's order.
+def refused(weights, version, said, tag=None):
+    with pytest.raises(ValueError, match=said):
+        weights.version(str(version.path), tag or version.tag).__enter__()
 
-    Another tag or directory is refused.
-    """
+
+def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
+    """Each tensor is whole, under its own name and in the trainer's order. Another tag or directory is refused."""
     tensors = {"b": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float32)}
-    sums = {name: array_checksum(array) for name, array in tensors.items()}
     with contextlib.closing(WeightDirectory(PublishConfig(), tmp_path)) as files:
         weights = shown(files)
-        version = files.write(tensors.items(), 7, sums)
+        version = files.write(tensors.items(), 7, {name: array_checksum(array) for name, array in tensors.items()})
         with weights.version(str(version.path), version.tag) as (directory, names):
-            found = [load_file(directory / name) for name in names]
-        assert [list(each) for each in found] == [["b"], ["a"]]
-        with (
-            pytest.raises(ValueError, match="the update is for another"),
-            weights.version(str(version.path), "another"),
-        ):
-            pass
+            assert [list(load_file(directory / name)) for name in names] == [["b"], ["a"]]
+        refused(weights, version, "the update is for another", "another")
         (version.path / "version.json").unlink()
-        with pytest.raises(ValueError, match=r"version\.json cannot be read"):
-            weights.version(str(version.path), version.tag).__enter__()
+        refused(weights, version, r"version\.json cannot be read")
 
 
-def test_a_delta_or_a_part_is_not_loaded_from_its_files(tmp_path):
-    tensor = np.arange(400, dtype=np.float32)
-    with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
-        weights = shown(files)
-        for number in range(2):
-            tensor = tensor + (np.arange(400) == number)
-            version = files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
-        with pytest.raises(ValueError, match="is a delta, and must be pulled"):
-            weights.version(str(version.path), version.tag).__enter__()
-        described = read_version(version.path)
-        pieces = [msgspec.structs.replace(piece, changed=0, gap_type="") for piece in described.delta]
-        half = msgspec.structs.replace(described, dense=tuple(pieces))
-        write_version(version.path, half)
-        with pytest.raises(ValueError, match="does not have w whole, under its name"):
-            weights.version(str(version.path), version.tag).__enter__()
+def test_a_delta_or_a_part_is_not_loaded_from_its_files(files):
+    tensor, weights = np.arange(400, dtype=np.float32), shown(files)
+    for number in range(2):
+        tensor = tensor + (np.arange(400) == number)
+        version = files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
+    refused(weights, version, "is a delta, and must be pulled")
+    described = read_version(version.path)
+    pieces = [msgspec.structs.replace(piece, changed=0, gap_type="") for piece in described.delta]
+    write_version(version.path, msgspec.structs.replace(described, dense=tuple(pieces)))
+    refused(weights, version, "does not have w whole, under its name")
