@@ -1,6 +1,7 @@
 """Tests of the keys that other frameworks' data sets have, and of the keys that a user names."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from rljax.rewards.math_answer import math_reward
 from rljax.run.config import Config
 
 CHAT = [{"role": "user", "content": "1+1?"}]
+IN_PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]}]
 ANSWERED = {"role": "assistant", "content": "2"}
 
 
@@ -30,16 +32,7 @@ ANSWERED = {"role": "assistant", "content": "2"}
         ({"instruction": "add", "input": "1 3", "output": "4"}, "add\n\n1 3", "4"),
         ({"instruction": "add", "input": "", "output": "it is \\boxed{4}"}, "add", "4"),
         ({"messages": [*CHAT, ANSWERED], "expected_answer": "4"}, CHAT, "4"),
-        (
-            {
-                "prompt": [
-                    {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]}
-                ],
-                "answer": "4",
-            },
-            CHAT,
-            "4",
-        ),
+        ({"prompt": IN_PARTS, "answer": "4"}, CHAT, "4"),
         ({"prompt": "q", "answer": "4", "label": 4.0, "ground_truth": None}, "q", "4"),
         ({"problem": "q", "expected_answer": None, "solution": "It is $\\boxed{2}$."}, "q", "2"),
         ({"problem": "q", "expected_answer": "1/2", "solution": "It is $\\boxed{\\frac12}$."}, "q", "1/2"),
@@ -100,11 +93,8 @@ def test_a_right_answer_is_written_once_and_odd_facts_left_out(tmp_path, capsys)
     rows, out = [{"prompt": "q"} | held, {"prompt": "p", "answer": "4"}], tmp_path / "out.parquet"
     write_rows(out, rows, like="x.jsonl", provenance={}, whole=True)
     first, second = [problem for _, problem in answered_rows(out, None, whole=True)]
-    assert (first["answer"], first["columns"]["verification_info"]["tests"], second["answer"]) == (
-        '{"k": 1}',
-        ["a"],
-        "4",
-    )
+    assert first["columns"]["verification_info"]["tests"] == ["a"]
+    assert (first["answer"], second["answer"]) == ('{"k": 1}', "4")
     rows = [{"prompt": "q", "answer": "4", "extra_info": {"index": index}} for index in (7, "x")]
     write_rows(out, rows, like="x.jsonl", provenance={})
     assert len(list(answered_rows(out, None))) == 2
@@ -114,29 +104,23 @@ def test_a_right_answer_is_written_once_and_odd_facts_left_out(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "q", "answer": "4", "label": "5"}, "answer and label hold different right answers, '4' and '5'"),
+        ({"answer": "4", "label": "5"}, "answer and label hold different right answers, '4' and '5'"),
+        ({"label": "5", "solution": "\\boxed{4}"}, "label and solution hold different right answers, '5' and '4'"),
         (
-            {"prompt": "q", "label": "5", "solution": "\\boxed{4}"},
-            "label and solution hold different right answers, '5' and '4'",
-        ),
-        (
-            {"prompt": "q", "reward_model": {"ground_truth": ["3", "5"]}, "answer": "4"},
+            {"reward_model": {"ground_truth": ["3", "5"]}, "answer": "4"},
             r"reward_model and answer hold different right answers, \['3', '5'\] and '4'",
         ),
-        ({"prompt": "q", "solution": "It is clear."}, "no right answer .*; the keys are prompt, solution"),
+        ({"solution": "It is clear."}, "no right answer .*; the keys are prompt, solution"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "answer": "4"},
             "the prompt has a part of type image_url",
         ),
-        (
-            {"prompt": [{"role": "user", "content": ["1+1?"]}], "answer": "4"},
-            "the prompt must be text or a list of messages",
-        ),
+        ({"prompt": [{"role": "user", "content": ["1+1?"]}], "answer": "4"}, "the prompt must be text or a list of"),
     ],
 )
 def test_what_cannot_be_told_is_refused(row, message):
     with pytest.raises(ValueError, match=f"^x: row 17: {message}"):
-        parse_row(row, "x: row 17")
+        parse_row({"prompt": "q"} | row, "x: row 17")
 
 
 NESTED = {"input": "q", "meta": '{"Sol": "4"}', "answer": "5"}
@@ -155,18 +139,13 @@ def test_own_keys_may_lead_into_records():
             parse_row(NESTED, "x: row 17", OwnKeys("input", missing))
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_own_keys_hold_for_evaluations_that_have_them(tmp_path):
-    path, other = write(tmp_path / "x.jsonl", NESTED), write(tmp_path / "y.jsonl", {"problem": "p", "answer": "6"})
+    path, other = str(tmp_path / "x.jsonl"), str(tmp_path / "y.jsonl")
+    for name, row in ((path, NESTED), (other, {"problem": "p", "answer": "6"})):
+        Path(name).write_text(json.dumps(row))
     config = DataConfig(task="file", path=path, prompt_key="input", answer_key="meta.sol")
     assert [problem["answer"] for problem in training_problems(config)] == ["4"]
     found = evaluation_datasets([path, other], config)
     assert [(p["prompt"], p["answer"]) for (p,) in found.values()] == [("q", "4"), ("p", "6")]
-    with pytest.raises(
-        ValueError, match=r"data\.prompt_key and data\.answer_key are for files, but the run reads none"
-    ):
+    with pytest.raises(ValueError, match=r"data\.prompt_key and data\.answer_key are for files, but the run"):
         Config(data=DataConfig(prompt_key="input"))

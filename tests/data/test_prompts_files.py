@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -34,27 +35,33 @@ def test_every_form_reads_to_the_same_problems(tmp_path):
     assert len(chat) == len(plain) == 12
     for one, other in zip(chat, plain, strict=True):
         (message,) = one["prompt"]
-        assert message["role"] == "user"
+        assert (message["role"], one["answer"]) == ("user", other["answer"])
         assert other["prompt"] in message["content"]
-        assert one["answer"] == other["answer"]
     assert plain[0]["answer"] == "100"
     rows = [{"prompt": p["prompt"], "answer": p["answer"]} for p in plain]
     assert read_problems(written(tmp_path / "plain.parquet", rows)) == plain
     assert chat[3]["extra_info"] == {"index": 3}
     text = read_problems(DATA / "additions_text.parquet")
     assert text[2]["extra_info"] == {"index": 2, "split": "test"}
+    truth = pa.array([[("ground_truth", "7"), ("style", "rule")]], pa.map_(pa.string(), pa.string()))
+    pq.write_table(pa.table({"prompt": ["a?"], "reward_model": truth}), tmp_path / "map.parquet")
+    assert read_problems(tmp_path / "map.parquet")[0]["answer"] == "7"
+    # Two escapes may make a whole character.
+    escaped = written(tmp_path / "x.jsonl", ['{"prompt": "\\ud83d\\ude00", "answer": "2"}'])
+    assert read_problems(escaped)[0]["prompt"] == "\N{GRINNING FACE}"
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": "1+1="}, r"no right answer \(reward_model.ground_truth, or answer\)"),
-        ({"prompt": "1+1=", "reward_model": {"ground_truth": None}}, "no right answer"),
-        ({"prompt": "1+1=", "reward_model": {"style": "rule"}}, "no right answer"),
+        *(
+            ({"prompt": "1+1=", "reward_model": truth}, "no right answer")
+            for truth in ({"ground_truth": None}, {"style": "rule"}, {"ground_truth": [" "]})
+        ),
         ({"prompt": "1+1=", "answer": " "}, "no right answer"),
         ({"prompt": "1+1=", "answer": math.nan}, "no right answer"),
         ({"prompt": "1+1=", "answer": {"x": 2}}, "the right answer must be text or a number, got dict"),
-        ({"prompt": "1+1=", "reward_model": {"ground_truth": [" "]}}, "no right answer"),
         ({"prompt": "1+1=", "answer": True}, "the right answer must be text or a number, got bool"),
         ({"answer": "2"}, "the prompt is empty"),
         ({"prompt": " \n", "answer": "2"}, "the prompt is empty"),
@@ -78,11 +85,6 @@ def test_a_wrong_row_is_named(row, message, tmp_path):
         read_problems(path)
 
 
-def test_a_whole_character_in_two_escapes_is_read(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"prompt": "\\ud83d\\ude00", "answer": "2"}')
-    assert read_problems(tmp_path / "x.jsonl")[0]["prompt"] == "\N{GRINNING FACE}"
-
-
 @pytest.mark.parametrize("command", ["train", "evaluate", "prepare"])
 def test_each_command_reads_a_file_in_the_same_way(command, tmp_path):
     """The keys that a user names are read, a reward of TRL gets the other columns, and a wrong row is named."""
@@ -93,20 +95,17 @@ def test_each_command_reads_a_file_in_the_same_way(command, tmp_path):
     in_run = [word.replace("--", "--data.") for word in keys] + ["--data.path", path]
 
     def run(out):
-        words = {
-            "train": tiny(TOY_BASE, out, 1, "--data.task", "file", *in_run),
-            "evaluate": ["--path", TOY_BASE, "--dataset", path, *keys, "--max-response-tokens", "4"],
-            "prepare": [path, out.with_suffix(".parquet"), *keys],
-        }
-        return outcome(
-            {"train": train.main, "evaluate": evaluate.main, "prepare": prepare.main}[command], words[command]
-        )
+        if command == "train":
+            return outcome(train.main, tiny(TOY_BASE, out, 1, "--data.task", "file", *in_run))
+        if command == "evaluate":
+            words = ["--path", TOY_BASE, "--dataset", path, *keys, "--max-response-tokens", "4"]
+            return outcome(evaluate.main, words)
+        return outcome(prepare.main, [path, out.with_suffix(".parquet"), *keys])
 
     written(path, rows)
     status, said, error = run(tmp_path / "first")
     assert status == 0, error
-    assert "column" not in error
-    assert "not read" not in error
+    assert not re.search("column|not read", error)
     assert '"reward_errors": 0' in said if command == "evaluate" else "0 of 4" in said + error
     if command == "prepare":
         found = read_problems(tmp_path / "first.parquet")
@@ -114,15 +113,8 @@ def test_each_command_reads_a_file_in_the_same_way(command, tmp_path):
     written(path, [*rows, {"input": "1+1="}])
     status, _, error = run(tmp_path / "second")
     assert status == 2
-    assert error.splitlines()[-1].startswith("error: ")
+    assert re.match(r"error: .*x\.jsonl: row 5: there is no meta.sol; the keys are input", error.splitlines()[-1])
     assert "Traceback" not in error
-    assert "x.jsonl: row 5: there is no meta.sol; the keys are input" in error
-
-
-def test_rows_of_parquet_are_counted_from_one(tmp_path):
-    path = written(tmp_path / "x.parquet", [GOOD, GOOD, GOOD | {"prompt": ""}])
-    with pytest.raises(ValueError, match=r"x\.parquet: row 3: the prompt is empty"):
-        read_problems(path)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +148,10 @@ def test_a_file_that_cannot_be_read_is_one_line(name, content, message, tmp_path
     assert "\n" not in str(caught.value)
 
 
-def test_a_column_whose_name_is_no_text_is_refused(tmp_path):
-    path = written(tmp_path / "x.parquet", [GOOD])
+def test_wrong_rows_and_columns_of_parquet_are_named(tmp_path):
+    path = written(tmp_path / "x.parquet", [GOOD, GOOD, GOOD | {"prompt": ""}])
+    with pytest.raises(ValueError, match=r"x\.parquet: row 3: the prompt is empty"):
+        read_problems(path)
     path.write_bytes(path.read_bytes().replace(b"prompt", b"prom\xb5t"))
     with pytest.raises(ValueError, match=r"x\.parquet cannot be read as Parquet: 'utf-8' codec"):
         read_problems(path)
@@ -178,21 +172,15 @@ def test_parquet_keeps_columns_types_and_its_source(tmp_path):
 
 @pytest.mark.parametrize("name", ["plain.jsonl", "math_chat.jsonl"])
 def test_jsonl_becomes_verls_form(name, tmp_path):
-    source, out = DATA / name, tmp_path / "out.parquet"
-    write_rows(out, [row for _, row in read_rows(source)], like=source, provenance={})
-    for before, after in zip(read_problems(source), read_problems(out), strict=True):
-        assert {key: after[key] for key in ("prompt", "answer", "data_source")} == {
-            key: before[key] for key in ("prompt", "answer", "data_source")
-        }
-    (_, row), *_ = read_rows(out)
+    rows = [row for _, row in read_rows(DATA / name)]
+    write_rows(tmp_path / "out.parquet", rows, like=DATA / name, provenance={})
+    before, after = (
+        [(one["prompt"], one["answer"], one["data_source"]) for one in read_problems(path)]
+        for path in (DATA / name, tmp_path / "out.parquet")
+    )
+    assert after == before
+    (_, row), *_ = read_rows(tmp_path / "out.parquet")
     assert row["reward_model"] == {"ground_truth": "100", "style": "rule"}
-
-
-def test_texts_among_chats_become_chats(tmp_path):
-    source = written(tmp_path / "x.jsonl", [GOOD, GOOD | {"prompt": [{"role": "user", "content": "2+2="}]}])
-    write_rows(tmp_path / "out.parquet", [row for _, row in read_rows(source)], like=source, provenance={})
-    prompts = [problem["prompt"] for problem in read_problems(tmp_path / "out.parquet")]
-    assert prompts == [[{"role": "user", "content": text}] for text in ("1+1=", "2+2=")]
 
 
 def test_chats_and_records_in_the_form_of_python_are_read(tmp_path):
@@ -204,17 +192,12 @@ def test_chats_and_records_in_the_form_of_python_are_read(tmp_path):
     assert (problem["prompt"], problem["answer"]) == (chat, "2")
 
 
-def test_a_long_value_of_a_csv_file_is_read(tmp_path):
-    path = tmp_path / "x.csv"
-    path.write_text(f"prompt,answer\n{'x' * 200_000},1\n")
-    assert len(read_problems(path)[0]["prompt"]) == 200_000
-
-
 def test_a_csv_file_is_read_as_text(tmp_path):
     path = tmp_path / "x.csv"
-    rows = '\ufeff,question,label\r\n0,"What is\n""1""?",007\r\n\r\n1,a,"1,5"\r\n'
+    long = "x" * 200_000
+    rows = f'\ufeff,question,label\r\n0,"What is\n""1""?",007\r\n\r\n1,{long},"1,5"\r\n'
     path.write_text(rows, encoding="utf-8", newline="")
-    assert [(p["prompt"], p["answer"]) for p in read_problems(path)] == [('What is\n"1"?', "007"), ("a", "1,5")]
+    assert [(p["prompt"], p["answer"]) for p in read_problems(path)] == [('What is\n"1"?', "007"), (long, "1,5")]
     assert [number for number, _ in read_rows(path)] == [3, 5]
 
 
@@ -224,9 +207,8 @@ def test_several_right_answers_survive_a_written_file(tmp_path):
     rows += [{"prompt": "p", "answer": ["a", "b"]}, {"prompt": "o", "answer": ["65"]}]
     path, out = written(tmp_path / "x.jsonl", rows), tmp_path / "out.parquet"
     problems = read_problems(path)
-    assert [problem["answer"] for problem in problems] == [
-        *("3", "3", "65", "65", "[1, 2]", "[1, 2]", "[]", "[", "a", "65")
-    ]
+    answers = ["3", "3", "65", "65", "[1, 2]", "[1, 2]", "[]", "[", "a", "65"]
+    assert [problem["answer"] for problem in problems] == answers
     assert [problem.get("alternatives") for problem in problems] == [["3", "x=3"]] * 2 + [None] * 6 + [["a", "b"], None]
     write_rows(out, rows, like=path, provenance={})
     assert read_problems(out) == problems
@@ -258,11 +240,3 @@ def test_lines_are_read_in_json_and_behind_a_byte_order_mark(name, mark, tmp_pat
     path.write_text(f"{json.dumps(GOOD)}\n{{", encoding="utf-8")
     with pytest.raises(ValueError, match=rf"{name}:2: not JSON"):
         list(read_rows(path))
-
-
-def test_a_parquet_map_is_a_record(tmp_path):
-    kind = pa.map_(pa.string(), pa.string())
-    truth = pa.array([[("ground_truth", "7"), ("style", "rule")]], kind)
-    pq.write_table(pa.table({"prompt": ["a?"], "reward_model": truth}), tmp_path / "x.parquet")
-    (problem,) = read_problems(tmp_path / "x.parquet")
-    assert problem["answer"] == "7"

@@ -14,85 +14,37 @@ from rljax.errors import run_cli
 
 CHAT = [{"content": "Solve it.\n\nWhat is 1+2?\n\nWrite Answer: $Answer.", "role": "user"}]
 WORKED = "Add them.\nSo $1 + 2 = \\boxed{\\frac{6}{2}}$, as wanted."
+ADD = {"problem": "Add.", "solution": WORKED}
+TURNS = [{"content": "Add.", "role": "user"}, {"content": WORKED, "role": "assistant"}]
+OF_DAPO = {"data_source": "math_dapo", "ability": "MATH", "extra_info": {"index": "9"}}
+OLYMPIAD = {"problem_type": "Algebra", "question_type": "math-word-problem"}
 # The rows are our own, with the keys, nesting and types of the published files: (form, row, prompt, answer).
 PUBLISHED = [
     ("gsm8k", {"question": "Add?", "answer": "1+2=<<1+2=3>>3 apples\n#### 1,003"}, "Add?", "1,003"),
-    (
-        "math-500",
-        {
-            **{"problem": "Add.", "solution": WORKED, "answer": "\\frac{6}{2}", "subject": "Algebra", "level": 2},
-            **{"unique_id": "test/algebra/1.json"},
-        },
-        "Add.",
-        "\\frac{6}{2}",
-    ),
-    (
-        "aime-2024",
-        {"id": 60, "problem": "Add.", "solution": WORKED, "answer": "003", "url": "u", "year": "2024"},
-        "Add.",
-        "003",
-    ),
+    ("math-500", ADD | {"answer": "\\frac{6}{2}", "level": 2, "unique_id": "a/1.json"}, "Add.", "\\frac{6}{2}"),
+    ("aime-2024", ADD | {"id": 60, "answer": "003", "url": "u", "year": "2024"}, "Add.", "003"),
     ("aime-2024", {"ID": "2024-I-1", "Problem": "Add.", "Solution": WORKED, "Answer": 3}, "Add.", "3"),
     ("aime-2024", {"id": 1, "problem": "Add.", "solution": "\\boxed{204}", "url": "u"}, "Add.", "204"),
     ("aime-2025", {"question": "Add.", "answer": "3"}, "Add.", "3"),
     ("aime-2025", {"problem": "Add.", "answer": "3", "id": "0"}, "Add.", "3"),
     ("aime-2025", {"problem_idx": 1, "problem": "Add.", "answer": 3, "problem_type": ["Algebra"]}, "Add.", "3"),
+    ("dapo-math-17k", OF_DAPO | {"prompt": CHAT, "reward_model": {"ground_truth": "3", "style": "rule"}}, CHAT, "3"),
     (
         "dapo-math-17k",
-        {
-            **{"data_source": "math_dapo", "prompt": CHAT, "ability": "MATH"},
-            **{"reward_model": {"ground_truth": "3", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9"}},
-        },
-        CHAT,
+        OF_DAPO | {"prompt": "1+2?", "solution": "3", "source_prompt": CHAT, "reward_model": {"ground_truth": "3"}},
+        "1+2?",
         "3",
     ),
-    (
-        "dapo-math-17k",
-        {
-            **{"prompt": "What is 1+2?", "solution": "3", "data_source": "math_dapo", "source_prompt": CHAT},
-            **{"ability": "MATH", "reward_model": {"ground_truth": "3", "style": "rule"}, "extra_info": {"index": "9"}},
-        },
-        "What is 1+2?",
-        "3",
-    ),
-    (
-        "numinamath",
-        {
-            **{"source": "aops_forum", "problem": "Add.", "solution": WORKED},
-            **{"messages": [{"content": "Add.", "role": "user"}, {"content": WORKED, "role": "assistant"}]},
-        },
-        "Add.",
-        "\\frac{6}{2}",
-    ),
-    (
-        "numinamath",
-        {
-            **{"problem": "Add.", "solution": WORKED, "answer": "3", "problem_type": "Algebra"},
-            **{"question_type": "math-word-problem", "problem_is_valid": "Yes", "source": "olympiads"},
-        },
-        "Add.",
-        "3",
-    ),
-    ("deepscaler", {"problem": "Add.", "answer": "3", "solution": WORKED}, "Add.", "3"),
-    (
-        "big-math",
-        {"problem": "Add.", "answer": "3", "source": "orca", "domain": ["Algebra"], "llama8b_solve_rate": 0.5},
-        "Add.",
-        "3",
-    ),
-    (
-        "big-math",
-        {"prompt": "Add.", "solution": "\\frac{6}{2}", "source": "orca", "domain": [], "llama8b_solve_rate": None},
-        "Add.",
-        "\\frac{6}{2}",
-    ),
+    ("numinamath", ADD | {"source": "aops_forum", "messages": TURNS}, "Add.", "\\frac{6}{2}"),
+    ("numinamath", ADD | OLYMPIAD | {"answer": "3", "problem_is_valid": "Yes", "source": "olympiads"}, "Add.", "3"),
+    ("deepscaler", ADD | {"answer": "3"}, "Add.", "3"),
+    ("big-math", {"problem": "Add.", "answer": "3", "domain": ["Algebra"], "llama8b_solve_rate": 0.5}, "Add.", "3"),
+    ("big-math", {"prompt": "Add.", "solution": "3", "domain": [], "llama8b_solve_rate": None}, "Add.", "3"),
     (
         "openr1-math",
-        {
-            **{"problem": "Add.", "solution": WORKED, "answer": "3", "problem_type": "Algebra", "uuid": "u"},
-            **{"question_type": "math-word-problem", "generations": ["<think>no</think> \\boxed{4}"]},
-            **{"messages": [{"content": "Add.", "role": "user"}, {"content": "\\boxed{4}", "role": "assistant"}]},
-        },
+        ADD
+        | OLYMPIAD
+        | {"answer": "3", "uuid": "u", "generations": ["<think>no</think> \\boxed{4}"], "messages": TURNS},
         "Add.",
         "3",
     ),
@@ -105,13 +57,13 @@ def plain(messages):
 
 
 @pytest.mark.parametrize(("form", "row", "prompt", "answer"), PUBLISHED)
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
+@pytest.mark.parametrize("suffix", ["parquet", "json"])
 def test_a_published_form_is_read_by_keys_and_by_name(form, row, prompt, answer, suffix, tmp_path):
     source, out = tmp_path / f"in.{suffix}", tmp_path / "out.parquet"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist([row]), source)
     else:
-        source.write_text(json.dumps([row] if suffix == "json" else row))
+        source.write_text(json.dumps([row]))
     for name in (None, form):
         (problem,) = read_problems(source, name)
         assert (plain(problem["prompt"]), problem["answer"]) == (prompt, answer)
@@ -127,11 +79,7 @@ def test_a_published_form_is_read_by_keys_and_by_name(form, row, prompt, answer,
         ({"text": "1+1=2", "label": 2}, None, "the prompt is empty .*; the keys are text, label"),
         ({"question": "1+1", "final": "2"}, None, "no right answer .*; the keys are question, final"),
         ({"problem": "1+1", "question": "2+2", "answer": "2"}, None, "both problem and question may be the prompt"),
-        (
-            {"prompt": "1+1=", "answer": "2"},
-            "gsm8k",
-            "a row of the form gsm8k has question, and answer; the keys are prompt, answer",
-        ),
+        ({"prompt": "1+1=", "answer": "2"}, "gsm8k", "gsm8k has question, and answer; the keys are prompt, answer"),
         ({"conversations": [], "answer": "2"}, "aime-2025", "has problem or question, and answer; the keys are conv"),
         ({f"k{i}": 1 for i in range(14)}, None, "the keys are k0, .*, k11 and 2 more"),
     ],
@@ -170,21 +118,17 @@ def test_the_last_box_is_closed_by_its_own_brace(text, content):
 
 
 def test_empty_answers_are_counted_and_missing_keys_refused(tmp_path):
-    rows = [
-        {"problem": "a", "answer": "1", "question_type": "MCQ"},
-        {"problem": "b", "answer": "proof", "question_type": "proof"},
-        {"problem": "c", "answer": "notfound", "question_type": "MCQ"},
-        {"problem": "d", "answer": " "},
-        {"problem": "e", "solution": "It is clear."},
-    ]
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tally = Tally("x")
-    assert [problem["prompt"] for _, problem in answered_rows(path, tally)] == ["a"]
+    answers = [{"answer": answer} for answer in ("1", "proof", "notfound", " ")]
+    rows = [{"problem": "a", "question_type": "MCQ"} | each for each in [*answers, {"solution": "It is clear."}]]
+    path, tally = tmp_path / "x.json", Tally("x")
+    path.write_text(json.dumps(rows))
+    assert [problem["answer"] for _, problem in answered_rows(path, tally)] == ["1"]
     assert (tally.rows, tally.unanswered, dict(tally.unread)) == (5, 4, {"question_type": 1})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
-    with pytest.raises(ValueError, match=r"x\.jsonl: row 1: no right answer"):
-        list(answered_rows(path, Tally("x")))
-    path.write_text(json.dumps(rows[0]) + "\n" + json.dumps({"problem": "b"}))
-    with pytest.raises(ValueError, match=r"x\.jsonl: row 2: no right answer .*; the keys are problem"):
-        list(answered_rows(path, Tally("x")))
+    refused = {
+        r"row 1: no right answer": rows[1:],
+        r"row 2: no right answer .*; the keys are problem": [rows[0], {"problem": "b"}],
+    }
+    for message, left in refused.items():
+        path.write_text(json.dumps(left))
+        with pytest.raises(ValueError, match=rf"x\.json: {message}"):
+            list(answered_rows(path, Tally("x")))

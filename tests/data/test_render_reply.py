@@ -36,6 +36,7 @@ STRICT = """{% for message in messages %}
 FORGETFUL = "{{ messages[-1].content }}<|im_end|>"
 TOOL = {"role": "tool", "content": "42"}
 USER = {"role": "user", "content": "And now?"}
+LIKE_THE_DUMMY = {"role": "user", "content": "the-answer the-answer"}
 
 
 def tokenizer_of(template):
@@ -46,35 +47,29 @@ def tokenizer_of(template):
 
 
 QWEN_TOOL = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-LLAMA_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
+QWEN_SEVERAL = (
+    "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+    "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def llama(role, text):
+    """Returns a message of Llama's template, and the head of the next answer."""
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    return f"{head.format(role)}{text}<|eot_id|>{head.format('assistant')}"
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "stop", "expected"),
     [
         (QWEN, [TOOL], "<|im_end|>", "\n" + QWEN_TOOL),
-        (
-            QWEN,
-            [TOOL, TOOL, USER],
-            "<|im_end|>",
-            "\n<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\n42\n</tool_response><|im_end|>\n"
-            "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            LLAMA,
-            [TOOL],
-            "<|eot_id|>",
-            LLAMA_HEADER.format("ipython") + '"42"<|eot_id|>' + LLAMA_HEADER.format("assistant"),
-        ),
-        (
-            LLAMA,
-            [USER],
-            "<|eot_id|>",
-            LLAMA_HEADER.format("user") + "And now?<|eot_id|>" + LLAMA_HEADER.format("assistant"),
-        ),
+        (QWEN, [TOOL, TOOL, USER], "<|im_end|>", "\n" + QWEN_SEVERAL),
+        (LLAMA, [TOOL], "<|eot_id|>", llama("ipython", '"42"')),
+        (LLAMA, [USER], "<|eot_id|>", llama("user", "And now?")),
         (PLAIN, [TOOL, USER], "", "\nTool: 42\nUser: And now?\nAssistant:"),
+        (PLAIN, [LIKE_THE_DUMMY], "", "\nUser: the-answer the-answer\nAssistant:"),
     ],
-    ids=["qwen", "qwen-several", "llama-tool", "llama-user", "plain"],
+    ids=["qwen", "qwen-several", "llama-tool", "llama-user", "plain", "dummy"],
 )
 def test_the_text_between_two_answers(template, messages, stop, expected):
     tokenizer = tokenizer_of(template)
@@ -88,11 +83,6 @@ def test_arguments_reach_the_template():
     assert tokenizer.render_reply([TOOL], ended=True, enable_thinking=False) == without_thinking
     with pytest.raises(ValueError, match="the chat template does not use effort: leave it out"):
         tokenizer.render_reply([TOOL], ended=True, effort=1)
-
-
-def test_a_message_like_the_dummy_answer_is_kept():
-    message = {"role": "user", "content": "the-answer the-answer"}
-    assert tokenizer_of(PLAIN).render_reply([message], ended=True) == "\nUser: the-answer the-answer\nAssistant:"
 
 
 @pytest.mark.parametrize(

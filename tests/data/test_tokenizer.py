@@ -33,10 +33,6 @@ TEXTS = [
 ]
 
 
-def rendered(prompt, *how):
-    return render_problem({"prompt": prompt}, *how)["prompt"]
-
-
 def byte_level_bpe() -> tokenizers.Tokenizer:
     """Returns a tokenizer with the parts of Qwen's: NFC, its words, bytes, and added tokens after the vocabulary."""
     made = tokenizers.Tokenizer(models.BPE())
@@ -66,18 +62,16 @@ def qwen(directory: Path) -> Path:
         str(made.token_to_id(token)): {"content": token, "special": token in SPECIAL, "normalized": False}
         for token in SPECIAL + ADDED
     }
-    config = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "added_tokens_decoder": listed,
-        "additional_special_tokens": SPECIAL[1:],
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "bos_token": None,
-        "add_bos_token": False,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": TEMPLATE,
-    }
+    config = {"tokenizer_class": "Qwen2Tokenizer", "chat_template": TEMPLATE, "clean_up_tokenization_spaces": False}
+    config |= {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None, "add_bos_token": False}
+    config |= {"added_tokens_decoder": listed, "additional_special_tokens": SPECIAL[1:]}
     return write(directory, made, **config)
+
+
+def with_template(directory: Path, template: str) -> Tokenizer:
+    """Returns the tokenizer of ``qwen`` with another chat template."""
+    (qwen(directory) / "chat_template.jinja").write_text(template)
+    return load_tokenizer(directory)
 
 
 def toy(directory: Path) -> Path:
@@ -115,8 +109,7 @@ def pair(request, tmp_path_factory) -> tuple[Tokenizer, PreTrainedTokenizerFast]
 def test_sizes_and_special_tokens_are_those_of_transformers(pair):
     ours, theirs = pair
     assert len(ours) == len(theirs)
-    assert ours.eos_token_id == theirs.eos_token_id
-    assert ours.pad_token_id == theirs.pad_token_id
+    assert (ours.eos_token_id, ours.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
     assert ours.has_chat_template == (theirs.chat_template is not None)
 
 
@@ -149,11 +142,12 @@ def test_whatever_is_sampled_becomes_the_text_of_transformers(pair):
 
 
 CALL = {"name": "add", "arguments": {"a": 1, "b": "<2> é"}}
+QUESTION = [{"role": "user", "content": "1+1?"}]
 CHATS = {
-    "a question": [{"role": "user", "content": "1+1?"}],
+    "a question": QUESTION,
     "a system prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}],
     "several turns": [
-        {"role": "user", "content": "1+1?"},
+        *QUESTION,
         {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2", "tool_calls": None},
         {"role": "user", "content": "and 2+2?"},
     ],
@@ -169,9 +163,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "a & b > 
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path, messages):
     ours, theirs = load_tokenizer(qwen(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
-    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.render_chat(messages) == expected
-    for options in ({"tools": [TOOL]}, {"enable_thinking": False}, {"tools": [TOOL], "enable_thinking": True}):
+    for options in ({}, {"tools": [TOOL]}, {"enable_thinking": False}, {"tools": [TOOL], "enable_thinking": True}):
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         assert ours.render_chat(messages, **options) == expected
 
@@ -186,31 +178,25 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path, messages):
     ],
 )
 def test_what_transformers_adds_to_jinja_is_there(tmp_path, template):
-    qwen(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "é<"}, {"role": "user", "content": "no"}]
-    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
-    assert load_tokenizer(tmp_path).render_chat(messages) == expected
+    ours = with_template(tmp_path, template).render_chat(messages)
+    assert ours == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
 
 
 def test_a_template_that_writes_the_date_writes_one_day(tmp_path):
-    qwen(tmp_path)
     today = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{{ strftime_now(\"%Y-%m-%d\") }}{% endif %}"
-    (tmp_path / "chat_template.jinja").write_text(today)
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.render_chat(CHATS["a question"]) == "26 Jul 20242024-07-26"
+    tokenizer = with_template(tmp_path, today)
+    assert tokenizer.render_chat(QUESTION) == "26 Jul 20242024-07-26"
     assert tokenizer.facts()["chat_template"][0] == today  # as the checkpoints of runs before have it
 
 
 def test_a_prompt_may_begin_the_answer(tmp_path):
-    qwen(tmp_path)
-    chat = [*CHATS["a question"], {"role": "assistant", "content": "So 1+1 "}]
-    assert load_tokenizer(tmp_path).render_chat(chat) == (
+    chat = [*QUESTION, {"role": "assistant", "content": "So 1+1 "}]
+    assert load_tokenizer(qwen(tmp_path)).render_chat(chat) == (
         "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nSo 1+1 "
     )
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(ValueError, match=r"fails on a prompt: ValueError: .* message does not appear") as said:
-        load_tokenizer(tmp_path).render_chat(chat)
+        with_template(tmp_path, "{{ messages[0].content }}").render_chat(chat)
     assert "\n" not in str(said.value)
 
 
@@ -222,9 +208,8 @@ def test_tools_and_calls_of_a_row_reach_the_template(tools, tmp_path):
     problem = parse_row({"prompt": chat, "answer": "3", "tools": tools}, "row 1")
     expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, tools=[TOOL])
     assert render_problem(problem, ours, "auto")["prompt"] == expected
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(ValueError, match="the chat template does not use tools: leave it out"):
-        render_problem(problem, load_tokenizer(tmp_path), "auto")
+        render_problem(problem, with_template(tmp_path, "{{ messages[0].content }}"), "auto")
 
 
 @pytest.mark.parametrize(
@@ -232,48 +217,41 @@ def test_tools_and_calls_of_a_row_reach_the_template(tools, tmp_path):
     [("{{ raise_exception('no system') }}", "no system"), ("{% if %}", "Expected an expression"), ("{{ a.b.c }}", "a")],
 )
 def test_a_chat_that_the_template_refuses_is_a_config_error(tmp_path, template, message):
-    qwen(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"the chat template refuses a prompt: .*{message}"):
-        load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "x"}])
+        with_template(tmp_path, template).render_chat(QUESTION)
 
 
 def test_one_of_several_templates_is_the_default(tmp_path):
-    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    content, both = "{{ messages[0].content }}", [{"name": name, "template": "no"} for name in ("tool_use", "rag")]
+    several = [*both, {"name": "default", "template": content}]
     write(tmp_path, byte_level_bpe(), eos_token="<|im_end|>", chat_template=several)
-    assert load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "yes"}]) == "yes"
-
-
-def test_several_templates_without_a_default_are_named(tmp_path):
-    several = [{"name": "tool_use", "template": "no"}, {"name": "rag", "template": "no"}]
-    write(tmp_path, byte_level_bpe(), eos_token="<|im_end|>", chat_template=several)
+    assert load_tokenizer(tmp_path).render_chat(QUESTION) == "1+1?"
+    write(tmp_path, byte_level_bpe(), eos_token="<|im_end|>", chat_template=both)
     message = "chat templates has no entry default, only tool_use, rag: write one into chat_template.jinja"
     with pytest.raises(ValueError, match=message):
         load_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "yes"}]) == "yes"
-
-
-def test_arguments_reach_the_template_where_they_are_given(tmp_path):
-    ours, chat = load_tokenizer(qwen(tmp_path)), CHATS["a question"]
-    assert "<think>\n\n</think>" in rendered(chat, ours, "auto", template_arguments(False, ()))
-    assert "<think>" not in rendered(chat, ours, "auto", template_arguments(None, ()))
+    (tmp_path / "chat_template.jinja").write_text(content)
+    assert load_tokenizer(tmp_path).render_chat(QUESTION) == "1+1?"
 
 
 @pytest.mark.parametrize(
     ("prompt", "mode", "message"),
     [
-        (CHATS["a question"], "auto", "the chat template does not use effort: leave it out, or correct its name"),
+        (QUESTION, "auto", "the chat template does not use effort: leave it out, or correct its name"),
         ("text", "auto", "effort is given for the chat template, but a prompt is plain text; chat_template = true"),
         ("text", False, "effort is given for the chat template, but a prompt is plain text"),
     ],
 )
 def test_an_argument_that_nothing_uses_is_refused(prompt, mode, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        rendered(prompt, load_tokenizer(qwen(tmp_path)), mode, {"effort": "low"})
+        render_problem({"prompt": prompt}, load_tokenizer(qwen(tmp_path)), mode, {"effort": "low"})
 
 
-def test_arguments_are_json_or_text():
+def test_arguments_are_json_or_text_and_reach_the_template(tmp_path):
+    ours = load_tokenizer(qwen(tmp_path))
+    for thinking, is_written in ((False, True), (None, False)):
+        text = render_problem({"prompt": QUESTION}, ours, "auto", template_arguments(thinking, ()))["prompt"]
+        assert ("<think>\n\n</think>" in text) == ("<think>" in text) == is_written
     words = ("effort=low", "builtin_tools=[1]", "date=null", "text=")
     assert template_arguments(True, words) == {
         **{"enable_thinking": True, "effort": "low", "builtin_tools": [1], "date": None, "text": ""}
@@ -293,9 +271,7 @@ def test_arguments_are_json_or_text():
     ],
 )
 def test_the_token_that_ends_an_answer_is_found(template, stop, tmp_path):
-    qwen(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = with_template(tmp_path, template)
     assert tokenizer.template_stop == (None if stop is None else tokenizer.encode(stop)[0])
     assert build_tokenizer().template_stop is None
 
@@ -308,7 +284,7 @@ def test_what_is_saved_reads_back_here_and_in_transformers(tmp_path):
     for text in TEXTS:
         assert first.encode(text).tolist() == again.encode(text).tolist() == theirs.encode(text)
     assert (again.eos_token_id, again.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
-    assert again.render_chat(CHATS["a question"]) == first.render_chat(CHATS["a question"])
+    assert again.render_chat(QUESTION) == first.render_chat(QUESTION)
     assert theirs.chat_template == TEMPLATE
 
 
@@ -322,12 +298,10 @@ def test_a_missing_tokenizer_json_has_a_remedy(tmp_path):
     again = load_tokenizer(tmp_path)
     assert [again.encode(text).tolist() for text in TEXTS] == [fast.encode(text).tolist() for text in TEXTS]
     assert again.eos_token_id == fast.eos_token_id
-    assert again.render_chat(CHATS["a question"]) == fast.render_chat(CHATS["a question"])
+    assert again.render_chat(QUESTION) == fast.render_chat(QUESTION)
 
 
 def test_an_unreadable_tokenizer_is_a_config_error(tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer at .*: tokenizer\.json does not exist"):
-        load_tokenizer(tmp_path)
     write(tmp_path, byte_level_bpe())
     with pytest.raises(ValueError, match="names no eos_token"):
         load_tokenizer(tmp_path)

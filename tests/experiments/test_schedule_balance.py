@@ -8,22 +8,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/should_i_use_it.md").read_text(encoding="utf-8")
 
 
-def test_a_row_counts_pairs_of_the_same_seed():
-    def run(final, surge=5):
-        return {"final": final, "surge_step": surge}
-
-    study = {
-        "a_triggered": {"0": run(0.5), "1": run(0.2, None), "2": run(0.9)},
-        "a": {"0": run(0.25), "1": run(0.2, None), "3": run(0.9)},
-    }
-    comparison = schedule_balance.Comparison("", "x", schedule_balance.triggered("a"))
-    row = schedule_balance.compare(comparison, {"x": study})
-    assert row == {
-        **{"pairs": 2, "well": 1, "other_well": 0, "no_call": 1, "better": 1, "same": 1},
-        **{"difference": 0.125, "p": 1.0, "seeds": 2, "p_by_seed": 1.0},
-    }
-
-
 def test_the_runs_of_a_seed_count_once():
     def runs(*finals):
         return {str(seed): {"final": final, "surge_step": 5} for seed, final in enumerate(finals)}

@@ -31,16 +31,12 @@ def study_file(tmp_path):
 
 
 def write_run(directory, rewards, surge):
+    """Writes a run with what its end leaves, so that a study does not run it again."""
     rows = [study_row(step, reward, surge) | {"time/step_s": 36.0} for step, reward in enumerate(rewards, 1)]
     write_record(directory, rows)
-
-
-def write_complete_run(directory, reward, steps, surge):
-    """Writes a run with what its end leaves, so that a study does not run it again."""
-    write_run(directory, [reward] * steps, surge)
-    (directory / "summary.json").write_text(json.dumps({"steps": steps}))
+    (directory / "summary.json").write_text(json.dumps({"steps": len(rewards)}))
     (directory / "report.png").touch()
-    (directory / "config.yaml").write_text(f"run: {{steps: {steps}}}")
+    (directory / "config.yaml").write_text(f"run: {{steps: {len(rewards)}}}")
 
 
 def test_a_study_becomes_command_lines(study_file, tmp_path):
@@ -91,19 +87,29 @@ def test_the_report_is_made_from_run_directories_alone(study_file, tmp_path, cap
     assert [first[key] for key in ("peak", "final", "collapse_step", "surge_step", "lead")] == [0.75, 0.0, 26, 5, 21]
     assert (arms["constant"]["1"]["collapse_step"], arms["triggered"]["0"]["peak"]) == (None, 0.25)
     assert all(coloured_share(out / f"both-{seed}.png") > 1e-3 for seed in (0, 1))
+    # Runs of another machine are reported, and complete ones are not run again.
+    other, rows = tmp_path / "other", ["--rows", str(out / "rows.parquet")]
+    write_run(other / "triggered-1", [0.25] * 50, surge=7)
+    assert main([str(study_file), "--out", str(other), "--seeds", "1", *rows]) == 0
+    assert [path.name for path in other.glob("*-*/")] == ["triggered-1"]
+    assert set(read_table(other / "rows.parquet")) == {
+        *(("constant", 0), ("constant", 1), ("triggered", 0), ("triggered", 1))
+    }
 
 
-def test_runs_of_another_machine_are_reported_and_not_run_again(study_file, tmp_path, capsys):
-    write_run(tmp_path / "first" / "constant-0", [0.75] * 50, surge=5)
-    assert main([str(study_file), "--out", str(tmp_path / "first"), "--report-only"]) == 0
-    write_complete_run(tmp_path / "second" / "triggered-0", 0.25, steps=50, surge=7)
-    rows = ["--rows", str(tmp_path / "first" / "rows.parquet")]
-    assert main([str(study_file), "--out", str(tmp_path / "second"), "--seeds", "0", *rows]) == 0
-    assert not (tmp_path / "second" / "constant-0").exists()
-    arms = json.loads((tmp_path / "second" / "outcomes.json").read_text())["arms"]
-    assert {arm: found["0"]["final"] for arm, found in arms.items()} == {"constant": 0.75, "triggered": 0.25}
-    assert set(read_table(tmp_path / "second" / "rows.parquet")) == {("constant", 0), ("triggered", 0)}
-    assert "2 runs" in capsys.readouterr().out
+def test_what_cannot_be_run_is_named(study_file, tmp_path, capsys):
+    """A complete run is not run again. rljax.train itself refuses the other command line."""
+    with pytest.raises(ConfigError, match="has no arm cosine; it has constant, triggered"):
+        main([str(study_file), "--arms", "cosine"])
+    with pytest.raises(ConfigError, match="holds no runs of this study"):
+        main([str(study_file), "--out", str(tmp_path / "none"), "--report-only"])
+    study_file.write_text(STUDY.replace("configs/quickstart.yaml", str(tmp_path / "nowhere.yaml")))
+    write_run(tmp_path / "out" / "constant-0", [0.5] * 30, surge=6)
+    assert main([str(study_file), "--out", str(tmp_path / "out"), "--seeds", "0", "--jobs", "2"]) == 1
+    log = tmp_path / "out/triggered-0/log.txt"
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed")]
+    assert lines == [f"failed: triggered-0 (exit 2, see {log})"]
+    assert "nowhere.yaml" in log.read_text()
 
 
 def test_arms_may_have_seeds_of_their_own(study_file):
@@ -122,23 +128,3 @@ def test_a_study_like_another_has_its_settings(study_file):
     assert other.config == first.config
     assert other.settings == first.settings | {"run.steps": 99} != first.settings
     assert (other.seeds, other.arms, other.forks) == ((7,), {"slow": {}}, {})
-
-
-def test_an_unknown_arm_and_an_empty_directory_are_one_line(study_file, tmp_path):
-    with pytest.raises(ConfigError, match="has no arm cosine; it has constant, triggered"):
-        main([str(study_file), "--arms", "cosine"])
-    with pytest.raises(ConfigError, match="holds no runs of this study"):
-        main([str(study_file), "--out", str(tmp_path / "none"), "--report-only"])
-
-
-def test_runs_that_fail_are_named_with_their_logs(tmp_path, capsys):
-    """A complete run is not run again. rljax.train itself refuses the other command line."""
-    path = tmp_path / "bad.yaml"
-    path.write_text(STUDY.replace("configs/quickstart.yaml", str(tmp_path / "nowhere.yaml")))
-    write_complete_run(tmp_path / "out" / "constant-0", 0.5, steps=30, surge=6)
-    assert main([str(path), "--out", str(tmp_path / "out"), "--seeds", "0", "--jobs", "2"]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("failed")] == [
-        f"failed: triggered-0 (exit 2, see {tmp_path / 'out/triggered-0/log.txt'})"
-    ]
-    assert "nowhere.yaml" in (tmp_path / "out/triggered-0/log.txt").read_text()

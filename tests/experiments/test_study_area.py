@@ -5,20 +5,11 @@ import pytest
 from exact_tests import sign_flip_p
 from records import study_row
 from study import read_study
-from study_area import area, areas_of, compare, comparison_figure, dose_figure, markdown, power, tables
+from study_area import areas_of, compare, comparison_figure, dose_figure, markdown, power, tables
 
 
 def rows(rewards, surge=None):
     return [study_row(step, reward, surge) for step, reward in enumerate(rewards, 1)]
-
-
-RUNS = {
-    ("constant", 0): rows([0.0, 0.5, 0.5, 0.0], surge=2),
-    ("constant", 1): rows([0.0, 0.0, 0.0, 1.0]),
-    ("slow", 0): rows([0.0, 0.5, 0.75, 0.75], surge=3),
-    ("slow", 1): rows([0.5, 0.5, 0.5, 1.0]),
-    ("slow", 2): rows([1.0, 1.0, 1.0, 1.0]),
-}
 
 
 STUDY = """
@@ -29,31 +20,26 @@ comparisons: [[slow, constant], [slow, never_run]]
 """
 
 
-def test_areas_count_from_the_surge_of_the_constant_arm():
-    """The areas of seed 0 have steps 3 and 4, and those of seed 1 have all steps. Seed 2 has no constant run.
-
-    A study may name a step.
-    """
-    assert areas_of(RUNS) == {"constant": {0: 0.25, 1: 0.25}, "slow": {0: 0.75, 1: 0.625}}
-    assert areas_of(RUNS, after=0)["slow"] == {0: 0.5, 1: 0.625}
-    with pytest.raises(ValueError, match="no step after 4"):
-        area(RUNS["slow", 0], 4)
-
-
-def test_a_comparison_by_hand():
-    """Both differences are positive, so two of four patterns of signs are as far from 0."""
-    found = compare({0: 0.75, 1: 0.625, 3: 1.0}, {0: 0.25, 1: 0.25}, count=2)
-    assert (found["seeds"], found["better"], found["same"]) == (2, 2, 0)
-    assert (found["difference"], found["p"], found["corrected_p"]) == (0.4375, 0.5, 1.0)
-    assert found["differences"] == {"0": 0.5, "1": 0.375}
-
-
-def test_tables_leave_out_what_was_not_run(tmp_path):
+def test_areas_count_from_the_surge_of_the_constant_arm(tmp_path):
+    """Seed 0 counts from step 3, and seed 1 from step 1. Seed 2 has no constant run, and one arm was not run."""
+    runs = {
+        ("constant", 0): rows([0.0, 0.5, 0.5, 0.0], surge=2),
+        ("constant", 1): rows([0.0, 0.0, 0.0, 1.0]),
+        ("slow", 0): rows([0.0, 0.5, 0.75, 0.75], surge=3),
+        ("slow", 1): rows([0.5, 0.5, 0.5, 1.0]),
+        ("slow", 2): rows([1.0, 1.0, 1.0, 1.0]),
+    }
     (tmp_path / "study.yaml").write_text(STUDY)
-    found = tables(read_study(tmp_path / "study.yaml"), RUNS)
-    assert [line["arms"] for line in found["comparisons"]] == [["slow", "constant"]]
-    assert found["arms"]["slow"]["areas"] == {"0": 0.75, "1": 0.625}
-    assert found["arms"]["constant"]["surge_steps"] == [2, None]
+    found = tables(read_study(tmp_path / "study.yaml"), runs)
+    assert {arm: line["areas"] for arm, line in found["arms"].items()} == {
+        **{"constant": {"0": 0.25, "1": 0.25}, "slow": {"0": 0.75, "1": 0.625}}
+    }
+    (line,) = found["comparisons"]
+    assert (line["arms"], line["better"], line["same"], line["seeds"]) == (["slow", "constant"], 2, 0, 2)
+    assert (line["difference"], line["p"]) == (0.4375, 0.5)  # two of four patterns of signs are as far from 0
+    assert areas_of(runs, after=0)["slow"] == {0: 0.5, 1: 0.625}
+    with pytest.raises(ValueError, match="no step after 4"):
+        areas_of(runs, after=4)
 
 
 def test_the_trend_of_another_outcome_by_hand(tmp_path):

@@ -34,15 +34,13 @@ def test_what_was_moved_never_falls():
     course = course_of(RUNS["fast", 0])
     np.testing.assert_allclose(course.moved[[9, 19, 29]], [1.0, 2.0, 2.0])
     np.testing.assert_allclose(course.accuracy[[9, 19, 29]], [0.5, 0.25, 0.0])
+    with pytest.raises(ValueError, match="no seed in common"):
+        compare({0: course}, {1: course}, 1)
+    course = Course(np.zeros(4), np.array([0.2, 0.5, 0.6, 0.8]))
+    assert [course.step_at(distance) for distance in (0.1, 0.2, 0.5, 0.7, 9.0)] == [1, 1, 2, 3, 4]
     for unknown in ({}, {"policy/reference_kl": float("nan")}):
         with pytest.raises(ValueError, match="no finite policy/reference_kl"):
             course_of([{"step": 1, "reward/mean": 0.0, **unknown}])
-
-
-@pytest.mark.parametrize(("distance", "step"), [(0.1, 1), (0.2, 1), (0.5, 2), (0.7, 3), (9.0, 4)])
-def test_an_arm_is_read_at_its_last_step_that_moved_no_further(distance, step):
-    course = Course(np.zeros(4), np.array([0.2, 0.5, 0.6, 0.8]))
-    assert course.step_at(distance) == step
 
 
 def test_pairs_by_hand(tmp_path):
@@ -59,9 +57,3 @@ def test_pairs_by_hand(tmp_path):
     assert "| slow - fast | 2 | -0.12 | - | 1/0/1 | 1 | 1 |" in markdown(found)
     (axis,) = figure_of(study, RUNS).axes
     assert sum(line.get_marker() == "o" for line in axis.lines) == 4
-
-
-def test_arms_without_a_common_seed_are_not_compared():
-    course = course_of(RUNS["slow", 0])
-    with pytest.raises(ValueError, match="no seed in common"):
-        compare({0: course}, {1: course}, 1)

@@ -18,38 +18,33 @@ claims:
 """
 
 
-def runs():
-    """Returns runs of two arms. The gradient norm of the first run rises before its fall."""
-    return {
-        ("constant", 0): study_run(0.0, lambda step: 1.0 if step < 70 else 3.0),
-        ("constant", 1): study_run(0.4, steps=90),
-        ("triggered", 0): study_run(0.75),
-    }
+# The gradient norm of the first run rises before its fall.
+RUNS = {
+    ("constant", 0): study_run(0.0, lambda step: 1.0 if step < 70 else 3.0),
+    ("constant", 1): study_run(0.4, steps=90),
+    ("triggered", 0): study_run(0.75),
+}
 
 
-def test_the_thick_line_is_the_median_of_common_steps():
+def test_lines_are_medians_and_dots_stand_beside_their_mean():
     """Accuracy is 0.75 up to step 80. Ten steps later the trailing means are 0.0 and 0.4."""
-    axis = Figure().subplots()
-    plot_metric(axis, runs(), ["constant"], "reward/mean")
+    axis, other_axis = Figure().subplots(1, 2)
+    plot_metric(axis, RUNS, ["constant"], "reward/mean")
     thin, other, thick = axis.get_lines()
     assert (len(thin.get_ydata()), len(other.get_ydata()), len(thick.get_ydata())) == (100, 90, 90)
     assert thick.get_ydata()[[0, 79, 89]] == pytest.approx([0.75, 0.75, 0.2])
     assert thick.get_label() == "constant"
-
-
-def test_final_accuracies_stand_beside_their_mean():
-    axis = Figure().subplots()
-    plot_finals(axis, runs(), ["constant", "triggered"])
-    dots, mean = axis.get_lines()[:2]
+    plot_finals(other_axis, RUNS, ["constant", "triggered"])
+    dots, mean = other_axis.get_lines()[:2]
     assert sorted(dots.get_xdata()) == pytest.approx([0.0, 0.4])
     assert list(mean.get_xdata()) == [pytest.approx(0.2)]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["constant", "triggered"]
+    assert [label.get_text() for label in other_axis.get_yticklabels()] == ["constant", "triggered"]
 
 
 def test_the_program_writes_a_figure_for_each_claim(tmp_path, capsys):
     study, table = tmp_path / "small.yaml", tmp_path / "rows.parquet"
     study.write_text(STUDY)
-    write_table(table, runs())
+    write_table(table, RUNS)
     assert main([str(study), str(table), "--out", str(tmp_path), "--signals", "constant"]) == 0
     paths = [tmp_path / f"study_small_{name}.png" for name in ("schedule", "signals")]
     assert capsys.readouterr().out.split() == [str(path) for path in paths]
@@ -69,6 +64,6 @@ def test_the_program_writes_a_figure_for_each_claim(tmp_path, capsys):
 def test_claims_that_do_not_fit_are_one_line(claims, message, tmp_path):
     path, table = tmp_path / "bad.yaml", tmp_path / "rows.parquet"
     path.write_text(STUDY.partition("claims:")[0] + f"claims: {claims}\n")
-    write_table(table, runs())
+    write_table(table, RUNS)
     with pytest.raises(ConfigError, match=message):
         main([str(path), str(table), "--out", str(tmp_path)])

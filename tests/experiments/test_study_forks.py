@@ -11,22 +11,15 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
 CONSTANT = {"schedule.kind": "constant"}
-SURGES = {0: 10, 1: None, 2: 20, 3: 30}
 CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.yaml")
 SOON = ["--schedule.surge.warmup", "10", "--schedule.surge.ratio", "2.0", "--optimizer.learning-rate", "1e-3"]
 
 
 def rows(surge_from, steps=60):
     """Returns rows with a constant rate of 1e-3. Lengths are 5 tokens, and 20 from a step on."""
-    return [
-        {
-            "step": step,
-            "response_length/mean": 20.0 if step >= surge_from else 5.0,
-            "response_length/truncated_fraction": 0.0,
-            "schedule/learning_rate": 1e-3,
-        }
-        for step in range(1, steps + 1)
-    ]
+    same = {"response_length/truncated_fraction": 0.0, "schedule/learning_rate": 1e-3}
+    lengths = ((step, 20.0 if step >= surge_from else 5.0) for step in range(1, steps + 1))
+    return [same | {"step": step, "response_length/mean": length} for step, length in lengths]
 
 
 def config(*words):
@@ -55,14 +48,10 @@ def test_the_last_checkpoint_before_they_part(tmp_path):
     assert fork_checkpoint(source, words) == source / "checkpoints" / str(period - 1)
     constant = [*words, "--schedule.kind", "constant"]
     assert fork_checkpoint(source, constant) == source / "checkpoints/60"
-
-
-def test_what_a_run_was_begun_from(tmp_path):
     assert recorded_fork(tmp_path) is None
-    (tmp_path / "config.yaml").write_text("run: {steps: 3}\n")
-    assert recorded_fork(tmp_path) == ""
-    (tmp_path / "config.yaml").write_text("run: {steps: 3, fork: runs/a/checkpoints/20}\n")
-    assert recorded_fork(tmp_path) == "runs/a/checkpoints/20"
+    for written, fork in (("run: {steps: 3}", ""), ("run: {fork: a/checkpoints/20}", "a/checkpoints/20")):
+        (tmp_path / "config.yaml").write_text(written)
+        assert recorded_fork(tmp_path) == fork
 
 
 @pytest.mark.parametrize(
@@ -88,14 +77,10 @@ def test_arms_that_may_not_fork(forks, message):
 
 
 def test_a_period_drawn_from_the_next_seed_that_called_by_hand():
-    """Seed 0 takes the period of seed 2, because seed 1 called nothing: 1.8 x 20 = 36.
-
-    The last seed takes that of the first.
-    """
-    called = {seed: [{"schedule/surge_step": None}, {"schedule/surge_step": surge}] for seed, surge in SURGES.items()}
-    assert drawn_period("constant", called, [0, 1, 2, 3], 0, 1.8) == 36
-    assert drawn_period("constant", called, [0, 1, 2, 3], 2, 1.8) == 54
-    assert drawn_period("constant", called, [0, 1, 2, 3], 3, 1.8) == 18
+    """Seed 0 takes the period of seed 2, because seed 1 called nothing. The last seed takes that of the first."""
+    surges = {0: 10, 1: None, 2: 20, 3: 30}
+    called = {seed: [{"schedule/surge_step": None}, {"schedule/surge_step": surge}] for seed, surge in surges.items()}
+    assert [drawn_period("constant", called, [0, 1, 2, 3], seed, 1.8) for seed in (0, 2, 3)] == [36, 54, 18]
     with pytest.raises(ConfigError, match="the period of seed 0 needs the run constant-1; run --arms constant first"):
         drawn_period("constant", {0: called[0]}, [0, 1], 0, 1.8)
     with pytest.raises(ConfigError, match="no other seed of constant called one"):

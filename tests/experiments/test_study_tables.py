@@ -57,9 +57,8 @@ def test_the_page_shows_what_the_program_prints(name):
     shown = tables_of(PAGE.partition(f"\n## {SECTIONS[name]}\n")[2].partition("\n## ")[0])
     if name == "remedies":
         (shown_arms,) = shown
-        beside = {
-            row["arm"]: dict.fromkeys(("compared with", "difference", "better/same/worse", "p"), "") for row in arms
-        }
+        empty = dict.fromkeys(("compared with", "difference", "better/same/worse", "p"), "")
+        beside = {row["arm"]: empty for row in arms}
         for row in comparisons:
             arm, other = row["compared"].split(" - ")
             beside[arm] = row | {"compared with": other}

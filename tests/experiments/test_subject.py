@@ -13,29 +13,9 @@ SUM = short_problem("chain_sum", "State the final answer to the following arithm
 WORD = short_problem("spell_backward", "Spell this word backward (example: sun -> nus): Stone", "enotS")
 
 
-def test_the_prompts_of_both_families():
-    assert SUM == {"prompt": "84-97+45=", "answer": "32"}
-    assert WORD == {"prompt": "stone:", "answer": "enots"}
+def test_problems_and_worked_solutions_by_hand():
+    assert (SUM, WORD) == ({"prompt": "84-97+45=", "answer": "32"}, {"prompt": "stone:", "answer": "enots"})
     assert short_problem("spell_backward", "Spell this word backward (example: sun -> nus): naïve", "evïan") is None
-
-
-@pytest.mark.parametrize(
-    ("problem", "response", "reward"),
-    [
-        (SUM, worked_sum("84-97+45"), 1.0),
-        (SUM, worked_sum("84-97+45", 0, 3), 0.0),
-        (SUM, "32", 1.0),
-        (SUM, "31", 0.0),
-        (WORD, worked_word("stone"), 1.0),
-        (WORD, worked_word("stone", 1, 2), 0.0),
-        (WORD, "enots", 1.0),
-    ],
-)
-def test_the_rewards_of_written_solutions(problem, response, reward):
-    assert addition_reward(problem, response, False) == reward
-
-
-def test_worked_solutions_by_hand():
     assert worked_sum("84-97+45") == ">84-97=-13,-13+45=32,32"
     assert worked_sum("84-97+45", 0, 3) == ">84-97=-10,-10+45=35,35"
     assert worked_word("stone") == ">0s1t2o3n4e,enots"
@@ -50,6 +30,12 @@ def test_the_shares_of_solutions(problem):
     assert len(worked) == pytest.approx(500, abs=60)
     right = sum(addition_reward(problem, text, False) for text in texts)
     assert right == pytest.approx(1000, abs=90)
+
+
+def test_a_wrong_direct_answer_has_some_of_the_letters():
+    texts = [solution(np.random.default_rng(i), WORD, Mistakes(0.0, 1.0, 0.0, wrong_letters=0.5)) for i in range(20)]
+    assert {len(text) for text in texts} == {2}  # int(5 / 2)
+    assert set("".join(texts)) <= set("stone")
 
 
 def test_rows_are_packed_with_whole_solutions():
@@ -69,10 +55,8 @@ def test_rows_are_packed_with_whole_solutions():
 
 
 def rows_of(rewards, mismatch):
-    return [
-        study_row(step, reward) | {"mismatch/log_ppl_abs_diff": value}
-        for step, (reward, value) in enumerate(zip(rewards, mismatch, strict=True), 1)
-    ]
+    steps = enumerate(zip(rewards, mismatch, strict=True), 1)
+    return [study_row(step, reward) | {"mismatch/log_ppl_abs_diff": value} for step, (reward, value) in steps]
 
 
 def test_a_collapse_from_above_the_bound_by_hand():
@@ -106,21 +90,7 @@ def test_a_series_of_few_steps_holds_its_last_value():
     assert growth([judge(rows)], "end")["self-mismatch"]["factors"] == [pytest.approx(27.0)]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "verdict"),
-    [
-        ([0.2] * 30, "never learned"),
-        ([0.5] * 30, "learned"),
-        ([0.5] * 30 + [0.0] * 20, "collapsed"),
-        ([0.7] * 30, "learned above 0.6"),
-        ([0.8] * 30 + [0.0] * 20 + [0.7] * 10, "learned above 0.6"),
-    ],
-)
-def test_the_other_verdicts(rewards, verdict):
-    assert judge(rows_of(rewards, [0.01] * len(rewards)))["verdict"] == verdict
-
-
-def test_a_wrong_direct_answer_has_some_of_the_letters():
-    texts = [solution(np.random.default_rng(i), WORD, Mistakes(0.0, 1.0, 0.0, wrong_letters=0.5)) for i in range(20)]
-    assert {len(text) for text in texts} == {2}  # int(5 / 2)
-    assert set("".join(texts)) <= set("stone")
+def test_the_other_verdicts():
+    courses = ([0.2] * 30, [0.5] * 30, [0.5] * 30 + [0.0] * 20, [0.7] * 30, [0.8] * 30 + [0.0] * 20 + [0.7] * 10)
+    verdicts = [judge(rows_of(rewards, [0.01] * len(rewards)))["verdict"] for rewards in courses]
+    assert verdicts == ["never learned", "learned", "collapsed", "learned above 0.6", "learned above 0.6"]

@@ -12,12 +12,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 EVERY = ((0, 1, 2, 3),)
 
 
-def count(name):
-    return count_program(parse_module((PROGRAMS / name).read_text()), 4)
-
-
 def test_a_gpu_step_by_hand():
-    program = count("gpu_step.hlo")
+    program = count_program(parse_module((PROGRAMS / "gpu_step.hlo").read_text()), 4)
     assert program.open_loops == 1
     assert program.micro_batch.flops == {
         ("bfloat16", "default"): 3 * 2 * 32 * 64 * 16,
@@ -35,7 +31,7 @@ def test_a_gpu_step_by_hand():
 
 
 def test_a_tpu_step_by_hand():
-    program = count("tpu_step.hlo")
+    program = count_program(parse_module((PROGRAMS / "tpu_step.hlo").read_text()), 4)
     assert program.open_loops == 0
     # The product is the einsum "bpi,pihf->bhf" with p = 2, i = 8, h = 4, f = 16.
     assert program.step.flops == {("bfloat16", "default"): 2 * 32 * (2 * 8) * (4 * 16)}
@@ -117,10 +113,6 @@ def test_of_a_stack_a_fusion_inside_a_fusion_takes_one_layer():
     assert by_dtype(step.flops) == {"bfloat16": 2 * 16 * 8 * 4}
 
 
-def compiled(f, *shapes):
-    return jax.jit(f).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
-
-
 SLICED = """\
 HloModule sliced, is_scheduled=true
 
@@ -137,6 +129,12 @@ ENTRY %main (x: s8[4096]) -> s8[1024] {
 def test_a_slice_that_starts_early_moves_only_its_part():
     """The first slice is read into the chip's own memory. The second is read and written in the main memory."""
     assert count_program(parse_module(SLICED), 1).step.memory_bytes == 1024 + 2 * 1024
+
+
+def compiled(f, *shapes, numbers=0):
+    """Compiles a function of some whole numbers, and of arrays of these shapes."""
+    given = [jax.ShapeDtypeStruct((), jnp.int32)] * numbers
+    return jax.jit(f).lower(*given, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
 
 
 def test_products_in_loops_that_xla_compiles_here():
@@ -167,17 +165,8 @@ def test_memory_is_what_xla_says_of_one_kernel(f, shapes):
     assert mine == program.cost_analysis()["bytes accessed"]
 
 
-def test_a_loop_whose_end_is_an_input_is_counted_once():
-    f = lambda n, x: jax.lax.fori_loop(0, n, lambda _, x: x @ x, x)  # noqa: E731
-    lowered = jax.jit(f).lower(jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((8, 8), jnp.float32))
-    program = count_program(parse_module(lowered.compile().as_text()), 1)
-    assert program.open_loops == 1
-    assert sum(program.micro_batch.flops.values()) == 2 * 8**3
-    assert not program.step.flops
-
-
-def test_such_a_loop_inside_of_one_counts_once_each_time():
-    """A mixture's experts have such rounds in each of five layers."""
+def test_a_loop_whose_end_is_an_input_counts_once_each_time():
+    """A mixture's experts have such rounds in each of five layers, inside of another such loop."""
 
     def f(n, rounds, x):
         def layer(x, _):
@@ -185,9 +174,7 @@ def test_such_a_loop_inside_of_one_counts_once_each_time():
 
         return jax.lax.fori_loop(0, n, lambda _, x: jax.lax.scan(layer, x, length=5)[0], x)
 
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    text = jax.jit(f).lower(number, number, jax.ShapeDtypeStruct((8, 8), jnp.float32)).compile().as_text()
-    program = count_program(parse_module(text), 1)
+    program = count_program(parse_module(compiled(f, (8, 8), numbers=2).as_text()), 1)
     assert (program.open_loops, program.inner_open_loops) == (1, 1)
     assert sum(program.micro_batch.flops.values()) == 5 * 3 * 2 * 8**3
     assert not program.forward.flops
@@ -199,7 +186,6 @@ def test_of_two_such_loops_the_smaller_is_the_forward():
         with_loss = jax.lax.fori_loop(0, n, lambda _, x: x @ x @ x, x)
         return jax.lax.fori_loop(n, 9, lambda _, x: x @ x, with_loss)
 
-    lowered = jax.jit(f).lower(jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((8, 8), jnp.float32))
-    program = count_program(parse_module(lowered.compile().as_text()), 1)
+    program = count_program(parse_module(compiled(f, (8, 8), numbers=1).as_text()), 1)
     assert program.open_loops == 2
     assert [sum(work.flops.values()) for work in (program.micro_batch, program.forward)] == [4 * 8**3, 2 * 8**3]

@@ -27,13 +27,8 @@ def test_a_program_by_hand():
     assert module.entry == "main"
     assert set(module.computations) == {"fused", "main"}
     main = module.computations["main"]
-    assert [one.opcode for one in main.instructions.values()] == [
-        "parameter",
-        "parameter",
-        "fusion",
-        "constant",
-        "tuple",
-    ]
+    opcodes = [one.opcode for one in main.instructions.values()]
+    assert opcodes == ["parameter", "parameter", "fusion", "constant", "tuple"]
     assert main.root.arrays == (Array("float32", (4, 16)), Array("int32", ()))
     assert main.root.operands == ("f", "c")
     assert main.instructions["w"].arrays == (Array("bfloat16", (8, 16), memory_space=1),)
@@ -42,10 +37,8 @@ def test_a_program_by_hand():
     dot = module.computations["fused"].root
     assert dot.integers("lhs_contracting_dims") == (1,)
     assert dot.attribute("no_such") is None
-    assert module.computations["fused"].operand_arrays(dot) == [
-        (Array("bfloat16", (4, 8)),),
-        (Array("bfloat16", (8, 16)),),
-    ]
+    arrays = [(Array("bfloat16", (4, 8)),), (Array("bfloat16", (8, 16)),)]
+    assert module.computations["fused"].operand_arrays(dot) == arrays
 
 
 BROKEN_LINES = """\
@@ -69,34 +62,16 @@ def test_an_instruction_may_go_on_over_lines():
     assert "splash_mha_dq" in module.computations["body"].root.attributes
 
 
-def test_what_is_no_program_is_refused():
-    with pytest.raises(ValueError, match="no entry computation"):
-        parse_module("HloModule empty")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("bf16[3,5]{1,0}", 30),
-        ("pred[7]", 7),
-        ("f8e4m3fn[2,2]{1,0}", 4),
-        ("s4[6]{0}", 3),
-        ("f32[]", 4),
-        ("(f32[2]{0:T(128)S(5)}, c64[3])", 8 + 24),
-        ("token[]", 0),
-    ],
-)
-def test_bytes_of_types(text, size):
-    assert sum(array.bytes for array in parse_arrays(text)) == size
+def test_bytes_of_types():
+    sizes = {"bf16[3,5]{1,0}": 30, "pred[7]": 7, "f8e4m3fn[2,2]{1,0}": 4, "s4[6]{0}": 3, "f32[]": 4, "token[]": 0}
+    sizes |= {"(f32[2]{0:T(128)S(5)}, c64[3])": 8 + 24}
+    assert {text: sum(array.bytes for array in parse_arrays(text)) for text in sizes} == sizes
 
 
 def instruction(attributes):
     line = f"  ROOT %c = f32[8]{{0}} all-reduce(%x), {attributes}, to_apply=%add"
-    return (
-        parse_module(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n{line}\n}}")
-        .computations["main"]
-        .root
-    )
+    module = parse_module(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n{line}\n}}")
+    return module.computations["main"].root
 
 
 @pytest.mark.parametrize(
@@ -123,6 +98,8 @@ def test_groups_in_every_form(attributes, groups):
     assert replica_groups(instruction(attributes), 8) == groups
 
 
-def test_groups_in_an_unknown_form_are_refused():
+def test_what_is_not_readable_is_refused():
+    with pytest.raises(ValueError, match="no entry computation"):
+        parse_module("HloModule empty")
     with pytest.raises(ValueError, match="its replica groups are not readable"):
         replica_groups(instruction("replica_groups=@somewhere"), 8)

@@ -49,15 +49,11 @@ def test_seconds_of_a_collective(kind, groups, seconds):
     assert collective_seconds(exchange(kind, groups), CARD, TWO_NODES) == pytest.approx(seconds)
 
 
-def test_a_slice_of_tpus_has_one_kind_of_link():
-    card = dataclasses.replace(CARD, network=None)
-    assert collective_seconds(exchange("all-gather", ALL), card, [0] * 8) == pytest.approx(7 / 8)
-
-
-def test_what_crosses_nodes():
-    assert [crosses_nodes(exchange("all-gather", groups), TWO_NODES) for groups in (ROWS, COLUMNS, ALL)] == [
-        *(False, True, True)
-    ]
+def test_only_nodes_are_crossed():
+    crossed = [crosses_nodes(exchange("all-gather", groups), TWO_NODES) for groups in (ROWS, COLUMNS, ALL)]
+    assert crossed == [False, True, True]
+    tpus = dataclasses.replace(CARD, network=None)
+    assert collective_seconds(exchange("all-gather", ALL), tpus, [0] * 8) == pytest.approx(7 / 8)
 
 
 def test_the_time_is_max_of_products_and_memory_plus_links():
@@ -66,12 +62,6 @@ def test_the_time_is_max_of_products_and_memory_plus_links():
     found = times(work, [KernelUse("k", 1, "bfloat16", 5 * 10**11)], CARD, TWO_NODES)
     assert (found.products, found.memory, found.links) == pytest.approx((1 + 2 + 1 + 0.5, 3.0, 0.75))
     assert found.total == pytest.approx(4.5 + 0.75)
-
-
-def test_full_rows():
-    assert full_row(10, 4) == [4, 4, 2]
-    assert full_row(8, 4) == [4, 4]
-    assert full_row(4, 9) == [4]
 
 
 CALLS = """\
@@ -92,13 +82,11 @@ ENTRY %main (q: bf16[2,8,4,16], k: bf16[2,8,2,16], s: s32[2,8]) -> bf16[2,8,4,16
 def test_attention_kernels_by_formula():
     """Rows of 5 + 3 tokens have 15 + 6 pairs, with 2 rows x 4 heads x 16 wide.
 
-    There are 2 products forward and 5 backward. A TPU's kernel has rows and heads in one dimension, and its gradients
-    of keys and values take 4.
+    There are 2 products forward and 5 backward. A TPU's gradients of keys and values take 4.
     """
     main = parse_module(CALLS).computations["main"]
-    work = Work(
-        kernels=[(main, main.instructions[name], times) for name, times in (("f", 3), ("b", 1), ("o", 7), ("d", 1))]
-    )
+    calls = {"f": 3, "b": 1, "o": 7, "d": 1}
+    work = Work(kernels=[(main, main.instructions[name], times) for name, times in calls.items()])
     a_product = 2 * 2 * 4 * 16 * 21
     assert kernel_uses(work, [5, 3]) == [
         KernelUse("__cudnn$fmhaSoftmax", 3, "bfloat16", 3 * 2 * a_product),
@@ -116,13 +104,10 @@ def test_rates_of_dtypes():
     assert RATES[TPUS["v5p"].name].of_products("float32", "highest") == pytest.approx(459e12 / 6)
 
 
-def test_pairs_by_hand():
-    assert causal_pairs([3, 1]) == 6 + 1
-    assert causal_pairs([]) == 0
-
-
 def test_model_flops_by_hand():
     """Each of 5 rows has segments of 3 and 1 tokens. A table that is only looked up does not multiply."""
+    assert [full_row(10, 4), full_row(8, 4), full_row(4, 9)] == [[4, 4, 2], [4, 4], [4]]
+    assert (causal_pairs([3, 1]), causal_pairs([])) == (6 + 1, 0)
     tied = PolicyConfig(10, 8, 16, 2, 2, 1, 4, tie_word_embeddings=True)
     block = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8 + 2 * 4
     multiplying = 10 * 8 + 2 * block + 8
