@@ -134,22 +134,18 @@ def as_lines(rows: Any) -> bytes:
 
 
 def as_text(text: str) -> bytes:
-    """Writes text; lone surrogates stay as they are."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def as_yaml(document: Any) -> bytes:
-    """Writes YAML."""
     return as_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=False))
 
 
 def objects(rows: Any) -> list[dict[Any, Any]]:
-    """Returns the rows that are dictionaries."""
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def as_csv(rows: Any) -> bytes:
-    """Writes a table of the rows that are dictionaries."""
     found = objects(rows)
     names = list(dict.fromkeys(str(key) for row in found for key in row))
     lines = [names, *([str(row.get(name, "")) for name in names] for row in found)]
@@ -167,27 +163,24 @@ def as_parquet(table: Any) -> bytes:
     columns = {}
     for name, values in table["columns"].items():
         values = values if isinstance(values, list | pa.Array) else [values] * 2
+        texts = [ascii(value) for value in values]
         try:
             column = pa.array(values)
         except (pa.ArrowException, OverflowError, UnicodeError):
-            column = pa.array([ascii(value) for value in values])
+            column = pa.array(texts)
         if "struct<>" in str(column.type):  # Parquet has no place for it.
-            column = pa.array([ascii(value) for value in values])
+            column = pa.array(texts)
         column = column.cast(NARROW.get(column.type, column.type), safe=False)
         columns[name.encode("utf-8", "replace").decode()] = column
-    rows, out = min(map(len, columns.values()), default=0), io.BytesIO()
-    made, note = pa.table({name: column[:rows] for name, column in columns.items()}), table.get("note")
-    pq.write_table(
-        made.replace_schema_metadata({"rljax.dump": note if isinstance(note, bytes) else as_json(note)}), out
-    )
+    rows, out, note = min(map(len, columns.values()), default=0), io.BytesIO(), table.get("note")
+    made = pa.table({name: column[:rows] for name, column in columns.items()})
+    metadata = {"rljax.dump": note if isinstance(note, bytes) else as_json(note)}
+    pq.write_table(made.replace_schema_metadata(metadata), out)
     return out.getvalue()
 
 
 def as_safetensors(data: bytes, parts: Any) -> bytes:
-    """Writes a safetensors file of data and a header.
-
-    The header's length is replaced by ``size`` if this is a valid number.
-    """
+    """Writes a safetensors file of data and a header, whose length is ``size`` if this is a valid number."""
     header, size = (parts.get(name) if isinstance(parts, dict) else parts for name in ("header", "size"))
     text = as_json(header)
     return struct.pack("<Q", size if isinstance(size, int) and 0 <= size < 2**64 else len(text)) + text + data
@@ -202,12 +195,10 @@ class Document(NamedTuple):
 
 
 def written(files: Mapping[str, Content | Document]) -> Files:
-    """Returns the bytes of files."""
     return {path: each.write(each.value) if isinstance(each, Document) else each for path, each in files.items()}
 
 
 def inside(folder: str, files: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the files in a folder."""
     return {f"{folder}/{name}": content for name, content in files.items()}
 
 
@@ -266,7 +257,6 @@ def keyed(draw: st.DrawFn, settings: Any) -> Any:
 
 
 def yaml_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields damaged configuration files, up to ``--dry-run``."""
     kept = as_yaml({key: value for key, value in SETTINGS.items() if key != "run"}).decode()
     texts = st.sampled_from([text for each in SNIPPETS for text in (each, kept + each, f"{each}\n{kept}")])
     for file in (*[Document(SETTINGS, as_yaml, keyed)] * 3, Document(kept, as_text, lambda _: texts)):
@@ -299,26 +289,18 @@ ROWS = [
     {"Problem": "3+3=", "Solution": "It is $\\boxed{6}$.", "question_type": "MCQ"},
     {"messages": '[{"role": "user", "content": "1+1="}]', "reward_model": '{"ground_truth": "2"}'},
 ]
-COLUMNS = {
-    "prompt": ["1+1=", "2+2="],
-    "answer": ["2", "4"],
-    "reward_model": [{"ground_truth": "2"}, {"ground_truth": "4"}],
-    "extra_info": [{"i": 0}, {"i": 1}],
-}
+COLUMNS = {"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "extra_info": [{"i": 0}, {"i": 1}]}
+COLUMNS |= {"reward_model": [{"ground_truth": "2"}, {"ground_truth": "4"}]}
 ODD_COLUMNS = [
     *([b"\xff", b"1"], pa.array([0, 2**62], pa.timestamp("us")), pa.array(["1+1=", "1+1="]).dictionary_encode()),
     *([TURN] * 2, [TURN, None], [[], []], [[None], None], pa.array(["é" * 5000, "x"], pa.large_string())),
 ]
 
-
 # This training is refused in one line only after all its inputs were read, because its run directory holds a run.
 TRAIN = ("config.yaml", "--run.dir", "held", "--run.resume", "never", "--data.task", "file", "--data.batch-size", "1")
 PROBLEMS = (*TRAIN, "--eval.every", "0", "--data.path", "p.jsonl")
-HELD_CONFIG = {
-    "model": {"path": str(MODEL)},
-    "rollout": {"max_response_tokens": 16, "group_size": 2},
-    "data": {"max_prompt_tokens": 64},
-}
+HELD_CONFIG = {"model": {"path": str(MODEL)}, "data": {"max_prompt_tokens": 64}}
+HELD_CONFIG |= {"rollout": {"max_response_tokens": 16, "group_size": 2}}
 HELD: Files = {"config.yaml": as_yaml(HELD_CONFIG), "held/metrics.jsonl": b'{"step": 1}\n'}
 
 
@@ -326,15 +308,8 @@ def problem_cases() -> Iterator[st.SearchStrategy[Case]]:
     """Yields damaged files of problems, for training up to the run directory and for ``rljax prepare``."""
     rows, table = Document(ROWS, as_lines), Document({"columns": COLUMNS}, as_parquet)
     model = ("--model", str(MODEL))
-    prepared = [
-        (),
-        ("--form", "gsm8k"),
-        ("--form", "aime-2024"),
-        model,
-        (*model, "--max-prompt-tokens", "6"),
-        ("--hold-out", "1"),
-        (*model, "--hold-out", "1"),
-    ]
+    prepared = [(), ("--form", "gsm8k"), ("--form", "aime-2024"), ("--hold-out", "1")]
+    prepared += [model, (*model, "--max-prompt-tokens", "6"), (*model, "--hold-out", "1")]
     odd = [Document({"columns": COLUMNS | {name: column}}, as_parquet) for name in COLUMNS for column in ODD_COLUMNS]
     named = ((rows, "p.jsonl"), (table, "p.parquet"), (rows, "p.json"), (table, "p"), (rows, "p.parquet"))
     for file, name in (*named * 5, *((each, "p.parquet") for each in odd)):
@@ -357,7 +332,6 @@ TEMPLATE = Document("{{ messages[0].content }}", as_text, lambda _: st.sampled_f
 
 
 def model_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields model directories whose shape or tokenizer is damaged."""
     shape, tokenizer = Document(CONFIG), {"tokenizer.json": Document(TOKENIZER)}
     special = {"special_tokens_map.json": Document({"eos_token": {"content": "$"}})}
     plain = {"config.json": shape, **tokenizer, "tokenizer_config.json": Document(TOKENIZER_CONFIG)}
@@ -388,7 +362,6 @@ def weight_cases() -> Iterator[st.SearchStrategy[Case]]:
 
 
 def adapter_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields a directory of adapters in PEFT's layout with its files damaged."""
     config, file = sound_adapters()
     files = inside("adapters", {ADAPTER_CONFIG: Document(config), WEIGHTS_NAME: safetensors(file)})
     yield spoilt("adapters", ("adapters",), files, [*files])
@@ -451,7 +424,6 @@ def events() -> bytes:
 
 
 def log_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields damaged logs for ``rljax replay``."""
     rows, file = Document(LOG, as_lines), "events.out.tfevents.1"
     names = {"log.jsonl": rows, "log.csv": Document(LOG, as_csv), "run/metrics.jsonl": rows}
     options = [*[()] * 100, *[("--sweep",)] * 50, *((f"{rule}={value}",) for rule in RULES for value in VALUES)]
@@ -489,14 +461,9 @@ def as_console(rows: Any) -> bytes:
 
 def course_cases() -> Iterator[st.SearchStrategy[Case]]:
     """Yields damaged logs of a course for ``rljax diagnose``."""
-    logs = {
-        "log.jsonl": as_lines,
-        "log.csv": as_csv,
-        "long.csv": as_long,
-        "charts.csv": as_charts,
-        "out.log": as_console,
-    }
-    for name, write in (logs | {"trainer_state.json": lambda rows: as_json({"log_history": rows})}).items():
+    logs = {"log.jsonl": as_lines, "log.csv": as_csv, "long.csv": as_long, "charts.csv": as_charts}
+    logs |= {"out.log": as_console, "trainer_state.json": lambda rows: as_json({"log_history": rows})}
+    for name, write in logs.items():
         options = [(), (), ("--run", "a"), ("--run", "x")] if name == "charts.csv" else [()]
         yield spoilt("diagnose", (name,), {name: Document(MEASURED, write)}, [name], options)
 
@@ -532,7 +499,6 @@ RECORD = [
 
 
 def record_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields damaged records of a run for ``rljax plot`` and ``rljax view``."""
     dump = {"run/rollouts/step_000001.parquet": as_parquet(DUMP)}
     for count in (1, 3, 20):
         files = {"run/metrics.jsonl": Document(RECORD[:count], as_lines)}
@@ -568,5 +534,5 @@ def deferred(make: Callable[[], Iterator[st.SearchStrategy[Case]]]) -> st.Search
     return st.deferred(lambda: st.one_of(*make()))
 
 
+# The share of the examples of each kind, and its strategy.
 KINDS = {kind: (share, deferred(make)) for kind, (share, make) in MAKERS.items()}
-"""The share of the examples of each kind, and its strategy."""

@@ -42,14 +42,12 @@ INTERRUPTED = 130  # the status of run_cli after an interrupt
 
 
 def load(words: Sequence[str]) -> int:
-    """Reads the shape and the weights of a model directory, as the start of a run does."""
     with caller_errors():
         find_policy(words[0]).load(make_mesh(MeshConfig(1, 1)))
     return 0
 
 
 def load_tiny_adapters(words: Sequence[str]) -> int:
-    """Reads a directory of adapters on a tiny policy, as the start of a run with ``lora.adapter`` does."""
     with caller_errors():
         load_adapters(words[0], sound_inputs.POLICIES["qwen3"], sound_inputs.LORA)
     return 0
@@ -91,7 +89,6 @@ class TooLongError(BaseException):
 
 
 def stop(*_: Any) -> None:
-    """Handles the signal of the timer."""
     raise TooLongError
 
 
@@ -123,7 +120,6 @@ WATCH = Watch()
 
 
 def write_case(case: Case, folder: Path) -> None:
-    """Writes the files of a case."""
     for name, content in case.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

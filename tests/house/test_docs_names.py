@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import operator
 import re
 from pathlib import Path
 
@@ -48,11 +49,10 @@ def resolves(name):
         if module.with_suffix(".py").is_file() or (module / "__init__.py").is_file():
             if count == len(parts):
                 return True  # not imported: the plugin loads only beside vLLM
-            found = importlib.import_module(".".join(parts[:count]))
-            for part in parts[count:]:
-                if not hasattr(found, part):
-                    return False
-                found = getattr(found, part)
+            try:
+                operator.attrgetter(".".join(parts[count:]))(importlib.import_module(".".join(parts[:count])))
+            except AttributeError:
+                return False
             return True
     return False
 
@@ -68,6 +68,11 @@ def test_what_a_page_names_is_there():
         assert sorted(name for name in names if not resolves(name)) == [], page
 
 
+def test_what_was_removed_is_not_there():
+    assert len(removed()) > 90
+    assert [path for path in removed() if any(ROOT.glob(path))] == []
+
+
 def test_the_tests_that_a_page_selects_are_there():
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     selections = set(re.findall(r"(tests/[\w/]+\.py) -k (\"[^\"]+\"|\w+)", text))
@@ -78,24 +83,18 @@ def test_the_tests_that_a_page_selects_are_there():
         assert [word for word in words if not re.search(rf"def test_\w*{word}|\"[\w-]*{word}", text)] == [], path
 
 
-def test_what_was_removed_is_not_there():
-    assert len(removed()) > 90
-    assert [path for path in removed() if any(ROOT.glob(path))] == []
-
-
 def test_a_name_that_is_not_there_is_seen():
-    assert list(paths("see `rljax/{sharding,nowhere}.py`, launch/no.sh.", FOLDERS)) == [
-        "rljax/sharding.py",
-        "rljax/nowhere.py",
-        "launch/no.sh",
-    ]
-    assert resolves("rljax.schedule.SurgeTracker.update")
-    assert not resolves("rljax.schedule.SurgeTracker.updates")
-    assert not resolves("rljax.training")
+    found = paths("see `rljax/{sharding,nowhere}.py`, launch/no.sh.", FOLDERS)
+    assert [*found] == ["rljax/sharding.py", "rljax/nowhere.py", "launch/no.sh"]
+    names = ("rljax.schedule.SurgeTracker.update", "rljax.schedule.SurgeTracker.updates", "rljax.training")
+    assert [resolves(name) for name in names] == [True, False, False]
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+@functools.cache
+def headings(page):
+    """Returns the anchors of a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 def test_links_lead_to_files_and_headings():
@@ -110,28 +109,16 @@ def test_links_lead_to_files_and_headings():
                 lost.append(f"{page.relative_to(ROOT)}: {link}")
     assert found > 400
     assert lost == []
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
-@functools.cache
-def headings(page):
-    """Returns the anchors of a page's headings."""
-    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
-TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-
-
-def test_every_metric_is_in_the_glossary():
-    known = glossary()
+def test_every_metric_and_option_of_troubleshooting_is_there():
+    text, known = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"), glossary()
     groups = {key.split("/")[0] for key in known if "/" in key}
-    named = set(re.findall(rf"(?<![\w/.])(?:{'|'.join(groups)})/[\w<>]+(?:/[\w<>]+)*", TROUBLESHOOTING))
+    named = set(re.findall(rf"(?<![\w/.])(?:{'|'.join(groups)})/[\w<>]+(?:/[\w<>]+)*", text))
     keys = {name for name in named if not (ROOT / name).exists() and not name.startswith("rollouts/")}
     assert len(keys) > 30
     assert [key for key in sorted(keys) if not any(pattern.fullmatch(key) for pattern in known.values())] == []
-
-
-def test_every_option_is_one_of_the_configuration():
-    named = {name.replace("-", "_") for name in re.findall(r"--([a-z]+\.[a-z.-]+[a-z])", TROUBLESHOOTING)}
+    named = {name.replace("-", "_") for name in re.findall(r"--([a-z]+\.[a-z.-]+[a-z])", text)}
     assert len(named) > 12
     assert named <= options_of(Config).keys()

@@ -22,31 +22,16 @@ ROOT = Path(__file__).parents[2]
 DOORS = {
     "httpx": {"rollout.servers.http", "weights.source"},
     "starlette": {
-        "weights.outlets",
-        "weights.http_limits",
-        "rollout.external.receiver",
-        "rollout.servers.vllm.endpoint",
+        *("weights.outlets", "weights.http_limits", "rollout.external.receiver", "rollout.servers.vllm.endpoint")
     },
     "uvicorn": {"weights.http_limits"},
     "h11": {"weights.http_limits"},
     "msgspec": {
-        "rollout.servers.kind",
-        "rollout.servers.vllm.client",
-        "rollout.servers.vllm.endpoint",
-        "rollout.servers.sglang.client",
-        "rollout.servers.http",
-        "rollout.servers.replies",
-        "rollout.external.receiver",
-        "rollout.external.rows",
-        "weights.format",
-        "weights.writer",
-        "distributed.acts",
-        "distributed.answering",
-        "distributed.child",
-        "distributed.messages",
-        "distributed.ownership",
-        "rollout.episodes.outcomes",
-        "weights.worker",
+        *("rollout.servers.kind", "rollout.servers.vllm.client", "rollout.servers.vllm.endpoint"),
+        *("rollout.servers.sglang.client", "rollout.servers.http", "rollout.servers.replies"),
+        *("rollout.external.receiver", "rollout.external.rows", "rollout.episodes.outcomes"),
+        *("weights.format", "weights.writer", "weights.worker", "distributed.acts", "distributed.answering"),
+        *("distributed.child", "distributed.messages", "distributed.ownership"),
     },
     "zstandard": {"weights.delta"},
     "xxhash": {"weights.format"},
@@ -56,10 +41,7 @@ DOORS = {
     "grain": {"data.prompts"},
     "pyarrow": {"data.files", "record.token_dumps"},
     "safetensors": {
-        "policy.hf",
-        "policy.peft",
-        "rollout.servers.vllm.plugin",
-        "rollout.servers.vllm.taps",
+        *("policy.hf", "policy.peft", "rollout.servers.vllm.plugin", "rollout.servers.vllm.taps"),
         "compare.layers.vllm_tracer",
     },
     "wandb": {"record.trackers"},
@@ -68,13 +50,8 @@ DOORS = {
     "sglang": {"rollout.servers.sglang.plugin"},
     "tpu_inference": {"rollout.servers.vllm.tpu", "rollout.servers.vllm.plugin"},
     "torch": {
-        "rollout.servers.vllm.plugin",
-        "rollout.servers.vllm.taps",
-        "rollout.servers.vllm.hooks",
-        "rollout.servers.sglang.server",
-        "weights.sums",
-        "compare.scorers",
-        "schedule.torch",
+        *("rollout.servers.vllm.plugin", "rollout.servers.vllm.taps", "rollout.servers.vllm.hooks"),
+        *("rollout.servers.sglang.server", "weights.sums", "compare.scorers", "schedule.torch"),
     },
     "huggingface_hub": {"policy.hub", "commands.prepare"},
     "transformers": {"data.tokenizer", "compare.scorers", "schedule.torch", "rollout.servers.vllm.plugin"},
@@ -100,19 +77,15 @@ LATE = {
 LEVEL_0 = ("errors", "schedule", "mismatch")
 # The names of rljax.mismatch that other packages may use besides those of its __init__.
 MISMATCH_MODULES = {
-    *("accurate", "atlas", "metrics", "signs", "importance", "correction", "diagnosis", "names"),
-    *("centering", "regions"),
+    *("accurate", "atlas", "centering", "correction", "diagnosis", "importance", "metrics", "names", "regions", "signs")
 }
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 FOR_TORCH = {"schedule.torch": {"torch", "transformers"}}
 
 # Modules that are loaded where jax may be absent: the plugins inside servers' workers, and the weights beside them.
 WITHOUT_JAX = (
-    "rollout.servers.vllm.plugin",
-    "rollout.servers.sglang.plugin",
-    "rollout.servers.sglang.server",
-    "weights.store",
-    "weights.pull",
+    *("rollout.servers.vllm.plugin", "rollout.servers.sglang.plugin", "rollout.servers.sglang.server"),
+    *("weights.store", "weights.pull"),
 )
 
 

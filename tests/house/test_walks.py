@@ -59,8 +59,8 @@ def walks(tmp_path_factory):
     """The requests that ``one_step`` led to in a run of two steps, and the files that it opened."""
     from vllm_fake import FakeVllm
 
-    config = read_config(TOY_BASE)
-    params, score, lock = load_params(TOY_BASE, config), make_scorer(config, "float32"), threading.Lock()
+    config, lock = read_config(TOY_BASE), threading.Lock()
+    params, score = load_params(TOY_BASE, config), make_scorer(config, "float32")
 
     def draw(prompt, sampling):
         tokens = np.random.default_rng([sampling["seed"] or 0, len(prompt)]).integers(0, 10, sampling["max_tokens"])
@@ -107,14 +107,9 @@ def walks(tmp_path_factory):
     return [[each for each in found if each.frames[:1] == [step]] for found in (requests, files)]
 
 
-def files_of(*watched):
-    return {frame.file for each in watched for frame in each.frames}
-
-
 def test_from_a_step_to_a_request(walks):
     requests, _ = walks
-    sampled = [each for each in requests if each.frames[1].function == "take" and each.path == GENERATE]
-    (walk,) = {tuple(each.frames) for each in sampled}
+    (walk,) = {tuple(one.frames) for one in requests if one.frames[1].function == "take" and one.path == GENERATE}
     print(*walk, sep="\n")
     assert len(walk) <= SAMPLE_FRAMES
     assert len({frame.file for frame in walk}) <= SAMPLE_FILES
@@ -128,6 +123,6 @@ def test_from_a_publish_to_bytes_on_a_server(walks):
     written = [each for each in files if each.frames[1].function == "publish"]
     assert loaded
     assert written
-    passed = files_of(*loaded, *written) | {"policy/hf.py"}
+    passed = {frame.file for each in (*loaded, *written) for frame in each.frames} | {"policy/hf.py"}
     print(*sorted(passed), sep="\n")
     assert len(passed) <= PUBLISH_FILES

@@ -86,45 +86,26 @@ def test_the_calls_of_the_library_that_execute_text_are_known():
             if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in EXECUTORS:
                 found[str(path.relative_to(root))] += 1
     assert found == RUN_TEXT
+    executes = r"(?<!literal_)eval\(answer|parse_expr\(answer"
+    sources = {name: inspect.getsource(task.score_answer) for name, (task, _) in factory.DATASETS.items()}
+    assert {name for name, source in sources.items() if re.search(executes, source)} == EXECUTING
 
 
-def test_the_tasks_that_execute_an_answer_are_known():
-    executes = {
-        name
-        for name, (task, _) in factory.DATASETS.items()
-        if re.search(r"(?<!literal_)eval\(answer|parse_expr\(answer", inspect.getsource(task.score_answer))
-    }
-    assert executes == EXECUTING
+A_FORMULA = ["(5 + 1)*(8/2) - 1", "x**2*sin(x)/2 + sqrt (x) + C", "(\n1.5\n)", "log(x, 10)", "exp(x**9)"]
+A_FORMULA += ["+".join(["1"] * 400)]
+NO_FORMULA = [
+    *("f(x)", "sqrt('1')", "sqrt(*x)", "log(x, base=2)", "(sqrt)(x)(y)", "eval(x)", "x.real", "1 .real", "x[0]"),
+    *("lambda x: x", "(x:=1)", "x if y else z", "x == y", "x!", "0.2[1]", "True", "None", "1j", "...", "b''"),
+    *("1 # x", "1 +\\\n1", "f'{x}'", "ｓqrt(x)", "x²", "{1}", "(1, 2)", "__name__", "", "2x", "x and y", "1@2"),
+    *("9**9**8", "exp(9**8*log(9))", "((9**99)**99)**99", "9**(1/(1/99999999))", "10**-99999999", "1e999"),
+    *("1e-99999999", "Abs(x*1.E-9_9999_999)"),
+    *("E**(9**8*log(9))", "(" * 4000 + ")" * 4000, "+".join(["1"] * 600), "x" * 5000, "\0", "\ud800"),
+]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "(5 + 1)*(8/2) - 1",
-        "x**2*sin(x)/2 + sqrt (x) + C",
-        "(\n1.5\n)",
-        "log(x, 10)",
-        "+".join(["1"] * 400),
-        "exp(x**9)",
-    ],
-)
-def test_a_formula(answer):
-    assert is_formula(answer)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *("f(x)", "sqrt('1')", "sqrt(*x)", "log(x, base=2)", "(sqrt)(x)(y)", "eval(x)", "x.real", "1 .real", "x[0]"),
-        *("lambda x: x", "(x:=1)", "x if y else z", "x == y", "x!", "0.2[1]", "True", "None", "1j", "...", "b''"),
-        *("1 # x", "1 +\\\n1", "f'{x}'", "ｓqrt(x)", "x²", "{1}", "(1, 2)", "__name__", "", "2x", "x and y", "1@2"),
-        *("9**9**8", "exp(9**8*log(9))", "((9**99)**99)**99", "9**(1/(1/99999999))", "10**-99999999", "1e999"),
-        *("1e-99999999", "Abs(x*1.E-9_9999_999)"),
-        *("E**(9**8*log(9))", "(" * 4000 + ")" * 4000, "+".join(["1"] * 600), "x" * 5000, "\0", "\ud800"),
-    ],
-)
-def test_no_formula(answer):
-    assert not is_formula(answer)
+def test_formulas_are_told_from_all_else():
+    assert [answer for answer in A_FORMULA if not is_formula(answer)] == []
+    assert [answer for answer in NO_FORMULA if is_formula(answer)] == []
 
 
 PROGRAMS = [
@@ -173,21 +154,15 @@ def test_a_program_is_never_executed(problem, tmp_path, program):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", sorted(LITERALS))
-@pytest.mark.parametrize("answer", ["oracle_answer", "[oracle_answer]", "entry['metadata']['solution']"])
-def test_the_names_of_a_scorer_are_worth_nothing(problem, name, answer):
-    assert library_reward(problem(name), f"<answer>{answer}</answer>", False) == 0.0
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(EXECUTING))
-def test_right_answers_and_literals_earn_what_the_library_gives(name, seed):
-    size = 6 if name == "intermediate_integration" else 20
-    entries = list(factory.create_dataset(name, seed=seed, size=size))
-    task = factory.create_dataset(name, seed=seed, size=1)
-    for entry in entries:
+def test_right_answers_and_literals_earn_what_the_library_gives(name):
+    """The names of a scorer's variables are worth nothing."""
+    task = factory.create_dataset(name, seed=1, size=6 if name == "intermediate_integration" else 20)
+    for entry in task:
         facts = {"extra_info": {"task": name, "options": "{}", "entry": entry}}
+        for answer in ("oracle_answer", "[oracle_answer]", "entry['metadata']['solution']"):
+            assert name not in LITERALS or library_reward(facts, f"<answer>{answer}</answer>", False) == 0.0
         right = str(entry["answer"])
         rows = [line.split() for line in right.split("\n")]
         for answer in (right, str(rows), str(rows[0]), str(list(right)), right.replace(" ", ""), right + " + C"):
@@ -226,9 +201,6 @@ def test_a_fraction_may_be_written_in_another_notation(problem):
     numerator, denominator = re.findall(r"\d+", one["answer"])
     assert strict_reward(one, f"{numerator}/{denominator}", False) == 1.0
     assert strict_reward(one, f"{numerator}/{denominator} or 1/2", False) == 0.0
-
-
-def test_a_problem_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="none of a reasoning-gym task: set data"):
         strict_reward({"answer": "1", "extra_info": {"index": 3}}, "1", False)
 

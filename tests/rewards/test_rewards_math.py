@@ -15,13 +15,20 @@ from rljax.rewards.pool import RewardPool
 
 TABLE = Path(__file__).parents[1] / "gold/math_answers.jsonl"
 ROWS = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
-LIMITS = Path(__file__).parents[2] / "docs/rewards.md"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row['group']}" for i, row in enumerate(ROWS)])
-def test_agreed_verdict(row):
-    verdict = math_reward({"answer": row["answer"]}, row["response"], row.get("truncated", False))
-    assert verdict == row["verdict"], f"final answer read as {final_answer(row['response'])!r}"
+def test_agreed_verdicts():
+    wrong = {}
+    for number, row in enumerate(ROWS):
+        verdict = math_reward({"answer": row["answer"]}, row["response"], row.get("truncated", False))
+        if verdict != row["verdict"]:
+            wrong[f"{number}-{row['group']}"] = f"final answer read as {final_answer(row['response'])!r}"
+    assert wrong == {}
+    notes = {row.get("note", "") for row in ROWS}
+    limits = {note.removeprefix("known limit: ") for note in notes if note.startswith("known limit")}
+    text = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+    assert limits
+    assert {limit for limit in limits if limit not in text} == set()
 
 
 HOW = {
@@ -45,48 +52,29 @@ def test_verdicts_on_what_people_and_models_write(table):
     assert wrong == []
 
 
-def test_every_known_limit_of_the_table_is_in_the_docs():
-    text = LIMITS.read_text(encoding="utf-8")
-    limits = {
-        row["note"].removeprefix("known limit: ") for row in ROWS if row.get("note", "").startswith("known limit")
-    }
-    assert limits
-    assert {limit for limit in limits if limit not in text} == set()
-
-
-def test_the_pool_gives_the_same_verdicts():
-    rows = ROWS[::7]
-    with RewardPool("math", 2, timeout_s=30.0) as pool:
-        futures = [pool.submit(row, row["response"], row.get("truncated", False)) for row in rows]
-        assert [future.result(timeout=120) for future in futures] == [row["verdict"] for row in rows]
-        assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
-
-
 @pytest.mark.slow
-def test_a_power_tower_is_stopped_and_the_next_is_scored():
-    bomb = r"\boxed{\int_0^1 \sin(x^{9^{9^{9}}}) \, dx + 9^{9^{9^{9}}}}"
+def test_a_power_tower_is_stopped_and_the_next_are_scored():
+    """The pool gives the verdicts of the table."""
+    bomb, rows = r"\boxed{\int_0^1 \sin(x^{9^{9^{9}}}) \, dx + 9^{9^{9^{9}}}}", ROWS[::7]
     with RewardPool("math", 1, timeout_s=3.0) as pool:
         pool.submit({"answer": "42"}, "Answer: 42", False).result(timeout=60)
         start = time.monotonic()
         stopped = pool.submit({"answer": "\\pi"}, bomb, False)
-        after = pool.submit({"answer": "\\frac12"}, "Answer: 0.5", False)
+        after = [pool.submit(row, row["response"], row.get("truncated", False)) for row in rows]
         assert stopped.result(timeout=60) == 0.0
         assert time.monotonic() - start < 10.0
-        assert after.result(timeout=60) == 1.0
+        assert [future.result(timeout=120) for future in after] == [row["verdict"] for row in rows]
         assert pool.pop_metrics()["reward/errors"] == 1
-
-
-@pytest.mark.parametrize("answer", ["", "  "])
-def test_a_problem_without_an_answer_is_an_error_and_no_zero(answer):
-    with pytest.raises(ValueError, match="the problem's answer is empty"):
-        math_reward({"answer": answer}, "Answer: 42", False)
-    with pytest.raises(KeyError):
-        math_reward({}, "Answer: 42", False)
 
 
 def test_numbers_and_other_fields_of_a_problem_are_taken():
     assert math_reward({"answer": 42, "data_source": "x"}, "Answer: 42", False) == 1.0
     assert math_reward({"answer": 0.5}, "Answer: 1/2", False) == 1.0
+    for answer in ("", "  "):
+        with pytest.raises(ValueError, match="the problem's answer is empty"):
+            math_reward({"answer": answer}, "Answer: 42", False)
+    with pytest.raises(KeyError):
+        math_reward({}, "Answer: 42", False)
 
 
 @pytest.mark.parametrize(
@@ -114,41 +102,20 @@ def test_the_final_answer_of_a_response(response, stated):
     assert final_answer(response) == stated
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "unit"),
-    [
-        ("15 square meters", "15", "m2"),
-        ("15 m ^2", "15", "m2"),
-        ("3 sq ft", "3", "ft2"),
-        ("60 miles per hour", "60", "mi/h"),
-        ("60 km/h", "60", "km/h"),
-        ("12 red apples", "12", ""),
-        (r"90^{\circ}", "90", "degree"),
-        (r"2\pi cm", r"2\pi", "cm"),
-        ("5 x", "5 x", None),
-        ("5 hundred", "5 hundred", None),
-        ("2x+1", "2x+1", None),
-        ("seven", "seven", None),
-    ],
-)
-def test_units_by_hand(text, value, unit):
-    assert split_unit(text) == (value, unit)
-
-
-@pytest.mark.parametrize(
-    ("text", "rewritten"),
-    [
-        (r"\dfrac 1 2", r"\frac{1}{2}"),
-        ("10 3/4", r"\frac{43}{4}"),
-        (r"0.1\overline{6}", r"\frac{1}{6}"),
-        (r"2.\overline{09}", r"\frac{23}{11}"),
-        ("6.02e23", r"6.02\times 10^{23}"),
-        ("2sqrt(3)/pi", r"2\sqrt{3}/\pi"),
-        (r"x^2\frac{1}{2}", r"x^2\frac{1}{2}"),
-    ],
-)
-def test_numbers_are_rewritten_by_hand(text, rewritten):
-    assert rewrite_numbers(text) == rewritten
+def test_units_and_numbers_by_hand():
+    units = {
+        **{"15 square meters": ("15", "m2"), "15 m ^2": ("15", "m2"), "3 sq ft": ("3", "ft2")},
+        **{"60 miles per hour": ("60", "mi/h"), "60 km/h": ("60", "km/h"), "12 red apples": ("12", "")},
+        **{r"90^{\circ}": ("90", "degree"), r"2\pi cm": (r"2\pi", "cm")},
+        **{text: (text, None) for text in ("5 x", "5 hundred", "2x+1", "seven")},
+    }
+    assert {text: split_unit(text) for text in units} == units
+    numbers = {
+        **{r"\dfrac 1 2": r"\frac{1}{2}", "10 3/4": r"\frac{43}{4}", r"0.1\overline{6}": r"\frac{1}{6}"},
+        **{r"2.\overline{09}": r"\frac{23}{11}", "6.02e23": r"6.02\times 10^{23}"},
+        **{"2sqrt(3)/pi": r"2\sqrt{3}/\pi", r"x^2\frac{1}{2}": r"x^2\frac{1}{2}"},
+    }
+    assert {text: rewrite_numbers(text) for text in numbers} == numbers
 
 
 @pytest.mark.parametrize(
