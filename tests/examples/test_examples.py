@@ -56,19 +56,10 @@ def test_the_programs_print_their_tables(capsys):
     assert capsys.readouterr().err.endswith("error: one.jsonl: No such file or directory\n")
 
 
-@pytest.mark.parametrize(
-    ("response", "truncated", "expected"),
-    [("12,130", False, 1.0), ("130", False, 1.0), ("1,120", False, 2 / 3), ("13", False, 0.0), ("130", True, 0.0)],
-)
-def test_the_custom_reward_by_hand(response, truncated, expected):
-    assert custom_reward.digits_right({"answer": "130"}, response, truncated) == expected
-
-
-def test_more_groups_than_the_trainer_ever_takes_are_refused(monkeypatch):
-    monkeypatch.setattr(external_rollouts, "ask", lambda url: {"waiting_groups": 0, "max_waiting_groups": 8})
-    external_rollouts.wait_for_room("http://trainer", 8)
-    with pytest.raises(SystemExit, match=r"at most 8 groups at once, not 9: give --at-once 8"):
-        external_rollouts.wait_for_room("http://trainer", 9)
+def test_the_custom_reward_by_hand():
+    said = [("12,130", False), ("130", False), ("1,120", False), ("13", False), ("130", True)]
+    rewards = [custom_reward.digits_right({"answer": "130"}, *each) for each in said]
+    assert rewards == [1.0, 1.0, 2 / 3, 0.0, 0.0]
 
 
 @pytest.mark.slow
@@ -76,6 +67,10 @@ def test_the_other_program_writes_rows_that_a_run_takes(toy_base, tmp_path, monk
     options = ["--model", str(toy_base), "--groups", "3", "--at-once", "2", "--group-size", "3"]
     monkeypatch.setattr("sys.argv", ["external_rollouts.py", str(tmp_path / "run"), str(tmp_path), *options])
     monkeypatch.setattr(external_rollouts, "addition_problems", lambda split: addition_problems(split)[:2])
+    monkeypatch.setattr(external_rollouts, "ask", lambda url: {"waiting_groups": 0, "max_waiting_groups": 8})
+    external_rollouts.wait_for_room("http://trainer", 8)
+    with pytest.raises(SystemExit, match=r"at most 8 groups at once, not 9: give --at-once 8"):
+        external_rollouts.wait_for_room("http://trainer", 9)
     external_rollouts.main()
     assert "sent groups 2 .. 2 of version 0" in capsys.readouterr().out
     files = TrajectoryQueue(tmp_path, RowLimits(16, 8, SamplingParams(36)), group_size=3, max_staleness=0)

@@ -28,10 +28,8 @@ def test_its_sums_are_the_packages(dtype, size):
 def test_workers_that_hold_parts_copies_or_something_else():
     keys = array((4, 8), np.float16)
     expected, (one, other) = counted(bits_of(keys).reshape(-1)), np.split(keys, 2)
-    assert agrees(expected, [sums_of(keys)] * 2)
-    assert agrees(expected, [sums_of(one), sums_of(other)])
-    assert agrees(expected, [sums_of(part) for part in (one, one, other, other)])
-    assert not agrees(expected, [sums_of(keys), sums_of(keys[::-1])])
-    assert not agrees(expected, [sums_of(one), sums_of(one)])
-    assert not agrees(expected, [sums_of(one), sums_of(other[:1])])
+    for parts in ((keys, keys), (one, other), (one, one, other, other)):
+        assert agrees(expected, [sums_of(part) for part in parts])
+    for parts in ((keys, keys[::-1]), (one, one), (one, other[:1])):
+        assert not agrees(expected, [sums_of(part) for part in parts])
     assert not agrees(expected, [sums_of(keys), None])

@@ -63,10 +63,9 @@ def test_the_cache_that_decode_tokens_allow(tokens, slots, rollout):
 
 def test_without_decode_tokens_a_gpu_gives_seven_tenths():
     """857,000 of 10^6 bytes are taken. The tokens are 0.7 x 143,000 / 192 = 521, which hold 5 responses of 100."""
-    config = tiny()
-    assert plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 857_000).slots == 5
-    full = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 2_000_000)
-    assert full.slots == 1  # a batch has at least one response
+    config, mesh = tiny(), shape_mesh(tiny().mesh)
+    assert plan_decoding(config, TINY, mesh, GPU, 857_000).slots == 5
+    assert plan_decoding(config, TINY, mesh, GPU, 2_000_000).slots == 1  # a batch has at least one response
 
 
 def test_on_a_cpu_the_plan_is_the_engine_s_own_choice():
@@ -102,23 +101,8 @@ def test_a_device_that_is_too_small_is_told_of_settings():
     assert device_demands(config, CPU, 10**18, 0, None) == []
 
 
-def test_a_host_without_gpus_holds_the_arrays():
-    config = tiny(decode_tokens=800)
-    decoding = plan_decoding(config, TINY, shape_mesh(config.mesh), CPU, 0)
-    sizes = sizes_of(config)
-    found = host_demand(config, TINY, sizes, CPU, 50 * COUNT, decoding).parts
-    state = saved_bytes(sizes)[0]
-    expected = {"the process": PROCESS_BYTES, "arrays of an update": 50 * COUNT}
-    assert found == expected
-    sampled = host_demand(config, TINY, sizes, CPU, 0, decoding).parts["arrays of an update"]
-    assert sampled == state + 2 * COUNT + 8 * 100 * 192
-
-
 def test_likeliest_tokens_are_on_the_host_and_on_devices():
-    """8 responses of 90 tokens with 5 of 8 bytes take 28,800.
-
-    There are two batches of them, and 128 x 8 x 40 packed.
-    """
+    """8 responses of 90 tokens with 5 of 8 bytes take 28,800, in two batches. Packed they are 128 x 8 x 40."""
     config = changed(tiny(decode_tokens=800, top_logprobs=5, max_staleness=1), packing={"row_tokens": 128})
     mesh = shape_mesh(config.mesh)
     assert top_bytes(config) == 28_800
@@ -149,6 +133,23 @@ def test_a_host_of_servers_holds_versions_and_offloaded_state(tmp_path):
     assert set(host_demand(on_disk, TINY, sizes, gpu, 0, None).parts) == {"the process", "a checkpoint on its way"}
 
 
+def test_a_host_without_gpus_holds_the_arrays(monkeypatch):
+    config = tiny(decode_tokens=800)
+    decoding, sizes = plan_decoding(config, TINY, shape_mesh(config.mesh), CPU, 0), sizes_of(config)
+
+    def arrays(each, update, planned):
+        parts = host_demand(config, TINY, sizes, each, update, planned).parts
+        assert parts.keys() == {"the process", "arrays of an update"}
+        return parts["arrays of an update"]
+
+    assert arrays(CPU, 50 * COUNT, decoding) == 50 * COUNT
+    assert arrays(CPU, 0, decoding) == saved_bytes(sizes)[0] + 2 * COUNT + 8 * 100 * 192
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    assert arrays(CPU._replace(number=16), 1000, None) == 4 * 1000
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")  # two processes a host, with four devices each
+    assert arrays(CPU._replace(number=16), 1000, None) == 8 * 1000
+
+
 def test_a_host_of_a_larger_mesh_holds_eight_devices():
     config = changed(tiny(), mesh={"fsdp": 16})
     devices = find_devices(shape_mesh(config.mesh))
@@ -156,15 +157,9 @@ def test_a_host_of_a_larger_mesh_holds_eight_devices():
     demand = host_demand(config, TINY, sizes_of(config), devices, 0, None)
     assert demand.free is None
     assert demand.parts["a checkpoint on its way"] == 8 * saved_bytes(sizes_of(config))[1]
-
-
-def test_a_process_plans_for_the_devices_of_its_own_host(monkeypatch):
-    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    found = host_demand(tiny(), TINY, sizes_of(tiny()), CPU._replace(number=16), 1000, None).parts
-    assert found["arrays of an update"] == 4 * 1000
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")  # two processes a host, with four devices each
-    found = host_demand(tiny(), TINY, sizes_of(tiny()), CPU._replace(number=16), 1000, None).parts
-    assert found["arrays of an update"] == 8 * 1000
+    mesh = shape_mesh(MeshConfig(1, 1))
+    assert find_devices(mesh, H100) == (1, False, H100.name, H100.memory_bytes)  # a card that is given
+    assert find_devices(mesh)._replace(name="") == (1, True, "", None)
 
 
 def test_disks_hold_checkpoints_and_versions(tmp_path):
@@ -193,20 +188,8 @@ def test_the_dry_run_ends_with_what_does_not_fit(tmp_path):
         "try precision.remat: blocks, a larger mesh.fsdp, adapters (lora.rank)"
     )
     assert lines.index(line) > max(i for i, each in enumerate(lines) if each.startswith("sum "))
-    fitting = changed(config, precision={"remat": "blocks"})
-    assert "does not fit  while" not in dry_run(fitting)
-
-
-def test_a_start_looks_for_room_for_large_policies_alone():
-    config = changed(Config(), model={"path": QWEN}, rollout={"engine": "vllm"}, mesh={"fsdp": 4})
-    config = changed(config, packing={"tokens_per_device": 9216})
+    assert "does not fit  while" not in dry_run(changed(config, precision={"remat": "blocks"}))
+    # A start looks for room for large policies alone.
     (line, *_) = lacks_at_start(config, KNOWN_SHAPES[QWEN], shape_mesh(config.mesh))
     assert line.startswith("this run may not fit in training: arrays of an update ")
     assert lacks_at_start(config, TINY, shape_mesh(config.mesh)) == []
-
-
-def test_a_card_that_is_given_is_the_device():
-    mesh = shape_mesh(MeshConfig(1, 1))
-    assert find_devices(mesh, H100) == (1, False, H100.name, H100.memory_bytes)
-    here = find_devices(mesh)
-    assert (here.number, here.is_here, here.memory) == (1, True, None)

@@ -69,10 +69,7 @@ def test_a_cpu_keeps_up_to_2_to_the_27_logits(vocab_size, is_stored):
 
 
 def test_the_head_sees_only_responses_where_prompts_are_shared():
-    """A prompt of up to 128 tokens has two responses of up to 60: rows of 256 tokens hold up to 192 of responses.
-
-    A CPU keeps the logits of 192 tokens of this vocabulary, and not of 256.
-    """
+    """Rows of 256 tokens hold up to 192 of responses. A CPU keeps so many logits of this vocabulary, and not 256."""
     mesh, policy = make_mesh(MeshConfig(1, 1)), dataclasses.replace(POLICY, vocab_size=600_000)
     shared = changed(
         config(),
@@ -100,26 +97,19 @@ def test_other_remats_keep_more_or_none():
 
 
 def test_between_products_tokens_are_split():
-    """Over two devices a block with remat blocks halves one kept array, and a block with dots two.
-
-    With none it halves more.
-    """
-    width = 2 * 64 * 16 * 2
-    for remat, split in (("blocks", 1), ("dots", 2)):
+    """Over two devices a block with remat blocks halves one kept array, and a block with dots two."""
+    width, saved = 2 * 64 * 16 * 2, {}
+    for remat in ("blocks", "dots", "none"):
         whole, halved = (kept_by_a_block(POLICY, 2, 64, config(remat=remat), ways=ways) for ways in (1, 2))
-        assert whole - halved == split * width // 2
-    whole, halved = (kept_by_a_block(POLICY, 2, 64, config(remat="none"), ways=ways) for ways in (1, 2))
-    assert (whole - halved) % width == 0
-    assert whole - halved > 2 * width
+        saved[remat] = whole - halved
+    assert (saved["blocks"], saved["dots"], saved["none"] % width) == (width // 2, width, 0)
+    assert saved["none"] > 2 * width
 
 
 @pytest.mark.parametrize("remat", ["blocks", "dots", "none"])
 @pytest.mark.parametrize("shares", [False, True])
 def test_cudnn_keeps_queries_again_and_the_sums_of_each_segment(shares, remat):
-    """Its alternative for rows of very many segments needs the queries.
-
-    There is a log-sum-exp for each of up to 16 segments, but only a joined one of trees.
-    """
+    """There is a log-sum-exp for each of up to 16 segments, but only a joined one of trees."""
     wanted = changed(config(remat=remat), packing={"share_prefixes": shares})
     cudnn = planned_attention(wanted, POLICY, shape_mesh(MeshConfig(1, 1)))
     more = kept_by_a_block(POLICY, 2, 2048, wanted, cudnn) - kept_by_a_block(POLICY, 2, 2048, wanted)
@@ -156,10 +146,5 @@ def test_work_by_hand():
     assert head_bytes(POLICY, mesh, 128, 2) == head
     copy = state_bytes(wanted, POLICY, mesh)["bfloat16 copy"][1]
     assert found["at work in a micro-batch"] == max(copy + block, head)
-
-
-def test_the_plan_is_state_and_work():
-    wanted, mesh = config(remat=True), shape_mesh(MeshConfig(4, 2))
-    planned = planned_bytes(wanted, POLICY, mesh)
-    work = working_bytes(wanted, POLICY, mesh)
-    assert planned == state_bytes(wanted, POLICY, mesh) | {name: (8 * size, size) for name, size in work.items()}
+    work = {name: (8 * size, size) for name, size in found.items()}
+    assert planned_bytes(wanted, POLICY, mesh) == state_bytes(wanted, POLICY, mesh) | work
