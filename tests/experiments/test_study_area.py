@@ -1,11 +1,13 @@
-"""Tests of the area under the accuracy, its comparison by hand, and the power of a drawn study."""
+"""Tests of comparisons of arms by hand: the area under the accuracy, and equal distances from the base."""
 
 import numpy as np
 import pytest
+import study_distance
 from exact_tests import sign_flip_p
 from records import study_row
 from study import read_study
 from study_area import areas_of, compare, comparison_figure, dose_figure, markdown, power, tables
+from study_distance import Course, course_of, figure_of
 
 
 def rows(rewards, surge=None):
@@ -89,3 +91,49 @@ def test_the_power_of_drawn_studies():
     assert power(areas, 9, 1.0, 5, np.random.default_rng(0)) == 1.0
     assert power(areas, 6, 1.0, 5, np.random.default_rng(0)) == 0.0  # the least p is 2 / 64; five times it is 0.16
     assert sign_flip_p([1.0] * 9) * 5 < 0.05
+
+
+def moving(rewards, distances):
+    """Returns rows that hold each pair of values for ten steps, as long as the means of accuracy and distance."""
+    return [
+        {"step": 10 * k + i, "reward/mean": reward, "policy/reference_kl": distance}
+        for k, (reward, distance) in enumerate(zip(rewards, distances, strict=True))
+        for i in range(1, 11)
+    ]
+
+
+MOVING = {
+    ("slow", 0): moving([0.25, 0.5, 0.75], [0.0, 0.5, 1.0]),
+    ("constant", 0): moving([0.5, 0.25, 0.0], [1.0, 2.0, 1.0]),
+    ("slow", 1): moving([0.5, 0.5, 0.5], [0.0, 1.0, 2.0]),
+    ("constant", 1): moving([0.0, 0.0, 1.0], [0.5, 0.5, 0.5]),
+}
+
+
+def test_what_was_moved_never_falls():
+    course = course_of(MOVING["constant", 0])
+    np.testing.assert_allclose(course.moved[[9, 19, 29]], [1.0, 2.0, 2.0])
+    np.testing.assert_allclose(course.accuracy[[9, 19, 29]], [0.5, 0.25, 0.0])
+    with pytest.raises(ValueError, match="no seed in common"):
+        study_distance.compare({0: course}, {1: course}, 1)
+    course = Course(np.zeros(4), np.array([0.2, 0.5, 0.6, 0.8]))
+    assert [course.step_at(distance) for distance in (0.1, 0.2, 0.5, 0.7, 9.0)] == [1, 1, 2, 3, 4]
+    for unknown in ({}, {"policy/reference_kl": float("nan")}):
+        with pytest.raises(ValueError, match="no finite policy/reference_kl"):
+            course_of([{"step": 1, "reward/mean": 0.0, **unknown}])
+
+
+def test_pairs_by_hand(tmp_path):
+    """Seed 0 is read at 1.0: slow at its end, the other after 10 steps. Seed 1 is read at 0.5, slow in step 15."""
+    (tmp_path / "study.yaml").write_text(STUDY)
+    study = read_study(tmp_path / "study.yaml")
+    found = study_distance.tables(study, MOVING)
+    (pair,) = found["comparisons"]
+    assert pair["read"] == {"0": {"distance": 1.0, "steps": [30, 10]}, "1": {"distance": 0.5, "steps": [15, 30]}}
+    assert pair["differences"] == [0.25, -0.5]
+    assert (pair["equal"]["difference"], pair["ends"]["difference"]) == (-0.125, 0.125)
+    assert (pair["equal"]["p"], pair["equal"]["corrected_p"]) == (1.0, 1.0)
+    assert found["arms"]["constant"] == {"seeds": 2, "distance": 1.25, "accuracy": 0.5}
+    assert "| slow - constant | 2 | -0.12 | - | 1/0/1 | 1 | 1 |" in study_distance.markdown(found)
+    (axis,) = figure_of(study, MOVING).axes
+    assert sum(line.get_marker() == "o" for line in axis.lines) == 4

@@ -1,9 +1,37 @@
-"""Tests of the outcomes that a study compares: peak, collapse, surge, and the metrics beside them."""
+"""Tests of a run's outcomes (peak, collapse, surge and metrics beside them) and of exact tests on them."""
 
 import numpy as np
 import pytest
+from exact_tests import fisher_p, share_interval, shift_interval, sign_flip_p
 from records import study_row
 from study_outcome import collapse_step, outcome_of, trailing_mean
+
+
+def test_signs_are_flipped_in_every_way():
+    assert sign_flip_p([0.1, 0.2, 0.3]) == 2 / 8  # all three up, or all three down
+    assert sign_flip_p([-0.1, 0.2, 0.4]) == 4 / 8  # the sums 0.7 and 0.5, and their opposites, reach 0.5
+    assert sign_flip_p([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]) == 2 / 64
+    assert sign_flip_p([0.1, 0.2, -0.3]) == sign_flip_p([0.0, 0.0]) == 1.0
+
+
+def test_an_interval_of_three_pairs_by_hand():
+    """The means of subsets of 1, 2 and 6 are 1, 1.5, 2, 3, 3.5, 4 and 6. With 75% each end loses one part of eight."""
+    assert shift_interval([1.0, 2.0, 6.0], 0.75) == (1.0, 6.0)
+    assert shift_interval([1.0, 2.0, 6.0], 0.5) == (1.5, 4.0)
+    assert shift_interval([1.0, 2.0, 6.0], 0.95) is None
+    with pytest.raises(ValueError, match="got 21 pairs, expected at most 20"):
+        shift_interval([0.0] * 21, 0.95)
+    # 5 of 8 stand against 2 of 8. The first row of a table has 0 to 7 of the 7, and there are C(16, 7) = 11440 tables.
+    # Their ways are 8, 224, 1568, 3920, 3920, 1568, 224 and 8. Those of at most 1568 ways are 3600 together.
+    assert fisher_p(5, 8, 2, 8) == pytest.approx(3600 / 11440)
+    assert share_interval(8, 8, 0.95) == (pytest.approx(0.025**0.125), 1.0)
+
+
+def test_an_interval_has_the_shifts_that_the_test_keeps():
+    differences = np.random.default_rng(0).normal(0.3, 0.4, 8)
+    low, high = shift_interval(list(differences), 0.95)
+    for shift, is_kept in ((low - 1e-6, False), (low + 1e-6, True), (high - 1e-6, True), (high + 1e-6, False)):
+        assert (sign_flip_p(list(differences - shift)) > 0.05) == is_kept
 
 
 def rows(rewards, surge=None):
@@ -51,15 +79,8 @@ def test_trailing_mean_by_hand():
     assert trailing_mean(values)[-2:].tolist() == [1.8, 1.9]
 
 
-@pytest.mark.parametrize(
-    ("accuracy", "expected"),
-    [
-        ([0.1, 0.8, 0.7, 0.3, 0.2], 4),
-        ([0.1, 0.8, 0.3, 0.5, 0.2], 5),  # it came back above half the peak in between
-        ([0.1, 0.8, 0.3, 0.3, 0.4], None),  # half itself is not below half
-        ([0.1, 0.2, 0.3], None),
-        ([0.4, 0.0, 0.0], 2),
-    ],
-)
-def test_a_collapse_is_under_half_the_peak_and_stays_there(accuracy, expected):
-    assert collapse_step(np.array(accuracy)) == expected
+def test_a_collapse_is_under_half_the_peak_and_stays_there():
+    """The second course comes back above half the peak in between. Half itself is not below half."""
+    courses = {4: [0.1, 0.8, 0.7, 0.3, 0.2], 5: [0.1, 0.8, 0.3, 0.5, 0.2], 2: [0.4, 0.0, 0.0]}
+    assert {step: collapse_step(np.array(accuracy)) for step, accuracy in courses.items()} == {4: 4, 5: 5, 2: 2}
+    assert collapse_step(np.array([0.1, 0.8, 0.3, 0.3, 0.4])) is collapse_step(np.array([0.1, 0.2, 0.3])) is None

@@ -1,9 +1,11 @@
-"""The tables of docs/studies.md have what the programs of experiments/ print from the rows in benchmarks/."""
+"""The tables of pages have what the programs of experiments/ print from the files in benchmarks/."""
 
 import json
 from pathlib import Path
 
+import compile_table
 import pytest
+import schedule_balance
 import study_area
 import study_claims
 from study import read_study
@@ -80,3 +82,52 @@ def test_the_errors_of_the_logits_in_the_page_of_diagnose():
     assert [error[name] for name in named] == ["0.012", "0.018", "0.046", "0.065", "0.16"]
     page = " ".join((ROOT / "docs/diagnose.md").read_text(encoding="utf-8").split())
     assert "int8 weights 0.018, fp8 weights 0.046, fp8 caches 0.065 (e4m3) and 0.16 (e5m2)" in page
+
+
+def test_the_runs_of_a_seed_count_once():
+    def runs(*finals):
+        return {str(seed): {"final": final, "surge_step": 5} for seed, final in enumerate(finals)}
+
+    study = {"a_triggered": runs(0.5, 0.5), "a": runs(0.1, 0.2), "b_triggered": runs(0.9, 0.4), "b": runs(0.0, 0.5)}
+    row = schedule_balance.compare(
+        schedule_balance.Comparison("", "x", schedule_balance.triggered("a", "b")), {"x": study}
+    )
+    # The pairs' differences are 0.4, 0.3, 0.9 and -0.1. Two of the 8 sums with one sign fixed, 1.7 and 1.5, reach 1.5.
+    # The seeds' differences are 0.65 and 0.1.
+    assert (row["pairs"], row["p"]) == (4, 4 / 16)
+    assert (row["seeds"], row["p_by_seed"]) == (2, 2 / 4)
+
+
+def test_the_page_has_the_counts_and_tables_of_the_balance():
+    page, studies = (ROOT / "docs/should_i_use_it.md").read_text(encoding="utf-8"), schedule_balance.read_studies()
+    assert all(text in page for text in (schedule_balance.counts(studies), *schedule_balance.tables(studies)))
+
+
+def rows_of(lines):
+    """Returns the cells of each row of the tables by (name of the row, head of the column)."""
+    heads, found = [], {}
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if cells and not cells[0]:
+            heads = cells
+        found |= {(cells[0], head): cell for head, cell in zip(heads, cells, strict=False)} if heads else {}
+    return found
+
+
+@pytest.mark.parametrize(("table", "file"), [("models", "compile"), ("options", "compile_options")])
+def test_the_page_of_compiled_steps_shows_what_the_file_holds(table, file):
+    """The page has some of the rows and columns."""
+    rows, lines = compile_table.TABLES[table]
+    found = json.loads((ROOT / f"benchmarks/{file}.json").read_text())
+    assert {row.name for row in rows} == set(found)
+    printed, page = rows_of(lines(rows, found)), rows_of((ROOT / "docs/compile.md").read_text().splitlines())
+    shown = {cell: value for cell, value in page.items() if cell in printed and cell[0] in found and cell[1]}
+    assert len(shown) > 50
+    assert shown == {cell: printed[cell] for cell in shown}
+
+
+@pytest.mark.parametrize("file", ["compile", "compile_options", "compile_long"])
+def test_the_plan_is_within_a_tenth_of_what_was_compiled(file):
+    found = json.loads((ROOT / f"benchmarks/{file}.json").read_text())
+    far = {name: one["bytes"]["planned"] / one["bytes"]["needed"] for name, one in found.items()}
+    assert {name: ratio for name, ratio in far.items() if not 0.9 < ratio < 1.1} == {}

@@ -1,7 +1,8 @@
-"""Tests of the search for a subject: problems, written solutions, rewards and verdicts."""
+"""Tests of the search for a subject, and of the stories: problems, written solutions, rewards and verdicts."""
 
 import numpy as np
 import pytest
+import story_task
 from records import study_row
 from subject_base import packed_rows
 from subject_search import fork_step, growth, judge
@@ -94,3 +95,15 @@ def test_the_other_verdicts():
     courses = ([0.2] * 30, [0.5] * 30, [0.5] * 30 + [0.0] * 20, [0.7] * 30, [0.8] * 30 + [0.0] * 20 + [0.7] * 10)
     verdicts = [judge(rows_of(rewards, [0.01] * len(rewards)))["verdict"] for rewards in courses]
     assert verdicts == ["never learned", "learned", "collapsed", "learned above 0.6", "learned above 0.6"]
+
+
+def test_a_text_is_scored_by_its_words_and_its_end():
+    texts = ["", "A cat isn't 3 dogs.", "One two three four five six"]  # numbers are no words
+    assert [story_task.reward({"answer": "5"}, text, False) for text in texts] == [0.0, 0.8, 1.0]
+    assert story_task.reward({"answer": "5"}, texts[-1], True) == 0.0
+
+
+def test_each_problem_asks_for_its_answer():
+    made = story_task.problems()
+    assert len({problem["prompt"] for problem in made}) == len(made) == 24 * 9
+    assert all(f"at least {problem['answer']} words" in problem["prompt"] for problem in made)

@@ -45,23 +45,13 @@ def problem():
     random.setstate(state)
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("12", "12"),
-        ("Adding gives\n 12 \n\n", "12"),
-        ("<answer>11</answer> no, <answer> 12\n3 </answer> done", "12\n3"),
-        ("\\boxed{11} and \\boxed{12}\nQED", "11, 12"),
-        ("\\boxed{11} is wrong; it is \\boxed{12}\nQED", "12"),
-        ("<answer>\\boxed{12}</answer>", "12"),
-        ("<answer>x = \\boxed{12}</answer>", "x = \\boxed{12}"),
-        ("\\boxed{7} <answer>12</answer> \\boxed{8}", "12"),
-        ("<think><answer>11</answer></think>12", "12"),
-        ("", ""),
-    ],
-)
-def test_the_answer_in_a_response(response, answer):
-    assert stated_answer(response) == answer
+def test_the_answer_in_a_response():
+    twelve = ["12", "Adding gives\n 12 \n\n", "<answer>\\boxed{12}</answer>", "<think><answer>11</answer></think>12"]
+    twelve += ["\\boxed{7} <answer>12</answer> \\boxed{8}", "\\boxed{11} is wrong; it is \\boxed{12}\nQED"]
+    stated = dict.fromkeys(twelve, "12") | {"": "", "\\boxed{11} and \\boxed{12}\nQED": "11, 12"}
+    stated["<answer>11</answer> no, <answer> 12\n3 </answer> done"] = "12\n3"
+    stated["<answer>x = \\boxed{12}</answer>"] = "x = \\boxed{12}"
+    assert {response: stated_answer(response) for response in stated} == stated
 
 
 EXECUTING = FORMULAS | LITERALS
@@ -110,29 +100,15 @@ def test_formulas_are_told_from_all_else():
 
 PROGRAMS = [
     # The two of the first attack. %c writes a bracket without a bracket.
-    """Abs("open%c'FILE','w'%c" % (40, 41))""",
-    """Abs("open"+"+("[1]+"'FILE', 'w'"+"+)"[1])""",
-    "open('FILE', 'w')",
-    "[open('FILE', 'w'), 24][1]",
-    "sqrt(f\"{open('FILE', 'w')}\")",
-    "(lambda: open('FILE', 'w'))()",
-    "[sqrt := open, sqrt('FILE', 'w')]",
-    "[sqrt('FILE', 'w') for sqrt in [open]]",
-    "Abs(\"open('FILE', 'w')\")!",
-    "Abs(*[\"open('FILE', 'w')\"])",
-    "log(2, *[\"op\" \"en('FILE', 'w')\"])",
-    "open \\\n('FILE', 'w')",
-    "(open # sqrt\n('FILE', 'w'))",
-    "{open('FILE', 'w'): 1}",
-    "24 if open('FILE', 'w') else 24",
-    "ｏpen('FILE', 'w')",
-    "__builtins__['open']('FILE', 'w')",
-    "().__class__.__base__.__subclasses__() and open('FILE', 'w')",
-    "S(\"open('FILE', 'w')\")",
-    "Abs(b\"open('FILE', 'w')\".decode())",
-    "[Abs(S) for S in [\"open('FILE', 'w')\"]]",
-    "open('FILE', mode='w')",
-    "abs(4) + len(str(open('FILE', 'w')))",
+    *("""Abs("open%c'FILE','w'%c" % (40, 41))""", """Abs("open"+"+("[1]+"'FILE', 'w'"+"+)"[1])"""),
+    *("open('FILE', 'w')", "[open('FILE', 'w'), 24][1]", "sqrt(f\"{open('FILE', 'w')}\")"),
+    *("(lambda: open('FILE', 'w'))()", "[sqrt := open, sqrt('FILE', 'w')]", "[sqrt('FILE', 'w') for sqrt in [open]]"),
+    *("Abs(\"open('FILE', 'w')\")!", "Abs(*[\"open('FILE', 'w')\"])", "log(2, *[\"op\" \"en('FILE', 'w')\"])"),
+    *("open \\\n('FILE', 'w')", "(open # sqrt\n('FILE', 'w'))", "{open('FILE', 'w'): 1}"),
+    *("24 if open('FILE', 'w') else 24", "ｏpen('FILE', 'w')", "__builtins__['open']('FILE', 'w')"),
+    *("().__class__.__base__.__subclasses__() and open('FILE', 'w')", "S(\"open('FILE', 'w')\")"),
+    *("Abs(b\"open('FILE', 'w')\".decode())", "[Abs(S) for S in [\"open('FILE', 'w')\"]]"),
+    *("open('FILE', mode='w')", "abs(4) + len(str(open('FILE', 'w')))"),
 ]
 
 

@@ -1,7 +1,4 @@
-"""The pool gives right rewards in bounded time.
-
-Damage stays with one response, counts are right, and nothing is left.
-"""
+"""The pool gives right rewards in bounded time. Damage stays with one response, and nothing is left."""
 
 import logging
 import os
@@ -45,8 +42,6 @@ def act(problem, response, truncated):
         signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
         while True:
             pass
-    if response == "exit":
-        os._exit(3)
     if response == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
     if response == "raise":
@@ -157,7 +152,7 @@ def test_what_cannot_be_scored_earns_zero_and_is_an_error(workers, caplog):
 # What a response costs: errors, timeouts, whether its worker is replaced; and the limits of the pool. A reward that
 # keeps its memory would leave none to the next response. One may leave a thread, a gigabyte of output, or a process.
 COSTS = {
-    **dict.fromkeys(("exit", "segv", "KeyboardInterrupt"), (1, 0, True, {})),
+    **dict.fromkeys(("segv", "KeyboardInterrupt"), (1, 0, True, {})),
     "hang deaf": (1, 1, True, {"timeout_s": 1.0}),
     "memory": (1, 0, True, {"memory_gib": 1.0}),
     "hoard and keep": (1, 0, True, {"memory_gib": 0.125}),
@@ -241,7 +236,7 @@ def test_close_ends_every_process_and_cancels_what_waits():
 
 def test_a_cancelled_future_is_skipped():
     with pool_of(1, timeout_s=1.0) as pool:
-        hanging, waiting, last = (pool.submit(PROBLEM, text, False) for text in ("hang", "exit", "right"))
+        hanging, waiting, last = (pool.submit(PROBLEM, text, False) for text in ("hang", "segv", "right"))
         assert waiting.cancel()
         assert hanging.result(timeout=60) == 0.0
         assert last.result(timeout=60) == 1.0

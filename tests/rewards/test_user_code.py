@@ -1,7 +1,4 @@
-"""A reward is found by its name: a shipped one, or a person's code in a module of the current directory or in a file.
-
-Everything else gives one clear line.
-"""
+"""A reward is found by its name: a shipped one, or a person's code in a module or a file. Else there is one line."""
 
 import sys
 

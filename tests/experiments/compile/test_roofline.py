@@ -33,16 +33,13 @@ def exchange(kind, groups):
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        ("all-gather", ROWS, 3 / 4),  # 3/4 of the bytes go over the links inside a node
-        ("all-reduce", ROWS, 2 * 3 / 4),
+        *(("all-gather", ROWS, 3 / 4), ("all-reduce", ROWS, 2 * 3 / 4)),  # 3/4 of the bytes go over links in a node
         ("reduce-scatter", COLUMNS, 10 / 2),  # half of the bytes go over one adapter
-        ("all-gather", ALL, 10 * 7 / 8 / 4),  # 7/8 go over the four adapters of a node
-        ("all-reduce", ALL, 2 * 10 * 7 / 8 / 4),
+        *(("all-gather", ALL, 10 * 7 / 8 / 4), ("all-reduce", ALL, 2 * 10 * 7 / 8 / 4)),  # 7/8, over four adapters
         ("all-to-all", ALL, 10 * 4 / 8),  # each device sends half of its parts to the other node
         ("collective-permute", ((0, 1), (4, 5)), 1),
         ("collective-permute", ((0, 1), (3, 4)), 10),  # the slowest pair counts
-        ("collective-permute", ((2, 2),), 0),
-        ("all-reduce", ((0,), (1,)), 0),
+        *(("collective-permute", ((2, 2),), 0), ("all-reduce", ((0,), (1,)), 0)),
     ],
 )
 def test_seconds_of_a_collective(kind, groups, seconds):

@@ -1,15 +1,122 @@
-"""Tests of the keys that other frameworks' data sets have, and of the keys that a user names."""
+"""Tests of the forms of rows: published data sets, other frameworks' keys, and keys that a user names."""
 
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from problem_files import read_problems
 
-from rljax.data.files import answered_rows, parse_row, write_rows
-from rljax.data.forms import NoAnswerError, OwnKeys
+from rljax.commands.prepare import main
+from rljax.data.files import Tally, answered_rows, parse_row, write_rows
+from rljax.data.forms import NoAnswerError, OwnKeys, last_box, take
 from rljax.data.prompts import DataConfig, evaluation_datasets, training_problems
+from rljax.errors import run_cli
 from rljax.rewards.math_answer import math_reward
 from rljax.run.config import Config
+
+TASK = [{"content": "Solve it.\n\nWhat is 1+2?\n\nWrite Answer: $Answer.", "role": "user"}]
+WORKED = "Add them.\nSo $1 + 2 = \\boxed{\\frac{6}{2}}$, as wanted."
+ADD = {"problem": "Add.", "solution": WORKED}
+TURNS = [{"content": "Add.", "role": "user"}, {"content": WORKED, "role": "assistant"}]
+OF_DAPO = {"data_source": "math_dapo", "ability": "MATH", "extra_info": {"index": "9"}}
+OLYMPIAD = {"problem_type": "Algebra", "question_type": "math-word-problem"}
+# The rows are our own, with the keys, nesting and types of the published files: (form, row, prompt, answer).
+PUBLISHED = [
+    ("gsm8k", {"question": "Add?", "answer": "1+2=<<1+2=3>>3 apples\n#### 1,003"}, "Add?", "1,003"),
+    ("math-500", ADD | {"answer": "\\frac{6}{2}", "level": 2, "unique_id": "a/1.json"}, "Add.", "\\frac{6}{2}"),
+    ("aime-2024", ADD | {"id": 60, "answer": "003", "url": "u", "year": "2024"}, "Add.", "003"),
+    ("aime-2024", {"ID": "2024-I-1", "Problem": "Add.", "Solution": WORKED, "Answer": 3}, "Add.", "3"),
+    ("aime-2024", {"id": 1, "problem": "Add.", "solution": "\\boxed{204}", "url": "u"}, "Add.", "204"),
+    ("aime-2025", {"question": "Add.", "answer": "3"}, "Add.", "3"),
+    ("aime-2025", {"problem": "Add.", "answer": "3", "id": "0"}, "Add.", "3"),
+    ("aime-2025", {"problem_idx": 1, "problem": "Add.", "answer": 3, "problem_type": ["Algebra"]}, "Add.", "3"),
+    ("dapo-math-17k", OF_DAPO | {"prompt": TASK, "reward_model": {"ground_truth": "3", "style": "rule"}}, TASK, "3"),
+    (
+        "dapo-math-17k",
+        OF_DAPO | {"prompt": "1+2?", "solution": "3", "source_prompt": TASK, "reward_model": {"ground_truth": "3"}},
+        "1+2?",
+        "3",
+    ),
+    ("numinamath", ADD | {"source": "aops_forum", "messages": TURNS}, "Add.", "\\frac{6}{2}"),
+    ("numinamath", ADD | OLYMPIAD | {"answer": "3", "problem_is_valid": "Yes", "source": "olympiads"}, "Add.", "3"),
+    ("deepscaler", ADD | {"answer": "3"}, "Add.", "3"),
+    ("big-math", {"problem": "Add.", "answer": "3", "domain": ["Algebra"], "llama8b_solve_rate": 0.5}, "Add.", "3"),
+    ("big-math", {"prompt": "Add.", "solution": "3", "domain": [], "llama8b_solve_rate": None}, "Add.", "3"),
+    (
+        "openr1-math",
+        ADD
+        | OLYMPIAD
+        | {"answer": "3", "uuid": "u", "generations": ["<think>no</think> \\boxed{4}"], "messages": TURNS},
+        "Add.",
+        "3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "row", "prompt", "answer"), PUBLISHED)
+@pytest.mark.parametrize("suffix", ["parquet", "json"])
+def test_a_published_form_is_read_by_keys_and_by_name(form, row, prompt, answer, suffix, tmp_path):
+    source, out = tmp_path / f"in.{suffix}", tmp_path / "out.parquet"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), source)
+    else:
+        source.write_text(json.dumps([row]))
+    for name in (None, form):
+        (problem,) = read_problems(source, name)
+        assert (problem["prompt"], problem["answer"]) == (prompt, answer)
+        words = [str(source), str(out), "--check-answers", "0", *(["--form", name] if name else [])]
+        assert run_cli(main, words) == 0
+        (written,) = read_problems(out)
+        assert (written["prompt"], written["answer"]) == (prompt, answer)
+
+
+def test_messages_may_be_the_text_of_json():
+    row = {"prompt": json.dumps(TASK), "reward_model": '{"ground_truth": "3", "style": "rule"}'}
+    assert take(row, None, "") == (TASK, "3")
+    turns = [*TASK, {"role": "assistant", "content": "Answer: 3"}]
+    assert take({"messages": turns, "answer": "3"}, None, "") == (TASK, "3")
+    assert take({"messages": json.dumps(turns), "answer": "3"}, None, "") == (TASK, "3")
+    for text in ("[1, 2] has how many parts?", "[1, 2]", "[{1}]", '{"role": 1'):
+        assert take({"prompt": text, "answer": "2"}, None, "") == (text, "2")
+
+
+def test_only_gsm8k_loses_what_is_before_the_hashes():
+    with pytest.raises(ValueError, match="gsm8k has question, and answer; the keys are prompt, answer"):
+        take({"prompt": "1+1=", "answer": "2"}, "gsm8k", "")
+    with pytest.raises(ValueError, match="has problem or question, and answer; the keys are conv"):
+        take({"conversations": [], "answer": "2"}, "aime-2025", "")
+    assert take({"prompt": "p", "answer": "a\n#### b"}, None, "")[1] == "a\n#### b"
+    assert take({"question": "p", "answer": "a #### b"}, None, "")[1] == "a #### b"
+    assert take({"question": "p", "answer": "a\n#### -2 \n"}, None, "")[1] == "-2"
+
+
+def test_the_last_box_is_closed_by_its_own_brace():
+    boxes = {
+        **{"\\boxed{1} or \\boxed{x_{2}}.": "x_{2}", "\\boxed{\\{1\\}}": "\\{1\\}", "\\boxed{1": None},
+        **{"\\fbox{7}": "7", "so $\\boxed 7$": "7", "\\boxed\\frac{1}{2}.": "\\frac{1}{2}", "1": None},
+        **{"\\boxed{7}. We use \\boxed to mark it": "7", "\\boxed{7}, and \\fbox{QED}": "7"},
+    }
+    assert {text: last_box(text) for text in boxes} == boxes
+
+
+def test_empty_answers_are_counted_and_missing_keys_refused(tmp_path):
+    answers = [{"answer": answer} for answer in ("1", "proof", "notfound", " ")]
+    rows = [{"problem": "a", "question_type": "MCQ"} | each for each in [*answers, {"solution": "It is clear."}]]
+    path, tally = tmp_path / "x.json", Tally("x")
+    path.write_text(json.dumps(rows))
+    assert [problem["answer"] for _, problem in answered_rows(path, tally)] == ["1"]
+    assert (tally.rows, tally.unanswered, dict(tally.unread)) == (5, 4, {"question_type": 1})
+    refused = {
+        r"row 1: no right answer": rows[1:],
+        r"row 2: no right answer .*; the keys are problem": [rows[0], {"problem": "b"}],
+    }
+    for message, left in refused.items():
+        path.write_text(json.dumps(left))
+        with pytest.raises(ValueError, match=rf"x\.json: {message}"):
+            list(answered_rows(path, Tally("x")))
+
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 IN_PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]}]
@@ -50,17 +157,14 @@ def test_keys_of_other_frameworks_are_read(row, prompt, answer):
     assert (problem["prompt"], problem["answer"]) == (prompt, answer)
 
 
-def test_alternatives_of_worked_solutions():
+def test_a_list_of_texts_holds_alternatives():
+    for key in ("answer", "ground_truth", "label", "expected_answer"):
+        problem = parse_row({"prompt": "q", key: ["1/2", "0.5"]}, "x")
+        assert (problem["answer"], problem["alternatives"]) == ("1/2", ["1/2", "0.5"])
+        assert [math_reward(problem, f"Answer: {said}", False) for said in ("1/2", "0.5", "2")] == [1, 1, 0]
+        assert parse_row({"prompt": "q", key: [1, 2]}, "x")["answer"] == "[1, 2]"
     problem = parse_row({"prompt": "q", "solutions": ["so \\boxed{4}", "so it is", "\\boxed{2^2}"]}, "x")
     assert (problem["answer"], problem["alternatives"]) == ("4", ["4", "2^2"])
-
-
-@pytest.mark.parametrize("key", ["answer", "ground_truth", "label", "expected_answer"])
-def test_a_list_of_texts_holds_alternatives(key):
-    problem = parse_row({"prompt": "q", key: ["1/2", "0.5"]}, "x")
-    assert (problem["answer"], problem["alternatives"]) == ("1/2", ["1/2", "0.5"])
-    assert [math_reward(problem, f"Answer: {said}", False) for said in ("1/2", "0.5", "2")] == [1, 1, 0]
-    assert parse_row({"prompt": "q", key: [1, 2]}, "x")["answer"] == "[1, 2]"
 
 
 @pytest.mark.parametrize(
@@ -111,11 +215,12 @@ def test_a_right_answer_is_written_once_and_odd_facts_left_out(tmp_path, capsys)
             r"reward_model and answer hold different right answers, \['3', '5'\] and '4'",
         ),
         ({"solution": "It is clear."}, "no right answer .*; the keys are prompt, solution"),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "answer": "4"},
-            "the prompt has a part of type image_url",
-        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "4"}, "the prompt has a part of"),
         ({"prompt": [{"role": "user", "content": ["1+1?"]}], "answer": "4"}, "the prompt must be text or a list of"),
+        ({"prompt": None, "text": "1+1=2", "label": 2}, "the prompt is empty .*; the keys are prompt, text, label"),
+        ({"final": "2"}, "no right answer .*; the keys are prompt, final"),
+        ({f"k{i}": 1 for i in range(13)}, "no right answer .*the keys are prompt, k0, .*, k10 and 2 more"),
+        ({"prompt": None, "problem": "1+1", "question": "2+2", "answer": "2"}, "both problem and question may be the"),
     ],
 )
 def test_what_cannot_be_told_is_refused(row, message):
