@@ -18,58 +18,24 @@ from rljax.run.config import Config
 
 TASK = [{"content": "Solve it.\n\nWhat is 1+2?\n\nWrite Answer: $Answer.", "role": "user"}]
 WORKED = "Add them.\nSo $1 + 2 = \\boxed{\\frac{6}{2}}$, as wanted."
-ADD = {"problem": "Add.", "solution": WORKED}
-TURNS = [{"content": "Add.", "role": "user"}, {"content": WORKED, "role": "assistant"}]
-OF_DAPO = {"data_source": "math_dapo", "ability": "MATH", "extra_info": {"index": "9"}}
-OLYMPIAD = {"problem_type": "Algebra", "question_type": "math-word-problem"}
-# The rows are our own, with the keys, nesting and types of the published files: (form, row, prompt, answer).
-PUBLISHED = [
-    ("gsm8k", {"question": "Add?", "answer": "1+2=<<1+2=3>>3 apples\n#### 1,003"}, "Add?", "1,003"),
-    ("math-500", ADD | {"answer": "\\frac{6}{2}", "level": 2, "unique_id": "a/1.json"}, "Add.", "\\frac{6}{2}"),
-    ("aime-2024", ADD | {"id": 60, "answer": "003", "url": "u", "year": "2024"}, "Add.", "003"),
-    ("aime-2024", {"ID": "2024-I-1", "Problem": "Add.", "Solution": WORKED, "Answer": 3}, "Add.", "3"),
-    ("aime-2024", {"id": 1, "problem": "Add.", "solution": "\\boxed{204}", "url": "u"}, "Add.", "204"),
-    ("aime-2025", {"question": "Add.", "answer": "3"}, "Add.", "3"),
-    ("aime-2025", {"problem": "Add.", "answer": "3", "id": "0"}, "Add.", "3"),
-    ("aime-2025", {"problem_idx": 1, "problem": "Add.", "answer": 3, "problem_type": ["Algebra"]}, "Add.", "3"),
-    ("dapo-math-17k", OF_DAPO | {"prompt": TASK, "reward_model": {"ground_truth": "3", "style": "rule"}}, TASK, "3"),
-    (
-        "dapo-math-17k",
-        OF_DAPO | {"prompt": "1+2?", "solution": "3", "source_prompt": TASK, "reward_model": {"ground_truth": "3"}},
-        "1+2?",
-        "3",
-    ),
-    ("numinamath", ADD | {"source": "aops_forum", "messages": TURNS}, "Add.", "\\frac{6}{2}"),
-    ("numinamath", ADD | OLYMPIAD | {"answer": "3", "problem_is_valid": "Yes", "source": "olympiads"}, "Add.", "3"),
-    ("deepscaler", ADD | {"answer": "3"}, "Add.", "3"),
-    ("big-math", {"problem": "Add.", "answer": "3", "domain": ["Algebra"], "llama8b_solve_rate": 0.5}, "Add.", "3"),
-    ("big-math", {"prompt": "Add.", "solution": "3", "domain": [], "llama8b_solve_rate": None}, "Add.", "3"),
-    (
-        "openr1-math",
-        ADD
-        | OLYMPIAD
-        | {"answer": "3", "uuid": "u", "generations": ["<think>no</think> \\boxed{4}"], "messages": TURNS},
-        "Add.",
-        "3",
-    ),
-]
+# Rows are our own, with the keys, nesting and types of published files (``form``) and of other frameworks.
+FORMS = [json.loads(line) for line in Path(__file__).with_name("forms.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("form", "row", "prompt", "answer"), PUBLISHED)
 @pytest.mark.parametrize("suffix", ["parquet", "json"])
-def test_a_published_form_is_read_by_keys_and_by_name(form, row, prompt, answer, suffix, tmp_path):
+def test_a_published_form_is_read_by_keys_and_by_name(suffix, tmp_path):
     source, out = tmp_path / f"in.{suffix}", tmp_path / "out.parquet"
-    if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist([row]), source)
-    else:
-        source.write_text(json.dumps([row]))
-    for name in (None, form):
-        (problem,) = read_problems(source, name)
-        assert (problem["prompt"], problem["answer"]) == (prompt, answer)
-        words = [str(source), str(out), "--check-answers", "0", *(["--form", name] if name else [])]
-        assert run_cli(main, words) == 0
-        (written,) = read_problems(out)
-        assert (written["prompt"], written["answer"]) == (prompt, answer)
+    for form in (form for form in FORMS if "form" in form):
+        if suffix == "parquet":
+            pq.write_table(pa.Table.from_pylist([form["row"]]), source)
+        else:
+            source.write_text(json.dumps([form["row"]]))
+        for words in ([], ["--form", form["form"]]):
+            (problem,) = read_problems(source, *words[1:])
+            assert run_cli(main, [str(source), str(out), "--check-answers", "0", *words]) == 0
+            (written,) = read_problems(out)
+            for found in (problem, written):
+                assert (found["prompt"], found["answer"]) == (form["prompt"], form["answer"])
 
 
 def test_messages_may_be_the_text_of_json():
@@ -118,43 +84,10 @@ def test_empty_answers_are_counted_and_missing_keys_refused(tmp_path):
             list(answered_rows(path, Tally("x")))
 
 
-CHAT = [{"role": "user", "content": "1+1?"}]
-IN_PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]}]
-ANSWERED = {"role": "assistant", "content": "2"}
-
-
-@pytest.mark.parametrize(
-    ("row", "prompt", "answer"),
-    [
-        ({"prompt": CHAT, "label": 4}, CHAT, "4"),
-        ({"question": "q", "ground_truth": "4"}, "q", "4"),
-        ({"problem": "q", "expected_answer": "4", "generated_solution": "\\boxed{5}"}, "q", "4"),
-        ({"question": "q", "final_answer": "4", "r1_solution_1": "x"}, "q", "4"),
-        ({"prompt": "q", "verification_info": '{"ground_truth": "4"}', "metadata": "{}"}, "q", "4"),
-        ({"prompt": "q", "verification_info": {"ground_truth": 4}}, "q", "4"),
-        ({"prompt": "q", "solutions": ["so \\boxed{4}"], "task": "math"}, "q", "4"),
-        ({"prompt": "q", "solution": "$4$"}, "q", "$4$"),
-        ({"prompt": "q", "solution": "x = 4"}, "q", "x = 4"),
-        ({"prompt": "q", "solution": "It is so.\n#### 4"}, "q", "4"),
-        ({"instruction": "add", "input": "1 3", "output": "4"}, "add\n\n1 3", "4"),
-        ({"instruction": "add", "input": "", "output": "it is \\boxed{4}"}, "add", "4"),
-        ({"messages": [*CHAT, ANSWERED], "expected_answer": "4"}, CHAT, "4"),
-        ({"prompt": IN_PARTS, "answer": "4"}, CHAT, "4"),
-        ({"prompt": "q", "answer": "4", "label": 4.0, "ground_truth": None}, "q", "4"),
-        ({"problem": "q", "expected_answer": None, "solution": "It is $\\boxed{2}$."}, "q", "2"),
-        ({"problem": "q", "expected_answer": "1/2", "solution": "It is $\\boxed{\\frac12}$."}, "q", "1/2"),
-        ({"prompt": "q", "reward_model": {"ground_truth": ["3", "4"]}, "answer": "4"}, "q", "3"),
-        ({"prompt": "q", "final_answer": ["4"], "solution": ["so \\boxed{4}"]}, "q", "4"),
-        ({"prompt": "q", "final_answer": ["1,2"]}, "q", "1,2"),
-        ({"prompt": CHAT, "env_class": "gsm8k", "reward_spec": {"method": "rule", "ground_truth": "4"}}, CHAT, "4"),
-        ({"question": "bare", "responses_create_params": {"input": CHAT}, "expected_answer": "4"}, CHAT, "4"),
-        ({"problem": "q", "question": "q", "answer": "4"}, "q", "4"),
-        ({"prompt": "q", "solution": "It is\n$\\boxed 4$."}, "q", "4"),
-    ],
-)
-def test_keys_of_other_frameworks_are_read(row, prompt, answer):
-    problem = parse_row(row, "x")
-    assert (problem["prompt"], problem["answer"]) == (prompt, answer)
+def test_keys_of_other_frameworks_are_read():
+    for form in FORMS:
+        problem = parse_row(form["row"], "x")
+        assert (problem["prompt"], problem["answer"]) == (form["prompt"], form["answer"])
 
 
 def test_a_list_of_texts_holds_alternatives():

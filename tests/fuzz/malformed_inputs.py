@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import yaml
 from hypothesis import strategies as st
 from sound_inputs import POLICIES, ROOT, sound_adapters, sound_model
+from tensorboardX import SummaryWriter
 
 from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
 from rljax.run.config import Config
@@ -31,6 +32,7 @@ MODEL = ROOT / "configs" / "toy-base"
 Special = enum.Enum("Special", ["DIRECTORY", "LOOP", "DANGLING", "UNREADABLE"])
 Content = bytes | Special
 Files = dict[str, Content]
+Words = Sequence[str]
 
 
 class Case(NamedTuple):
@@ -69,9 +71,11 @@ def chooser(draw: st.DrawFn) -> Callable[..., Any]:
 def paths_of(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yields the path of keys to each value in a document of lists and dictionaries."""
     yield above
-    if isinstance(document, dict | list):
-        for key, value in list(document.items() if isinstance(document, dict) else enumerate(document))[:60]:
-            yield from paths_of(value, (*above, key))
+    parts = (
+        document.items() if isinstance(document, dict) else enumerate(document if isinstance(document, list) else [])
+    )
+    for key, value in list(parts)[:60]:
+        yield from paths_of(value, (*above, key))
 
 
 @st.composite
@@ -194,7 +198,11 @@ class Document(NamedTuple):
     mutated: Callable[[Any], st.SearchStrategy[Any]] = mutated
 
 
-def written(files: Mapping[str, Content | Document]) -> Files:
+Parts = Mapping[str, Content | Document]
+Cases = Iterator[st.SearchStrategy[Case]]
+
+
+def written(files: Parts) -> Files:
     return {path: each.write(each.value) if isinstance(each, Document) else each for path, each in files.items()}
 
 
@@ -202,19 +210,14 @@ def inside(folder: str, files: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{folder}/{name}": content for name, content in files.items()}
 
 
-def without(files: Mapping[str, Content], path: str) -> Files:
+def without(files: Files, path: str) -> Files:
     """Returns the files without one, or without all below a folder."""
     return {name: content for name, content in files.items() if name != path and not name.startswith(f"{path}/")}
 
 
 @st.composite
 def spoilt(
-    draw: st.DrawFn,
-    command: str,
-    words: Sequence[str],
-    files: Mapping[str, Content | Document],
-    spoil: Sequence[str],
-    options: Sequence[Sequence[str]] = ((),),
+    draw: st.DrawFn, command: str, words: Words, files: Parts, spoil: Words, options: Sequence[Words] = ((),)
 ) -> Case:
     """Draws the case with one or two of the files ``spoil`` damaged, missing or replaced, and one of the options.
 
@@ -256,7 +259,7 @@ def keyed(draw: st.DrawFn, settings: Any) -> Any:
     return draw(st.one_of(st.just(settings), mutated(settings)))
 
 
-def yaml_cases() -> Iterator[st.SearchStrategy[Case]]:
+def yaml_cases() -> Cases:
     kept = as_yaml({key: value for key, value in SETTINGS.items() if key != "run"}).decode()
     texts = st.sampled_from([text for each in SNIPPETS for text in (each, kept + each, f"{each}\n{kept}")])
     for file in (*[Document(SETTINGS, as_yaml, keyed)] * 3, Document(kept, as_text, lambda _: texts)):
@@ -264,7 +267,7 @@ def yaml_cases() -> Iterator[st.SearchStrategy[Case]]:
         yield spoilt("dry run", ("config.yaml", "--dry-run"), files, ["config.yaml"])
 
 
-def argument_cases() -> Iterator[st.SearchStrategy[Case]]:
+def argument_cases() -> Cases:
     """Yields a sound configuration file with damaged command lines, up to ``--dry-run``."""
     spellings = [key[:-1] for key in KEYS] + [f"{key}s" for key in KEYS] + [key.upper() for key in KEYS]
     spellings += [*KEYS * 4, *(key.replace("_", "-") for key in KEYS), *(key.split(".")[0] for key in KEYS)]
@@ -304,7 +307,7 @@ HELD_CONFIG |= {"rollout": {"max_response_tokens": 16, "group_size": 2}}
 HELD: Files = {"config.yaml": as_yaml(HELD_CONFIG), "held/metrics.jsonl": b'{"step": 1}\n'}
 
 
-def problem_cases() -> Iterator[st.SearchStrategy[Case]]:
+def problem_cases() -> Cases:
     """Yields damaged files of problems, for training up to the run directory and for ``rljax prepare``."""
     rows, table = Document(ROWS, as_lines), Document({"columns": COLUMNS}, as_parquet)
     model = ("--model", str(MODEL))
@@ -331,7 +334,7 @@ TOKENIZER_CONFIG |= {
 TEMPLATE = Document("{{ messages[0].content }}", as_text, lambda _: st.sampled_from(["", *entries("templates.txt")]))
 
 
-def model_cases() -> Iterator[st.SearchStrategy[Case]]:
+def model_cases() -> Cases:
     shape, tokenizer = Document(CONFIG), {"tokenizer.json": Document(TOKENIZER)}
     special = {"special_tokens_map.json": Document({"eos_token": {"content": "$"}})}
     plain = {"config.json": shape, **tokenizer, "tokenizer_config.json": Document(TOKENIZER_CONFIG)}
@@ -348,20 +351,20 @@ def safetensors(file: bytes) -> Document:
     return Document(parts, functools.partial(as_safetensors, file[8 + size :]))
 
 
-def weight_cases() -> Iterator[st.SearchStrategy[Case]]:
+def weight_cases() -> Cases:
     """Yields model directories of each family whose weights are damaged or have another shape."""
     for config, file in map(sound_model, POLICIES):
         weights, name = safetensors(file), "model/model.safetensors.index.json"
-        index = {"weight_map": dict.fromkeys(weights.value["header"], "model.safetensors")}
         files = inside("model", {"config.json": Document(config), "model.safetensors": weights})
         yield spoilt("load", ("model",), files, [*files])
-        for document in (index, index | {"weight_map": {"a": "model.safetensors"}}):
-            yield spoilt("load", ("model",), {**files, name: Document(document)}, [name])
+        for names in (weights.value["header"], "a"):
+            index = Document({"weight_map": dict.fromkeys(names, "model.safetensors")})
+            yield spoilt("load", ("model",), {**files, name: index}, [name])
         for _, other in map(sound_model, POLICIES):
             yield st.just(Case("load", ("model",), written({**files, "model/model.safetensors": other})))
 
 
-def adapter_cases() -> Iterator[st.SearchStrategy[Case]]:
+def adapter_cases() -> Cases:
     config, file = sound_adapters()
     files = inside("adapters", {ADAPTER_CONFIG: Document(config), WEIGHTS_NAME: safetensors(file)})
     yield spoilt("adapters", ("adapters",), files, [*files])
@@ -392,7 +395,7 @@ SCORERS = ("dump:tokens.jsonl#x", "dump:x", "jax:int8", "", "vllm:x", "dump:nowh
 CHOSEN = (("--columns", "trainer"), ("--columns", "trainer", "x"), ("--trainer", "rollout"), ("--rollout", "x"))
 
 
-def token_cases() -> Iterator[st.SearchStrategy[Case]]:
+def token_cases() -> Cases:
     """Yields damaged dumps, JSONL and exports of tokens for ``rljax compare`` and ``rljax view``."""
     options = [*[()] * 12, *CHOSEN, *(("--scorer", spec) for spec in SCORERS)]
     dump, rows, prime = Document(DUMP, as_parquet), Document(SEQUENCES, as_lines), Document(PRIME, as_lines)
@@ -414,8 +417,6 @@ VALUES = ("step", "x", "nan", "0", "-1", "inf", "1e400", "9" * 30, "", "2")
 @functools.cache
 def events() -> bytes:
     """Returns a TensorBoard event file of the lengths."""
-    from tensorboardX import SummaryWriter
-
     with tempfile.TemporaryDirectory() as folder:
         with SummaryWriter(folder) as writer:
             for step, length in enumerate(LENGTHS, 1):
@@ -423,7 +424,7 @@ def events() -> bytes:
         return next(Path(folder).iterdir()).read_bytes()
 
 
-def log_cases() -> Iterator[st.SearchStrategy[Case]]:
+def log_cases() -> Cases:
     rows, file = Document(LOG, as_lines), "events.out.tfevents.1"
     names = {"log.jsonl": rows, "log.csv": Document(LOG, as_csv), "run/metrics.jsonl": rows}
     options = [*[()] * 100, *[("--sweep",)] * 50, *((f"{rule}={value}",) for rule in RULES for value in VALUES)]
@@ -459,7 +460,7 @@ def as_console(rows: Any) -> bytes:
     return as_text("".join(f"(TaskRunner pid=1) {' - '.join(f'{k}:{row[k]}' for k in row)}\n" for row in objects(rows)))
 
 
-def course_cases() -> Iterator[st.SearchStrategy[Case]]:
+def course_cases() -> Cases:
     """Yields damaged logs of a course for ``rljax diagnose``."""
     logs = {"log.jsonl": as_lines, "log.csv": as_csv, "long.csv": as_long, "charts.csv": as_charts}
     logs |= {"out.log": as_console, "trainer_state.json": lambda rows: as_json({"log_history": rows})}
@@ -498,7 +499,7 @@ RECORD = [
 ]
 
 
-def record_cases() -> Iterator[st.SearchStrategy[Case]]:
+def record_cases() -> Cases:
     dump = {"run/rollouts/step_000001.parquet": as_parquet(DUMP)}
     for count in (1, 3, 20):
         files = {"run/metrics.jsonl": Document(RECORD[:count], as_lines)}
@@ -507,7 +508,7 @@ def record_cases() -> Iterator[st.SearchStrategy[Case]]:
         yield spoilt("view", ("run", "-o", "out/page.html"), {**files, **dump, **config}, [*files, *dump, *config])
 
 
-def resume_cases() -> Iterator[st.SearchStrategy[Case]]:
+def resume_cases() -> Cases:
     """Yields run directories with a damaged record or configuration, for training that would resume there."""
     checkpoints = [f"held/checkpoints/{name}" for name in ("5", "x", "5.tmp", "05", "-1", "²")]
     resumes = ("auto", "auto", "never", "held", "nowhere", "", "a\udcffb", "held/metrics.jsonl")
@@ -529,7 +530,7 @@ MAKERS = {
 }
 
 
-def deferred(make: Callable[[], Iterator[st.SearchStrategy[Case]]]) -> st.SearchStrategy[Case]:
+def deferred(make: Callable[[], Cases]) -> st.SearchStrategy[Case]:
     """Returns a strategy whose sound inputs are made when the first example is drawn."""
     return st.deferred(lambda: st.one_of(*make()))
 

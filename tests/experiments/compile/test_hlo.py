@@ -1,29 +1,15 @@
 """The parser of compiled programs reads lines as XLA writes them, and replica groups by their definition."""
 
+from pathlib import Path
+
 import pytest
 from compile.hlo import Array, parse_arrays, parse_module, replica_groups
 
-PROGRAM = """\
-HloModule jit_step, is_scheduled=true
-
-%fused (param_0: bf16[4,8], param_1: bf16[8,16]) -> f32[4,16] {
-  %param_0 = bf16[4,8]{1,0} parameter(0)
-  %param_1 = bf16[8,16]{1,0} parameter(1)
-  ROOT %dot.1 = f32[4,16]{1,0} dot(%param_0, %param_1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-ENTRY %main (x: bf16[4,8], w: bf16[8,16]) -> (f32[4,16], s32[]) {
-  %x = bf16[4,8]{1,0} parameter(0), sharding={replicated}
-  %w = bf16[8,16]{1,0:T(8,128)(2,1)S(1)} parameter(1)
-  %f = f32[4,16]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused
-  %c = s32[] constant(7), metadata={op_name="a (b) = %x"}
-  ROOT %out = (f32[4,16]{1,0}, /*index=1*/s32[]) tuple(%f, %c)
-}
-"""
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def test_a_program_by_hand():
-    module = parse_module(PROGRAM)
+    module = parse_module((PROGRAMS / "fusion.hlo").read_text())
     assert module.entry == "main"
     assert set(module.computations) == {"fused", "main"}
     main = module.computations["main"]
@@ -41,23 +27,8 @@ def test_a_program_by_hand():
     assert module.computations["fused"].operand_arrays(dot) == arrays
 
 
-BROKEN_LINES = """\
-%body (p: f32[2]) -> f32[2] {
-  %p = f32[2]{0} parameter(0)
-  ROOT %k = f32[2]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
-"xprof_metadata":"{\\"block\\": 512}"
-}}, metadata={op_name="jit(f)/splash_mha_dq/pallas_call"}
-}, execution_thread="sparsecore"
-
-ENTRY %main (x: f32[2]) -> f32[2] {
-  %x = f32[2]{0} parameter(0)
-  ROOT %c = f32[2]{0} call(%x), to_apply=%body
-}
-"""
-
-
 def test_an_instruction_may_go_on_over_lines():
-    module = parse_module(BROKEN_LINES)
+    module = parse_module((PROGRAMS / "broken_lines.hlo").read_text())
     assert {name: len(each.instructions) for name, each in module.computations.items()} == {"body": 2, "main": 2}
     assert "splash_mha_dq" in module.computations["body"].root.attributes
 

@@ -1,6 +1,7 @@
 """Tests of modelled times and operations by hand, and of attention kernels by formula."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from compile.count import Collective, Work
@@ -61,27 +62,12 @@ def test_the_time_is_max_of_products_and_memory_plus_links():
     assert found.total == pytest.approx(4.5 + 0.75)
 
 
-CALLS = """\
-ENTRY %main (q: bf16[2,8,4,16], k: bf16[2,8,2,16], s: s32[2,8]) -> bf16[2,8,4,16] {
-  %q = bf16[2,8,4,16]{3,2,1,0} parameter(0)
-  %k = bf16[2,8,2,16]{3,2,1,0} parameter(1)
-  %s = s32[2,8]{1,0} parameter(2)
-  %f = (bf16[2,8,4,16], u8[128]) custom-call(%q, %k, %k, %s), custom_call_target="__cudnn$fmhaSoftmax"
-  %b = (bf16[2,8,4,16], u8[128]) custom-call(%q, %k, %k, %s), custom_call_target="__cudnn$fmhaSoftmaxBackward"
-  %o = s32[2,8]{1,0} custom-call(%s), custom_call_target="Other", metadata={op_name="splash/gather"}
-  %h = bf16[8,8,16]{2,1,0} parameter(3)
-  %d = bf16[8,8,16] custom-call(%s, %h, %h), custom_call_target="tpu_custom_call", metadata={op_name="splash_mha_dkv"}
-  ROOT %r = bf16[2,8,4,16]{3,2,1,0} get-tuple-element(%b), index=0
-}
-"""
-
-
 def test_attention_kernels_by_formula():
     """Rows of 5 + 3 tokens have 15 + 6 pairs, with 2 rows x 4 heads x 16 wide.
 
     There are 2 products forward and 5 backward. A TPU's gradients of keys and values take 4.
     """
-    main = parse_module(CALLS).computations["main"]
+    main = parse_module((Path(__file__).parent / "programs/calls.hlo").read_text()).computations["main"]
     calls = {"f": 3, "b": 1, "o": 7, "d": 1}
     work = Work(kernels=[(main, main.instructions[name], times) for name, times in calls.items()])
     a_product = 2 * 2 * 4 * 16 * 21
