@@ -17,7 +17,6 @@ from rljax.rewards.math_answer import math_reward
 from rljax.run.config import Config
 
 TASK = [{"content": "Solve it.\n\nWhat is 1+2?\n\nWrite Answer: $Answer.", "role": "user"}]
-WORKED = "Add them.\nSo $1 + 2 = \\boxed{\\frac{6}{2}}$, as wanted."
 # Rows are our own, with the keys, nesting and types of published files (``form``) and of other frameworks.
 FORMS = [json.loads(line) for line in Path(__file__).with_name("forms.jsonl").read_text().splitlines()]
 

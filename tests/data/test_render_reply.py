@@ -8,21 +8,9 @@ import tokenizers
 
 from rljax.data.tokenizer import Tokenizer
 
-QWEN = (Path(__file__).parent / "qwen3_chat_template.jinja").read_text(encoding="utf-8")
-LLAMA = """{{ bos_token }}{% for message in messages %}
-{% if message.role == "tool" %}
-<|start_header_id|>ipython<|end_header_id|>
-
-{{ message.content | tojson }}<|eot_id|>
-{%- else %}
-<|start_header_id|>{{ message.role }}<|end_header_id|>
-
-{{ message.content | trim }}<|eot_id|>
-{%- endif %}
-{% endfor %}
-{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
-
-{% endif %}"""
+QWEN, LLAMA = (
+    Path(__file__).with_name(f"{name}_chat_template.jinja").read_text(encoding="utf-8") for name in ("qwen3", "llama")
+)
 PLAIN = """{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
 # Only the last answer ends with the stop token, as in templates that train on the last answer only.
