@@ -27,20 +27,16 @@ print(hashlib.sha256(repr([(one["prompt"], one["answer"]) for one in made]).enco
 """
 
 
-def test_tasks_are_named_with_a_prefix():
+def test_tasks_are_named_with_a_prefix_and_have_own_settings():
     assert task_names("reasoning_gym:lcm") == ("lcm",)
     assert task_names("reasoning_gym:lcm+gcd") == ("lcm", "gcd")
     assert task_names("toy") == task_names("data/reasoning_gym.parquet") == ()
     for wrong in ("reasoning_gym:", "reasoning_gym:lcm+", "reasoning_gym:lcm+lcm", "reasoning_gym:a b"):
         with pytest.raises(ValueError, match=r"task must be reasoning_gym:NAME or .*, each name once, got"):
             task_names(wrong)
-
-
-def test_settings_are_for_every_task_or_for_one():
-    options = {"max_value": 9, "lcm.min_value": 2}
-    assert own_options("lcm", "reasoning_gym:lcm+gcd", options) == {"max_value": 9, "min_value": 2}
-    assert own_options("gcd", "reasoning_gym:lcm+gcd", options) == {"max_value": 9}
-    assert own_options("dice", "reasoning_gym:lcm+gcd", options) == {}
+    options, task = {"max_value": 9, "lcm.min_value": 2}, "reasoning_gym:lcm+gcd"
+    own = [own_options(name, task, options) for name in ("lcm", "gcd", "dice")]
+    assert own == [{"max_value": 9, "min_value": 2}, {"max_value": 9}, {}]
 
 
 def test_a_missing_library_is_said_with_the_remedy(monkeypatch):

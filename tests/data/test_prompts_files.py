@@ -170,19 +170,6 @@ def test_parquet_keeps_columns_types_and_its_source(tmp_path):
     assert [row["pass_rate"] for _, row in read_rows(out)] == [0.25, 0.25]
 
 
-@pytest.mark.parametrize("name", ["plain.jsonl", "math_chat.jsonl"])
-def test_jsonl_becomes_verls_form(name, tmp_path):
-    rows = [row for _, row in read_rows(DATA / name)]
-    write_rows(tmp_path / "out.parquet", rows, like=DATA / name, provenance={})
-    before, after = (
-        [(one["prompt"], one["answer"], one["data_source"]) for one in read_problems(path)]
-        for path in (DATA / name, tmp_path / "out.parquet")
-    )
-    assert after == before
-    (_, row), *_ = read_rows(tmp_path / "out.parquet")
-    assert row["reward_model"] == {"ground_truth": "100", "style": "rule"}
-
-
 def test_chats_and_records_in_the_form_of_python_are_read(tmp_path):
     path = tmp_path / "x.csv"
     chat = [{"role": "user", "content": 'it\'s\n"1" + 1'}]
@@ -223,12 +210,15 @@ def test_tools_and_calls_survive_a_written_file(tmp_path):
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
         {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"},
     ]
-    rows = [{"prompt": chat, "answer": "3", "tools": [{"type": "function"}]}, {"prompt": "q", "answer": "4"}]
+    rows = [{"prompt": chat, "answer": "3", "tools": [{"type": "function"}]}]
+    rows += [{"prompt": "q", "answer": "4", "data_source": "mine"}]
     path, out = written(tmp_path / "x.jsonl", rows), tmp_path / "out.parquet"
     write_rows(out, rows, like=path, provenance={})
     first, second = read_problems(out)
+    assert [row["reward_model"] for _, row in read_rows(out)] == [{"ground_truth": n, "style": "rule"} for n in "34"]
     assert (first["prompt"], first["chat_tools"]) == (chat, [{"type": "function"}])
-    assert (second["prompt"], "chat_tools" in second) == ([{"role": "user", "content": "q"}], False)
+    assert (second["prompt"], second["data_source"]) == ([{"role": "user", "content": "q"}], "mine")
+    assert "chat_tools" not in second
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])

@@ -22,28 +22,6 @@ comparisons: [[slow, constant], [slow, never_run]]
 """
 
 
-def test_areas_count_from_the_surge_of_the_constant_arm(tmp_path):
-    """Seed 0 counts from step 3, and seed 1 from step 1. Seed 2 has no constant run, and one arm was not run."""
-    runs = {
-        ("constant", 0): rows([0.0, 0.5, 0.5, 0.0], surge=2),
-        ("constant", 1): rows([0.0, 0.0, 0.0, 1.0]),
-        ("slow", 0): rows([0.0, 0.5, 0.75, 0.75], surge=3),
-        ("slow", 1): rows([0.5, 0.5, 0.5, 1.0]),
-        ("slow", 2): rows([1.0, 1.0, 1.0, 1.0]),
-    }
-    (tmp_path / "study.yaml").write_text(STUDY)
-    found = tables(read_study(tmp_path / "study.yaml"), runs)
-    assert {arm: line["areas"] for arm, line in found["arms"].items()} == {
-        **{"constant": {"0": 0.25, "1": 0.25}, "slow": {"0": 0.75, "1": 0.625}}
-    }
-    (line,) = found["comparisons"]
-    assert (line["arms"], line["better"], line["same"], line["seeds"]) == (["slow", "constant"], 2, 0, 2)
-    assert (line["difference"], line["p"]) == (0.4375, 0.5)  # two of four patterns of signs are as far from 0
-    assert areas_of(runs, after=0)["slow"] == {0: 0.5, 1: 0.625}
-    with pytest.raises(ValueError, match="no step after 4"):
-        areas_of(runs, after=4)
-
-
 def test_the_trend_of_another_outcome_by_hand(tmp_path):
     """The outcome stands in each second row. Both slopes of the areas 1, 0.75, 0.5 are -0.25; the gaps are 0 to 0.2."""
     runs = {
@@ -68,6 +46,8 @@ def test_the_trend_of_another_outcome_by_hand(tmp_path):
     (axis,) = dose_figure(found).axes
     means = [line.get_xydata()[0] for line in axis.lines if line.get_marker() == "D"]
     np.testing.assert_allclose(means, [[0.1, -0.25], [0.2, -0.5]])
+    with pytest.raises(ValueError, match="no step after 200"):
+        areas_of(runs, after=200)
 
 
 def test_the_figure_has_each_seed_the_mean_and_the_interval():

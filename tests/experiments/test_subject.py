@@ -97,13 +97,11 @@ def test_the_other_verdicts():
     assert verdicts == ["never learned", "learned", "collapsed", "learned above 0.6", "learned above 0.6"]
 
 
-def test_a_text_is_scored_by_its_words_and_its_end():
+def test_a_story_is_scored_by_the_words_that_its_problem_asks_for():
     texts = ["", "A cat isn't 3 dogs.", "One two three four five six"]  # numbers are no words
     assert [story_task.reward({"answer": "5"}, text, False) for text in texts] == [0.0, 0.8, 1.0]
     assert story_task.reward({"answer": "5"}, texts[-1], True) == 0.0
 
-
-def test_each_problem_asks_for_its_answer():
     made = story_task.problems()
     assert len({problem["prompt"] for problem in made}) == len(made) == 24 * 9
     assert all(f"at least {problem['answer']} words" in problem["prompt"] for problem in made)

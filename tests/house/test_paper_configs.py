@@ -18,7 +18,6 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, load_config
-from rljax.run.rate import make_rate_controller
 from rljax.run.training import make_step, optional_logprobs
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import abstract_state, make_optimizer
@@ -86,19 +85,6 @@ def test_the_head_of_a_file_has_the_pages_result():
     for text, result in heads:
         head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         assert f"The paper's result (arXiv 2602.01826): {result}." in head
-
-
-def test_the_papers_surge_makes_the_papers_period():
-    config, surge, period = load_arm("qwen3_4b_length_triggered"), 110, 198
-    controller = make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps)
-    # The lengths stay at 1000 and jump to 3500 exactly so early that the call comes at the paper's step.
-    jump = surge - config.schedule.surge.persistence + 1
-    rates = [controller.step(1000.0 if step < jump else 3500.0, 0.0) for step in range(1, 2 * period + 1)]
-    assert controller.tracker.surge_step == surge
-    assert controller.decay_period == period
-    assert rates[period - 2] == pytest.approx(1e-6)
-    assert rates[period - 1] == pytest.approx(5e-7)
-    assert rates[2 * period - 1] == pytest.approx(2.5e-7)
 
 
 def test_the_parts_of_each_file_build_from_shapes(tmp_path, monkeypatch):

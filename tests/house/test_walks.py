@@ -110,7 +110,6 @@ def walks(tmp_path_factory):
 def test_from_a_step_to_a_request(walks):
     requests, _ = walks
     (walk,) = {tuple(one.frames) for one in requests if one.frames[1].function == "take" and one.path == GENERATE}
-    print(*walk, sep="\n")
     assert len(walk) <= SAMPLE_FRAMES
     assert len({frame.file for frame in walk}) <= SAMPLE_FILES
     assert all(len(set(each.threads)) == 2 for each in requests)
@@ -124,5 +123,4 @@ def test_from_a_publish_to_bytes_on_a_server(walks):
     assert loaded
     assert written
     passed = {frame.file for each in (*loaded, *written) for frame in each.frames} | {"policy/hf.py"}
-    print(*sorted(passed), sep="\n")
     assert len(passed) <= PUBLISH_FILES

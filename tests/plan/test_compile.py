@@ -60,17 +60,15 @@ def test_without_the_compilers_it_says_what_to_install(machine, capfd):
     assert error.count("\n") == 1
 
 
-def test_a_tpu_needs_its_peak_and_a_gpu_all_that_is_allocated():
+def test_bytes_and_counts_of_a_compiler():
+    """A TPU needs its peak, and a GPU all that is allocated."""
+    given = {"flops": 8.0, "bytes accessed": 3, "utilization": 1.0}
+    assert cost_by_kind(given) == {"flops": 8.0, "bytes_accessed": 3.0}
+    assert [cost_by_kind({"flops": 8.0}), cost_by_kind(None)] == [{"flops": 8.0}, {}]
     memory = {"peak": 14, "total": 19}
     assert needed_bytes(parse_machine("tpu:v5e:4x4"), memory) == 14
     assert needed_bytes(parse_machine("h100:1x8"), memory) == 19
     assert needed_bytes(parse_machine("h100:1x8"), {"peak": 20, "total": 19}) == 20
-
-
-def test_the_compilers_counts_are_kept_where_it_gives_them():
-    given = {"flops": 8.0, "bytes accessed": 3, "utilization": 1.0}
-    assert cost_by_kind(given) == {"flops": 8.0, "bytes_accessed": 3.0}
-    assert [cost_by_kind({"flops": 8.0}), cost_by_kind(None)] == [{"flops": 8.0}, {}]
 
 
 # --- with the compilers -----------------------------------------------------------------------------------------------

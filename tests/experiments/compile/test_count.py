@@ -45,23 +45,17 @@ def test_a_tpu_step_by_hand():
     assert program.step.kernels == []
 
 
-def test_of_two_branches_the_attention_kernel_counts():
-    step = count("branches").step
+def test_bytes_of_branches_stacks_and_slices():
+    step = count("branches").step  # of two branches the attention kernel counts
     assert [call.name for _, call, _ in step.kernels] == ["attention"]
     assert not step.flops
     assert by_dtype(step.untaken_flops) == {"float32": 2 * 64**3}
     assert step.memory_bytes == 4 * 1 * 8 * 2 * 4 * 2
-
-
-def test_of_a_stack_a_fusion_inside_a_fusion_takes_one_layer():
-    """The bytes are the input, one layer of the weights, the index, and one layer of the sums, written in place."""
+    # The input, one layer of the weights, the index, and one layer of the sums, which is written in place.
     step = count("nested").step
     assert step.memory_bytes == 16 * 8 * 2 + 8 * 4 * 2 + 4 + 16 * 4 * 4
     assert by_dtype(step.flops) == {"bfloat16": 2 * 16 * 8 * 4}
-
-
-def test_a_slice_that_starts_early_moves_only_its_part():
-    """The first slice is read into the chip's own memory. The second is read and written in the main memory."""
+    # The first slice is read into the chip's own memory. The second is read and written in the main memory.
     assert count("sliced").step.memory_bytes == 1024 + 2 * 1024
 
 

@@ -45,28 +45,25 @@ def instruction(attributes):
     return module.computations["main"].root
 
 
-@pytest.mark.parametrize(
-    ("attributes", "groups"),
-    [
-        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
-        ("replica_groups={}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("replica_groups=[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        # 0..7 as [4, 2] is transposed: first the even ones, then the odd ones.
-        ("replica_groups=[2,4]<=[4,2]T(1,0)", [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        ("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", [[0, 4], [2, 6], [1, 5], [3, 7]]),
-        ("replica_groups=mesh['fsdp'=4,'tp'=2] {'tp'}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        ("replica_groups=mesh['fsdp'=4,'tp'=2] {'fsdp'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        ("replica_groups=mesh['fsdp'=4,'tp'=2] {'fsdp','tp'}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("replica_groups=mesh['fsdp'=4,'tp'=2] {'tp','fsdp'}", [[0, 2, 4, 6, 1, 3, 5, 7]]),
-        # The part of size 2 that follows the first two of an axis of eight is bit 1 of the index.
-        ("replica_groups=mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'b'}", [[3, 1], [0, 2]]),
-        ("source_target_pairs={{0,1},{1,0}}", [[0, 1], [1, 0]]),
-    ],
-)
-def test_groups_in_every_form(attributes, groups):
-    assert replica_groups(instruction(attributes), 8) == groups
+EVEN_AND_ODD, NEIGHBOURS, ALL = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]], [[*range(8)]]
+GROUPS = {
+    **{"{{0,1},{2,3}}": [[0, 1], [2, 3]], "{}": ALL, "[2,4]<=[8]": [[0, 1, 2, 3], [4, 5, 6, 7]]},
+    # 0..7 as [4, 2] is transposed: first the even ones, then the odd ones.
+    "[2,4]<=[4,2]T(1,0)": EVEN_AND_ODD,
+    "[4,2]<=[2,2,2]T(2,1,0)": [[0, 4], [2, 6], [1, 5], [3, 7]],
+    **{"mesh['fsdp'=4,'tp'=2] {'tp'}": NEIGHBOURS, "mesh['fsdp'=4,'tp'=2] {'fsdp'}": EVEN_AND_ODD},
+    "mesh['fsdp'=4,'tp'=2] {'fsdp','tp'}": ALL,
+    "mesh['fsdp'=4,'tp'=2] {'tp','fsdp'}": [sum(EVEN_AND_ODD, [])],
+    # The part of size 2 that follows the first two of an axis of eight is bit 1 of the index.
+    "mesh['a'=8] {'a':(2)2}": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": [[0, 2], [1, 3]],
+    "mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'b'}": [[3, 1], [0, 2]],
+}
+
+
+def test_groups_in_every_form():
+    assert {form: replica_groups(instruction(f"replica_groups={form}"), 8) for form in GROUPS} == GROUPS
+    assert replica_groups(instruction("source_target_pairs={{0,1},{1,0}}"), 8) == [[0, 1], [1, 0]]
 
 
 def test_what_is_not_readable_is_refused():
