@@ -137,29 +137,6 @@ def test_a_right_answer_is_written_once_and_odd_facts_left_out(tmp_path, capsys)
     assert "warning: no column of Parquet holds the values of extra_info" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"answer": "4", "label": "5"}, "answer and label hold different right answers, '4' and '5'"),
-        ({"label": "5", "solution": "\\boxed{4}"}, "label and solution hold different right answers, '5' and '4'"),
-        (
-            {"reward_model": {"ground_truth": ["3", "5"]}, "answer": "4"},
-            r"reward_model and answer hold different right answers, \['3', '5'\] and '4'",
-        ),
-        ({"solution": "It is clear."}, "no right answer .*; the keys are prompt, solution"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "4"}, "the prompt has a part of"),
-        ({"prompt": [{"role": "user", "content": ["1+1?"]}], "answer": "4"}, "the prompt must be text or a list of"),
-        ({"prompt": None, "text": "1+1=2", "label": 2}, "the prompt is empty .*; the keys are prompt, text, label"),
-        ({"final": "2"}, "no right answer .*; the keys are prompt, final"),
-        ({f"k{i}": 1 for i in range(13)}, "no right answer .*the keys are prompt, k0, .*, k10 and 2 more"),
-        ({"prompt": None, "problem": "1+1", "question": "2+2", "answer": "2"}, "both problem and question may be the"),
-    ],
-)
-def test_what_cannot_be_told_is_refused(row, message):
-    with pytest.raises(ValueError, match=f"^x: row 17: {message}"):
-        parse_row({"prompt": "q"} | row, "x: row 17")
-
-
 NESTED = {"input": "q", "meta": '{"Sol": "4"}', "answer": "5"}
 
 

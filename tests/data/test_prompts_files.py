@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import re
 from pathlib import Path
 
@@ -19,6 +18,10 @@ from rljax.rewards.math_answer import math_reward
 
 DATA = Path(__file__).parents[1] / "data"
 GOOD = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+
+
+def cases(name):
+    return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
 
 
 def written(path, rows):
@@ -51,37 +54,13 @@ def test_every_form_reads_to_the_same_problems(tmp_path):
     assert read_problems(escaped)[0]["prompt"] == "\N{GRINNING FACE}"
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "1+1="}, r"no right answer \(reward_model.ground_truth, or answer\)"),
-        *(
-            ({"prompt": "1+1=", "reward_model": truth}, "no right answer")
-            for truth in ({"ground_truth": None}, {"style": "rule"}, {"ground_truth": [" "]})
-        ),
-        ({"prompt": "1+1=", "answer": " "}, "no right answer"),
-        ({"prompt": "1+1=", "answer": math.nan}, "no right answer"),
-        ({"prompt": "1+1=", "answer": {"x": 2}}, "the right answer must be text or a number, got dict"),
-        ({"prompt": "1+1=", "answer": True}, "the right answer must be text or a number, got bool"),
-        ({"answer": "2"}, "the prompt is empty"),
-        ({"prompt": " \n", "answer": "2"}, "the prompt is empty"),
-        ({"prompt": [], "answer": "2"}, "the prompt is empty"),
-        ({"prompt": [{"role": "user", "content": ""}], "answer": "2"}, "the prompt is empty"),
-        ({"prompt": [{"content": "1+1="}], "answer": "2"}, "must be text or a list of messages with role and content"),
-        ({"prompt": 7, "answer": "2"}, "must be text or a list of messages"),
-        ({"prompt": "1\ud835+1=", "answer": "2"}, r"the prompt holds half a character, the lone surrogate '.ud835'"),
-        ({"prompt": [{"role": "user", "content": "1+1=\udc00"}], "answer": "2"}, "the prompt holds half a character"),
-        ({"prompt": [{"role": "u\udfff", "content": "1+1="}], "answer": "2"}, "the prompt holds half a character"),
-        ({"prompt": "1+1=", "answer": "\ude00\ud83d"}, "the answer holds half a character"),
-        ({"prompt": "1+1=", "answer": "2", "data_source": "\ud800"}, "the data_source holds half a character"),
-    ],
-)
-def test_a_wrong_row_is_named(row, message, tmp_path):
-    with pytest.raises(ValueError, match=rf"file: row 2: .*{message}"):
-        parse_row(row, "file: row 2")
-    path = written(tmp_path / "x.jsonl", [GOOD, "", row])
+@pytest.mark.parametrize("case", cases("refused_rows"), ids=lambda case: case["message"])
+def test_a_wrong_row_is_named(case, tmp_path):
+    with pytest.raises(ValueError, match=rf"^file: row 2: .*{case['message']}"):
+        parse_row(case["row"], "file: row 2")
+    path = written(tmp_path / "x.jsonl", [GOOD, "", case["row"]])
     # The blank line counts, so the number is that of the line.
-    with pytest.raises(ValueError, match=rf"x\.jsonl: row 3: .*{message}"):
+    with pytest.raises(ValueError, match=rf"x\.jsonl: row 3: .*{case['message']}"):
         read_problems(path)
 
 
@@ -117,34 +96,12 @@ def test_each_command_reads_a_file_in_the_same_way(command, tmp_path):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("no.parquet", None, "no problems at .*no.parquet: there is no such file"),
-        ("bad.parquet", "not parquet", "bad.parquet cannot be read as Parquet: "),
-        ("bad.jsonl", "{", r"bad.jsonl:1: not JSON"),
-        ("one.json", '{\n"data": []\n}', "one.json: expected a list of JSON objects"),
-        ("list.jsonl", "[1]", "list.jsonl:1: expected a JSON object, got list"),
-        ("empty.jsonl", "\n", "empty.jsonl holds no problems"),
-        ("x.tsv", "a,b", r"x.tsv: problems are read from .parquet, .jsonl, .json or .csv files"),
-        ("x.csv", "prompt,answer\n", r"x.csv holds no problems"),
-        ("x.csv", "prompt;answer\n1+1=;2\n", r"x.csv: row 2: the prompt is empty .*; the keys are prompt;answer;"),
-        ("x.csv", 'prompt,answer\n"a\nb",1\n\nc\n', r"x.csv:5: expected 2 values, one for each column"),
-        ("x.csv", "prompt,answer\na,1,2\n", r"x.csv:2: expected 2 values, one for each column"),
-        ("x.csv", "prompt,prompt\na,1\n", r"x.csv:1: two columns have the same name"),
-        ("x.csv", 'prompt,answer\n"a,1\n', r"x.csv:2: unexpected end of data"),
-        (
-            "x.csv",  # NumPy writes no commas
-            "prompt,answer\n\"[{'content': 'a', 'role': 'system'}\n {'content': 'b', 'role': 'user'}]\",1\n",
-            r"x.csv: row 3: the prompt is a list of messages that was written as a text, and the text is not JSON",
-        ),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_one_line(name, content, message, tmp_path):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_problems(tmp_path / name)
+@pytest.mark.parametrize("case", cases("refused_files"), ids=lambda case: case["message"])
+def test_a_file_that_cannot_be_read_is_one_line(case, tmp_path):
+    if case["content"] is not None:
+        (tmp_path / case["name"]).write_text(case["content"])
+    with pytest.raises(ValueError, match=case["message"]) as caught:
+        read_problems(tmp_path / case["name"])
     assert "\n" not in str(caught.value)
 
 

@@ -141,22 +141,8 @@ def test_whatever_is_sampled_becomes_the_text_of_transformers(pair):
         assert ours.decode(ids) == theirs.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
-CALL = {"name": "add", "arguments": {"a": 1, "b": "<2> é"}}
-QUESTION = [{"role": "user", "content": "1+1?"}]
-CHATS = {
-    "a question": QUESTION,
-    "a system prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}],
-    "several turns": [
-        *QUESTION,
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2", "tool_calls": None},
-        {"role": "user", "content": "and 2+2?"},
-    ],
-    "a tool's answer": [
-        {"role": "user", "content": "add"},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
-        {"role": "tool", "content": "3"},
-    ],
-}
+CHATS = json.loads(Path(__file__).with_name("chats.json").read_text(encoding="utf-8"))
+QUESTION = CHATS["a question"]
 TOOL = {"type": "function", "function": {"name": "add", "description": "a & b > é", "parameters": {"type": "object"}}}
 
 

@@ -1,11 +1,15 @@
 """Each program of examples/ does what it says."""
 
+import dataclasses
+
 import custom_reward
 import external_rollouts
+import ml_dtypes
 import numpy as np
 import offline_comparison
 import optax_loop
 import pytest
+from recount_weights import agrees, counted
 
 from rljax.compare.importers import read_tokens
 from rljax.data.toy import addition_problems
@@ -14,6 +18,7 @@ from rljax.mismatch import mismatch_metrics
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import RowLimits
 from rljax.rollout.types import SamplingParams
+from rljax.weights.sums import array_checksum, bits_of
 
 
 def test_the_optax_loop_follows_algorithm_1_after_the_surge():
@@ -76,3 +81,28 @@ def test_the_other_program_writes_rows_that_a_run_takes(toy_base, tmp_path, monk
     files = TrajectoryQueue(tmp_path, RowLimits(16, 8, SamplingParams(36)), group_size=3, max_staleness=0)
     read = [one for path in sorted(tmp_path.glob("*.jsonl")) for one in files.read(path.name)]
     assert [one.group for one in read] == [f"problem {i}" for i in range(3) for _ in range(3)]
+
+
+def array(shape, dtype, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32).astype(dtype)
+
+
+def sums_of(part):
+    return list(dataclasses.astuple(array_checksum(part)))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("size", [1, 1000, 70_001])
+def test_its_sums_are_the_packages(dtype, size):
+    tensor = array(size, dtype)
+    assert counted(bits_of(tensor)) == sums_of(tensor)
+
+
+def test_workers_that_hold_parts_copies_or_something_else():
+    keys = array((4, 8), np.float16)
+    expected, (one, other) = counted(bits_of(keys).reshape(-1)), np.split(keys, 2)
+    for parts in ((keys, keys), (one, other), (one, one, other, other)):
+        assert agrees(expected, [sums_of(part) for part in parts])
+    for parts in ((keys, keys[::-1]), (one, one), (one, other[:1])):
+        assert not agrees(expected, [sums_of(part) for part in parts])
+    assert not agrees(expected, [sums_of(keys), None])

@@ -14,12 +14,8 @@ from study_rows import read_table
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
 SECTIONS = {
-    "collapse": "The main study",
-    "remedies": "Other remedies",
-    "late": "A remedy from step 100",
-    "isolation": "The mismatch alone",
-    "dose": "How large must a mismatch be?",
-    "real": "A real model",
+    **{"collapse": "The main study", "remedies": "Other remedies", "late": "A remedy from step 100"},
+    **{"isolation": "The mismatch alone", "dose": "How large must a mismatch be?", "real": "A real model"},
     "slow": "An engine of 8 bits",
 }
 

@@ -28,6 +28,8 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
 MODEL = ROOT / "configs" / "toy-base"
+# Rows and columns of problems; the note, sequences and Prime-RL's export of token dumps.
+ROWS, COLUMNS, NOTE, SEQUENCES, PRIME = json.loads(Path(__file__).with_name("sound.json").read_text()).values()
 # LOOP is a link to itself, and DANGLING is a link to nothing.
 Special = enum.Enum("Special", ["DIRECTORY", "LOOP", "DANGLING", "UNREADABLE"])
 Content = bytes | Special
@@ -284,16 +286,6 @@ def argument_cases() -> Cases:
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 TURN = [{"role": "user", "content": "1+1="}]
-ROWS = [
-    {"prompt": "2+3=", "answer": "5", "data_source": "toy", "extra_info": {"index": 0}},
-    {"prompt": TURN, "reward_model": {"ground_truth": "2", "style": "rule"}},
-    {"prompt": "7+7=", "answer": 14},
-    {"question": "3+3=", "answer": "3+3=6\n#### 6"},
-    {"Problem": "3+3=", "Solution": "It is $\\boxed{6}$.", "question_type": "MCQ"},
-    {"messages": '[{"role": "user", "content": "1+1="}]', "reward_model": '{"ground_truth": "2"}'},
-]
-COLUMNS = {"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "extra_info": [{"i": 0}, {"i": 1}]}
-COLUMNS |= {"reward_model": [{"ground_truth": "2"}, {"ground_truth": "4"}]}
 ODD_COLUMNS = [
     *([b"\xff", b"1"], pa.array([0, 2**62], pa.timestamp("us")), pa.array(["1+1=", "1+1="]).dictionary_encode()),
     *([TURN] * 2, [TURN, None], [[], []], [[None], None], pa.array(["é" * 5000, "x"], pa.large_string())),
@@ -372,18 +364,6 @@ def adapter_cases() -> Cases:
 
 # --- token dumps ------------------------------------------------------------------------------------------------------
 
-SAMPLING = {"temperature": 1.0, "column": "rollout"}
-TRAINER = {"engine": "jax", "dtype": "float32", "role": "trainer"}
-NOTE = {"version": 1, "columns": {"trainer": TRAINER, "rollout": {"engine": "vllm"}}, "sampling": SAMPLING}
-SEQUENCE = {"sequence_id": "a", "token_ids": [5, 6, 7], "response_mask": [False, True, True]}
-SEQUENCES = [
-    {"rljax_tokens": 1, "columns": {"trainer": TRAINER | {"temperature": 1.0}}, "sampling": SAMPLING},
-    SEQUENCE | {"logprobs": {"trainer": [None, -1.0, -0.5], "rollout": [None, -1.0, -0.25]}},
-    {"prompt_ids": [5], "response_ids": [6, 7], "logprobs": {"trainer": [-1.0, -0.5], "rollout": [-1.0, -0.25]}},
-]
-PRIME_ROW = {"token_ids": [1, 2], "loss_mask": [False, True], "trainer_logprobs": [0.0, -1.0]}
-PRIME_ROW |= {"schema_version": 1, "run_id": "r", "export_step": 1, "rank": 0, "inference_logprobs": [0.0, -1.5]}
-PRIME = [PRIME_ROW | {"export_sequence_idx": number} for number in range(2)]
 DUMP = {
     "columns": {
         **{"sequence_id": ["a", "b"], "token_ids": [[1, 2], [3]], "response_mask": [[False, True], [True]]},

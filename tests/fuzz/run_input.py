@@ -65,15 +65,10 @@ class Command(NamedTuple):
 COMMANDS = {
     "dry run": Command(train.main),
     "train": Command(train.main, ("held",), (), "run.resume = never; give another run.dir"),
-    "prepare": Command(prepare.main, ("out",)),
-    "load": Command(load),
-    "adapters": Command(load_tiny_adapters),
-    "compare": Command(compare.main, ("out",), (0, 1)),
-    "diagnose": Command(diagnose.main, (), (0, 1)),
-    "silent": Command(diagnose.main, (), (1,)),
-    "replay": Command(replay.main, ("out",)),
-    "view": Command(view.main, ("out",)),
-    "plot": Command(plot.main, ("run",)),
+    **{"prepare": Command(prepare.main, ("out",)), "load": Command(load), "adapters": Command(load_tiny_adapters)},
+    **{"compare": Command(compare.main, ("out",), (0, 1)), "diagnose": Command(diagnose.main, (), (0, 1))},
+    **{"silent": Command(diagnose.main, (), (1,)), "replay": Command(replay.main, ("out",))},
+    **{"view": Command(view.main, ("out",)), "plot": Command(plot.main, ("run",))},
 }
 
 

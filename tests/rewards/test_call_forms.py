@@ -11,10 +11,7 @@ from rljax.rewards.call_forms import NamedReward
 
 MESSAGES = [{"role": "user", "content": "2+5"}]
 CHAT = {
-    "prompt": "<user>2+5<assistant>",
-    "raw_prompt": MESSAGES,
-    "answer": "7",
-    "data_source": "sums",
+    **{"prompt": "<user>2+5<assistant>", "raw_prompt": MESSAGES, "answer": "7", "data_source": "sums"},
     "extra_info": {"split": "train", "answer": "2+5=7", "level": 3},
 }
 PLAIN = {"prompt": "2+5=", "answer": "7", "data_source": "", "extra_info": {}}
@@ -146,16 +143,12 @@ def test_a_third_name_for_the_cut_is_rljaxs_form(names, more):
 @pytest.mark.parametrize(
     ("parameters", "lacking"),
     [
-        ("args, sample, **kwargs", "args, sample"),
-        ("prompt, completion, answer, state", "state"),
+        *(("args, sample, **kwargs", "args, sample"), ("prompt, completion, answer, state", "state")),
         ("prompt, completions, prompt_ids, completion_ids, answer, **kwargs", "completion_ids, prompt_ids"),
         ("completions, trainer_state, **kwargs", "trainer_state"),
         ("data_source, solution_str, ground_truth, extra_info, reward_router_address", "reward_router_address"),
-        ("problem, response, ground_truth", "problem"),
-        ("response, output, ground_truth", "output, response"),
-        ("*args, **kwargs", ""),
-        ("problem, response", ""),
-        ("problem, response, truncated, scale", ""),
+        *(("problem, response, ground_truth", "problem"), ("response, output, ground_truth", "output, response")),
+        *(("*args, **kwargs", ""), ("problem, response", ""), ("problem, response, truncated, scale", "")),
         ("problem, response, *, truncated", ""),
     ],
 )

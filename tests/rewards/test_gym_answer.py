@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import inspect
+import json
 import random
 import re
 from pathlib import Path
@@ -55,16 +56,10 @@ def test_the_answer_in_a_response():
 
 
 EXECUTING = FORMULAS | LITERALS
-# The number of calls in each file of the library that execute a text or give one to sympy.
-RUN_TEXT = {
-    **{"algebra/intermediate_integration.py": 2, "algebra/polynomial_multiplication.py": 2},
-    **{"algebra/simple_integration.py": 2, "algorithmic/binary_matrix.py": 1, "algorithmic/number_sorting.py": 1},
-    **{"algorithmic/spiral_matrix.py": 1, "algorithmic/string_insertion.py": 1},
-    **{"arithmetic/basic_arithmetic.py": 1, "arithmetic/bitwise_arithmetic.py": 2},
-    **{"arithmetic/gsm_symbolic/generators_00_49.py": 1, "arithmetic/gsm_symbolic/generators_50_99.py": 1},
-    **{"code/codeio.py": 1, "games/countdown.py": 1, "games/n_queens.py": 1, "games/puzzle24.py": 1},
-    "logic/propositional_logic.py": 5,  # a parser of its own
-}
+# The number of calls in each file of the library that execute a text, texts that are no formulas, and programs that
+# open a file, of which two are those of the first attack. "%c" writes a bracket without a bracket.
+ANSWERS = json.loads(Path(__file__).with_name("gym_answers.json").read_text(encoding="utf-8"))
+NO_FORMULA = [*ANSWERS["no_formulas"], "(" * 4000 + ")" * 4000, "+".join(["1"] * 600), "x" * 5000]
 EXECUTORS = {"eval", "exec", "__import__", "import_module", "parse_expr", "sympify", "S", "Popen", "system"}
 
 
@@ -75,7 +70,7 @@ def test_the_calls_of_the_library_that_execute_text_are_known():
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in EXECUTORS:
                 found[str(path.relative_to(root))] += 1
-    assert found == RUN_TEXT
+    assert found == ANSWERS["executing_calls"]
     executes = r"(?<!literal_)eval\(answer|parse_expr\(answer"
     sources = {name: inspect.getsource(task.score_answer) for name, (task, _) in factory.DATASETS.items()}
     assert {name for name, source in sources.items() if re.search(executes, source)} == EXECUTING
@@ -83,14 +78,6 @@ def test_the_calls_of_the_library_that_execute_text_are_known():
 
 A_FORMULA = ["(5 + 1)*(8/2) - 1", "x**2*sin(x)/2 + sqrt (x) + C", "(\n1.5\n)", "log(x, 10)", "exp(x**9)"]
 A_FORMULA += ["+".join(["1"] * 400)]
-NO_FORMULA = [
-    *("f(x)", "sqrt('1')", "sqrt(*x)", "log(x, base=2)", "(sqrt)(x)(y)", "eval(x)", "x.real", "1 .real", "x[0]"),
-    *("lambda x: x", "(x:=1)", "x if y else z", "x == y", "x!", "0.2[1]", "True", "None", "1j", "...", "b''"),
-    *("1 # x", "1 +\\\n1", "f'{x}'", "ｓqrt(x)", "x²", "{1}", "(1, 2)", "__name__", "", "2x", "x and y", "1@2"),
-    *("9**9**8", "exp(9**8*log(9))", "((9**99)**99)**99", "9**(1/(1/99999999))", "10**-99999999", "1e999"),
-    *("1e-99999999", "Abs(x*1.E-9_9999_999)"),
-    *("E**(9**8*log(9))", "(" * 4000 + ")" * 4000, "+".join(["1"] * 600), "x" * 5000, "\0", "\ud800"),
-]
 
 
 def test_formulas_are_told_from_all_else():
@@ -98,21 +85,7 @@ def test_formulas_are_told_from_all_else():
     assert [answer for answer in NO_FORMULA if is_formula(answer)] == []
 
 
-PROGRAMS = [
-    # The two of the first attack. %c writes a bracket without a bracket.
-    *("""Abs("open%c'FILE','w'%c" % (40, 41))""", """Abs("open"+"+("[1]+"'FILE', 'w'"+"+)"[1])"""),
-    *("open('FILE', 'w')", "[open('FILE', 'w'), 24][1]", "sqrt(f\"{open('FILE', 'w')}\")"),
-    *("(lambda: open('FILE', 'w'))()", "[sqrt := open, sqrt('FILE', 'w')]", "[sqrt('FILE', 'w') for sqrt in [open]]"),
-    *("Abs(\"open('FILE', 'w')\")!", "Abs(*[\"open('FILE', 'w')\"])", "log(2, *[\"op\" \"en('FILE', 'w')\"])"),
-    *("open \\\n('FILE', 'w')", "(open # sqrt\n('FILE', 'w'))", "{open('FILE', 'w'): 1}"),
-    *("24 if open('FILE', 'w') else 24", "ｏpen('FILE', 'w')", "__builtins__['open']('FILE', 'w')"),
-    *("().__class__.__base__.__subclasses__() and open('FILE', 'w')", "S(\"open('FILE', 'w')\")"),
-    *("Abs(b\"open('FILE', 'w')\".decode())", "[Abs(S) for S in [\"open('FILE', 'w')\"]]"),
-    *("open('FILE', mode='w')", "abs(4) + len(str(open('FILE', 'w')))"),
-]
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", ANSWERS["programs"])
 def test_a_program_is_never_executed(problem, tmp_path, program):
     """Each program is run once by a scorer of the library first, so that it is known to be one."""
     program = program.replace("FILE", str(tmp_path / "file"))
@@ -153,11 +126,8 @@ def test_right_answers_and_literals_earn_what_the_library_gives(name):
 @pytest.mark.parametrize(
     ("name", "wrong", "score"),
     [
-        ("game_of_life_halting", "zzz", 1.0),
-        ("gsm_symbolic", "{} or 999", 1.0),
-        ("letter_jumble", "{} and more", 1.0),
-        ("coin_flip", "0", 1.0),
-        ("caesar_cipher", "the text is {}", None),
+        *(("game_of_life_halting", "zzz", 1.0), ("gsm_symbolic", "{} or 999", 1.0)),
+        *(("letter_jumble", "{} and more", 1.0), ("coin_flip", "0", 1.0), ("caesar_cipher", "the text is {}", None)),
         ("puzzle24", "4*6*1*1", 1.0),
     ],
 )

@@ -31,6 +31,9 @@ class Speechless(Exception):
     def __str__(self):
         raise RuntimeError("no words")
 
+ERRORS = {"raise": ValueError("no\\nsuch"), "SystemExit": SystemExit(0), "KeyboardInterrupt": KeyboardInterrupt()}
+ERRORS |= {"Ending": Ending("of all"), "Speechless": Speechless()}
+
 def hoard():
     while True:
         kept.append(bytearray(1 << 20))
@@ -44,8 +47,8 @@ def act(problem, response, truncated):
             pass
     if response == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
-    if response == "raise":
-        raise ValueError("no\\nsuch")
+    if response in ERRORS:
+        raise ERRORS[response]
     if response == "memory":
         return float(len(bytearray(3 << 30)))
     if response == "hoard and keep":
@@ -56,14 +59,6 @@ def act(problem, response, truncated):
                 hoard()
             except MemoryError:
                 pass
-    if response == "SystemExit":
-        sys.exit(0)
-    if response == "KeyboardInterrupt":
-        raise KeyboardInterrupt
-    if response == "Ending":
-        raise Ending("of all")
-    if response == "Speechless":
-        raise Speechless
     if response == "huge string":
         return "x" * (1 << 28)
     if response == "thread":

@@ -32,12 +32,8 @@ def test_one_row_of_two_turns():
     """The experts of a token are those of the first answer that reports them."""
     (row,) = rows_of([FIRST, SECOND], [branch([1, 2, 3, 4, 9, 6], "--ss-s")])
     assert row == {
-        "prompt_ids": [1, 2],
-        "token_ids": [3, 4, 9, 6],
-        "turns": [1, 1, 0, 2],
-        "logprobs": [-0.1, -0.2, None, -0.7],
-        "version": [5, 5, None, 7],
-        "routes": [[1], [2], [3], [4], [9]],
+        **{"prompt_ids": [1, 2], "token_ids": [3, 4, 9, 6], "turns": [1, 1, 0, 2]},
+        **{"logprobs": [-0.1, -0.2, None, -0.7], "version": [5, 5, None, 7], "routes": [[1], [2], [3], [4], [9]]},
     }
 
 

@@ -53,7 +53,7 @@ GROUPS = {
     "[4,2]<=[2,2,2]T(2,1,0)": [[0, 4], [2, 6], [1, 5], [3, 7]],
     **{"mesh['fsdp'=4,'tp'=2] {'tp'}": NEIGHBOURS, "mesh['fsdp'=4,'tp'=2] {'fsdp'}": EVEN_AND_ODD},
     "mesh['fsdp'=4,'tp'=2] {'fsdp','tp'}": ALL,
-    "mesh['fsdp'=4,'tp'=2] {'tp','fsdp'}": [sum(EVEN_AND_ODD, [])],
+    "mesh['fsdp'=4,'tp'=2] {'tp','fsdp'}": [[0, 2, 4, 6, 1, 3, 5, 7]],
     # The part of size 2 that follows the first two of an axis of eight is bit 1 of the index.
     "mesh['a'=8] {'a':(2)2}": [[0, 2], [1, 3], [4, 6], [5, 7]],
     "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": [[0, 2], [1, 3]],
