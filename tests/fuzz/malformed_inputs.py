@@ -20,13 +20,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from hypothesis import strategies as st
-from sound_inputs import POLICIES, ROOT, sound_adapters, sound_model
 from tensorboardX import SummaryWriter
 
-from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import save_params
+from rljax.policy.lora import LoraConfig, init_adapters
+from rljax.policy.model import init_params
+from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME, save_adapters
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "toy-base"
 # Rows and columns of problems; the note, sequences and Prime-RL's export of token dumps.
 ROWS, COLUMNS, NOTE, SEQUENCES, PRIME = json.loads(Path(__file__).with_name("sound.json").read_text()).values()
@@ -66,7 +70,6 @@ weird = st.one_of(*listed, st.text(max_size=8), st.integers()).map(copy.deepcopy
 
 
 def chooser(draw: st.DrawFn) -> Callable[..., Any]:
-    """Returns a function that draws one of its arguments."""
     return lambda *items: draw(st.sampled_from(items))
 
 
@@ -221,7 +224,7 @@ def without(files: Files, path: str) -> Files:
 def spoilt(
     draw: st.DrawFn, command: str, words: Words, files: Parts, spoil: Words, options: Sequence[Words] = ((),)
 ) -> Case:
-    """Draws the case with one or two of the files ``spoil`` damaged, missing or replaced, and one of the options.
+    """Draws the case with one of the options, and one or two of the files ``spoil`` damaged, missing or replaced.
 
     A name of ``spoil`` that is not among the files is a folder of them, or a file that should not exist.
     """
@@ -316,6 +319,37 @@ def problem_cases() -> Cases:
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
+# A tiny policy of each family, and adapters.
+SHAPE: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2}
+SHAPE |= {"num_kv_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
+POLICIES = {
+    "qwen3": PolicyConfig(**SHAPE),
+    "qwen2": PolicyConfig(**SHAPE, family="qwen2"),
+    "qwen3_moe": PolicyConfig(**SHAPE, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=8),
+}
+LORA = LoraConfig(rank=2, targets=("q_proj", "o_proj"))
+
+
+@functools.cache
+def sound_model(family: str) -> tuple[dict[str, Any], bytes]:
+    config = POLICIES[family]
+    with tempfile.TemporaryDirectory() as made:
+        save_params(made, init_params(config, 0), config)
+        return read_pair(Path(made), "config.json", "model.safetensors")
+
+
+@functools.cache
+def sound_adapters() -> tuple[dict[str, Any], bytes]:
+    config = POLICIES["qwen3"]
+    with tempfile.TemporaryDirectory() as made:
+        save_adapters(made, init_adapters(config, LORA, 0), config, LORA, "model")
+        return read_pair(Path(made), ADAPTER_CONFIG, WEIGHTS_NAME)
+
+
+def read_pair(folder: Path, config: str, weights: str) -> tuple[dict[str, Any], bytes]:
+    return json.loads((folder / config).read_text()), (folder / weights).read_bytes()
+
+
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = (
     json.loads((MODEL / f"{name}.json").read_text()) for name in ("config", "tokenizer", "tokenizer_config")
 )
@@ -337,7 +371,6 @@ def model_cases() -> Cases:
 
 
 def safetensors(file: bytes) -> Document:
-    """Returns a safetensors file as its header and data."""
     (size,) = struct.unpack("<Q", file[:8])
     parts = {"header": json.loads(file[8 : 8 + size]), "size": None}
     return Document(parts, functools.partial(as_safetensors, file[8 + size :]))
@@ -396,7 +429,6 @@ VALUES = ("step", "x", "nan", "0", "-1", "inf", "1e400", "9" * 30, "", "2")
 
 @functools.cache
 def events() -> bytes:
-    """Returns a TensorBoard event file of the lengths."""
     with tempfile.TemporaryDirectory() as folder:
         with SummaryWriter(folder) as writer:
             for step, length in enumerate(LENGTHS, 1):
@@ -441,7 +473,6 @@ def as_console(rows: Any) -> bytes:
 
 
 def course_cases() -> Cases:
-    """Yields damaged logs of a course for ``rljax diagnose``."""
     logs = {"log.jsonl": as_lines, "log.csv": as_csv, "long.csv": as_long, "charts.csv": as_charts}
     logs |= {"out.log": as_console, "trainer_state.json": lambda rows: as_json({"log_history": rows})}
     for name, write in logs.items():

@@ -1,8 +1,7 @@
 """Runs a command on one input, in this process and in its own folder, and judges the result.
 
 An input is *refused* if the command ends with status 2 and one line on stderr. It is *accepted* if the command does its
-task. Everything else is a failure. Examples are a traceback, another status, several lines, and a line that is too
-long. Others are a run beyond the time limit, a file outside the folders of the command, and a changed input.
+task. Everything else is a failure, such as a file outside the folders of the command or a changed input.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import sound_inputs
-from malformed_inputs import Case, Special
+from malformed_inputs import LORA, POLICIES, Case, Special
 
 from rljax import train
 from rljax.commands import compare, diagnose, plot, prepare, replay, view
@@ -49,7 +47,7 @@ def load(words: Sequence[str]) -> int:
 
 def load_tiny_adapters(words: Sequence[str]) -> int:
     with caller_errors():
-        load_adapters(words[0], sound_inputs.POLICIES["qwen3"], sound_inputs.LORA)
+        load_adapters(words[0], POLICIES["qwen3"], LORA)
     return 0
 
 
@@ -147,9 +145,8 @@ def run_case(case: Case, folder: Path, limit_s: float) -> Outcome:
     write_case(case, folder)
     command = COMMANDS[case.command]
     before = contents(folder, command.writes)
-    out, err = (
-        io.TextIOWrapper(io.BytesIO(), "utf-8", how, write_through=True) for how in ("strict", "backslashreplace")
-    )
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8", "strict", write_through=True)
+    err = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
     here = Path.cwd()
     WATCH.seen.clear()
     os.chdir(folder)

@@ -21,6 +21,7 @@ from malformed_inputs import (
     KINDS,
     LOG,
     MODEL,
+    POLICIES,
     PROBLEMS,
     RECORD,
     SEQUENCES,
@@ -34,9 +35,10 @@ from malformed_inputs import (
     as_yaml,
     events,
     inside,
+    sound_adapters,
+    sound_model,
 )
 from run_input import COMMANDS, Command, run_case, write_case
-from sound_inputs import POLICIES, sound_adapters, sound_model
 
 from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
 

@@ -77,7 +77,7 @@ def main(argv):
 
 sys.exit(run_cli(main))
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     program = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
     program.stdout.close()
     program.stdin.close()

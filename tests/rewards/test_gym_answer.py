@@ -17,14 +17,8 @@ from rljax.rewards.pool import RewardPool
 from rljax.run.data_check import check_answers
 
 factory = pytest.importorskip("reasoning_gym.factory")
-from rljax.rewards.gym_answer import (  # noqa: E402
-    FORMULAS,
-    LITERALS,
-    is_formula,
-    library_reward,
-    stated_answer,
-    strict_reward,
-)
+from rljax.rewards import gym_answer  # noqa: E402
+from rljax.rewards.gym_answer import FORMULAS, LITERALS, library_reward, strict_reward  # noqa: E402
 
 
 @functools.cache
@@ -52,7 +46,7 @@ def test_the_answer_in_a_response():
     stated = dict.fromkeys(twelve, "12") | {"": "", "\\boxed{11} and \\boxed{12}\nQED": "11, 12"}
     stated["<answer>11</answer> no, <answer> 12\n3 </answer> done"] = "12\n3"
     stated["<answer>x = \\boxed{12}</answer>"] = "x = \\boxed{12}"
-    assert {response: stated_answer(response) for response in stated} == stated
+    assert {response: gym_answer.stated_answer(response) for response in stated} == stated
 
 
 EXECUTING = FORMULAS | LITERALS
@@ -81,8 +75,8 @@ A_FORMULA += ["+".join(["1"] * 400)]
 
 
 def test_formulas_are_told_from_all_else():
-    assert [answer for answer in A_FORMULA if not is_formula(answer)] == []
-    assert [answer for answer in NO_FORMULA if is_formula(answer)] == []
+    assert [answer for answer in A_FORMULA if not gym_answer.is_formula(answer)] == []
+    assert [answer for answer in NO_FORMULA if gym_answer.is_formula(answer)] == []
 
 
 @pytest.mark.parametrize("program", ANSWERS["programs"])

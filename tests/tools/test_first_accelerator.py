@@ -72,13 +72,18 @@ def test_a_section_is_judged_by_its_numbers_and_ends_in_time(tmp_path, monkeypat
     assert is_gone(late["numbers"]["child"])
 
 
-def test_kernels_try_the_trees_of_default_runs(monkeypatch):
+def test_kernels_try_trees_and_a_run_that_fails_says_why(monkeypatch):
     for name in ("check_attention", "check_head"):
         monkeypatch.setattr(f"rljax.commands.check_device.{name}", lambda *given: {})
     monkeypatch.setattr("rljax.policy.attention_errors.why_no_trees", lambda name, device, dtype, policy: dtype)
     found = first_gpu.kernels(first_gpu.TINY, None)
-    assert found["trees bfloat16"] == {"problems": ["bfloat16"]}
-    assert found["trees float16"] == {"problems": ["float16"]}
+    assert [found[f"trees {dtype}"] for dtype in first_gpu.DTYPES] == [
+        {"problems": [each]} for each in first_gpu.DTYPES
+    ]
+    failed = subprocess.CompletedProcess((), 1, stderr="no device")
+    monkeypatch.setattr(subprocess, "run", lambda *words, **more: failed)
+    found = first_gpu.exact(first_gpu.TINY, None)
+    assert [found[dtype]["error"].splitlines()[-1] for dtype in first_gpu.DTYPES] == ["RuntimeError: no device"] * 2
 
 
 def test_engines_count_numbers_that_are_not_finite(monkeypatch):
@@ -95,26 +100,14 @@ def test_engines_count_numbers_that_are_not_finite(monkeypatch):
     assert found["hf float16"]["nonfinite_count"] == 1
 
 
-def test_a_run_that_fails_says_why_for_each_dtype(monkeypatch):
-    failed = subprocess.CompletedProcess((), 1, stderr="no device")
-    monkeypatch.setattr(subprocess, "run", lambda *words, **more: failed)
-    found = first_gpu.exact(first_gpu.TINY, None)
-    assert [found[dtype]["error"].splitlines()[-1] for dtype in first_gpu.DTYPES] == ["RuntimeError: no device"] * 2
-
-
-def test_pinned_memory_is_counted_and_a_directory_with_room_chosen(tmp_path, monkeypatch, capsys):
-    first_gpu.pinned(first_gpu.TINY, None)
-    assert [json.loads(line)["arrays"] for line in capsys.readouterr().out.splitlines()] == [1, 2, 3, 4]
-    monkeypatch.setattr(first_gpu, "memory_directory", lambda: tmp_path)
-    assert [first_gpu.roomy_directory(size) for size in (1, 2**80)] == [tmp_path, Path(tempfile.gettempdir())]
-
-
-def test_a_fetched_wheel_may_be_newer_than_the_machines(tmp_path, monkeypatch):
+def test_a_directory_has_room_and_a_fetched_wheel_may_be_newer(tmp_path, monkeypatch):
     def pip(words, check):
         for name in ("numpy", "typing_extensions") if "download" in words else ():
             (tmp_path / f"{name}-9-py3-none-any.whl").touch()
 
     monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(first_gpu, "memory_directory", lambda: tmp_path)
+    assert [first_gpu.roomy_directory(size) for size in (1, 2**80)] == [tmp_path, Path(tempfile.gettempdir())]
     first_gpu.fetch(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["typing_extensions-9-py3-none-any.whl"]
 

@@ -1,7 +1,4 @@
-"""The example verifiers_rollouts plays environments of verifiers, and a real receiver of a trainer takes its rows.
-
-Tokens and numbers must be as the server answered, and trajectories that failed must have no reward.
-"""
+"""The example verifiers_rollouts plays environments of verifiers, and a real receiver of a trainer takes its rows."""
 
 import math
 import os
@@ -66,11 +63,9 @@ class Trainer:
         (tmp_path / "config.yaml").write_text(config_to_yaml(config))
 
     def start(self, groups):
-        """Starts the example, which finds the environments of the tests."""
         return example(self._python, self.run_dir, self.file, "--groups", str(groups))
 
     def take(self, groups):
-        """Returns the trajectories of so many groups."""
         return [one for group in self.queue.take(groups, 2) for one in group]
 
 
@@ -83,7 +78,6 @@ def example(python, *words):
 
 @pytest.fixture
 def trainer(verifiers_python, tmp_path):
-    """Yields a function that makes a ``Trainer``."""
     made = []
 
     def make(*arguments, **options):
@@ -97,7 +91,6 @@ def trainer(verifiers_python, tmp_path):
 
 @pytest.fixture
 def play(trainer):
-    """Yields a function that has groups played, and returns their trajectories and the output of the example."""
 
     def played(server, settings, *, n=2, groups=2, **options):
         made = trainer(server, settings, n=n, groups=groups, **options)

@@ -28,8 +28,6 @@ def test_a_report_of_a_written_program():
     mesh = make_mesh(config.mesh)
     found = work_report(CompiledStep(config, parse_machine("h100:1x4"), mesh, 1.25, GPU_STEP, memory, {}))
     assert json.loads(json.dumps(found)) == found
-    assert found["flops_per_micro_batch"] == {"bfloat16": 3 * 65_536, "float32": 3 * 65_536}
-    assert found["flops_per_step"] == {"float32": 1024}
     assert found["collectives"][0] == {
         **{"per": "micro_batch", "kind": "all-gather", "dtype": "bfloat16", "count": 3, "bytes": 6144},
         **{"group_size": 4, "across_nodes": False},
@@ -109,9 +107,8 @@ def compile_three_layers(tmp_path, machine, *words):
 
 
 @pytest.mark.compilers
-@pytest.mark.parametrize("remat", ["blocks", "dots"])
-def test_the_plan_is_near_the_compiler(remat, tmp_path):
-    found = compile_three_layers(tmp_path, "h100:1x2", "--precision.remat", remat)
+def test_the_plan_of_dots_is_near_the_compiler(tmp_path):
+    found = compile_three_layers(tmp_path, "h100:1x2", "--precision.remat", "dots")
     assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["needed"], rel=0.1)
     kernels = {kernel["target"]: kernel["count"] for kernel in found["kernels"]}
     assert kernels["__cudnn$fmhaSoftmaxBackward"] == 3
