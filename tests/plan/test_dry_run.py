@@ -98,7 +98,8 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
     sizes |= {"data.max-prompt-tokens": 100, "rollout.group-size": 4, "rollout.max-response-tokens": 900}
     sizes |= {"rollout.engine": "vllm", "rollout.urls": "http://nowhere:1", "loss.mini-batches": 2}
     sizes |= {"packing.row-tokens": 2048, "packing.rows-per-micro-batch": 4, "mesh.fsdp": 4, "mesh.tp": 8}
-    status, text, error = outcome(train.main, ["--dry-run", *(f"--{key}={value}" for key, value in sizes.items())])
+    words = ["configs/quickstart.yaml", "--dry-run", *(f"--{key}={value}" for key, value in sizes.items())]
+    status, text, error = outcome(train.main, words)
     assert (status, error) == (0, "")
     lines = dict(line.split("  ", 1) for line in text.splitlines()[1:] if "  " in line)
     # A row takes two of the longest sequences. So 12 of them are 6 rows, in 2 micro-batches of 4.

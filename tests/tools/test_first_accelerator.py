@@ -10,6 +10,7 @@ from pathlib import Path
 import first_gpu
 import numpy as np
 import pytest
+from first_gpu import DTYPES
 from sections import run_section
 from toy_runs import ROOT
 from waiting import is_gone
@@ -72,18 +73,18 @@ def test_a_section_is_judged_by_its_numbers_and_ends_in_time(tmp_path, monkeypat
     assert is_gone(late["numbers"]["child"])
 
 
-def test_kernels_try_trees_and_a_run_that_fails_says_why(monkeypatch):
+def test_kernels_try_trees_and_a_run_that_fails_says_why(monkeypatch, capsys):
     for name in ("check_attention", "check_head"):
         monkeypatch.setattr(f"rljax.commands.check_device.{name}", lambda *given: {})
     monkeypatch.setattr("rljax.policy.attention_errors.why_no_trees", lambda name, device, dtype, policy: dtype)
     found = first_gpu.kernels(first_gpu.TINY, None)
-    assert [found[f"trees {dtype}"] for dtype in first_gpu.DTYPES] == [
-        {"problems": [each]} for each in first_gpu.DTYPES
-    ]
+    assert {dtype: found[f"trees {dtype}"]["problems"] for dtype in DTYPES} == {dtype: [dtype] for dtype in DTYPES}
     failed = subprocess.CompletedProcess((), 1, stderr="no device")
     monkeypatch.setattr(subprocess, "run", lambda *words, **more: failed)
     found = first_gpu.exact(first_gpu.TINY, None)
-    assert [found[dtype]["error"].splitlines()[-1] for dtype in first_gpu.DTYPES] == ["RuntimeError: no device"] * 2
+    assert [found[dtype]["error"].splitlines()[-1] for dtype in DTYPES] == ["RuntimeError: no device"] * 2
+    first_gpu.pinned(first_gpu.TINY, None)
+    assert [json.loads(line)["arrays"] for line in capsys.readouterr().out.splitlines()] == [1, 2, 3, 4]
 
 
 def test_engines_count_numbers_that_are_not_finite(monkeypatch):
