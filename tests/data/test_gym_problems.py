@@ -39,13 +39,10 @@ def test_tasks_are_named_with_a_prefix_and_have_own_settings():
     assert own == [{"max_value": 9, "min_value": 2}, {"max_value": 9}, {}]
 
 
-def test_a_missing_library_is_said_with_the_remedy(monkeypatch):
+def test_an_answer_may_stand_in_the_metadata_and_a_library_lack(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"reasoning_gym:lcm needs reasoning-gym .*: pip install '\.\[gym\]'"):
         gym_problems.make("lcm", {}, 0, 1)
-
-
-def test_an_answer_may_stand_in_the_metadata():
     assert right_answer({"answer": "", "metadata": {}}) == ""
     held = [{"possible_answer": {0: 1, 5: 2}}, {"example_answer": "P"}, {"example_correct_answer": "U R"}, {"moves": 3}]
     answers = [right_answer({"answer": None, "metadata": metadata}) for metadata in held]

@@ -106,13 +106,6 @@ def pair(request, tmp_path_factory) -> tuple[Tokenizer, PreTrainedTokenizerFast]
     return load_tokenizer(directory), PreTrainedTokenizerFast.from_pretrained(directory)
 
 
-def test_sizes_and_special_tokens_are_those_of_transformers(pair):
-    ours, theirs = pair
-    assert len(ours) == len(theirs)
-    assert (ours.eos_token_id, ours.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
-    assert ours.has_chat_template == (theirs.chat_template is not None)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([*SPECIAL, *ADDED, *TEXTS, "<late>", "<new>", "<more>", "."]) | st.text()).map("".join))
 def test_ids_and_text_are_those_of_transformers(pair, text):
@@ -136,6 +129,8 @@ def test_each_token_alone_has_a_text(tmp_path):
 def test_whatever_is_sampled_becomes_the_text_of_transformers(pair):
     """The ids are halves of characters in any order, special tokens between them, and ids beyond the vocabulary."""
     ours, theirs = pair
+    assert (len(ours), ours.has_chat_template) == (len(theirs), theirs.chat_template is not None)
+    assert (ours.eos_token_id, ours.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
     rng = np.random.default_rng(0)
     for ids in rng.integers(0, len(ours) + 40, (200, 60)):
         assert ours.decode(ids) == theirs.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=True)
@@ -198,13 +193,11 @@ def test_tools_and_calls_of_a_row_reach_the_template(tools, tmp_path):
         render_problem(problem, with_template(tmp_path, "{{ messages[0].content }}"), "auto")
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [("{{ raise_exception('no system') }}", "no system"), ("{% if %}", "Expected an expression"), ("{{ a.b.c }}", "a")],
-)
-def test_a_chat_that_the_template_refuses_is_a_config_error(tmp_path, template, message):
-    with pytest.raises(ValueError, match=f"the chat template refuses a prompt: .*{message}"):
-        with_template(tmp_path, template).render_chat(QUESTION)
+def test_a_chat_that_the_template_refuses_is_a_config_error(tmp_path):
+    said = {"{{ raise_exception('no system') }}": "no system", "{% if %}": "Expected an expression", "{{ a.b.c }}": "a"}
+    for template, message in said.items():
+        with pytest.raises(ValueError, match=f"the chat template refuses a prompt: .*{message}"):
+            with_template(tmp_path, template).render_chat(QUESTION)
 
 
 def test_one_of_several_templates_is_the_default(tmp_path):
@@ -220,17 +213,14 @@ def test_one_of_several_templates_is_the_default(tmp_path):
     assert load_tokenizer(tmp_path).render_chat(QUESTION) == "1+1?"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "mode", "message"),
-    [
+def test_an_argument_that_nothing_uses_is_refused(tmp_path):
+    plain, ours = "effort is given for the chat template, but a prompt is plain text", load_tokenizer(qwen(tmp_path))
+    for prompt, mode, message in (
         (QUESTION, "auto", "the chat template does not use effort: leave it out, or correct its name"),
-        ("text", "auto", "effort is given for the chat template, but a prompt is plain text; chat_template = true"),
-        ("text", False, "effort is given for the chat template, but a prompt is plain text"),
-    ],
-)
-def test_an_argument_that_nothing_uses_is_refused(prompt, mode, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        render_problem({"prompt": prompt}, load_tokenizer(qwen(tmp_path)), mode, {"effort": "low"})
+        *(("text", "auto", f"{plain}; chat_template = true"), ("text", False, plain)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            render_problem({"prompt": prompt}, ours, mode, {"effort": "low"})
 
 
 def test_arguments_are_json_or_text_and_reach_the_template(tmp_path):

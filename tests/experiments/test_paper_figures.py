@@ -113,8 +113,7 @@ def test_ratios_of_responses_come_from_the_newest_dump(tmp_path):
     assert found.tolist() == [1, 2]
     assert ratios.tolist() == [-0.25, -0.5]
     assert slope_of_ratio(found, ratios) == pytest.approx(-250.0)
-    run = write_record(tmp_path / "run", [record_row(1)])
-    write_dump(run / "rollouts" / "step_000004.parquet", small_dump())
+    run = write_run(tmp_path / "run", [record_row(1)])
     (run / "rollouts" / "step_000001.parquet").write_bytes(b"rubbish")
     axis = plot_grid([["ratio_by_length"]], read_runs([run]), 0.9, panels=ALL_PANELS).axes[0]
     assert axis.collections[0].get_offsets().tolist() == [[1, -0.25], [2, -0.5]]

@@ -54,23 +54,23 @@ def test_a_study_becomes_command_lines(study_file, tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("arms: [", "is not YAML"),
-        ("config: a\nseeds: [0]", "a study has config, seeds, arms"),
-        ("config: a\nseeds: [0]\narms: {x: }\nfigure: {}", "a study has config, seeds, arms"),
-        ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "seeds_of and trend name arms that are not there: y"),
-        ("{like: bad.yaml, seeds: [0], arms: {x: }}", "bad.yaml: like leads back to bad.yaml"),
-        ("{like: other.yaml, seeds: [0], arms: {x: }}", "other.yaml: like leads back to bad.yaml"),
-    ],
-)
-def test_what_is_no_study_is_one_line(text, message, tmp_path):
+NO_STUDIES = {
+    "arms: [": "is not YAML",
+    "config: a\nseeds: [0]": "a study has config, seeds, arms",
+    "config: a\nseeds: [0]\narms: {x: }\nfigure: {}": "a study has config, seeds, arms",
+    "config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}": "seeds_of and trend name arms that are not there: y",
+    "{like: bad.yaml, seeds: [0], arms: {x: }}": "bad.yaml: like leads back to bad.yaml",
+    "{like: other.yaml, seeds: [0], arms: {x: }}": "other.yaml: like leads back to bad.yaml",
+}
+
+
+def test_what_is_no_study_is_one_line(tmp_path):
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
     path.with_name("other.yaml").write_text("{like: bad.yaml, seeds: [0], arms: {x: }}")
-    with pytest.raises(ConfigError, match=message):
-        read_study(path)
+    for text, message in NO_STUDIES.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_study(path)
 
 
 def test_the_report_is_made_from_run_directories_alone(study_file, tmp_path, capsys):
@@ -129,7 +129,8 @@ def test_a_study_like_another_has_its_settings(study_file):
 
 
 CONSTANT = {"schedule.kind": "constant"}
-CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.yaml")
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs/quickstart.yaml")
 SOON = ["--schedule.surge.warmup", "10", "--schedule.surge.ratio", "2.0", "--optimizer.learning-rate", "1e-3"]
 
 
@@ -149,10 +150,9 @@ def test_the_rates_part_at_the_first_decay():
     call = next(s for s in range(15, 40) if parting_step(rows(15), config("--schedule.multiplier", "1")) == s)
     assert 15 <= call <= 25
     period = int(1.8 * call + 0.5)
-    assert parting_step(rows(15), config()) == period
-    assert parting_step(rows(15), config("--schedule.kind", "constant")) is None
-    assert parting_step(rows(15), config("--schedule.kind", "cosine")) == 2
-    assert parting_step(rows(100), config()) is None
+    steps = {kind: parting_step(rows(15), config("--schedule.kind", kind)) for kind in ("constant", "cosine")}
+    assert steps == {"constant": None, "cosine": 2}
+    assert [parting_step(rows(surge_from), config()) for surge_from in (15, 100)] == [period, None]
 
 
 def test_the_last_checkpoint_before_they_part(tmp_path):
@@ -172,23 +172,20 @@ def test_the_last_checkpoint_before_they_part(tmp_path):
         assert recorded_fork(tmp_path) == fork
 
 
-@pytest.mark.parametrize(
-    ("forks", "message"),
-    [
-        ({"decay": "none"}, "decay: none must be two arms"),
-        ({"decay": "slow", "slow": "decay"}, "decay forks from itself: decay from slow from decay$"),
-        ({"corrected": "constant"}, "corrected and constant differ by correction.preset$"),
-        ({"early": "decay"}, "early and decay differ by schedule.surge.ratio$"),
-    ],
-)
-def test_arms_that_may_not_fork(forks, message):
+def test_arms_that_may_not_fork():
     arms = {
         **{"constant": CONSTANT, "decay": {}, "slow": {"schedule.multiplier": 3.0}},
         **{"corrected": {**CONSTANT, "correction.preset": "token_tis"}, "early": {"schedule.surge.ratio": 2.0}},
     }
-    with pytest.raises(ConfigError, match=message):
-        check_forks(Path("study.yaml"), arms, forks)
     check_forks(Path("study.yaml"), arms, {"decay": "constant", "slow": "decay"})
+    for forks, message in (
+        ({"decay": "none"}, "decay: none must be two arms"),
+        ({"decay": "slow", "slow": "decay"}, "decay forks from itself: decay from slow from decay$"),
+        ({"corrected": "constant"}, "corrected and constant differ by correction.preset$"),
+        ({"early": "decay"}, "early and decay differ by schedule.surge.ratio$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_forks(Path("study.yaml"), arms, forks)
 
 
 def test_a_period_drawn_from_the_next_seed_that_called_by_hand():
@@ -202,7 +199,6 @@ def test_a_period_drawn_from_the_next_seed_that_called_by_hand():
         drawn_period("constant", called, [0, 1], 0, 1.8)
 
 
-ROOT = Path(__file__).parents[2]
 STUDIES = {path.stem: read_study(path) for path in sorted((ROOT / "configs/study").glob("*.yaml"))}
 
 

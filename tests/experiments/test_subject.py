@@ -14,7 +14,10 @@ SUM = short_problem("chain_sum", "State the final answer to the following arithm
 WORD = short_problem("spell_backward", "Spell this word backward (example: sun -> nus): Stone", "enotS")
 
 
-def test_problems_and_worked_solutions_by_hand():
+def test_problems_and_solutions_by_hand():
+    texts = [solution(np.random.default_rng(i), WORD, Mistakes(0.0, 1.0, 0.0, wrong_letters=0.5)) for i in range(20)]
+    assert {len(text) for text in texts} == {2}  # a wrong direct answer has int(5 / 2) of the letters
+    assert set("".join(texts)) <= set("stone")
     assert (SUM, WORD) == ({"prompt": "84-97+45=", "answer": "32"}, {"prompt": "stone:", "answer": "enots"})
     assert short_problem("spell_backward", "Spell this word backward (example: sun -> nus): naïve", "evïan") is None
     assert worked_sum("84-97+45") == ">84-97=-13,-13+45=32,32"
@@ -31,12 +34,6 @@ def test_the_shares_of_solutions(problem):
     assert len(worked) == pytest.approx(500, abs=60)
     right = sum(addition_reward(problem, text, False) for text in texts)
     assert right == pytest.approx(1000, abs=90)
-
-
-def test_a_wrong_direct_answer_has_some_of_the_letters():
-    texts = [solution(np.random.default_rng(i), WORD, Mistakes(0.0, 1.0, 0.0, wrong_letters=0.5)) for i in range(20)]
-    assert {len(text) for text in texts} == {2}  # int(5 / 2)
-    assert set("".join(texts)) <= set("stone")
 
 
 def test_rows_are_packed_with_whole_solutions():

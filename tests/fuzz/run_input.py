@@ -147,14 +147,13 @@ def run_case(case: Case, folder: Path, limit_s: float) -> Outcome:
     before = contents(folder, command.writes)
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", "strict", write_through=True)
     err = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
-    here = Path.cwd()
     WATCH.seen.clear()
-    os.chdir(folder)
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         WATCH.folder = str(folder.resolve())
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+        with contextlib.chdir(folder), streams[0], streams[1], warnings.catch_warnings():
             warnings.simplefilter("default", RuntimeWarning)
             warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
             status = run_cli(command.main, list(case.words))
@@ -170,7 +169,6 @@ def run_case(case: Case, folder: Path, limit_s: float) -> Outcome:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         WATCH.folder = None
-        os.chdir(here)
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     after = contents(folder, command.writes)

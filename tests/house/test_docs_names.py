@@ -58,7 +58,9 @@ def resolves(name):
     return False
 
 
-def test_what_a_page_names_is_there():
+def test_what_a_page_names_is_there_and_what_was_removed_is_not():
+    assert len(removed()) > 90
+    assert [path for path in removed() if any(ROOT.glob(path))] == []
     there = functools.cache(lambda path: any(ROOT.glob(path)))
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -67,11 +69,6 @@ def test_what_a_page_names_is_there():
         assert [path for path in paths(text, folders) if path not in gone and not there(path)] == [], page
         names = set(re.findall(r"(?<![\w./-])rljax(?:\.[A-Za-z_]\w*)+", text)) - METADATA_KEYS
         assert sorted(name for name in names if not resolves(name)) == [], page
-
-
-def test_what_was_removed_is_not_there():
-    assert len(removed()) > 90
-    assert [path for path in removed() if any(ROOT.glob(path))] == []
 
 
 def test_the_tests_that_a_page_selects_are_there():
@@ -134,10 +131,7 @@ CONFIGS = re.compile(r"(?<![\w./-])configs/[\w./-]*\w")
 
 
 def texts(source):
-    """Yields (line number, text) of every string that a program may print, including help texts.
-
-    A docstring is printed where its module uses ``__doc__``, as the description of a command.
-    """
+    """Yields (line number, text) of every string that a program may print, such as a docstring beside ``__doc__``."""
     tree = ast.parse(source)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     first = [node.body[0].value for node in functions if isinstance(node.body[0], ast.Expr)]

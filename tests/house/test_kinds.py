@@ -23,13 +23,9 @@ from rljax.sharding import MeshConfig, make_mesh
 PACKAGE = Path(kinds.__file__).parents[1]
 POLICY = PolicyConfig(64, 8, 8, 1, 1, 1, 8, tie_word_embeddings=True)
 NAMES = {*ENGINES, *FAMILIES}
-HOMES = [
-    PACKAGE / "rollout/kinds.py",
-    PACKAGE / "rollout/build.py",
-    PACKAGE / "policy/families.py",
-    *((PACKAGE / "rollout/servers" / name) for name in ENGINES),
-    PACKAGE / "schedule",  # it knows no engine: "jax" is the package there
-]
+# The schedule knows no engine: "jax" is the package there.
+HOMES = [PACKAGE / path for path in ("rollout/kinds.py", "rollout/build.py", "policy/families.py", "schedule")]
+HOMES += [PACKAGE / "rollout/servers" / name for name in ENGINES]
 
 
 def names_in(node: ast.AST) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """The two walks through the house: from a step to an HTTP request, and from a publish to bytes on a server.
 
-A run of two steps against a stand-in server is watched at the doors of other packages: where asyncio takes work from
-another thread, where httpx sends a request, and where a file is opened.
+A run of two steps is watched where asyncio takes work from another thread, httpx sends, and a file is opened.
 """
 
 import asyncio

@@ -45,25 +45,14 @@ def sizes_of(config):
     return state_bytes(config, TINY, shape_mesh(config.mesh))
 
 
-TURNS = {"group_size": 5, "environment": "package.module:Class"}
-EIGHT_BITS = {"kv_cache_dtype": "fp8_e5m2"}
-
-
-@pytest.mark.parametrize(
-    ("tokens", "slots", "rollout"),
-    [
-        *((tokens, slots, {}) for tokens, slots in [(1000, 8), (800, 8), (799, 7), (399, 3), (1, 1)]),
-        *((10_000, 12, TURNS), (799, 7, TURNS), (800, 8, EIGHT_BITS)),
-    ],
-)
-def test_the_cache_that_decode_tokens_allow(tokens, slots, rollout):
-    """There are 2 prompts x 4 responses of 10 + 90 tokens. The 10 rows of 2 x 5 trajectories are padded to 12.
-
-    A token has 3 layers x 2 heads x 8 x 2 (k, v) of 2 bytes: 192. In eight bits it has half of them.
-    """
-    config = tiny(decode_tokens=tokens, **rollout)
-    found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
-    assert found == (slots, 100, slots * 100 * (96 if rollout is EIGHT_BITS else 192))
+def test_the_cache_that_decode_tokens_allow():
+    """A token has 3 layers x 2 heads x 8 x 2 (k, v) of 2 bytes. The 10 rows of 2 x 5 trajectories are padded to 12."""
+    turns, eight_bits = {"group_size": 5, "environment": "package.module:Class"}, {"kv_cache_dtype": "fp8_e5m2"}
+    cases = [(tokens, slots, {}) for tokens, slots in ((1000, 8), (800, 8), (799, 7), (399, 3), (1, 1))]
+    for tokens, slots, rollout in [*cases, (10_000, 12, turns), (799, 7, turns), (800, 8, eight_bits)]:
+        config = tiny(decode_tokens=tokens, **rollout)
+        found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
+        assert found == (slots, 100, slots * 100 * (96 if rollout is eight_bits else 192))
 
 
 def test_without_decode_tokens_a_gpu_gives_seven_tenths():
@@ -201,17 +190,13 @@ def test_the_dry_run_ends_with_what_does_not_fit(tmp_path):
 
 
 POLICY = PolicyConfig(32, 16, 48, 3, 4, 2, 8)
+ONE_ROW = {"mesh": {"fsdp": 1, "tp": 1}, "packing": {"row_tokens": 64, "rows_per_micro_batch": 1}}
 
 
 def of_step(**precision):
-    return changed(
-        Config(),
-        data={"batch_size": 2, "max_prompt_tokens": 4},
-        rollout={"group_size": 8, "max_response_tokens": 60},
-        packing={"row_tokens": 64, "rows_per_micro_batch": 8},
-        precision=precision,
-        mesh={"fsdp": 4, "tp": 2},
-    )
+    sizes = {"data": {"batch_size": 2, "max_prompt_tokens": 4}, "rollout": {"group_size": 8, "max_response_tokens": 60}}
+    sizes |= {"packing": {"row_tokens": 64, "rows_per_micro_batch": 8}, "mesh": {"fsdp": 4, "tp": 2}}
+    return changed(Config(), **sizes, precision=precision)
 
 
 def test_a_device_has_its_part_of_heads_and_mlp():
@@ -228,35 +213,25 @@ def test_a_device_has_its_part_of_heads_and_mlp():
 
 def test_with_adapters_only_their_weights_have_a_gradient():
     mesh = make_mesh(MeshConfig(1, 1))
-    one = changed(of_step(), mesh={"fsdp": 1, "tp": 1}, packing={"row_tokens": 64, "rows_per_micro_batch": 1})
-    lora = changed(one, lora={"rank": 2, "targets": ("gate_proj",)})
-    places = 64
-    head = head_bytes(POLICY, mesh, places, 2)
-    at_work = working_bytes(lora, POLICY, mesh)["at work in a micro-batch"]
-    block = block_bytes(local_policy(POLICY, mesh), places, 2)
-    assert at_work == max(head, block + 2 * 3 * 16 * 48)
+    lora = changed(of_step(), **ONE_ROW, lora={"rank": 2, "targets": ("gate_proj",)})
+    block = block_bytes(local_policy(POLICY, mesh), 64, 2) + 2 * 3 * 16 * 48
+    assert working_bytes(lora, POLICY, mesh)["at work in a micro-batch"] == max(head_bytes(POLICY, mesh, 64, 2), block)
 
 
-@pytest.mark.parametrize(("vocab_size", "is_stored"), [(2**21, True), (2**22, False)], ids=["2^27", "2^28"])
-def test_a_cpu_keeps_up_to_2_to_the_27_logits(vocab_size, is_stored):
+def test_a_cpu_keeps_up_to_2_to_the_27_logits():
     """A row has 64 tokens. The mesh without devices is planned as cards, which keep no logits."""
-    policy = dataclasses.replace(POLICY, vocab_size=vocab_size)
-    one = changed(of_step(), mesh={"fsdp": 1, "tp": 1}, packing={"row_tokens": 64, "rows_per_micro_batch": 1})
     meshes = make_mesh(MeshConfig(1, 1)), shape_mesh(MeshConfig(1, 1))
-    cpu, card = (working_bytes(one, policy, mesh)["at work in a micro-batch"] for mesh in meshes)
-    assert cpu == (head_bytes(policy, meshes[0], 64, 2) + 4 * 64 * vocab_size if is_stored else card)
+    for vocab_size, is_stored in ((2**21, True), (2**22, False)):
+        policy, one = dataclasses.replace(POLICY, vocab_size=vocab_size), changed(of_step(), **ONE_ROW)
+        cpu, card = (working_bytes(one, policy, mesh)["at work in a micro-batch"] for mesh in meshes)
+        assert cpu == (head_bytes(policy, meshes[0], 64, 2) + 4 * 64 * vocab_size if is_stored else card)
 
 
 def test_the_head_sees_only_responses_where_prompts_are_shared():
     """Rows of 256 tokens hold up to 192 of responses. A CPU keeps so many logits of this vocabulary, and not 256."""
     mesh, policy = make_mesh(MeshConfig(1, 1)), dataclasses.replace(POLICY, vocab_size=600_000)
-    shared = changed(
-        of_step(),
-        data={"max_prompt_tokens": 128},
-        rollout={"group_size": 2},
-        mesh={"fsdp": 1, "tp": 1},
-        packing={"row_tokens": 256, "rows_per_micro_batch": 1},
-    )
+    shared = changed(of_step(), **ONE_ROW, data={"max_prompt_tokens": 128}, rollout={"group_size": 2})
+    shared = changed(shared, packing={"row_tokens": 256})
     trees, apart = (
         working_bytes(each, policy, mesh)["at work in a micro-batch"] for each in (shared, with_separate_rows(shared))
     )

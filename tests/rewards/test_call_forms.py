@@ -103,21 +103,16 @@ def test_all_right_answers_of_a_row_are_its_ground_truth():
     assert not {"templated", "alternatives"} & GOT.keys()
 
 
-def test_columns_of_the_row_are_given_as_they_stand():
+def test_columns_and_right_answers_are_given_as_they_stand():
     row = {"prompt": "make 44", "answer": 44, "nums": [19, 25], "solution": "19+25 $\\boxed{44}$"}
     problem = parse_row(row, "row 1", whole=True)
     assert NamedReward(trl)(problem, "19+25", False) == 0.5
     assert (GOT["nums"], GOT["solution"], GOT["answer"]) == ([[19, 25]], ["19+25 $\\boxed{44}$"], [44])
     assert "columns" not in GOT
-
-
-@pytest.mark.parametrize(
-    "truth", [{"target": 44, "numbers": [19, 25]}, [19, 25], ["44"], ["a", "b"], 44, 0, 0.5, False]
-)
-def test_a_right_answer_that_is_no_text_is_given_as_it_stands(truth):
-    row = {"prompt": "make 44", "reward_model": {"ground_truth": truth}}
-    NamedReward(gsm8k)(parse_row(row, "row 1", whole=True), "19+25", False)
-    assert (GOT["ground_truth"], type(GOT["ground_truth"])) == (truth, type(truth))
+    for truth in ({"target": 44, "numbers": [19, 25]}, [19, 25], ["44"], ["a", "b"], 44, 0, 0.5, False):
+        row = {"prompt": "make 44", "reward_model": {"ground_truth": truth}}
+        NamedReward(gsm8k)(parse_row(row, "row 1", whole=True), "19+25", False)
+        assert (GOT["ground_truth"], type(GOT["ground_truth"])) == (truth, type(truth))
 
 
 def test_a_class_and_an_async_function_are_called():
@@ -140,38 +135,34 @@ def test_a_third_name_for_the_cut_is_rljaxs_form(names, more):
     assert NamedReward(reward)(PLAIN, "8", True) == -3.0
 
 
-@pytest.mark.parametrize(
-    ("parameters", "lacking"),
-    [
-        *(("args, sample, **kwargs", "args, sample"), ("prompt, completion, answer, state", "state")),
-        ("prompt, completions, prompt_ids, completion_ids, answer, **kwargs", "completion_ids, prompt_ids"),
-        ("completions, trainer_state, **kwargs", "trainer_state"),
-        ("data_source, solution_str, ground_truth, extra_info, reward_router_address", "reward_router_address"),
-        *(("problem, response, ground_truth", "problem"), ("response, output, ground_truth", "output, response")),
-        *(("*args, **kwargs", ""), ("problem, response", ""), ("problem, response, truncated, scale", "")),
-        ("problem, response, *, truncated", ""),
-    ],
-)
-def test_what_is_not_recognised_shows_the_three_forms(parameters, lacking):
+FORMS = "verl's (data_source, solution_str, ground_truth, extra_info) or TRL's (prompts, completions, **columns)"
+LACKING = {
+    **{"args, sample, **kwargs": "args, sample", "prompt, completion, answer, state": "state"},
+    "prompt, completions, prompt_ids, completion_ids, answer, **kwargs": "completion_ids, prompt_ids",
+    "completions, trainer_state, **kwargs": "trainer_state",
+    "data_source, solution_str, ground_truth, extra_info, reward_router_address": "reward_router_address",
+    **{"problem, response, ground_truth": "problem", "response, output, ground_truth": "output, response"},
+    **{"*args, **kwargs": "", "problem, response": "", "problem, response, truncated, scale": ""},
+    "problem, response, *, truncated": "",
+}
+
+
+@pytest.mark.parametrize("parameters", LACKING)
+def test_what_is_not_recognised_shows_the_three_forms(parameters):
     with pytest.raises(ValueError, match="takes ") as refused:
         NamedReward(eval(f"lambda {parameters}: 0.0"))
-    why = f", but {lacking} cannot be given" if lacking else ""
-    assert str(refused.value) == (
-        f"takes ({parameters}){why}; a reward takes (problem, response, truncated), verl's (data_source, solution_str, "
-        "ground_truth, extra_info) or TRL's (prompts, completions, **columns)"
-    )
+    why = f", but {LACKING[parameters]} cannot be given" if LACKING[parameters] else ""
+    expected = f"takes ({parameters}){why}; a reward takes (problem, response, truncated), {FORMS}"
+    assert str(refused.value) == expected
 
 
-@pytest.mark.parametrize(
-    ("reward", "said"),
-    [
+def test_what_is_no_reward_raises():
+    for reward, said in (
         (lambda completions, **columns: [None], "it returned None, so it does not apply to this row"),
         (lambda completions, **columns: [1.0, 0.0], "it returned 2 rewards for a list of one response"),
         (lambda completions, nums, **columns: [1.0], "it needs the column 'nums', but the row has only answer, ground"),
         (lambda solution_str, ground_truth: {"acc": 1}, "it returned a dict without 'score', with acc"),
         (lambda problem, response, truncated: None, "it returned None, so it does not apply to this row"),
-    ],
-)
-def test_what_is_no_reward_raises(reward, said):
-    with pytest.raises(ValueError, match=said):
-        NamedReward(reward)(CHAT, "8", False)
+    ):
+        with pytest.raises(ValueError, match=said):
+            NamedReward(reward)(CHAT, "8", False)

@@ -14,6 +14,7 @@ import pytest
 from rljax.data import gym_problems
 from rljax.data.gym_problems import right_answer
 from rljax.rewards.pool import RewardPool
+from rljax.rewards.resolve import resolve_reward
 from rljax.run.data_check import check_answers
 
 factory = pytest.importorskip("reasoning_gym.factory")
@@ -137,6 +138,7 @@ def test_the_strict_score_refuses_what_the_library_rewards(problem, name, wrong,
 
 
 def test_a_fraction_may_be_written_in_another_notation(problem):
+    assert resolve_reward("reasoning_gym_library") is library_reward
     one = problem("fraction_simplification")
     numerator, denominator = re.findall(r"\d+", one["answer"])
     assert strict_reward(one, f"{numerator}/{denominator}", False) == 1.0

@@ -184,18 +184,11 @@ def test_every_response_is_bounded_in_time_and_others_pass_by():
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
 
 
-def test_a_worker_that_died_while_idle_costs_no_response():
-    with pool_of(1) as pool:
-        pid = int(pool.submit(PROBLEM, "pid", False).result(timeout=60))
-        os.kill(pid, 9)
-        time.sleep(0.2)
-        assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
-        assert pool.pop_metrics()["reward/errors"] == 0
-
-
 def test_a_worker_that_is_asked_to_end_finishes_its_response():
-    """All processes of a Slurm step are asked to end while the trainer finishes its step."""
+    """All processes of a Slurm step are asked to end while the trainer finishes its step. An idle worker may die."""
     with pool_of(1) as pool:
+        os.kill(int(pool.submit(PROBLEM, "pid", False).result(timeout=60)), 9)
+        time.sleep(0.2)
         responses = ["asked to end", "ends its fork", "ends its program", "right", "alarm", "alarm"]
         rewards = [pool.submit(PROBLEM, response, False).result() for response in responses]
         assert rewards == [0.75, -signal.SIGTERM, -signal.SIGTERM, 1.0, -0.5, -0.5]  # a module's own handler stays

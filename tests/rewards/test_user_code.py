@@ -120,11 +120,6 @@ def test_what_cannot_be_found_is_one_line(path, said):
     assert "\n" not in str(refused.value)
 
 
-def test_a_worker_can_import_every_shipped_reward():
-    pytest.importorskip("reasoning_gym")
-    assert all(callable(resolve_reward(name)) for name in SHIPPED)
-
-
 def test_a_failure_names_the_line_of_the_persons_file():
     value, reason = score(resolve_reward("code/my-rewards.py:fails"), {}, "{", False)
     assert value is None
@@ -132,11 +127,11 @@ def test_a_failure_names_the_line_of_the_persons_file():
     assert reason.endswith(" (code/my-rewards.py:9)")
 
 
-@pytest.mark.parametrize("response", ["1e39", "-1e39", "3.4028235e38", "inf", "nan"])
-def test_what_float32_cannot_hold_is_an_error(response):
+def test_what_float32_cannot_hold_is_an_error():
     with RewardPool("code/my-rewards.py:large", 0) as pool:
-        assert pool.submit({}, response, False).result() == 0.0
-        assert pool.pop_metrics()["reward/errors"] == 1
+        for response in ("1e39", "-1e39", "3.4028235e38", "inf", "nan"):
+            assert pool.submit({}, response, False).result() == 0.0
+            assert pool.pop_metrics()["reward/errors"] == 1
         assert pool.submit({}, "-3.4028234663852886e38", False).result() == -3.4028234663852886e38
 
 

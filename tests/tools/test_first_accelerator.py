@@ -59,11 +59,8 @@ def test_without_time_each_section_is_skipped(tmp_path):
 
 def test_a_section_is_judged_by_its_numbers_and_ends_in_time(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    for facts, status in (
-        ({"problems": []}, "ok"),
-        ({"problems": ["p"]}, "partly failed"),
-        ({"error": "e"}, "partly failed"),
-    ):
+    for facts, is_ok in (({"problems": []}, True), ({"problems": ["p"]}, False), ({"error": "e"}, False)):
+        status = "ok" if is_ok else "partly failed"
         code = f"import os, sys; print({json.dumps({'x': facts})!r}); print(3)"
         code += "; print('XLA_CLIENT_MEM_FRACTION' in os.environ, file=sys.stderr)"
         found = run_section([sys.executable, "-c", code], 60.0, (), str(tmp_path))

@@ -72,11 +72,10 @@ def test_settings_of_an_environment(tmp_path):
         described(str(yaml))
 
 
-@pytest.mark.parametrize("words", [(), ("depth=3", "effort=low", 'names=["a"]')])
-@pytest.mark.parametrize("thinking", [None, False])
-def test_arguments_of_the_template_are_those_of_the_run(thinking, words):
-    data = {"enable_thinking": thinking, "chat_template_kwargs": words}
-    assert template_arguments(data) == prompts.template_arguments(thinking, words)
+def test_arguments_of_the_template_are_those_of_the_run():
+    for thinking, words in ((None, ("depth=3", "effort=low", 'names=["a"]')), (False, ())):
+        data = {"enable_thinking": thinking, "chat_template_kwargs": words}
+        assert template_arguments(data) == prompts.template_arguments(thinking, words)
 
 
 def test_a_turn_ends_where_a_response_of_the_run_ends(tmp_path):

@@ -51,10 +51,7 @@ def compile_toy(tmp_path, machine, *words):
 
 
 def toy_flops(devices, head_products):
-    """Returns the FLOPs of a device: three times those of the forward's layers, and those of the head.
-
-    The head's chunk is the whole vocabulary here. A TPU's compiler keeps the logits, and a GPU's computes them again.
-    """
+    """Returns the FLOPs of a device: three times those of the forward's layers, and those of the head's one chunk."""
     c = read_config(ROOT / "configs/toy-base")
     rows, tokens = 16 // devices, 128
     widths = c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.intermediate_size
@@ -71,7 +68,7 @@ def test_a_step_for_a_machine_that_is_not_here(machine, across, tmp_path):
     assert found["mesh"] == {"replica": 1, "fsdp": 2, "expert": 1, "context": 1, "tp": 1}
     assert found["open_loops"] == 2  # one with loss, and one without
     is_gpu = machine.startswith("h100")
-    # On a GPU a product over 1,016 places may be split into 16 of 64.
+    # A GPU's compiler computes the logits again, and may split a product over 1,016 places into 16 of 64.
     assert found["flops_per_micro_batch"] == {"float32": pytest.approx(toy_flops(2, 4 if is_gpu else 3), rel=2e-5)}
     assert found["flops_per_step"] == {}
     assert {one["across_nodes"] for one in found["collectives"]} == {across}

@@ -25,9 +25,7 @@ def test_a_program_by_hand():
     assert dot.attribute("no_such") is None
     arrays = [(Array("bfloat16", (4, 8)),), (Array("bfloat16", (8, 16)),)]
     assert module.computations["fused"].operand_arrays(dot) == arrays
-
-
-def test_an_instruction_may_go_on_over_lines():
+    # An instruction may go on over lines.
     module = parse_module((PROGRAMS / "broken_lines.hlo").read_text())
     assert {name: len(each.instructions) for name, each in module.computations.items()} == {"body": 2, "main": 2}
     assert "splash_mha_dq" in module.computations["body"].root.attributes

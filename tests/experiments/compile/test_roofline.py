@@ -14,12 +14,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import LoraConfig
 
 # A card does 1e12 operations in a second. It moves 1e9 bytes of memory, 1e8 between cards and 1e7 between nodes.
-CARD = Rates(
-    flops={("bfloat16", "default"): 1e12, ("float32", "default"): 5e11, ("float32", "highest"): 1e11},
-    memory=1e9,
-    link=1e8,
-    network=1e7,
-)
+FLOPS = {("bfloat16", "default"): 1e12, ("float32", "default"): 5e11, ("float32", "highest"): 1e11}
+CARD = Rates(flops=FLOPS, memory=1e9, link=1e8, network=1e7)
 TWO_NODES = [0, 0, 0, 0, 1, 1, 1, 1]
 ALL = (tuple(range(8)),)
 ROWS = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -63,14 +59,11 @@ def test_the_time_is_max_of_products_and_memory_plus_links():
 
 
 def test_attention_kernels_by_formula():
-    """Rows of 5 + 3 tokens have 15 + 6 pairs, with 2 rows x 4 heads x 16 wide.
-
-    There are 2 products forward and 5 backward. A TPU's gradients of keys and values take 4.
-    """
+    """There are 2 products forward and 5 backward. A TPU's gradients of keys and values take 4."""
     main = parse_module((Path(__file__).parent / "programs/calls.hlo").read_text()).computations["main"]
     calls = {"f": 3, "b": 1, "o": 7, "d": 1}
     work = Work(kernels=[(main, main.instructions[name], times) for name, times in calls.items()])
-    a_product = 2 * 2 * 4 * 16 * 21
+    a_product = 2 * 2 * 4 * 16 * 21  # two rows of 15 + 6 pairs, four heads, 16 wide
     assert kernel_uses(work, [5, 3]) == [
         KernelUse("__cudnn$fmhaSoftmax", 3, "bfloat16", 3 * 2 * a_product),
         KernelUse("__cudnn$fmhaSoftmaxBackward", 1, "bfloat16", 5 * a_product),
