@@ -75,7 +75,12 @@ def test_a_file_of_verls_form_becomes_problems(bare):
         assert set(problem["extra_info"]) == {"index"}
 
 
-def test_fractions_are_nested_and_always_the_same(bare):
+def test_long_prompts_are_counted_and_fractions_are_nested(bare):
+    problems = [{"prompt": "1+1="}, {"prompt": "12+1="}, {"prompt": "123+1="}]
+    assert drop_long(problems, bare, 6, "", may_drop=False) is problems
+    with pytest.raises(ValueError, match=r"tokens = 4, but a prompt has 6 tokens, and 2 of 3 are longer; do this"):
+        drop_long(problems, bare, 4, "; do this", may_drop=False)
+
     def drawn(fraction):
         problems = training_problems(file_config(fraction=fraction), bare)
         return [problem["extra_info"]["index"] for problem in problems]
@@ -105,13 +110,6 @@ def test_datasets_of_an_evaluation_are_named(bare, tmp_path):
     (tmp_path / "split=test").mkdir()  # a path may hold the sign, too
     part = shutil.copy(paths[0], tmp_path / "split=test/part.parquet")
     assert list(evaluation_datasets([str(part)], file_config(), bare)) == ["part"]
-
-
-def test_prompts_that_are_too_long_are_counted(bare):
-    problems = [{"prompt": "1+1="}, {"prompt": "12+1="}, {"prompt": "123+1="}]
-    assert drop_long(problems, bare, 6, "", may_drop=False) is problems
-    with pytest.raises(ValueError, match=r"tokens = 4, but a prompt has 6 tokens, and 2 of 3 are longer; do this"):
-        drop_long(problems, bare, 4, "; do this", may_drop=False)
 
 
 @pytest.mark.parametrize(

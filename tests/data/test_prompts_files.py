@@ -127,17 +127,11 @@ def test_parquet_keeps_columns_types_and_its_source(tmp_path):
     assert [row["pass_rate"] for _, row in read_rows(out)] == [0.25, 0.25]
 
 
-def test_chats_and_records_in_the_form_of_python_are_read(tmp_path):
-    path = tmp_path / "x.csv"
-    chat = [{"role": "user", "content": 'it\'s\n"1" + 1'}]
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([["prompt", "reward_model"], [chat, {"ground_truth": "2", "style": "rule"}]])
-    (problem,) = read_problems(path)
-    assert (problem["prompt"], problem["answer"]) == (chat, "2")
-
-
 def test_a_csv_file_is_read_as_text(tmp_path):
-    path = tmp_path / "x.csv"
+    path, chat = tmp_path / "x.csv", [{"role": "user", "content": 'it\'s\n"1" + 1'}]
+    with path.open("w", newline="") as file:  # chats and records are in the form of Python
+        csv.writer(file).writerows([["prompt", "reward_model"], [chat, {"ground_truth": "2", "style": "rule"}]])
+    assert [(p["prompt"], p["answer"]) for p in read_problems(path)] == [(chat, "2")]
     long = "x" * 200_000
     rows = f'\ufeff,question,label\r\n0,"What is\n""1""?",007\r\n\r\n1,{long},"1,5"\r\n'
     path.write_text(rows, encoding="utf-8", newline="")

@@ -110,16 +110,13 @@ def test_what_cannot_be_run_is_named(study_file, tmp_path, capsys):
     assert "nowhere.yaml" in log.read_text()
 
 
-def test_arms_may_have_seeds_of_their_own(study_file):
+def test_arms_have_own_seeds_and_a_study_like_another_its_settings(study_file):
+    """The other study's own settings come on top. Seeds, arms and forks are not copied."""
     study_file.write_text(STUDY + "seeds_of: {triggered: [1, 2]}\n")
     study = read_study(study_file)
     assert study.runs() == [("constant", 0), ("constant", 1), ("triggered", 1), ("triggered", 2)]
     assert study.runs(["triggered"], [0, 2]) == [("triggered", 2)]
     assert study.runs([], [30, 1]) == [("constant", 1), ("triggered", 1), ("constant", 30), ("triggered", 30)]
-
-
-def test_a_study_like_another_has_its_settings(study_file):
-    """The other study's own settings come on top. Seeds, arms and forks are not copied."""
     path = study_file.with_name("other.yaml")
     path.write_text(f"{{like: {study_file.name}, seeds: [7], arms: {{slow: }}, settings: {{run.steps: 99}}}}")
     first, other = read_study(study_file), read_study(path)

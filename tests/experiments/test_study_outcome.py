@@ -26,8 +26,7 @@ def test_an_interval_of_three_pairs_by_hand():
     assert fisher_p(5, 8, 2, 8) == pytest.approx(3600 / 11440)
     assert share_interval(8, 8, 0.95) == (pytest.approx(0.025**0.125), 1.0)
 
-
-def test_an_interval_has_the_shifts_that_the_test_keeps():
+    # An interval has the shifts that the test keeps.
     differences = np.random.default_rng(0).normal(0.3, 0.4, 8)
     low, high = shift_interval(list(differences), 0.95)
     for shift, is_kept in ((low - 1e-6, False), (low + 1e-6, True), (high - 1e-6, True), (high + 1e-6, False)):

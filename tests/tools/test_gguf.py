@@ -58,6 +58,9 @@ def written(path, family, *, head=False, more=()):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_file_becomes_a_model_directory(family, tmp_path, capsys):
+    # For a llama a file has the first row of a head's first half, then the first of its second half, and so on.
+    turns = np.asarray([0, 2, 1, 3, 4, 6, 5, 7])[:, None] * np.ones((1, 3))
+    np.testing.assert_array_equal(halves_together(turns, 2)[:, 0], np.arange(8))
     values = written(tmp_path / "tiny.gguf", family, head=family == "qwen2")
     assert main([str(tmp_path / "tiny.gguf"), str(tmp_path / "model")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'model'}\n"
@@ -75,12 +78,6 @@ def test_a_file_becomes_a_model_directory(family, tmp_path, capsys):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     ours = jax_logits(load_params(tmp_path / "model", config), config, tokens)
     np.testing.assert_allclose(ours, torch_logits(theirs, tokens), atol=1e-4, rtol=0)
-
-
-def test_the_rows_of_a_llamas_heads_are_put_in_order():
-    """A file has the first row of the first half, then the first of the second half, and so on."""
-    turns = np.asarray([0, 2, 1, 3, 4, 6, 5, 7])[:, None] * np.ones((1, 3))
-    np.testing.assert_array_equal(halves_together(turns, 2)[:, 0], np.arange(8))
 
 
 def test_what_cannot_be_converted_is_one_line(tmp_path, capsys):

@@ -43,14 +43,11 @@ def test_seconds_of_a_collective(kind, groups, seconds):
     assert collective_seconds(exchange(kind, groups), CARD, TWO_NODES) == pytest.approx(seconds)
 
 
-def test_only_nodes_are_crossed():
+def test_the_time_is_max_of_products_and_memory_plus_links():
     crossed = [crosses_nodes(exchange("all-gather", groups), TWO_NODES) for groups in (ROWS, COLUMNS, ALL)]
     assert crossed == [False, True, True]
     tpus = dataclasses.replace(CARD, network=None)
     assert collective_seconds(exchange("all-gather", ALL), tpus, [0] * 8) == pytest.approx(7 / 8)
-
-
-def test_the_time_is_max_of_products_and_memory_plus_links():
     work = Work(memory_bytes=3 * 10**9, collectives=[exchange("all-gather", ROWS)])
     work.flops.update({("bfloat16", "default"): 10**12, ("float32", "default"): 10**12, ("float32", "highest"): 10**11})
     found = times(work, [KernelUse("k", 1, "bfloat16", 5 * 10**11)], CARD, TWO_NODES)
