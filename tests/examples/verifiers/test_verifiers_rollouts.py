@@ -195,7 +195,8 @@ def test_a_reward_that_raises_or_is_late_fails_the_trajectory(play, toy_server, 
     for one in played:
         assert math.isnan(one.reward)
         assert one.response.length > 0
-        check_row(toy_server, one.response)
+        if not limits:
+            check_row(toy_server, one.response)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3])
