@@ -80,6 +80,7 @@ def test_kernels_try_trees_and_a_run_that_fails_says_why(monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", lambda *words, **more: failed)
     found = first_gpu.exact(first_gpu.TINY, None)
     assert [found[dtype]["error"].splitlines()[-1] for dtype in DTYPES] == ["RuntimeError: no device"] * 2
+    capsys.readouterr()
     first_gpu.pinned(first_gpu.TINY, None)
     assert [json.loads(line)["arrays"] for line in capsys.readouterr().out.splitlines()] == [1, 2, 3, 4]
 
