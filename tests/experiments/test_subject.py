@@ -94,7 +94,7 @@ def test_the_other_verdicts():
     assert verdicts == ["never learned", "learned", "collapsed", "learned above 0.6", "learned above 0.6"]
 
 
-def test_a_story_is_scored_by_the_words_that_its_problem_asks_for():
+def test_a_story_is_scored_by_the_words_its_problem_asks_for():
     texts = ["", "A cat isn't 3 dogs.", "One two three four five six"]  # numbers are no words
     assert [story_task.reward({"answer": "5"}, text, False) for text in texts] == [0.0, 0.8, 1.0]
     assert story_task.reward({"answer": "5"}, texts[-1], True) == 0.0
