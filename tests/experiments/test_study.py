@@ -110,7 +110,7 @@ def test_what_cannot_be_run_is_named(study_file, tmp_path, capsys):
     assert "nowhere.yaml" in log.read_text()
 
 
-def test_arms_have_own_seeds_and_a_study_the_settings_of_another(study_file):
+def test_arms_have_own_seeds_and_studies_settings_of_others(study_file):
     """The other study's own settings come on top. Seeds, arms and forks are not copied."""
     study_file.write_text(STUDY + "seeds_of: {triggered: [1, 2]}\n")
     study = read_study(study_file)
