@@ -21,34 +21,28 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ '<user>' + m['content'] }}{
 TEXTS = ["1+1?", " a  b\n", "<bos>1+1?", "é<user>日"]
 
 
-def processor(kind, ids):
-    """Returns a post-processor, and the special tokens that it puts before a text."""
-    pairs = [(token, ids[token]) for token in SPECIAL]
-    around = processors.TemplateProcessing(single="<bos> $A <eos>", pair="$A $B", special_tokens=pairs)
-    byte_level = processors.ByteLevel(trim_offsets=False)
-    return {
-        "none": (None, []),
-        "bytes": (byte_level, []),
-        "behind": (processors.TemplateProcessing(single="$A <eos>", pair="$A $B", special_tokens=pairs), []),
-        "template": (around, ["<bos>"]),
-        "several": (
-            processors.TemplateProcessing(single="<bos> <user> $A", pair="$A $B", special_tokens=pairs),
-            ["<bos>", "<user>"],
-        ),
-        "sequence": (processors.Sequence([byte_level, around]), ["<bos>"]),
-        "roberta": (processors.RobertaProcessing(pairs[1], pairs[0]), ["<bos>"]),
-    }[kind]
-
-
 def written(directory, kind, **config):
-    """Writes a tokenizer of single bytes; returns the ids that it puts before a text."""
+    """Writes a tokenizer of single bytes with a post-processor; returns the ids that it puts before a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     ids = {token: made.token_to_id(token) for token in SPECIAL}
-    post_processor, names = processor(kind, ids)
+    pairs, byte_level = [*ids.items()], processors.ByteLevel(trim_offsets=False)
+
+    def template(single):
+        return processors.TemplateProcessing(single=single, pair="$A $B", special_tokens=pairs)
+
+    post_processor, names = {
+        "none": (None, []),
+        "bytes": (byte_level, []),
+        "behind": (template("$A <eos>"), []),
+        "template": (template("<bos> $A <eos>"), ["<bos>"]),
+        "several": (template("<bos> <user> $A"), ["<bos>", "<user>"]),
+        "sequence": (processors.Sequence([byte_level, template("<bos> $A <eos>")]), ["<bos>"]),
+        "roberta": (processors.RobertaProcessing(pairs[1], pairs[0]), ["<bos>"]),
+    }[kind]
     if post_processor is not None:
         made.post_processor = post_processor
     made.save(str(directory / "tokenizer.json"))
@@ -97,6 +91,9 @@ LINE = "prompts that are plain texts begin with _, which the tokenizer puts befo
 
 
 def test_a_run_samples_after_the_prefix_and_says_so(model, tmp_path):
+    status, output = complete(tiny(model, tmp_path / "short", 1))
+    assert status == 2
+    assert "data.max_prompt_tokens = 8, but a prompt has 9 tokens" in output
     words = tiny(model, tmp_path / "run", 1, "--rollout.dump-every", "1", "--data.max-prompt-tokens", "9")
     output = completed(words)
     assert output.splitlines().count(LINE) == 1
@@ -107,12 +104,6 @@ def test_a_run_samples_after_the_prefix_and_says_so(model, tmp_path):
         assert len(prompt) == 9
         assert prompt[0] == tokenizer.pad_token_id
         assert (prompt[1:] < 12).all()
-
-
-def test_the_prefix_counts_in_the_length_of_a_prompt(model, tmp_path):
-    status, output = complete(tiny(model, tmp_path / "run", 1))
-    assert status == 2
-    assert "data.max_prompt_tokens = 8, but a prompt has 9 tokens" in output
 
 
 def test_evaluate_and_compare_begin_prompts_in_the_same_way(model, tmp_path):

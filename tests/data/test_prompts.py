@@ -6,22 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rljax.data.prompts import (
-    DataConfig,
-    drop_long,
-    evaluation_datasets,
-    render_problem,
-    say_marks,
-    training_problems,
-)
+from rljax.data.prompts import DataConfig, drop_long, evaluation_datasets, render_problem, say_marks, training_problems
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import build_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 CHAT = [{"role": "system", "content": "1+1="}, {"role": "user", "content": "2+2="}]
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }},{{ m.content }}>{% endfor %}{% if add_generation_prompt %}0>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }},{{ m.content }}>{% endfor %}{{ '0>' if add_generation_prompt }}"
 
 
 @pytest.fixture
@@ -34,10 +25,6 @@ def chatty(tmp_path):
     build_tokenizer().save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     return load_tokenizer(tmp_path)
-
-
-def rendered(prompt, *how):
-    return render_problem({"prompt": prompt}, *how)["prompt"]
 
 
 def file_config(name="additions_chat.parquet", **changes):
@@ -54,13 +41,15 @@ def file_config(name="additions_chat.parquet", **changes):
     ],
 )
 def test_the_chat_template_is_applied_as_configured(prompt, template, with_template, without, bare, chatty):
-    assert rendered(prompt, chatty, template) == with_template
+    def rendered(tokenizer):
+        return render_problem({"prompt": prompt}, tokenizer, template)["prompt"]
+
+    assert rendered(chatty) == with_template
     if without is None:
         with pytest.raises(ValueError, match="chat_template = true, but the tokenizer has none"):
-            rendered(prompt, bare, template)
+            rendered(bare)
     else:
-        assert rendered(prompt, bare, template) == without
-        assert rendered(prompt, None, template) == without
+        assert rendered(bare) == rendered(None) == without
 
 
 @pytest.mark.parametrize(("template", "count"), [(True, 4), ("auto", 1)])
@@ -86,28 +75,27 @@ def test_a_file_of_verls_form_becomes_problems(bare):
         assert set(problem["extra_info"]) == {"index"}
 
 
-def test_fractions_are_nested_and_always_the_same(bare):
+def test_long_prompts_are_counted_and_fractions_are_nested(bare):
+    problems = [{"prompt": "1+1="}, {"prompt": "12+1="}, {"prompt": "123+1="}]
+    assert drop_long(problems, bare, 6, "", may_drop=False) is problems
+    with pytest.raises(ValueError, match=r"tokens = 4, but a prompt has 6 tokens, and 2 of 3 are longer; do this"):
+        drop_long(problems, bare, 4, "; do this", may_drop=False)
+
     def drawn(fraction):
         problems = training_problems(file_config(fraction=fraction), bare)
         return [problem["extra_info"]["index"] for problem in problems]
 
     quarter, half, whole = drawn(0.25), drawn(0.5), drawn(1.0)
-    assert (len(quarter), len(half), len(whole)) == (15, 30, 60)
-    assert half[:15] == quarter
+    assert (len(quarter), len(set(half)), len(whole), len(drawn(0.001))) == (15, 30, 60, 1)
+    assert half[:15] == quarter == drawn(0.25) != whole[:15]
     assert set(half) < set(whole)
-    assert len(set(half)) == 30
-    assert quarter != whole[:15]
-    assert drawn(0.25) == quarter
-    assert len(drawn(0.001)) == 1
     assert len(training_problems(DataConfig(fraction=0.025))) == 500
 
 
 def test_each_task_has_its_reward():
-    assert DataConfig().reward_name == "addition"
-    assert DataConfig(task="toy_swaps").reward_name == "swaps"
-    assert DataConfig(task="reasoning_gym:lcm+gcd").reward_name == "reasoning_gym"
-    assert file_config().reward_name == "math"
-    assert file_config(reward="module:function").reward_name == "module:function"
+    tasks = {"toy": "addition", "toy_swaps": "swaps", "reasoning_gym:lcm+gcd": "reasoning_gym"}
+    assert {task: DataConfig(task=task).reward_name for task in tasks} == tasks
+    assert (file_config().reward_name, file_config(reward="module:function").reward_name) == ("math", "module:function")
 
 
 def test_datasets_of_an_evaluation_are_named(bare, tmp_path):
@@ -115,25 +103,13 @@ def test_datasets_of_an_evaluation_are_named(bare, tmp_path):
     assert evaluation_datasets([], file_config(), bare) == {}
     paths = [str(DATA / "additions_text.parquet"), f"sums={DATA / 'additions_chat.parquet'}", "toy_swaps"]
     found = evaluation_datasets(paths, file_config(), bare)
-    assert {name: len(problems) for name, problems in found.items()} == {
-        "additions_text": 10,
-        "sums": 60,
-        "toy_swaps": 200,
-    }
+    counts = {name: len(problems) for name, problems in found.items()}
+    assert counts == {"additions_text": 10, "sums": 60, "toy_swaps": 200}
     with pytest.raises(ValueError, match="two datasets are called additions_text: give one as NAME=FILE"):
         evaluation_datasets([paths[0], paths[0]], file_config(), bare)
     (tmp_path / "split=test").mkdir()  # a path may hold the sign, too
     part = shutil.copy(paths[0], tmp_path / "split=test/part.parquet")
     assert list(evaluation_datasets([str(part)], file_config(), bare)) == ["part"]
-
-
-def test_prompts_that_are_too_long_are_counted(bare):
-    problems = [{"prompt": "1+1="}, {"prompt": "12+1="}, {"prompt": "123+1="}]
-    assert drop_long(problems, bare, 6, "", may_drop=False) is problems
-    with pytest.raises(
-        ValueError, match=r"data.max_prompt_tokens = 4, but a prompt has 6 tokens, and 2 of 3 are longer; do this"
-    ):
-        drop_long(problems, bare, 4, "; do this", may_drop=False)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""The tokenizer is compared with transformers' own reading of the same directory: ids, text and chats."""
+"""The tokenizer is compared with transformers: ids, text and chats. Text between two answers is compared by hand."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +32,6 @@ TEXTS = [
     "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n<think>\nwell</think> so , yes .",
     "",
 ]
-
-
-def rendered(prompt, *how):
-    return render_problem({"prompt": prompt}, *how)["prompt"]
 
 
 def byte_level_bpe() -> tokenizers.Tokenizer:
@@ -66,18 +63,15 @@ def qwen(directory: Path) -> Path:
         str(made.token_to_id(token)): {"content": token, "special": token in SPECIAL, "normalized": False}
         for token in SPECIAL + ADDED
     }
-    config = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "added_tokens_decoder": listed,
-        "additional_special_tokens": SPECIAL[1:],
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "bos_token": None,
-        "add_bos_token": False,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": TEMPLATE,
-    }
+    config = {"tokenizer_class": "Qwen2Tokenizer", "chat_template": TEMPLATE, "clean_up_tokenization_spaces": False}
+    config |= {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None, "add_bos_token": False}
+    config |= {"added_tokens_decoder": listed, "additional_special_tokens": SPECIAL[1:]}
     return write(directory, made, **config)
+
+
+def with_template(directory: Path, template: str) -> Tokenizer:
+    (qwen(directory) / "chat_template.jinja").write_text(template)
+    return load_tokenizer(directory)
 
 
 def toy(directory: Path) -> Path:
@@ -112,14 +106,6 @@ def pair(request, tmp_path_factory) -> tuple[Tokenizer, PreTrainedTokenizerFast]
     return load_tokenizer(directory), PreTrainedTokenizerFast.from_pretrained(directory)
 
 
-def test_sizes_and_special_tokens_are_those_of_transformers(pair):
-    ours, theirs = pair
-    assert len(ours) == len(theirs)
-    assert ours.eos_token_id == theirs.eos_token_id
-    assert ours.pad_token_id == theirs.pad_token_id
-    assert ours.has_chat_template == (theirs.chat_template is not None)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([*SPECIAL, *ADDED, *TEXTS, "<late>", "<new>", "<more>", "."]) | st.text()).map("".join))
 def test_ids_and_text_are_those_of_transformers(pair, text):
@@ -143,35 +129,22 @@ def test_each_token_alone_has_a_text(tmp_path):
 def test_whatever_is_sampled_becomes_the_text_of_transformers(pair):
     """The ids are halves of characters in any order, special tokens between them, and ids beyond the vocabulary."""
     ours, theirs = pair
+    assert (len(ours), ours.has_chat_template) == (len(theirs), theirs.chat_template is not None)
+    assert (ours.eos_token_id, ours.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
     rng = np.random.default_rng(0)
     for ids in rng.integers(0, len(ours) + 40, (200, 60)):
         assert ours.decode(ids) == theirs.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
-CALL = {"name": "add", "arguments": {"a": 1, "b": "<2> é"}}
-CHATS = {
-    "a question": [{"role": "user", "content": "1+1?"}],
-    "a system prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}],
-    "several turns": [
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2", "tool_calls": None},
-        {"role": "user", "content": "and 2+2?"},
-    ],
-    "a tool's answer": [
-        {"role": "user", "content": "add"},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
-        {"role": "tool", "content": "3"},
-    ],
-}
+CHATS = json.loads(Path(__file__).with_name("chats.json").read_text(encoding="utf-8"))
+QUESTION = CHATS["a question"]
 TOOL = {"type": "function", "function": {"name": "add", "description": "a & b > é", "parameters": {"type": "object"}}}
 
 
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path, messages):
     ours, theirs = load_tokenizer(qwen(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
-    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.render_chat(messages) == expected
-    for options in ({"tools": [TOOL]}, {"enable_thinking": False}, {"tools": [TOOL], "enable_thinking": True}):
+    for options in ({}, {"tools": [TOOL]}, {"enable_thinking": False}, {"tools": [TOOL], "enable_thinking": True}):
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         assert ours.render_chat(messages, **options) == expected
 
@@ -186,31 +159,25 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path, messages):
     ],
 )
 def test_what_transformers_adds_to_jinja_is_there(tmp_path, template):
-    qwen(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "é<"}, {"role": "user", "content": "no"}]
-    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
-    assert load_tokenizer(tmp_path).render_chat(messages) == expected
+    ours = with_template(tmp_path, template).render_chat(messages)
+    assert ours == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
 
 
 def test_a_template_that_writes_the_date_writes_one_day(tmp_path):
-    qwen(tmp_path)
     today = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{{ strftime_now(\"%Y-%m-%d\") }}{% endif %}"
-    (tmp_path / "chat_template.jinja").write_text(today)
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.render_chat(CHATS["a question"]) == "26 Jul 20242024-07-26"
+    tokenizer = with_template(tmp_path, today)
+    assert tokenizer.render_chat(QUESTION) == "26 Jul 20242024-07-26"
     assert tokenizer.facts()["chat_template"][0] == today  # as the checkpoints of runs before have it
 
 
 def test_a_prompt_may_begin_the_answer(tmp_path):
-    qwen(tmp_path)
-    chat = [*CHATS["a question"], {"role": "assistant", "content": "So 1+1 "}]
-    assert load_tokenizer(tmp_path).render_chat(chat) == (
+    chat = [*QUESTION, {"role": "assistant", "content": "So 1+1 "}]
+    assert load_tokenizer(qwen(tmp_path)).render_chat(chat) == (
         "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nSo 1+1 "
     )
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(ValueError, match=r"fails on a prompt: ValueError: .* message does not appear") as said:
-        load_tokenizer(tmp_path).render_chat(chat)
+        with_template(tmp_path, "{{ messages[0].content }}").render_chat(chat)
     assert "\n" not in str(said.value)
 
 
@@ -222,58 +189,45 @@ def test_tools_and_calls_of_a_row_reach_the_template(tools, tmp_path):
     problem = parse_row({"prompt": chat, "answer": "3", "tools": tools}, "row 1")
     expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, tools=[TOOL])
     assert render_problem(problem, ours, "auto")["prompt"] == expected
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(ValueError, match="the chat template does not use tools: leave it out"):
-        render_problem(problem, load_tokenizer(tmp_path), "auto")
+        render_problem(problem, with_template(tmp_path, "{{ messages[0].content }}"), "auto")
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [("{{ raise_exception('no system') }}", "no system"), ("{% if %}", "Expected an expression"), ("{{ a.b.c }}", "a")],
-)
-def test_a_chat_that_the_template_refuses_is_a_config_error(tmp_path, template, message):
-    qwen(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match=f"the chat template refuses a prompt: .*{message}"):
-        load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "x"}])
+def test_a_chat_that_the_template_refuses_is_a_config_error(tmp_path):
+    said = {"{{ raise_exception('no system') }}": "no system", "{% if %}": "Expected an expression", "{{ a.b.c }}": "a"}
+    for template, message in said.items():
+        with pytest.raises(ValueError, match=f"the chat template refuses a prompt: .*{message}"):
+            with_template(tmp_path, template).render_chat(QUESTION)
 
 
 def test_one_of_several_templates_is_the_default(tmp_path):
-    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    content, both = "{{ messages[0].content }}", [{"name": name, "template": "no"} for name in ("tool_use", "rag")]
+    several = [*both, {"name": "default", "template": content}]
     write(tmp_path, byte_level_bpe(), eos_token="<|im_end|>", chat_template=several)
-    assert load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "yes"}]) == "yes"
-
-
-def test_several_templates_without_a_default_are_named(tmp_path):
-    several = [{"name": "tool_use", "template": "no"}, {"name": "rag", "template": "no"}]
-    write(tmp_path, byte_level_bpe(), eos_token="<|im_end|>", chat_template=several)
+    assert load_tokenizer(tmp_path).render_chat(QUESTION) == "1+1?"
+    write(tmp_path, byte_level_bpe(), eos_token="<|im_end|>", chat_template=both)
     message = "chat templates has no entry default, only tool_use, rag: write one into chat_template.jinja"
     with pytest.raises(ValueError, match=message):
         load_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "yes"}]) == "yes"
+    (tmp_path / "chat_template.jinja").write_text(content)
+    assert load_tokenizer(tmp_path).render_chat(QUESTION) == "1+1?"
 
 
-def test_arguments_reach_the_template_where_they_are_given(tmp_path):
-    ours, chat = load_tokenizer(qwen(tmp_path)), CHATS["a question"]
-    assert "<think>\n\n</think>" in rendered(chat, ours, "auto", template_arguments(False, ()))
-    assert "<think>" not in rendered(chat, ours, "auto", template_arguments(None, ()))
+def test_an_argument_that_nothing_uses_is_refused(tmp_path):
+    plain, ours = "effort is given for the chat template, but a prompt is plain text", load_tokenizer(qwen(tmp_path))
+    for prompt, mode, message in (
+        (QUESTION, "auto", "the chat template does not use effort: leave it out, or correct its name"),
+        *(("text", "auto", f"{plain}; chat_template = true"), ("text", False, plain)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            render_problem({"prompt": prompt}, ours, mode, {"effort": "low"})
 
 
-@pytest.mark.parametrize(
-    ("prompt", "mode", "message"),
-    [
-        (CHATS["a question"], "auto", "the chat template does not use effort: leave it out, or correct its name"),
-        ("text", "auto", "effort is given for the chat template, but a prompt is plain text; chat_template = true"),
-        ("text", False, "effort is given for the chat template, but a prompt is plain text"),
-    ],
-)
-def test_an_argument_that_nothing_uses_is_refused(prompt, mode, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        rendered(prompt, load_tokenizer(qwen(tmp_path)), mode, {"effort": "low"})
-
-
-def test_arguments_are_json_or_text():
+def test_arguments_are_json_or_text_and_reach_the_template(tmp_path):
+    ours = load_tokenizer(qwen(tmp_path))
+    for thinking, is_written in ((False, True), (None, False)):
+        text = render_problem({"prompt": QUESTION}, ours, "auto", template_arguments(thinking, ()))["prompt"]
+        assert ("<think>\n\n</think>" in text) == ("<think>" in text) == is_written
     words = ("effort=low", "builtin_tools=[1]", "date=null", "text=")
     assert template_arguments(True, words) == {
         **{"enable_thinking": True, "effort": "low", "builtin_tools": [1], "date": None, "text": ""}
@@ -293,9 +247,7 @@ def test_arguments_are_json_or_text():
     ],
 )
 def test_the_token_that_ends_an_answer_is_found(template, stop, tmp_path):
-    qwen(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = with_template(tmp_path, template)
     assert tokenizer.template_stop == (None if stop is None else tokenizer.encode(stop)[0])
     assert build_tokenizer().template_stop is None
 
@@ -308,7 +260,7 @@ def test_what_is_saved_reads_back_here_and_in_transformers(tmp_path):
     for text in TEXTS:
         assert first.encode(text).tolist() == again.encode(text).tolist() == theirs.encode(text)
     assert (again.eos_token_id, again.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
-    assert again.render_chat(CHATS["a question"]) == first.render_chat(CHATS["a question"])
+    assert again.render_chat(QUESTION) == first.render_chat(QUESTION)
     assert theirs.chat_template == TEMPLATE
 
 
@@ -322,15 +274,93 @@ def test_a_missing_tokenizer_json_has_a_remedy(tmp_path):
     again = load_tokenizer(tmp_path)
     assert [again.encode(text).tolist() for text in TEXTS] == [fast.encode(text).tolist() for text in TEXTS]
     assert again.eos_token_id == fast.eos_token_id
-    assert again.render_chat(CHATS["a question"]) == fast.render_chat(CHATS["a question"])
+    assert again.render_chat(QUESTION) == fast.render_chat(QUESTION)
 
 
 def test_an_unreadable_tokenizer_is_a_config_error(tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer at .*: tokenizer\.json does not exist"):
-        load_tokenizer(tmp_path)
     write(tmp_path, byte_level_bpe())
     with pytest.raises(ValueError, match="names no eos_token"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+LLAMA = Path(__file__).with_name("llama_chat_template.jinja").read_text(encoding="utf-8")
+PLAIN = """{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
+# Only the last answer ends with the stop token, as in templates that train on the last answer only.
+LAST_ONLY = """{% for message in messages %}{{ message.content }}
+{% if loop.last and message.role == "assistant" %}<|im_end|>{% endif %}{% endfor %}"""
+USERS_ONLY = """{% for message in messages %}{% if message.role != "tool" %}{{ message.content }}<|im_end|>
+{% endif %}{% endfor %}"""
+STRICT = """{% for message in messages %}
+{% if (message.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("roles must alternate") }}{% endif %}
+{{ message.content }}<|im_end|>{% endfor %}"""
+FORGETFUL = "{{ messages[-1].content }}<|im_end|>"
+TOLD = {"role": "tool", "content": "42"}
+USER = {"role": "user", "content": "And now?"}
+LIKE_THE_DUMMY = {"role": "user", "content": "the-answer the-answer"}
+
+
+def tokenizer_of(template):
+    special = ["<|bos|>", "<|im_end|>", "<|eot_id|>", "<|im_start|>"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in special])
+    return Tokenizer(tokenizer, {"eos_token": "<|im_end|>", "bos_token": "<|bos|>"}, template)
+
+
+QWEN_TOOL = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+QWEN_SEVERAL = (
+    "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+    "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def llama(role, text):
+    """Returns a message of Llama's template, and the head of the next answer."""
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    return f"{head.format(role)}{text}<|eot_id|>{head.format('assistant')}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "stop", "expected"),
+    [
+        (TEMPLATE, [TOLD], "<|im_end|>", "\n" + QWEN_TOOL),
+        (TEMPLATE, [TOLD, TOLD, USER], "<|im_end|>", "\n" + QWEN_SEVERAL),
+        (LLAMA, [TOLD], "<|eot_id|>", llama("ipython", '"42"')),
+        (LLAMA, [USER], "<|eot_id|>", llama("user", "And now?")),
+        (PLAIN, [TOLD, USER], "", "\nTool: 42\nUser: And now?\nAssistant:"),
+        (PLAIN, [LIKE_THE_DUMMY], "", "\nUser: the-answer the-answer\nAssistant:"),
+    ],
+    ids=["qwen", "qwen-several", "llama-tool", "llama-user", "plain", "dummy"],
+)
+def test_the_text_between_two_answers(template, messages, stop, expected):
+    tokenizer = tokenizer_of(template)
+    assert tokenizer.render_reply(messages, ended=True) == expected
+    assert tokenizer.render_reply(messages, ended=False) == stop + expected
+
+
+def test_arguments_reach_the_template():
+    tokenizer = tokenizer_of(TEMPLATE)
+    without_thinking = "\n" + QWEN_TOOL + "<think>\n\n</think>\n\n"
+    assert tokenizer.render_reply([TOLD], ended=True, enable_thinking=False) == without_thinking
+    with pytest.raises(ValueError, match="the chat template does not use effort: leave it out"):
+        tokenizer.render_reply([TOLD], ended=True, effort=1)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (USERS_ONLY, [TOLD, USER], "the chat template leaves out messages of role tool behind an answer"),
+        (STRICT, [TOLD, USER], "the chat template refuses a reply: roles must alternate"),
+        (LAST_ONLY, [USER], "does not end an answer with '\\n<|im_end|>' when messages follow"),
+        (FORGETFUL, [USER], "the chat template leaves out the model's answer when messages follow"),
+        (None, [USER], "messages need a chat template, but the tokenizer has none; reply with a text"),
+    ],
+    ids=["users-only", "strict", "last-only", "forgetful", "none"],
+)
+def test_templates_that_cannot_be_continued_are_refused(template, messages, message):
+    tokenizer = tokenizer_of(template)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tokenizer.render_reply(messages, ended=True)

@@ -47,28 +47,18 @@ def test_worked_answers_by_hand():
     assert worked_swaps(pairs, 1, 2) == ">ac:cbade,cd:dbace,ae:dbeca,bc:dceba"
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("problems", "reward", "right", "worked", "steps", "longest"), [ADDITION, SWAPS])
-def test_right_answers_are_rewarded_and_wrong_ones_are_not(problems, reward, right, worked, steps, longest, seed):
-    rng = np.random.default_rng(seed)
-    for problem in problems("train", 200, seed=seed):
+def test_right_answers_are_rewarded_and_wrong_ones_are_not(problems, reward, right, worked, steps, longest):
+    rng = np.random.default_rng(0)
+    for problem in problems("train", 600, seed=0):
+        for wrong in ("", ",", ":", *(form.format(problem["answer"]) for form in ("0{}", "{}0", " {}", "{},", "{}:"))):
+            assert reward(problem, wrong, False) == 0.0
         text = problem["prompt"].removesuffix("=")
         assert problem["answer"] == right(text)
         assert reward(problem, worked(text), False) == reward(problem, problem["answer"], False) == 1.0
         assert reward(problem, worked(text), True) == 0.0
         assert reward(problem, worked(text, int(rng.integers(steps)), int(rng.integers(1, 10))), False) == 0.0
         assert len(worked(text)) + 1 <= longest
-
-
-@pytest.mark.parametrize(
-    ("reward", "answer", "responses"),
-    [
-        (toy.addition_reward, "579", ["", ",", "0579", "5790", " 579", "579,"]),
-        (toy.swaps_reward, "bdeca", ["", ":", "bdec", "bdecaa", " bdeca", "bdeca:", "bdeca,"]),
-    ],
-)
-def test_near_misses_are_not_rewarded(reward, answer, responses):
-    assert [reward({"answer": answer}, response, False) for response in responses] == [0.0] * len(responses)
 
 
 @pytest.mark.parametrize(("problems", "count"), [(toy.addition_problems, 20_000), (toy.swap_problems, 9800)])
@@ -131,7 +121,6 @@ def test_stream_is_shuffled_repeats_differently_and_resumes():
 
 
 def test_training_never_sees_a_problem_of_the_eval_split():
-    config = DataConfig()
-    (problems,) = evaluation_datasets([], config).values()
+    (problems,) = evaluation_datasets([], DataConfig()).values()
     assert len(problems) == 200
-    assert not {p["prompt"] for p in problems} & {p["prompt"] for p in training_problems(config)}
+    assert not {p["prompt"] for p in problems} & {p["prompt"] for p in training_problems(DataConfig())}

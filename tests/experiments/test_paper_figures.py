@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paper_figures import ALL_PANELS, FIGURES, bucket_means, main, plot_figure, sequence_ratios, slope_of_ratio
+from paper_figures import ALL_PANELS, FIGURES, main, plot_figure, sequence_ratios, slope_of_ratio
 from records import record_row, small_dump, write_record
 from toy_runs import printed, refused
 
@@ -46,31 +46,22 @@ def test_each_panel_has_the_curves_of_both_runs(name, runs):
         colors = [line.get_color() for line in axis.lines if len(line.get_xdata()) > 2 or panel == "ratio_by_length"]
         assert {run.color for run in read} <= set(colors)
         needed = ALL_PANELS[panel].needs
-        if "*" not in needed:
-            assert (
-                next(line.get_ydata()[0] for line in axis.lines if line.get_color() == read[1].color)
-                == (read[1].rows[0][needed])
-            )
-        else:
+        if "*" in needed:
             assert not axis.texts
-
-
-def dotted(figure):
-    return [
-        [line.get_xdata()[0] for line in axis.lines if line.get_linestyle() == ":" and len(line.get_xdata()) == 2]
-        for axis in figure.axes
-    ]
+        else:
+            first = next(line.get_ydata()[0] for line in axis.lines if line.get_color() == read[1].color)
+            assert first == read[1].rows[0][needed]
 
 
 def test_the_dotted_lines_are_the_captions(runs):
     """Figures 1 and 3 mark the collapse, figures 7 and 8 the first decay of the rate, and others nothing."""
-    found = {name: dotted(plot_figure(name, read_runs(runs), 0.9)) for name in FIGURES}
-    assert {name: lines for name, lines in found.items() if any(lines)} == {
-        "1": [[26], [26]],
-        "3": [[26]],
-        "7": [[14]] * 5,
-        "8": [[14]] * 5,
-    }
+    found = {}
+    for name in FIGURES:
+        for axis in plot_figure(name, read_runs(runs), 0.9).axes:
+            lines = [line for line in axis.lines if line.get_linestyle() == ":" and len(line.get_xdata()) == 2]
+            found.setdefault(name, []).append([line.get_xdata()[0] for line in lines])
+    marked = {name: lines for name, lines in found.items() if any(lines)}
+    assert marked == {"1": [[26], [26]], "3": [[26]], "7": [[14]] * 5, "8": [[14]] * 5}
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -82,12 +73,9 @@ def test_what_a_run_lacks_is_named_with_the_run(name, runs, tmp_path):
         with pytest.raises(ValueError, match="needs") as caught:
             plot_figure(name, read_runs([*runs, poor]), 0.9)
         assert str(caught.value) == f"figure {name} needs {pattern}, which is not in {poor}"
-
-
-def test_a_metric_that_is_never_a_number_is_lacking(tmp_path):
-    run = write_run(tmp_path / "run", [record_row(step) | {"mismatch/log_ppl_abs_diff": None} for step in (1, 2)])
-    with pytest.raises(ValueError, match=r"figure 1 needs mismatch/log_ppl_abs_diff, which is not in .*run$"):
-        plot_figure("1", read_runs([run]), 0.9)
+    never = write_run(tmp_path / "never", [record_row(step) | {"mismatch/log_ppl_abs_diff": None} for step in (1, 2)])
+    with pytest.raises(ValueError, match=r"figure 1 needs mismatch/log_ppl_abs_diff, which is not in .*never$"):
+        plot_figure("1", read_runs([never]), 0.9)
 
 
 def test_the_table_names_arms_of_the_page():
@@ -104,32 +92,20 @@ def test_the_program_plots_into_the_current_directory(runs, tmp_path, monkeypatc
     assert "expected 2 labels, one per run, got 1" in refused(main, ["9", *runs, "--labels", "a"])
 
 
-def run_of(rows):
-    return Run("a run", rows, "#123456", "-")
-
-
-def test_buckets_go_up_the_response_and_are_means_over_tokens():
+def test_kl_by_position_has_a_thin_and_a_thick_line_per_run():
+    """They are means over the tokens of the first two and the last two of 20 steps, up the response."""
     rows = [record_row(step, factor=float(step)) for step in range(1, 21)]
     rows[-1]["mismatch_position/lt_64/token_count"] = 192
-    first, last = bucket_means(rows, last=False), bucket_means(rows, last=True)
-    assert [name for _, _, name in sorted(last)] == ["below 64", "64 to 256", "from 256"]
-    assert first[(64.0, False, "below 64")] == pytest.approx(1e-4 * (1 + 2) / 2)
-    assert last[(64.0, False, "below 64")] == pytest.approx(1e-4 * (64 * 19 + 192 * 20) / 256)
-
-
-def test_kl_by_position_has_a_thin_and_a_thick_line_per_run():
-    rows = [record_row(step, factor=float(step)) for step in (1, 2, 3)]
-    axis = plot_grid([["kl_by_position"]], [run_of(rows)], 0.9, panels=ALL_PANELS).axes[0]
+    axis, none = (
+        plot_grid([["kl_by_position"]], [Run("a run", read, "#123456", "-")], 0.9, panels=ALL_PANELS).axes[0]
+        for read in (rows, [record_row(1, factor=0.0)])
+    )
     thin, thick = axis.lines
-    np.testing.assert_allclose(thin.get_ydata(), [1e-4, 2e-4, 8e-4])
-    np.testing.assert_allclose(thick.get_ydata(), [3e-4, 6e-4, 24e-4])
+    np.testing.assert_allclose(thin.get_ydata(), [1.5e-4, 3e-4, 12e-4])
+    np.testing.assert_allclose(thick.get_ydata(), [1e-4 * (64 * 19 + 192 * 20) / 256, 2e-4 * 19.5, 8e-4 * 19.5])
     assert thick.get_linewidth() > thin.get_linewidth()
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["below 64", "64 to 256", "from 256"]
-
-
-def test_buckets_that_agree_exactly_are_said():
-    axis = plot_grid([["kl_by_position"]], [run_of([record_row(1, factor=0.0)])], 0.9, panels=ALL_PANELS).axes[0]
-    assert [text.get_text() for text in axis.texts] == ["no mismatch_position/*/k3_kl above 0 in the record"]
+    assert [text.get_text() for text in none.texts] == ["no mismatch_position/*/k3_kl above 0 in the record"]
 
 
 def test_ratios_of_responses_come_from_the_newest_dump(tmp_path):
@@ -137,8 +113,7 @@ def test_ratios_of_responses_come_from_the_newest_dump(tmp_path):
     assert found.tolist() == [1, 2]
     assert ratios.tolist() == [-0.25, -0.5]
     assert slope_of_ratio(found, ratios) == pytest.approx(-250.0)
-    run = write_record(tmp_path / "run", [record_row(1)])
-    write_dump(run / "rollouts" / "step_000004.parquet", small_dump())
+    run = write_run(tmp_path / "run", [record_row(1)])
     (run / "rollouts" / "step_000001.parquet").write_bytes(b"rubbish")
     axis = plot_grid([["ratio_by_length"]], read_runs([run]), 0.9, panels=ALL_PANELS).axes[0]
     assert axis.collections[0].get_offsets().tolist() == [[1, -0.25], [2, -0.5]]

@@ -1,24 +1,17 @@
-"""Tests of the area under the accuracy, its comparison by hand, and the power of a drawn study."""
+"""Tests of comparisons of arms by hand: the area under the accuracy, and equal distances from the base."""
 
 import numpy as np
 import pytest
+import study_distance
 from exact_tests import sign_flip_p
 from records import study_row
 from study import read_study
-from study_area import area, areas_of, compare, comparison_figure, dose_figure, markdown, power, tables
+from study_area import areas_of, compare, comparison_figure, dose_figure, markdown, power, tables
+from study_distance import Course, course_of, figure_of
 
 
 def rows(rewards, surge=None):
     return [study_row(step, reward, surge) for step, reward in enumerate(rewards, 1)]
-
-
-RUNS = {
-    ("constant", 0): rows([0.0, 0.5, 0.5, 0.0], surge=2),
-    ("constant", 1): rows([0.0, 0.0, 0.0, 1.0]),
-    ("slow", 0): rows([0.0, 0.5, 0.75, 0.75], surge=3),
-    ("slow", 1): rows([0.5, 0.5, 0.5, 1.0]),
-    ("slow", 2): rows([1.0, 1.0, 1.0, 1.0]),
-}
 
 
 STUDY = """
@@ -29,46 +22,15 @@ comparisons: [[slow, constant], [slow, never_run]]
 """
 
 
-def test_areas_count_from_the_surge_of_the_constant_arm():
-    """The areas of seed 0 have steps 3 and 4, and those of seed 1 have all steps. Seed 2 has no constant run.
-
-    A study may name a step.
-    """
-    assert areas_of(RUNS) == {"constant": {0: 0.25, 1: 0.25}, "slow": {0: 0.75, 1: 0.625}}
-    assert areas_of(RUNS, after=0)["slow"] == {0: 0.5, 1: 0.625}
-    with pytest.raises(ValueError, match="no step after 4"):
-        area(RUNS["slow", 0], 4)
-
-
-def test_a_comparison_by_hand():
-    """Both differences are positive, so two of four patterns of signs are as far from 0."""
-    found = compare({0: 0.75, 1: 0.625, 3: 1.0}, {0: 0.25, 1: 0.25}, count=2)
-    assert (found["seeds"], found["better"], found["same"]) == (2, 2, 0)
-    assert (found["difference"], found["p"], found["corrected_p"]) == (0.4375, 0.5, 1.0)
-    assert found["differences"] == {"0": 0.5, "1": 0.375}
-
-
-def test_tables_leave_out_what_was_not_run(tmp_path):
-    (tmp_path / "study.yaml").write_text(STUDY)
-    found = tables(read_study(tmp_path / "study.yaml"), RUNS)
-    assert [line["arms"] for line in found["comparisons"]] == [["slow", "constant"]]
-    assert found["arms"]["slow"]["areas"] == {"0": 0.75, "1": 0.625}
-    assert found["arms"]["constant"]["surge_steps"] == [2, None]
-
-
 def test_the_trend_of_another_outcome_by_hand(tmp_path):
     """The outcome stands in each second row. Both slopes of the areas 1, 0.75, 0.5 are -0.25; the gaps are 0 to 0.2."""
-    runs = {
-        (arm, seed): [
-            row
-            | {"eval/held/accuracy": 1 - size / 4 if row["step"] % 2 else None}
-            | {"mismatch/logprob_abs_diff_mean": gap}
-            for row in rows([0.0] * 200, surge=10)
-            for gap in [size / 10 * (row["step"] <= 100)]
-        ]
-        for size, arm in enumerate(("constant", "slow", "never_run"))
-        for seed in (0, 1)
-    }
+    runs = {}
+    for size, arm in enumerate(("constant", "slow", "never_run")):
+        run = rows([0.0] * 200, surge=10)
+        for row in run:
+            row["eval/held/accuracy"] = 1 - size / 4 if row["step"] % 2 else None
+            row["mismatch/logprob_abs_diff_mean"] = size / 10 * (row["step"] <= 100)
+        runs |= {(arm, 0): run, (arm, 1): run}
     study = tmp_path / "study.yaml"
     study.write_text(STUDY + "outcome: eval/held/accuracy\ntrend: [constant, slow, never_run]\n")
     found = tables(read_study(study), runs)
@@ -80,6 +42,8 @@ def test_the_trend_of_another_outcome_by_hand(tmp_path):
     (axis,) = dose_figure(found).axes
     means = [line.get_xydata()[0] for line in axis.lines if line.get_marker() == "D"]
     np.testing.assert_allclose(means, [[0.1, -0.25], [0.2, -0.5]])
+    with pytest.raises(ValueError, match="no step after 200"):
+        areas_of(runs, after=200)
 
 
 def test_the_figure_has_each_seed_the_mean_and_the_interval():
@@ -103,3 +67,49 @@ def test_the_power_of_drawn_studies():
     assert power(areas, 9, 1.0, 5, np.random.default_rng(0)) == 1.0
     assert power(areas, 6, 1.0, 5, np.random.default_rng(0)) == 0.0  # the least p is 2 / 64; five times it is 0.16
     assert sign_flip_p([1.0] * 9) * 5 < 0.05
+
+
+def moving(rewards, distances):
+    """Returns rows that hold each pair of values for ten steps, as long as the means of accuracy and distance."""
+    return [
+        {"step": 10 * k + i, "reward/mean": reward, "policy/reference_kl": distance}
+        for k, (reward, distance) in enumerate(zip(rewards, distances, strict=True))
+        for i in range(1, 11)
+    ]
+
+
+MOVING = {
+    ("slow", 0): moving([0.25, 0.5, 0.75], [0.0, 0.5, 1.0]),
+    ("constant", 0): moving([0.5, 0.25, 0.0], [1.0, 2.0, 1.0]),
+    ("slow", 1): moving([0.5, 0.5, 0.5], [0.0, 1.0, 2.0]),
+    ("constant", 1): moving([0.0, 0.0, 1.0], [0.5, 0.5, 0.5]),
+}
+
+
+def test_what_was_moved_never_falls():
+    course = course_of(MOVING["constant", 0])
+    np.testing.assert_allclose(course.moved[[9, 19, 29]], [1.0, 2.0, 2.0])
+    np.testing.assert_allclose(course.accuracy[[9, 19, 29]], [0.5, 0.25, 0.0])
+    with pytest.raises(ValueError, match="no seed in common"):
+        study_distance.compare({0: course}, {1: course}, 1)
+    course = Course(np.zeros(4), np.array([0.2, 0.5, 0.6, 0.8]))
+    assert [course.step_at(distance) for distance in (0.1, 0.2, 0.5, 0.7, 9.0)] == [1, 1, 2, 3, 4]
+    for unknown in ({}, {"policy/reference_kl": float("nan")}):
+        with pytest.raises(ValueError, match="no finite policy/reference_kl"):
+            course_of([{"step": 1, "reward/mean": 0.0, **unknown}])
+
+
+def test_pairs_by_hand(tmp_path):
+    """Seed 0 is read at 1.0: slow at its end, the other after 10 steps. Seed 1 is read at 0.5, slow in step 15."""
+    (tmp_path / "study.yaml").write_text(STUDY)
+    study = read_study(tmp_path / "study.yaml")
+    found = study_distance.tables(study, MOVING)
+    (pair,) = found["comparisons"]
+    assert pair["read"] == {"0": {"distance": 1.0, "steps": [30, 10]}, "1": {"distance": 0.5, "steps": [15, 30]}}
+    assert pair["differences"] == [0.25, -0.5]
+    assert (pair["equal"]["difference"], pair["ends"]["difference"]) == (-0.125, 0.125)
+    assert (pair["equal"]["p"], pair["equal"]["corrected_p"]) == (1.0, 1.0)
+    assert found["arms"]["constant"] == {"seeds": 2, "distance": 1.25, "accuracy": 0.5}
+    assert "| slow - constant | 2 | -0.12 | - | 1/0/1 | 1 | 1 |" in study_distance.markdown(found)
+    (axis,) = figure_of(study, MOVING).axes
+    assert sum(line.get_marker() == "o" for line in axis.lines) == 4

@@ -1,8 +1,9 @@
-"""The tables of docs/studies.md have what the programs of experiments/ print from the rows in benchmarks/."""
+"""The tables of pages have what the programs of experiments/ print from the files in benchmarks/."""
 
 import json
 from pathlib import Path
 
+import compile_table
 import pytest
 import study_area
 from study import read_study
@@ -11,12 +12,8 @@ from study_rows import read_table
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
 SECTIONS = {
-    "collapse": "The main study",
-    "remedies": "Other remedies",
-    "late": "A remedy from step 100",
-    "isolation": "The mismatch alone",
-    "dose": "How large must a mismatch be?",
-    "real": "A real model",
+    **{"collapse": "The main study", "remedies": "Other remedies", "late": "A remedy from step 100"},
+    **{"isolation": "The mismatch alone", "dose": "How large must a mismatch be?", "real": "A real model"},
 }
 
 
@@ -51,9 +48,8 @@ def test_the_page_shows_what_the_program_prints(name):
     shown = tables_of(PAGE.partition(f"\n## {SECTIONS[name]}\n")[2].partition("\n## ")[0])
     if name == "remedies":
         (shown_arms,) = shown
-        beside = {
-            row["arm"]: dict.fromkeys(("compared with", "difference", "better/same/worse", "p"), "") for row in arms
-        }
+        empty = dict.fromkeys(("compared with", "difference", "better/same/worse", "p"), "")
+        beside = {row["arm"]: empty for row in arms}
         for row in comparisons:
             arm, other = row["compared"].split(" - ")
             beside[arm] = row | {"compared with": other}
@@ -75,3 +71,33 @@ def test_the_errors_of_the_logits_in_the_page_of_diagnose():
     assert [error[name] for name in named] == ["0.012", "0.018", "0.046", "0.065", "0.16"]
     page = " ".join((ROOT / "docs/diagnose.md").read_text(encoding="utf-8").split())
     assert "int8 weights 0.018, fp8 weights 0.046, fp8 caches 0.065 (e4m3) and 0.16 (e5m2)" in page
+
+
+def rows_of(lines):
+    """Returns the cells of each row of the tables by (name of the row, head of the column)."""
+    heads, found = [], {}
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if cells and not cells[0]:
+            heads = cells
+        found |= {(cells[0], head): cell for head, cell in zip(heads, cells, strict=False)} if heads else {}
+    return found
+
+
+@pytest.mark.parametrize(("table", "file"), [("models", "compile"), ("options", "compile_options")])
+def test_the_page_of_compiled_steps_shows_what_the_file_holds(table, file):
+    """The page has some of the rows and columns."""
+    rows, lines = compile_table.TABLES[table]
+    found = json.loads((ROOT / f"benchmarks/{file}.json").read_text())
+    assert {row.name for row in rows} == set(found)
+    printed, page = rows_of(lines(rows, found)), rows_of((ROOT / "docs/compile.md").read_text().splitlines())
+    shown = {cell: value for cell, value in page.items() if cell in printed and cell[0] in found and cell[1]}
+    assert len(shown) > 50
+    assert shown == {cell: printed[cell] for cell in shown}
+
+
+def test_the_plan_is_within_a_tenth_of_what_was_compiled():
+    for file in ("compile", "compile_options", "compile_long"):
+        found = json.loads((ROOT / f"benchmarks/{file}.json").read_text())
+        far = {name: one["bytes"]["planned"] / one["bytes"]["needed"] for name, one in found.items()}
+        assert {name: ratio for name, ratio in far.items() if not 0.9 < ratio < 1.1} == {}, file

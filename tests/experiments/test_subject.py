@@ -1,7 +1,8 @@
-"""Tests of the search for a subject: problems, written solutions, rewards and verdicts."""
+"""Tests of the search for a subject, and of the stories: problems, written solutions, rewards and verdicts."""
 
 import numpy as np
 import pytest
+import story_task
 from records import study_row
 from subject_base import packed_rows
 from subject_search import fork_step, judge
@@ -13,29 +14,12 @@ SUM = short_problem("chain_sum", "State the final answer to the following arithm
 WORD = short_problem("spell_backward", "Spell this word backward (example: sun -> nus): Stone", "enotS")
 
 
-def test_the_prompts_of_both_families():
-    assert SUM == {"prompt": "84-97+45=", "answer": "32"}
-    assert WORD == {"prompt": "stone:", "answer": "enots"}
+def test_problems_and_solutions_by_hand():
+    texts = [solution(np.random.default_rng(i), WORD, Mistakes(0.0, 1.0, 0.0, wrong_letters=0.5)) for i in range(20)]
+    assert {len(text) for text in texts} == {2}  # a wrong direct answer has int(5 / 2) of the letters
+    assert set("".join(texts)) <= set("stone")
+    assert (SUM, WORD) == ({"prompt": "84-97+45=", "answer": "32"}, {"prompt": "stone:", "answer": "enots"})
     assert short_problem("spell_backward", "Spell this word backward (example: sun -> nus): naïve", "evïan") is None
-
-
-@pytest.mark.parametrize(
-    ("problem", "response", "reward"),
-    [
-        (SUM, worked_sum("84-97+45"), 1.0),
-        (SUM, worked_sum("84-97+45", 0, 3), 0.0),
-        (SUM, "32", 1.0),
-        (SUM, "31", 0.0),
-        (WORD, worked_word("stone"), 1.0),
-        (WORD, worked_word("stone", 1, 2), 0.0),
-        (WORD, "enots", 1.0),
-    ],
-)
-def test_the_rewards_of_written_solutions(problem, response, reward):
-    assert addition_reward(problem, response, False) == reward
-
-
-def test_worked_solutions_by_hand():
     assert worked_sum("84-97+45") == ">84-97=-13,-13+45=32,32"
     assert worked_sum("84-97+45", 0, 3) == ">84-97=-10,-10+45=35,35"
     assert worked_word("stone") == ">0s1t2o3n4e,enots"
@@ -69,10 +53,8 @@ def test_rows_are_packed_with_whole_solutions():
 
 
 def rows_of(rewards, mismatch):
-    return [
-        study_row(step, reward) | {"mismatch/log_ppl_abs_diff": value}
-        for step, (reward, value) in enumerate(zip(rewards, mismatch, strict=True), 1)
-    ]
+    steps = enumerate(zip(rewards, mismatch, strict=True), 1)
+    return [study_row(step, reward) | {"mismatch/log_ppl_abs_diff": value} for step, (reward, value) in steps]
 
 
 def test_a_collapse_from_above_the_bound_by_hand():
@@ -101,21 +83,17 @@ def test_a_series_of_few_steps_holds_its_last_value():
     assert judge(rows)["at"]["end"]["self-mismatch"] == pytest.approx((3 * 0.02 + 7 * 0.03) / 10)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "verdict"),
-    [
-        ([0.2] * 30, "never learned"),
-        ([0.5] * 30, "learned"),
-        ([0.5] * 30 + [0.0] * 20, "collapsed"),
-        ([0.7] * 30, "learned above 0.6"),
-        ([0.8] * 30 + [0.0] * 20 + [0.7] * 10, "learned above 0.6"),
-    ],
-)
-def test_the_other_verdicts(rewards, verdict):
-    assert judge(rows_of(rewards, [0.01] * len(rewards)))["verdict"] == verdict
+def test_the_other_verdicts():
+    courses = ([0.2] * 30, [0.5] * 30, [0.5] * 30 + [0.0] * 20, [0.7] * 30, [0.8] * 30 + [0.0] * 20 + [0.7] * 10)
+    verdicts = [judge(rows_of(rewards, [0.01] * len(rewards)))["verdict"] for rewards in courses]
+    assert verdicts == ["never learned", "learned", "collapsed", "learned above 0.6", "learned above 0.6"]
 
 
-def test_a_wrong_direct_answer_has_some_of_the_letters():
-    texts = [solution(np.random.default_rng(i), WORD, Mistakes(0.0, 1.0, 0.0, wrong_letters=0.5)) for i in range(20)]
-    assert {len(text) for text in texts} == {2}  # int(5 / 2)
-    assert set("".join(texts)) <= set("stone")
+def test_a_story_is_scored_by_the_words_its_problem_asks_for():
+    texts = ["", "A cat isn't 3 dogs.", "One two three four five six"]  # numbers are no words
+    assert [story_task.reward({"answer": "5"}, text, False) for text in texts] == [0.0, 0.8, 1.0]
+    assert story_task.reward({"answer": "5"}, texts[-1], True) == 0.0
+
+    made = story_task.problems()
+    assert len({problem["prompt"] for problem in made}) == len(made) == 24 * 9
+    assert all(f"at least {problem['answer']} words" in problem["prompt"] for problem in made)

@@ -20,17 +20,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from hypothesis import strategies as st
-from sound_inputs import POLICIES, ROOT, sound_adapters, sound_model
+from tensorboardX import SummaryWriter
 
-from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import save_params
+from rljax.policy.lora import LoraConfig, init_adapters
+from rljax.policy.model import init_params
+from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME, save_adapters
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "toy-base"
+# Rows and columns of problems; the note, sequences and Prime-RL's export of token dumps.
+ROWS, COLUMNS, NOTE, SEQUENCES, PRIME = json.loads(Path(__file__).with_name("sound.json").read_text()).values()
 # LOOP is a link to itself, and DANGLING is a link to nothing.
 Special = enum.Enum("Special", ["DIRECTORY", "LOOP", "DANGLING", "UNREADABLE"])
 Content = bytes | Special
 Files = dict[str, Content]
+Words = Sequence[str]
 
 
 class Case(NamedTuple):
@@ -62,16 +70,17 @@ weird = st.one_of(*listed, st.text(max_size=8), st.integers()).map(copy.deepcopy
 
 
 def chooser(draw: st.DrawFn) -> Callable[..., Any]:
-    """Returns a function that draws one of its arguments."""
     return lambda *items: draw(st.sampled_from(items))
 
 
 def paths_of(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yields the path of keys to each value in a document of lists and dictionaries."""
     yield above
-    if isinstance(document, dict | list):
-        for key, value in list(document.items() if isinstance(document, dict) else enumerate(document))[:60]:
-            yield from paths_of(value, (*above, key))
+    parts = (
+        document.items() if isinstance(document, dict) else enumerate(document if isinstance(document, list) else [])
+    )
+    for key, value in list(parts)[:60]:
+        yield from paths_of(value, (*above, key))
 
 
 @st.composite
@@ -134,22 +143,18 @@ def as_lines(rows: Any) -> bytes:
 
 
 def as_text(text: str) -> bytes:
-    """Writes text; lone surrogates stay as they are."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def as_yaml(document: Any) -> bytes:
-    """Writes YAML."""
     return as_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=False))
 
 
 def objects(rows: Any) -> list[dict[Any, Any]]:
-    """Returns the rows that are dictionaries."""
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def as_csv(rows: Any) -> bytes:
-    """Writes a table of the rows that are dictionaries."""
     found = objects(rows)
     names = list(dict.fromkeys(str(key) for row in found for key in row))
     lines = [names, *([str(row.get(name, "")) for name in names] for row in found)]
@@ -167,27 +172,24 @@ def as_parquet(table: Any) -> bytes:
     columns = {}
     for name, values in table["columns"].items():
         values = values if isinstance(values, list | pa.Array) else [values] * 2
+        texts = [ascii(value) for value in values]
         try:
             column = pa.array(values)
         except (pa.ArrowException, OverflowError, UnicodeError):
-            column = pa.array([ascii(value) for value in values])
+            column = pa.array(texts)
         if "struct<>" in str(column.type):  # Parquet has no place for it.
-            column = pa.array([ascii(value) for value in values])
+            column = pa.array(texts)
         column = column.cast(NARROW.get(column.type, column.type), safe=False)
         columns[name.encode("utf-8", "replace").decode()] = column
-    rows, out = min(map(len, columns.values()), default=0), io.BytesIO()
-    made, note = pa.table({name: column[:rows] for name, column in columns.items()}), table.get("note")
-    pq.write_table(
-        made.replace_schema_metadata({"rljax.dump": note if isinstance(note, bytes) else as_json(note)}), out
-    )
+    rows, out, note = min(map(len, columns.values()), default=0), io.BytesIO(), table.get("note")
+    made = pa.table({name: column[:rows] for name, column in columns.items()})
+    metadata = {"rljax.dump": note if isinstance(note, bytes) else as_json(note)}
+    pq.write_table(made.replace_schema_metadata(metadata), out)
     return out.getvalue()
 
 
 def as_safetensors(data: bytes, parts: Any) -> bytes:
-    """Writes a safetensors file of data and a header.
-
-    The header's length is replaced by ``size`` if this is a valid number.
-    """
+    """Writes a safetensors file of data and a header, whose length is ``size`` if this is a valid number."""
     header, size = (parts.get(name) if isinstance(parts, dict) else parts for name in ("header", "size"))
     text = as_json(header)
     return struct.pack("<Q", size if isinstance(size, int) and 0 <= size < 2**64 else len(text)) + text + data
@@ -201,31 +203,28 @@ class Document(NamedTuple):
     mutated: Callable[[Any], st.SearchStrategy[Any]] = mutated
 
 
-def written(files: Mapping[str, Content | Document]) -> Files:
-    """Returns the bytes of files."""
+Parts = Mapping[str, Content | Document]
+Cases = Iterator[st.SearchStrategy[Case]]
+
+
+def written(files: Parts) -> Files:
     return {path: each.write(each.value) if isinstance(each, Document) else each for path, each in files.items()}
 
 
 def inside(folder: str, files: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the files in a folder."""
     return {f"{folder}/{name}": content for name, content in files.items()}
 
 
-def without(files: Mapping[str, Content], path: str) -> Files:
+def without(files: Files, path: str) -> Files:
     """Returns the files without one, or without all below a folder."""
     return {name: content for name, content in files.items() if name != path and not name.startswith(f"{path}/")}
 
 
 @st.composite
 def spoilt(
-    draw: st.DrawFn,
-    command: str,
-    words: Sequence[str],
-    files: Mapping[str, Content | Document],
-    spoil: Sequence[str],
-    options: Sequence[Sequence[str]] = ((),),
+    draw: st.DrawFn, command: str, words: Words, files: Parts, spoil: Words, options: Sequence[Words] = ((),)
 ) -> Case:
-    """Draws the case with one or two of the files ``spoil`` damaged, missing or replaced, and one of the options.
+    """Draws the case with one of the options, and one or two of the files ``spoil`` damaged, missing or replaced.
 
     A name of ``spoil`` that is not among the files is a folder of them, or a file that should not exist.
     """
@@ -265,8 +264,7 @@ def keyed(draw: st.DrawFn, settings: Any) -> Any:
     return draw(st.one_of(st.just(settings), mutated(settings)))
 
 
-def yaml_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields damaged configuration files, up to ``--dry-run``."""
+def yaml_cases() -> Cases:
     kept = as_yaml({key: value for key, value in SETTINGS.items() if key != "run"}).decode()
     texts = st.sampled_from([text for each in SNIPPETS for text in (each, kept + each, f"{each}\n{kept}")])
     for file in (*[Document(SETTINGS, as_yaml, keyed)] * 3, Document(kept, as_text, lambda _: texts)):
@@ -274,7 +272,7 @@ def yaml_cases() -> Iterator[st.SearchStrategy[Case]]:
         yield spoilt("dry run", ("config.yaml", "--dry-run"), files, ["config.yaml"])
 
 
-def argument_cases() -> Iterator[st.SearchStrategy[Case]]:
+def argument_cases() -> Cases:
     """Yields a sound configuration file with damaged command lines, up to ``--dry-run``."""
     spellings = [key[:-1] for key in KEYS] + [f"{key}s" for key in KEYS] + [key.upper() for key in KEYS]
     spellings += [*KEYS * 4, *(key.replace("_", "-") for key in KEYS), *(key.split(".")[0] for key in KEYS)]
@@ -291,50 +289,25 @@ def argument_cases() -> Iterator[st.SearchStrategy[Case]]:
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 TURN = [{"role": "user", "content": "1+1="}]
-ROWS = [
-    {"prompt": "2+3=", "answer": "5", "data_source": "toy", "extra_info": {"index": 0}},
-    {"prompt": TURN, "reward_model": {"ground_truth": "2", "style": "rule"}},
-    {"prompt": "7+7=", "answer": 14},
-    {"question": "3+3=", "answer": "3+3=6\n#### 6"},
-    {"Problem": "3+3=", "Solution": "It is $\\boxed{6}$.", "question_type": "MCQ"},
-    {"messages": '[{"role": "user", "content": "1+1="}]', "reward_model": '{"ground_truth": "2"}'},
-]
-COLUMNS = {
-    "prompt": ["1+1=", "2+2="],
-    "answer": ["2", "4"],
-    "reward_model": [{"ground_truth": "2"}, {"ground_truth": "4"}],
-    "extra_info": [{"i": 0}, {"i": 1}],
-}
 ODD_COLUMNS = [
     *([b"\xff", b"1"], pa.array([0, 2**62], pa.timestamp("us")), pa.array(["1+1=", "1+1="]).dictionary_encode()),
     *([TURN] * 2, [TURN, None], [[], []], [[None], None], pa.array(["é" * 5000, "x"], pa.large_string())),
 ]
 
-
 # This training is refused in one line only after all its inputs were read, because its run directory holds a run.
 TRAIN = ("config.yaml", "--run.dir", "held", "--run.resume", "never", "--data.task", "file", "--data.batch-size", "1")
 PROBLEMS = (*TRAIN, "--eval.every", "0", "--data.path", "p.jsonl")
-HELD_CONFIG = {
-    "model": {"path": str(MODEL)},
-    "rollout": {"max_response_tokens": 16, "group_size": 2},
-    "data": {"max_prompt_tokens": 64},
-}
+HELD_CONFIG = {"model": {"path": str(MODEL)}, "data": {"max_prompt_tokens": 64}}
+HELD_CONFIG |= {"rollout": {"max_response_tokens": 16, "group_size": 2}}
 HELD: Files = {"config.yaml": as_yaml(HELD_CONFIG), "held/metrics.jsonl": b'{"step": 1}\n'}
 
 
-def problem_cases() -> Iterator[st.SearchStrategy[Case]]:
+def problem_cases() -> Cases:
     """Yields damaged files of problems, for training up to the run directory and for ``rljax prepare``."""
     rows, table = Document(ROWS, as_lines), Document({"columns": COLUMNS}, as_parquet)
     model = ("--model", str(MODEL))
-    prepared = [
-        (),
-        ("--form", "gsm8k"),
-        ("--form", "aime-2024"),
-        model,
-        (*model, "--max-prompt-tokens", "6"),
-        ("--hold-out", "1"),
-        (*model, "--hold-out", "1"),
-    ]
+    prepared = [(), ("--form", "gsm8k"), ("--form", "aime-2024"), ("--hold-out", "1")]
+    prepared += [model, (*model, "--max-prompt-tokens", "6"), (*model, "--hold-out", "1")]
     odd = [Document({"columns": COLUMNS | {name: column}}, as_parquet) for name in COLUMNS for column in ODD_COLUMNS]
     named = ((rows, "p.jsonl"), (table, "p.parquet"), (rows, "p.json"), (table, "p"), (rows, "p.parquet"))
     for file, name in (*named * 5, *((each, "p.parquet") for each in odd)):
@@ -346,6 +319,37 @@ def problem_cases() -> Iterator[st.SearchStrategy[Case]]:
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
+# A tiny policy of each family, and adapters.
+SHAPE: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2}
+SHAPE |= {"num_kv_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
+POLICIES = {
+    "qwen3": PolicyConfig(**SHAPE),
+    "qwen2": PolicyConfig(**SHAPE, family="qwen2"),
+    "qwen3_moe": PolicyConfig(**SHAPE, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=8),
+}
+LORA = LoraConfig(rank=2, targets=("q_proj", "o_proj"))
+
+
+@functools.cache
+def sound_model(family: str) -> tuple[dict[str, Any], bytes]:
+    config = POLICIES[family]
+    with tempfile.TemporaryDirectory() as made:
+        save_params(made, init_params(config, 0), config)
+        return read_pair(Path(made), "config.json", "model.safetensors")
+
+
+@functools.cache
+def sound_adapters() -> tuple[dict[str, Any], bytes]:
+    config = POLICIES["qwen3"]
+    with tempfile.TemporaryDirectory() as made:
+        save_adapters(made, init_adapters(config, LORA, 0), config, LORA, "model")
+        return read_pair(Path(made), ADAPTER_CONFIG, WEIGHTS_NAME)
+
+
+def read_pair(folder: Path, config: str, weights: str) -> tuple[dict[str, Any], bytes]:
+    return json.loads((folder / config).read_text()), (folder / weights).read_bytes()
+
+
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = (
     json.loads((MODEL / f"{name}.json").read_text()) for name in ("config", "tokenizer", "tokenizer_config")
 )
@@ -356,8 +360,7 @@ TOKENIZER_CONFIG |= {
 TEMPLATE = Document("{{ messages[0].content }}", as_text, lambda _: st.sampled_from(["", *entries("templates.txt")]))
 
 
-def model_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields model directories whose shape or tokenizer is damaged."""
+def model_cases() -> Cases:
     shape, tokenizer = Document(CONFIG), {"tokenizer.json": Document(TOKENIZER)}
     special = {"special_tokens_map.json": Document({"eos_token": {"content": "$"}})}
     plain = {"config.json": shape, **tokenizer, "tokenizer_config.json": Document(TOKENIZER_CONFIG)}
@@ -368,27 +371,25 @@ def model_cases() -> Iterator[st.SearchStrategy[Case]]:
 
 
 def safetensors(file: bytes) -> Document:
-    """Returns a safetensors file as its header and data."""
     (size,) = struct.unpack("<Q", file[:8])
     parts = {"header": json.loads(file[8 : 8 + size]), "size": None}
     return Document(parts, functools.partial(as_safetensors, file[8 + size :]))
 
 
-def weight_cases() -> Iterator[st.SearchStrategy[Case]]:
+def weight_cases() -> Cases:
     """Yields model directories of each family whose weights are damaged or have another shape."""
     for config, file in map(sound_model, POLICIES):
         weights, name = safetensors(file), "model/model.safetensors.index.json"
-        index = {"weight_map": dict.fromkeys(weights.value["header"], "model.safetensors")}
         files = inside("model", {"config.json": Document(config), "model.safetensors": weights})
         yield spoilt("load", ("model",), files, [*files])
-        for document in (index, index | {"weight_map": {"a": "model.safetensors"}}):
-            yield spoilt("load", ("model",), {**files, name: Document(document)}, [name])
+        for names in (weights.value["header"], "a"):
+            index = Document({"weight_map": dict.fromkeys(names, "model.safetensors")})
+            yield spoilt("load", ("model",), {**files, name: index}, [name])
         for _, other in map(sound_model, POLICIES):
             yield st.just(Case("load", ("model",), written({**files, "model/model.safetensors": other})))
 
 
-def adapter_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields a directory of adapters in PEFT's layout with its files damaged."""
+def adapter_cases() -> Cases:
     config, file = sound_adapters()
     files = inside("adapters", {ADAPTER_CONFIG: Document(config), WEIGHTS_NAME: safetensors(file)})
     yield spoilt("adapters", ("adapters",), files, [*files])
@@ -396,18 +397,6 @@ def adapter_cases() -> Iterator[st.SearchStrategy[Case]]:
 
 # --- token dumps ------------------------------------------------------------------------------------------------------
 
-SAMPLING = {"temperature": 1.0, "column": "rollout"}
-TRAINER = {"engine": "jax", "dtype": "float32", "role": "trainer"}
-NOTE = {"version": 1, "columns": {"trainer": TRAINER, "rollout": {"engine": "vllm"}}, "sampling": SAMPLING}
-SEQUENCE = {"sequence_id": "a", "token_ids": [5, 6, 7], "response_mask": [False, True, True]}
-SEQUENCES = [
-    {"rljax_tokens": 1, "columns": {"trainer": TRAINER | {"temperature": 1.0}}, "sampling": SAMPLING},
-    SEQUENCE | {"logprobs": {"trainer": [None, -1.0, -0.5], "rollout": [None, -1.0, -0.25]}},
-    {"prompt_ids": [5], "response_ids": [6, 7], "logprobs": {"trainer": [-1.0, -0.5], "rollout": [-1.0, -0.25]}},
-]
-PRIME_ROW = {"token_ids": [1, 2], "loss_mask": [False, True], "trainer_logprobs": [0.0, -1.0]}
-PRIME_ROW |= {"schema_version": 1, "run_id": "r", "export_step": 1, "rank": 0, "inference_logprobs": [0.0, -1.5]}
-PRIME = [PRIME_ROW | {"export_sequence_idx": number} for number in range(2)]
 DUMP = {
     "columns": {
         **{"sequence_id": ["a", "b"], "token_ids": [[1, 2], [3]], "response_mask": [[False, True], [True]]},
@@ -419,7 +408,7 @@ SCORERS = ("dump:tokens.jsonl#x", "dump:x", "jax:int8", "", "vllm:x", "dump:nowh
 CHOSEN = (("--columns", "trainer"), ("--columns", "trainer", "x"), ("--trainer", "rollout"), ("--rollout", "x"))
 
 
-def token_cases() -> Iterator[st.SearchStrategy[Case]]:
+def token_cases() -> Cases:
     """Yields damaged dumps, JSONL and exports of tokens for ``rljax compare`` and ``rljax view``."""
     options = [*[()] * 12, *CHOSEN, *(("--scorer", spec) for spec in SCORERS)]
     dump, rows, prime = Document(DUMP, as_parquet), Document(SEQUENCES, as_lines), Document(PRIME, as_lines)
@@ -440,9 +429,6 @@ VALUES = ("step", "x", "nan", "0", "-1", "inf", "1e400", "9" * 30, "", "2")
 
 @functools.cache
 def events() -> bytes:
-    """Returns a TensorBoard event file of the lengths."""
-    from tensorboardX import SummaryWriter
-
     with tempfile.TemporaryDirectory() as folder:
         with SummaryWriter(folder) as writer:
             for step, length in enumerate(LENGTHS, 1):
@@ -450,8 +436,7 @@ def events() -> bytes:
         return next(Path(folder).iterdir()).read_bytes()
 
 
-def log_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields damaged logs for ``rljax replay``."""
+def log_cases() -> Cases:
     rows, file = Document(LOG, as_lines), "events.out.tfevents.1"
     names = {"log.jsonl": rows, "log.csv": Document(LOG, as_csv), "run/metrics.jsonl": rows}
     options = [*[()] * 100, *[("--sweep",)] * 50, *((f"{rule}={value}",) for rule in RULES for value in VALUES)]
@@ -487,16 +472,10 @@ def as_console(rows: Any) -> bytes:
     return as_text("".join(f"(TaskRunner pid=1) {' - '.join(f'{k}:{row[k]}' for k in row)}\n" for row in objects(rows)))
 
 
-def course_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields damaged logs of a course for ``rljax diagnose``."""
-    logs = {
-        "log.jsonl": as_lines,
-        "log.csv": as_csv,
-        "long.csv": as_long,
-        "charts.csv": as_charts,
-        "out.log": as_console,
-    }
-    for name, write in (logs | {"trainer_state.json": lambda rows: as_json({"log_history": rows})}).items():
+def course_cases() -> Cases:
+    logs = {"log.jsonl": as_lines, "log.csv": as_csv, "long.csv": as_long, "charts.csv": as_charts}
+    logs |= {"out.log": as_console, "trainer_state.json": lambda rows: as_json({"log_history": rows})}
+    for name, write in logs.items():
         options = [(), (), ("--run", "a"), ("--run", "x")] if name == "charts.csv" else [()]
         yield spoilt("diagnose", (name,), {name: Document(MEASURED, write)}, [name], options)
 
@@ -531,8 +510,7 @@ RECORD = [
 ]
 
 
-def record_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields damaged records of a run for ``rljax plot`` and ``rljax view``."""
+def record_cases() -> Cases:
     dump = {"run/rollouts/step_000001.parquet": as_parquet(DUMP)}
     for count in (1, 3, 20):
         files = {"run/metrics.jsonl": Document(RECORD[:count], as_lines)}
@@ -541,7 +519,7 @@ def record_cases() -> Iterator[st.SearchStrategy[Case]]:
         yield spoilt("view", ("run", "-o", "out/page.html"), {**files, **dump, **config}, [*files, *dump, *config])
 
 
-def resume_cases() -> Iterator[st.SearchStrategy[Case]]:
+def resume_cases() -> Cases:
     """Yields run directories with a damaged record or configuration, for training that would resume there."""
     checkpoints = [f"held/checkpoints/{name}" for name in ("5", "x", "5.tmp", "05", "-1", "²")]
     resumes = ("auto", "auto", "never", "held", "nowhere", "", "a\udcffb", "held/metrics.jsonl")
@@ -563,10 +541,10 @@ MAKERS = {
 }
 
 
-def deferred(make: Callable[[], Iterator[st.SearchStrategy[Case]]]) -> st.SearchStrategy[Case]:
+def deferred(make: Callable[[], Cases]) -> st.SearchStrategy[Case]:
     """Returns a strategy whose sound inputs are made when the first example is drawn."""
     return st.deferred(lambda: st.one_of(*make()))
 
 
+# The share of the examples of each kind, and its strategy.
 KINDS = {kind: (share, deferred(make)) for kind, (share, make) in MAKERS.items()}
-"""The share of the examples of each kind, and its strategy."""

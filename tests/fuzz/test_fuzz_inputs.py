@@ -19,9 +19,9 @@ from malformed_inputs import (
     DUMP,
     HELD,
     KINDS,
-    LAUGHS,
     LOG,
     MODEL,
+    POLICIES,
     PROBLEMS,
     RECORD,
     SEQUENCES,
@@ -35,9 +35,10 @@ from malformed_inputs import (
     as_yaml,
     events,
     inside,
+    sound_adapters,
+    sound_model,
 )
 from run_input import COMMANDS, Command, run_case, write_case
-from sound_inputs import POLICIES, sound_adapters, sound_model
 
 from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME
 
@@ -53,6 +54,10 @@ OF_MODEL = (*PROBLEMS, "--model.path", "model")
 
 def loaded(config, weights):
     return Case("load", ("model",), {"model/config.json": as_json(config), "model/model.safetensors": weights})
+
+
+def indexed(document):
+    return Case("load", ("model",), {**MODEL_FILES, "model/model.safetensors.index.json": as_json(document)})
 
 
 def adapters(config, weights):
@@ -76,10 +81,6 @@ def shaped(**changed):
     return model("config.json", as_json(CONFIG | changed))
 
 
-def indexed(document):
-    return Case("load", ("model",), {**MODEL_FILES, "model/model.safetensors.index.json": as_json(document)})
-
-
 def tokens(content, name="t.jsonl"):
     return Case("compare", (name, "--out", "out"), {name: content})
 
@@ -93,9 +94,8 @@ def sequence(**changed):
 
 
 def log(name, content, *words):
-    return Case(
-        "replay", (name.split("/")[0], "--picture", "out/x.png", *words), {name: content, "out": Special.DIRECTORY}
-    )
+    words = (name.split("/")[0], "--picture", "out/x.png", *words)
+    return Case("replay", words, {name: content, "out": Special.DIRECTORY})
 
 
 def logged(**changed):
@@ -126,14 +126,13 @@ DATES = as_parquet({"columns": {"prompt": ["1+1="] * 2, "extra_info": pa.array([
 DEEP = b"[" * 100_000
 ROW = b'{"step": 1}\n'
 LARGE = as_yaml(SETTINGS | {"optimizer": {"learning_rate": 1e308}}).decode()
+NO_TOKENS = b'{"eos_token": "$", "added_tokens_decoder": []}'
 HOLE = as_parquet(DUMP | {"columns": DUMP["columns"] | {"token_ids": [[1, None], [3]]}})
 FAULTS = [
     # configurations
     (configured("run: !!timestamp x"), "not valid YAML: nested too deeply, or a value that is not of its tag"),
-    (configured(LAUGHS), "not valid YAML: the alias *l0; write its value out"),
     (configured('run: {dir: "\\ud800"}'), "not UTF-8 text"),
     (configured("run: " + "[" * 3000), "not valid YAML: nested too deeply, or a value that is not of its tag"),
-    (configured(f"run:\n  ? {'a' * 10_000}\n  : 1\n"), "unknown key run.aaa"),
     (configured('run: {"a\\e[31m": 1}'), r"unknown key run.a\x1b[31m"),
     (configured("{}", "--run.dir", "\udcff"), r'command line: "\udcff" is not UTF-8 text'),
     (configured("{}", "--run.steps", "9" * 5000), "run.steps: expected a valid integer"),
@@ -147,18 +146,12 @@ FAULTS = [
     (shaped(rope_parameters="x"), "rope_parameters must be an object, got 'x'"),
     (model("config.json", b"\xff"), "model/config.json: not UTF-8 text, at byte 0"),
     (model("config.json", DEEP), "model/config.json: not JSON that can be read (nested"),
-    (
-        model("tokenizer_config.json", b'{"eos_token": "$", "added_tokens_decoder": []}'),
-        "cannot be read: a file of it is not UTF-8 text, or not of the form that transformers writes",
-    ),
+    (model("tokenizer_config.json", NO_TOKENS), "not UTF-8 text, or not of the form that transformers writes"),
     (model("chat_template.jinja", b"{{ 1 / 0 }}"), "the chat template fails on a prompt: ZeroDivisionError"),
     (model("chat_template.jinja", b"\xff"), "a file of it is not UTF-8 text, or not of"),
     (indexed([1]), "index.json has no weight_map"),
     (indexed({"weight_map": {"a": ["x"]}}), "weight_map must name files beside it"),
-    (
-        indexed({"weight_map": {"a": "../b.safetensors"}}),
-        "weight_map must name files beside it, got '../b.safetensors'",
-    ),
+    (indexed({"weight_map": {"a": "../b.safetensors"}}), "must name files beside it, got '../b.safetensors'"),
     # token dumps
     (headed(columns=[]), "header: columns must be an object, got []"),
     (headed(sampling=[1]), "sampling must be an object, got [1]"),
@@ -187,7 +180,6 @@ FAULTS = [
     (resumed(ROW, {"held/checkpoints/1": b""}), "held holds 1 rows and no checkpoint to go on from"),
     (resumed(b"", {"held/checkpoints": b""}), "held/checkpoints: "),
     (resumed(b"", {"held/checkpoints": Special.LOOP}), "held/checkpoints: "),
-    (resumed(b"", {"held/checkpoints": Special.DANGLING}), "held/checkpoints: "),
 ]
 
 
@@ -221,12 +213,10 @@ def test_malformed_inputs_are_refused_in_one_line(kind, tmp_path):
     """The folder of the test keeps the smallest input of the last failure."""
     share, strategy = KINDS[kind]
     count = EXAMPLES * share // sum(share for share, _ in KINDS.values())
-    outcomes = Counter()
+    outcomes, unchecked = Counter(), list(hypothesis.HealthCheck)
 
     @hypothesis.seed(SEED)
-    @hypothesis.settings(
-        max_examples=count, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
-    )
+    @hypothesis.settings(max_examples=count, database=None, deadline=None, suppress_health_check=unchecked)
     @hypothesis.given(strategy)
     def each(case):
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:

@@ -11,41 +11,27 @@ import pytest
 from rljax.errors import ConfigError, VerificationError, caller_errors, run_cli
 
 
-def test_run_cli_prints_one_line_and_returns_2(capsys):
+def raising(error):
     def main(argv):
-        if argv:
-            raise ConfigError("steps: expected\n a number")
-        return 5
+        raise error
 
-    assert run_cli(main, []) == 5
-    assert run_cli(main, ["x"]) == 2
-    assert capsys.readouterr().err == "error: steps: expected a number\n"
+    return main
 
 
-def test_a_server_that_fails_the_proof_is_one_line_and_status_1(capsys):
-    def main(argv):
-        raise VerificationError("http://h: the band\n is 0.1")
-
-    assert run_cli(main, []) == 1
-    assert capsys.readouterr().err == "error: http://h: the band is 0.1\n"
-
-
-def test_run_cli_reads_the_process_arguments(monkeypatch):
+def test_run_cli_prints_one_line_and_returns_a_status(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["prog", "a", "b"])
-    assert run_cli(lambda argv: len(argv)) == 2
+    assert run_cli(lambda argv: len(argv)) == run_cli(lambda argv: 2, ["x"]) == 2
+    errors = [ConfigError("steps: expected\n a number"), VerificationError("http://h: the band\n is 0.1")]
+    assert [run_cli(raising(error), []) for error in [*errors, KeyboardInterrupt()]] == [2, 1, 130]
+    assert capsys.readouterr().err == (
+        "error: steps: expected a number\nerror: http://h: the band is 0.1\ninterrupted\n"
+    )
 
 
-def test_run_cli_keeps_tracebacks_of_bugs_and_quiets_interrupts(capsys):
-    def bug(argv):
-        raise ValueError("shapes differ")
-
-    def interrupt(argv):
-        raise KeyboardInterrupt
-
-    with pytest.raises(ValueError, match="shapes differ"):
-        run_cli(bug, [])
-    assert run_cli(interrupt, []) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+@pytest.mark.parametrize("error", [ValueError("shapes differ"), BrokenPipeError("a connection")])
+def test_run_cli_keeps_the_tracebacks_of_bugs(error):
+    with pytest.raises(type(error), match=str(error)):
+        run_cli(raising(error), [])
 
 
 def test_an_interrupt_inside_a_callback_is_not_lost(capsys):
@@ -91,17 +77,9 @@ def main(argv):
 
 sys.exit(run_cli(main))
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     program = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
     program.stdout.close()
     program.stdin.close()
     assert program.stderr.read() == ""
     assert program.wait(60) == 141
-
-
-def test_a_broken_pipe_elsewhere_keeps_its_traceback():
-    def main(argv):
-        raise BrokenPipeError("a connection")
-
-    with pytest.raises(BrokenPipeError, match="a connection"):
-        run_cli(main, [])

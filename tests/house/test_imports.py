@@ -1,7 +1,4 @@
-"""Checks of imports that import-linter's layers (pyproject.toml) cannot express.
-
-They are: which modules may import a third party, and what must load without jax.
-"""
+"""Checks of imports beside import-linter's: which modules may import a third party, and what loads without jax."""
 
 from __future__ import annotations
 
@@ -19,79 +16,44 @@ import rljax
 ROOT = Path(__file__).parents[2]
 
 # The only modules that may import each third party.
-DOORS = {
-    "httpx": {"rollout.servers.http", "weights.source"},
-    "starlette": {
-        "weights.outlets",
-        "weights.http_limits",
-        "rollout.external.receiver",
-        "rollout.servers.vllm.endpoint",
-    },
-    "uvicorn": {"weights.http_limits"},
-    "h11": {"weights.http_limits"},
-    "msgspec": {
-        "rollout.servers.kind",
-        "rollout.servers.vllm.client",
-        "rollout.servers.vllm.endpoint",
-        "rollout.servers.sglang.client",
-        "rollout.servers.http",
-        "rollout.servers.replies",
-        "rollout.external.receiver",
-        "rollout.external.rows",
-        "weights.format",
-        "weights.writer",
-        "distributed.acts",
-        "distributed.answering",
-        "distributed.child",
-        "distributed.messages",
-        "distributed.ownership",
-        "rollout.episodes.outcomes",
-        "weights.worker",
-    },
-    "zstandard": {"weights.delta"},
-    "xxhash": {"weights.format"},
-    "numba": {"weights.sums"},
-    "orbax": {"run.checkpoint"},
-    "fsspec": {"weights.source"},
-    "grain": {"data.prompts"},
-    "pyarrow": {"data.files", "record.token_dumps"},
-    "safetensors": {
-        "policy.hf",
-        "policy.peft",
-        "rollout.servers.vllm.plugin",
-        "rollout.servers.vllm.taps",
-        "compare.layers.vllm_tracer",
-    },
-    "wandb": {"record.trackers"},
-    "trackio": {"record.trackers"},
-    "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.description", "rollout.servers.vllm.endpoint"},
-    "sglang": {"rollout.servers.sglang.plugin"},
-    "tpu_inference": {"rollout.servers.vllm.tpu", "rollout.servers.vllm.plugin"},
-    "torch": {
-        "rollout.servers.vllm.plugin",
-        "rollout.servers.vllm.taps",
-        "rollout.servers.vllm.hooks",
-        "rollout.servers.sglang.server",
-        "weights.sums",
-        "compare.scorers",
-        "schedule.torch",
-    },
-    "huggingface_hub": {"policy.hub", "commands.prepare"},
-    "transformers": {"data.tokenizer", "compare.scorers", "schedule.torch", "rollout.servers.vllm.plugin"},
-    "tensorboardX": {"record.writers", "record.event_files"},
-    "tqdm": {
-        *("record.trackers", "record.writers", "run.data_check", "evaluate", "data.gym_problems"),
-        *("compare.bench", "commands.accept", "commands.check", "commands.compare", "commands.prepare"),
-        "commands.view",
-    },
-    "jinja2": {"data.tokenizer"},
-    "pydantic": {"run.config_file"},
-    "yaml": {"run.config_file"},
-    "matplotlib": {"record.figure", "compare.picture"},
-    "math_verify": {"rewards.math_answer"},
-    "latex2sympy2_extended": {"rewards.math_answer"},
-    "reasoning_gym": {"data.gym_problems", "rewards.gym_answer"},
-}
+DOOR_LINES = """
+httpx: rollout.servers.http weights.source
+starlette: rollout.external.receiver rollout.servers.vllm.endpoint weights.http_limits weights.outlets
+uvicorn h11: weights.http_limits
+msgspec: distributed.acts distributed.answering distributed.child distributed.messages distributed.ownership
+msgspec: rollout.episodes.outcomes rollout.external.receiver rollout.external.rows rollout.servers.http
+msgspec: rollout.servers.kind rollout.servers.replies rollout.servers.sglang.client rollout.servers.vllm.client
+msgspec: rollout.servers.vllm.endpoint weights.format weights.worker weights.writer
+zstandard: weights.delta
+xxhash: weights.format
+numba: weights.sums
+orbax: run.checkpoint
+fsspec: weights.source
+grain: data.prompts
+pyarrow: data.files record.token_dumps
+safetensors: compare.layers.vllm_tracer policy.hf policy.peft rollout.servers.vllm.plugin rollout.servers.vllm.taps
+wandb trackio: record.trackers
+vllm: rollout.servers.vllm.description rollout.servers.vllm.endpoint rollout.servers.vllm.plugin
+sglang: rollout.servers.sglang.plugin
+tpu_inference: rollout.servers.vllm.plugin rollout.servers.vllm.tpu
+torch: compare.scorers rollout.servers.sglang.server rollout.servers.vllm.hooks rollout.servers.vllm.plugin
+torch: rollout.servers.vllm.taps schedule.torch weights.sums
+huggingface_hub: commands.prepare policy.hub
+transformers: compare.scorers data.tokenizer rollout.servers.vllm.plugin schedule.torch
+tensorboardX: record.event_files record.writers
+tqdm: commands.accept commands.check commands.compare commands.prepare commands.view compare.bench data.gym_problems
+tqdm: evaluate record.trackers record.writers run.data_check
+jinja2: data.tokenizer
+pydantic yaml: run.config_file
+matplotlib: compare.picture record.figure
+math_verify latex2sympy2_extended: rewards.math_answer
+reasoning_gym: data.gym_problems rewards.gym_answer
+"""
+DOORS: dict[str, set[str]] = {}
+for line in DOOR_LINES.split("\n")[1:-1]:
+    third_parties, _, doors = line.partition(": ")
+    for third_party in third_parties.split():
+        DOORS.setdefault(third_party, set()).update(doors.split())
 # Packages that the start of a command must not import. It answers within two seconds, and prints nothing of theirs.
 LATE = {
     *("transformers", "torch", "grain", "orbax", "matplotlib", "tensorboardX", "huggingface_hub", "math_verify"),
@@ -100,19 +62,15 @@ LATE = {
 LEVEL_0 = ("errors", "schedule", "mismatch")
 # The names of rljax.mismatch that other packages may use besides those of its __init__.
 MISMATCH_MODULES = {
-    *("accurate", "atlas", "metrics", "signs", "importance", "correction", "diagnosis", "names"),
-    *("centering", "regions"),
+    *("accurate", "atlas", "centering", "correction", "diagnosis", "importance", "metrics", "names", "regions", "signs")
 }
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 FOR_TORCH = {"schedule.torch": {"torch", "transformers"}}
 
 # Modules that are loaded where jax may be absent: the plugins inside servers' workers, and the weights beside them.
 WITHOUT_JAX = (
-    "rollout.servers.vllm.plugin",
-    "rollout.servers.sglang.plugin",
-    "rollout.servers.sglang.server",
-    "weights.store",
-    "weights.pull",
+    *("rollout.servers.vllm.plugin", "rollout.servers.sglang.plugin", "rollout.servers.sglang.server"),
+    *("weights.store", "weights.pull"),
 )
 
 

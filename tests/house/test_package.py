@@ -61,24 +61,16 @@ NAMED = {
 PAGES = ("*.md", "*.py", "*.sh", "*.sbatch", "*.yaml", "*.toml", "*Dockerfile")
 
 
-@pytest.mark.parametrize(
-    ("line", "is_found"),
-    [
-        ("pip install rljax", True),
-        ("pip install 'rljax[train,gym]'", True),
-        ("python -m pip install --upgrade rljax-llm", True),
-        ("pip install '.[train]' in a checkout of rljax", False),
-        ("pip install -e '.[train]' && rljax train quickstart", False),
-        ('pip install -e "$rljax_repo[$extra]"', False),
-        ("`pip install '.[gym]'` brings rljax's tasks", False),
-    ],
-)
-def test_an_installation_by_name_is_recognized(line, is_found):
-    assert bool(BY_NAME.search(line)) == is_found
+BY_NAME_LINES = [*("pip install rljax", "pip install 'rljax[train,gym]'", "python -m pip install --upgrade rljax-llm")]
+OTHER_LINES = [
+    *("pip install '.[train]' in a checkout of rljax", "pip install -e '.[train]' && rljax train quickstart"),
+    *('pip install -e "$rljax_repo[$extra]"', "`pip install '.[gym]'` brings rljax's tasks"),
+]
 
 
 def test_nothing_installs_rljax_by_name():
     """The name rljax is another project's on the package index, and rljax-llm is not published."""
+    assert [line for line in BY_NAME_LINES + OTHER_LINES if BY_NAME.search(line)] == BY_NAME_LINES
     listed = run("git", "ls-files", *PAGES, cwd=ROOT).split()
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in listed if not name.startswith("tests/")}
     assert "README.md" in texts
@@ -87,22 +79,15 @@ def test_nothing_installs_rljax_by_name():
     assert {name: match[0] for name, match in searched.items() if match} == {}
 
 
-def test_twine_accepts_both(built):
-    assert run(sys.executable, "-m", "twine", "check", "--strict", *built).count("PASSED") == 2
-
-
 def test_both_hold_every_module_and_nothing_of_the_tests(built):
     wheel, sdist = built
+    assert run(sys.executable, "-m", "twine", "check", "--strict", *built).count("PASSED") == 2
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rljax").rglob("*.py")}
     configs = {path for kind in ("*.yaml", "paper/*.yaml", "toy-base/*") for path in ROOT.glob(f"configs/{kind}")}
-    view = {f"rljax/view/page.{kind}" for kind in ("html", "css", "js")}
     data = {"rljax/py.typed", "rljax/plan/h100_sxm.txtpb", "rljax/rollout/servers/vllm/metadata/vllm-0+cpu.egg-info"}
-    data |= (
-        {"rljax/mismatch/atlas.json", "rljax/diagnose/causes.json"}
-        | view
-        | {f"rljax/{path.relative_to(ROOT)}" for path in configs}
-        | {f"rljax/docs/{name}.md" for name in NAMED}
-    )
+    data |= {"rljax/mismatch/atlas.json", "rljax/diagnose/causes.json"}
+    data |= {f"rljax/view/page.{kind}" for kind in ("html", "css", "js")}
+    data |= {f"rljax/{path.relative_to(ROOT)}" for path in configs} | {f"rljax/docs/{name}.md" for name in NAMED}
     assert len(configs) > 12
     in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert in_wheel == modules | data
@@ -114,10 +99,7 @@ def test_both_hold_every_module_and_nothing_of_the_tests(built):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """Returns the bin directory and the environment variables of a new environment with the wheel.
-
-    Dependencies come from this interpreter. A path file adds them after the new environment's own packages.
-    """
+    """Returns the bin directory and the variables of a new environment with the wheel and this one's dependencies."""
     place = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(place, with_pip=False)
     python = place / "bin/python"
@@ -142,12 +124,10 @@ def test_an_extra_brings_what_its_half_needs(built):
             package = re.match(r"[A-Za-z0-9._-]+", requirement)[0]
             needed.setdefault(marker.strip(), set()).add(package)
     by_extra = {re.sub(r"\W*extra\W+|\W+$", "", marker): packages for marker, packages in needed.items()}
-    assert by_extra[""] == {"numpy"}
-    assert by_extra["optax"] == {"jax", "optax"}
-    assert by_extra["torch"] == {"torch"}
-    assert by_extra["replay"] == {"matplotlib", "tensorboardX"}
+    expected = {"": {"numpy"}, "optax": {"jax", "optax"}, "torch": {"torch"}, "gpu": {"rljax-llm", "jax"}}
+    expected |= {"replay": {"matplotlib", "tensorboardX"}}
+    assert {extra: by_extra[extra] for extra in expected} == expected
     assert {"jax", "optax", "flax", "transformers"} <= by_extra["train"]
-    assert {"rljax-llm", "jax"} == by_extra["gpu"]
 
 
 def test_the_wheel_installs_and_its_commands_load(installed, tmp_path):
@@ -160,10 +140,7 @@ def test_the_wheel_installs_and_its_commands_load(installed, tmp_path):
 
 @pytest.mark.harness
 def test_the_wheel_stands_alone_in_an_empty_directory(installed, tmp_path):
-    """The installed package trains, compares and replays without a checkout.
-
-    The configuration and the model are in the wheel.
-    """
+    """The installed package trains, compares and replays. The configuration and the model are in the wheel."""
     programs, clean = installed
 
     def rljax(*words):

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import json
+import operator
 import re
 from pathlib import Path
 
 import jax
 import pytest
+import yaml
 from changed_configs import changed
 from toy_texts import toy_config
 
@@ -17,7 +19,6 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, load_config
-from rljax.run.rate import make_rate_controller
 from rljax.run.training import make_step, optional_logprobs
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import abstract_state, make_optimizer
@@ -34,97 +35,7 @@ ARMS = {
     )
 }
 TINY = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)
-
-# The changes that each arm of arXiv 2602.01826 makes to Table 1.
-CONSTANT, TRIGGERED = {"schedule.kind": "constant"}, {"schedule.kind": "length_triggered"}
-FLOAT16 = {"rollout.dtype": "float16", "precision.compute_dtype": "float16"}
-CENTERED = {"rollout.top_logprobs": 20, "correction.score_centering": True}
-SLOW = {"optimizer.learning_rate": 1e-7, "run.steps": 2000}
-
-
-def known_period(steps):
-    return {"schedule.kind": "length_decay", "schedule.decay_period": steps}
-
-
-SANITY = {
-    "model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
-    "run.steps": 1000,
-    "data.path": "runs/data/math-perfectible.parquet",
-    "rollout.group_size": 8,
-    "advantage.estimator": "grpo_no_std",
-    "loss.clip_high": 0.2,
-    "loss.aggregation": "sequence_sum",
-    "loss.mini_batches": 4,
-}
-# The arms of the FP16 paper: (Dr.)GRPO alone, with token TIS and with sequence MIS, GSPO, and policy gradient with
-# sequence TIS.
-SANITY_ARMS = {
-    "": {},
-    "grpo_": {"advantage.estimator": "grpo", "loss.aggregation": "sequence_mean"},
-    "token_tis_": {"correction.preset": "token_tis"},
-    "sequence_mis_": {"correction.preset": "sequence_mis"},
-    "gspo_": {"loss.kind": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
-    "lora_": {"lora.rank": 32},
-    "pg_sequence_tis_": {"loss.kind": "policy_gradient", "correction.preset": "sequence_tis"},
-}
-LARGER = {"model.path": "Qwen/Qwen3-8B-Base", "precision.remat": "blocks"}
-DENSE = {
-    "model.path": "Qwen/Qwen3-14B-Base",
-    "correction.preset": "token_tis",
-    "mesh.fsdp": 8,
-    "mesh.keep_gathered": False,
-    "precision.remat": "blocks",
-}
-MIXTURE = {
-    "model.path": "Qwen/Qwen3-30B-A3B-Base",
-    "rollout.router_replay": "r3",
-    "mesh.fsdp": 2,
-    "mesh.expert": 8,
-    "precision.remat": "blocks",
-    "mesh.keep_gathered": False,
-}
-EXPECTED = {
-    "qwen3_4b": {
-        "constant_1e-6": CONSTANT,
-        "constant_1e-7": CONSTANT | SLOW,
-        "length_triggered": TRIGGERED,
-        **{f"period_{steps}": known_period(steps) for steps in (125, 204, 250)},
-        **{
-            f"{p}": CONSTANT | {"correction.preset": p}
-            for p in ("token_tis", "sequence_tis", "token_mis", "sequence_mis")
-        },
-        **{f"{p}_schedule": TRIGGERED | {"correction.preset": p} for p in ("token_tis", "token_mis")},
-        "fp16": CONSTANT | FLOAT16,
-        "fp16_schedule": TRIGGERED | FLOAT16,
-        "score_centering": CONSTANT | CENTERED,
-        "score_centering_schedule": TRIGGERED | CENTERED,
-        "two_sided_tv": CONSTANT | {"correction.preset": "two_sided_tv"},
-        "two_sided_tv_schedule": TRIGGERED | {"correction.preset": "two_sided_tv"},
-        "data_25": CONSTANT | {"data.fraction": 0.25},
-        "data_2.5": CONSTANT | {"data.fraction": 0.025},
-        **{f"multiplier_{m}": TRIGGERED | {"schedule.multiplier": m} for m in (1.5, 2.0)},
-    },
-    "qwen3_8b": {
-        "constant_1e-6": LARGER | CONSTANT,
-        "constant_1e-7": LARGER | CONSTANT | SLOW,
-        "length_triggered": LARGER | TRIGGERED,
-        **{f"period_{steps}": LARGER | known_period(steps) for steps in (100, 160, 204)},
-    },
-    "deepseek_1.5b": {
-        f"sanity_{arm}{dtype}": SANITY | changes | of_dtype
-        for arm, changes in SANITY_ARMS.items()
-        for dtype, of_dtype in (("bf16", {}), ("fp16", FLOAT16))
-    }
-    | {"sanity_fp16_train": SANITY | {"precision.compute_dtype": "float16"}},
-    "qwen3_14b": {"token_tis": DENSE, "token_tis_fp16": DENSE | FLOAT16},
-    "qwen3_30b_a3b": {
-        "token_tis": MIXTURE | {"correction.preset": "token_tis"},
-        "token_tis_fp16": MIXTURE | {"correction.preset": "token_tis"} | FLOAT16,
-        "sequence_mis": MIXTURE | {"correction.preset": "sequence_mis"},
-        "sequence_mis_fp16": MIXTURE | {"correction.preset": "sequence_mis"} | FLOAT16,
-        "free_routing": MIXTURE | {"correction.preset": "token_tis", "rollout.router_replay": "none"},
-    },
-}
+EXPECTED = yaml.safe_load(Path(__file__).with_name("paper_arms.yaml").read_text())
 
 
 def load(path, *options):
@@ -138,71 +49,35 @@ def load_arm(name):
     return load(path, "--run.dir", f"runs/paper/{name}", *options)
 
 
-def flat(config):
+def flat(settings):
     """Returns the value of each setting by its dotted key."""
-    return {key: value for key, value in dotted(dataclasses.asdict(config)) if not isinstance(value, dict)}
+    return {key: value for key, value in dotted(settings) if not isinstance(value, dict)}
 
 
 @pytest.fixture(scope="module")
 def setup():
-    return flat(load(ROOT / "configs/paper/setup.yaml"))
-
-
-def test_the_page_has_the_arms_of_the_papers():
-    assert sorted(ARMS) == sorted(f"{model}_{arm}" for model, arms in EXPECTED.items() for arm in arms)
+    return flat(dataclasses.asdict(load(ROOT / "configs/paper/setup.yaml")))
 
 
 def test_each_file_is_an_arm_and_the_base_of_its_options():
+    assert sorted(ARMS) == sorted(EXPECTED["arms"])
     assert {path for path, _, _ in ARMS.values()} == {path for path in PAPER if path.stem != "setup"}
     for name, (path, options, _) in ARMS.items():
         assert (path.stem == name) == (not options)
 
 
-@pytest.mark.parametrize("model", EXPECTED)
-def test_an_arm_differs_from_table_1_only_in_what_it_says(model, setup):
-    for arm, changes in EXPECTED[model].items():
-        name = f"{model}_{arm}"
-        assert flat(load_arm(name)) == setup | {"run.dir": f"runs/paper/{name}"} | changes
+def test_an_arm_differs_from_table_1_only_in_what_it_says(setup):
+    for name, parts in EXPECTED["arms"].items():
+        expected = functools.reduce(operator.or_, parts, setup | {"run.dir": f"runs/paper/{name}"})
+        assert flat(dataclasses.asdict(load_arm(name))) == expected
 
 
 def test_table_1(setup):
-    table = {
-        "model.path": "Qwen/Qwen3-4B-Base",
-        "data.batch_size": 64,
-        "data.fraction": 1.0,
-        "rollout.group_size": 16,
-        "rollout.engine": "vllm",
-        "rollout.dtype": "bfloat16",
-        "rollout.max_response_tokens": 8192,
-        "rollout.temperature": 1.0,
-        "advantage.estimator": "rloo",
-        "loss.kind": "ppo_clip",
-        "loss.clip_low": 0.2,
-        "loss.clip_high": 0.28,
-        "loss.aggregation": "token_mean",
-        "loss.kl": "none",
-        "loss.mini_batches": 1,
-        "loss.epochs": 1,
-        "correction.level": "none",
-        "precision.compute_dtype": "bfloat16",
-        "optimizer.learning_rate": 1e-6,
-        "optimizer.weight_decay": 0.01,
-        "optimizer.b1": 0.9,
-        "optimizer.b2": 0.999,
-        "optimizer.clip_norm": 1.0,
-        "schedule.multiplier": 1.8,
-        "schedule.decay_factor": 0.5,
-        "schedule.floor_ratio": 0.1,
-        "eval.datasets": ("runs/data/aime-24.parquet",),
-    }
+    table = flat(EXPECTED["table_1"]) | {"eval.datasets": ("runs/data/aime-24.parquet",)}
     assert {key: setup[key] for key in table} == table
-
-
-def test_the_presets_are_the_papers_at_2():
-    assert CorrectionConfig(preset="token_tis").resolved() == CorrectionConfig(level="token", threshold=2.0)
-    assert CorrectionConfig(preset="sequence_mis").resolved() == CorrectionConfig(
-        level="sequence", mode="mask", threshold=2.0
-    )
+    settings = {"token_tis": {"level": "token"}, "sequence_mis": {"level": "sequence", "mode": "mask"}}
+    for preset, given in settings.items():
+        assert CorrectionConfig(preset=preset).resolved() == CorrectionConfig(**given, threshold=2.0)
 
 
 def test_the_head_of_a_file_has_the_pages_result():
@@ -212,19 +87,6 @@ def test_the_head_of_a_file_has_the_pages_result():
     for text, result in heads:
         head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         assert f"The paper's result (arXiv 2602.01826): {result}." in head
-
-
-def test_the_papers_surge_makes_the_papers_period():
-    config, surge, period = load_arm("qwen3_4b_length_triggered"), 110, 198
-    controller = make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps)
-    # The lengths stay at 1000 and jump to 3500 exactly so early that the call comes at the paper's step.
-    jump = surge - config.schedule.surge.persistence + 1
-    rates = [controller.step(1000.0 if step < jump else 3500.0, 0.0) for step in range(1, 2 * period + 1)]
-    assert controller.tracker.surge_step == surge
-    assert controller.decay_period == period
-    assert rates[period - 2] == pytest.approx(1e-6)
-    assert rates[period - 1] == pytest.approx(5e-7)
-    assert rates[2 * period - 1] == pytest.approx(2.5e-7)
 
 
 def test_the_parts_of_each_file_build_from_shapes(tmp_path, monkeypatch):
@@ -241,10 +103,7 @@ def test_the_parts_of_each_file_build_from_shapes(tmp_path, monkeypatch):
 
 
 def toy_sized(config):
-    """Returns the same recipe at a size that traces in a moment.
-
-    It has four prompts, short responses and a tiny policy.
-    """
+    """Returns the same recipe at a size that traces in a moment: four prompts and short responses."""
     return changed(
         config,
         data={"batch_size": 4, "max_prompt_tokens": 4},
@@ -288,9 +147,8 @@ def assert_lowered(name):
     text = lowered.as_text()
     assert ("xf16>" in text, "xbf16>" in text) == (dynamic, not dynamic)
     new_state, row, _ = lowered.out_info
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), new_state) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), state
-    )
+    new, old = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), each) for each in (new_state, state))
+    assert new == old
     assert ("correction/weight_mean" in row) == (not config.correction.is_off)
 
 

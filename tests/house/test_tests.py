@@ -93,8 +93,7 @@ def test_b():
         int("x")
 """
     assert list(faults(sound)) == []
-    empty = (
-        "from test_other import helper\n\ndef test_a():\n    print(1)\n\n" + f"def test_{'x' * 60}():\n    assert 1\n"
-    )
+    empty = "from test_other import helper\n\ndef test_a():\n    print(1)\n\n"
+    empty += f"def test_{'x' * 60}():\n    assert 1\n"
     assert [fault.split(" ")[1] for fault in faults(empty)] == ["imports", "test_a", "test_" + "x" * 60]
     assert twins({"version", "versions", "pull", "store"}) == [["version", "versions"]]

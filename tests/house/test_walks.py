@@ -1,7 +1,6 @@
 """The two walks through the house: from a step to an HTTP request, and from a publish to bytes on a server.
 
-A run of two steps against a stand-in server is watched at the doors of other packages: where asyncio takes work from
-another thread, where httpx sends a request, and where a file is opened.
+A run of two steps is watched where asyncio takes work from another thread, httpx sends, and a file is opened.
 """
 
 import asyncio
@@ -59,8 +58,8 @@ def walks(tmp_path_factory):
     """The requests that ``one_step`` led to in a run of two steps, and the files that it opened."""
     from vllm_fake import FakeVllm
 
-    config = read_config(TOY_BASE)
-    params, score, lock = load_params(TOY_BASE, config), make_scorer(config, "float32"), threading.Lock()
+    config, lock = read_config(TOY_BASE), threading.Lock()
+    params, score = load_params(TOY_BASE, config), make_scorer(config, "float32")
 
     def draw(prompt, sampling):
         tokens = np.random.default_rng([sampling["seed"] or 0, len(prompt)]).integers(0, 10, sampling["max_tokens"])
@@ -107,15 +106,9 @@ def walks(tmp_path_factory):
     return [[each for each in found if each.frames[:1] == [step]] for found in (requests, files)]
 
 
-def files_of(*watched):
-    return {frame.file for each in watched for frame in each.frames}
-
-
 def test_from_a_step_to_a_request(walks):
     requests, _ = walks
-    sampled = [each for each in requests if each.frames[1].function == "take" and each.path == GENERATE]
-    (walk,) = {tuple(each.frames) for each in sampled}
-    print(*walk, sep="\n")
+    (walk,) = {tuple(one.frames) for one in requests if one.frames[1].function == "take" and one.path == GENERATE}
     assert len(walk) <= SAMPLE_FRAMES
     assert len({frame.file for frame in walk}) <= SAMPLE_FILES
     assert all(len(set(each.threads)) == 2 for each in requests)
@@ -128,6 +121,5 @@ def test_from_a_publish_to_bytes_on_a_server(walks):
     written = [each for each in files if each.frames[1].function == "publish"]
     assert loaded
     assert written
-    passed = files_of(*loaded, *written) | {"policy/hf.py"}
-    print(*sorted(passed), sep="\n")
+    passed = {frame.file for each in (*loaded, *written) for frame in each.frames} | {"policy/hf.py"}
     assert len(passed) <= PUBLISH_FILES

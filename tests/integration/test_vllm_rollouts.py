@@ -4,7 +4,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from exact_distributions import distributions
+from small_engines import distributions
 
 from rljax.rollout.types import SamplingParams
 

@@ -1,4 +1,6 @@
-"""Tests of a run's demands on a device, the host and disks, by hand, and of the settings named in a shortage."""
+"""Tests of a run's demands by hand: a step's bytes, the host, disks, and the settings named in a shortage."""
+
+import dataclasses
 
 import jax
 import pytest
@@ -17,11 +19,14 @@ from rljax.plan.budget import (
     saved_bytes,
     top_bytes,
 )
-from rljax.plan.dry_run import dry_run, lacks_at_start, shape_mesh, state_bytes
+from rljax.plan.dry_run import dry_run, lacks_at_start, planned_bytes, shape_mesh, state_bytes
+from rljax.plan.memory import block_bytes, head_bytes, kept_by_a_block, local_policy, planned_attention, working_bytes
+from rljax.policy.attention import packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.rollout.decode_sizes import cache_row_bytes, free_cache_room
 from rljax.run.config import Config
+from rljax.run.packing import with_separate_rows
 from rljax.sharding import MeshConfig, make_mesh
 
 TINY = PolicyConfig(24, 32, 64, 3, 4, 2, 8, tie_word_embeddings=True)
@@ -40,33 +45,21 @@ def sizes_of(config):
     return state_bytes(config, TINY, shape_mesh(config.mesh))
 
 
-TURNS = {"group_size": 5, "environment": "package.module:Class"}
-EIGHT_BITS = {"kv_cache_dtype": "fp8_e5m2"}
-
-
-@pytest.mark.parametrize(
-    ("tokens", "slots", "rollout"),
-    [
-        *((tokens, slots, {}) for tokens, slots in [(1000, 8), (800, 8), (799, 7), (399, 3), (1, 1)]),
-        *((10_000, 12, TURNS), (799, 7, TURNS), (800, 8, EIGHT_BITS)),
-    ],
-)
-def test_the_cache_that_decode_tokens_allow(tokens, slots, rollout):
-    """There are 2 prompts x 4 responses of 10 + 90 tokens. The 10 rows of 2 x 5 trajectories are padded to 12.
-
-    A token has 3 layers x 2 heads x 8 x 2 (k, v) of 2 bytes: 192. In eight bits it has half of them.
-    """
-    config = tiny(decode_tokens=tokens, **rollout)
-    found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
-    assert found == (slots, 100, slots * 100 * (96 if rollout is EIGHT_BITS else 192))
+def test_the_cache_that_decode_tokens_allow():
+    """A token has 3 layers x 2 heads x 8 x 2 (k, v) of 2 bytes. The 10 rows of 2 x 5 trajectories are padded to 12."""
+    turns, eight_bits = {"group_size": 5, "environment": "package.module:Class"}, {"kv_cache_dtype": "fp8_e5m2"}
+    cases = [(tokens, slots, {}) for tokens, slots in ((1000, 8), (800, 8), (799, 7), (399, 3), (1, 1))]
+    for tokens, slots, rollout in [*cases, (10_000, 12, turns), (799, 7, turns), (800, 8, eight_bits)]:
+        config = tiny(decode_tokens=tokens, **rollout)
+        found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
+        assert found == (slots, 100, slots * 100 * (96 if rollout is eight_bits else 192))
 
 
 def test_without_decode_tokens_a_gpu_gives_seven_tenths():
     """857,000 of 10^6 bytes are taken. The tokens are 0.7 x 143,000 / 192 = 521, which hold 5 responses of 100."""
-    config = tiny()
-    assert plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 857_000).slots == 5
-    full = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 2_000_000)
-    assert full.slots == 1  # a batch has at least one response
+    config, mesh = tiny(), shape_mesh(tiny().mesh)
+    assert plan_decoding(config, TINY, mesh, GPU, 857_000).slots == 5
+    assert plan_decoding(config, TINY, mesh, GPU, 2_000_000).slots == 1  # a batch has at least one response
 
 
 def test_on_a_cpu_the_plan_is_the_engine_s_own_choice():
@@ -102,23 +95,8 @@ def test_a_device_that_is_too_small_is_told_of_settings():
     assert device_demands(config, CPU, 10**18, 0, None) == []
 
 
-def test_a_host_without_gpus_holds_the_arrays():
-    config = tiny(decode_tokens=800)
-    decoding = plan_decoding(config, TINY, shape_mesh(config.mesh), CPU, 0)
-    sizes = sizes_of(config)
-    found = host_demand(config, TINY, sizes, CPU, 50 * COUNT, decoding).parts
-    state = saved_bytes(sizes)[0]
-    expected = {"the process": PROCESS_BYTES, "arrays of an update": 50 * COUNT}
-    assert found == expected
-    sampled = host_demand(config, TINY, sizes, CPU, 0, decoding).parts["arrays of an update"]
-    assert sampled == state + 2 * COUNT + 8 * 100 * 192
-
-
 def test_likeliest_tokens_are_on_the_host_and_on_devices():
-    """8 responses of 90 tokens with 5 of 8 bytes take 28,800.
-
-    There are two batches of them, and 128 x 8 x 40 packed.
-    """
+    """8 responses of 90 tokens with 5 of 8 bytes take 28,800, in two batches. Packed they are 128 x 8 x 40."""
     config = changed(tiny(decode_tokens=800, top_logprobs=5, max_staleness=1), packing={"row_tokens": 128})
     mesh = shape_mesh(config.mesh)
     assert top_bytes(config) == 28_800
@@ -149,6 +127,23 @@ def test_a_host_of_servers_holds_versions_and_offloaded_state(tmp_path):
     assert set(host_demand(on_disk, TINY, sizes, gpu, 0, None).parts) == {"the process", "a checkpoint on its way"}
 
 
+def test_a_host_without_gpus_holds_the_arrays(monkeypatch):
+    config = tiny(decode_tokens=800)
+    decoding, sizes = plan_decoding(config, TINY, shape_mesh(config.mesh), CPU, 0), sizes_of(config)
+
+    def arrays(each, update, planned):
+        parts = host_demand(config, TINY, sizes, each, update, planned).parts
+        assert parts.keys() == {"the process", "arrays of an update"}
+        return parts["arrays of an update"]
+
+    assert arrays(CPU, 50 * COUNT, decoding) == 50 * COUNT
+    assert arrays(CPU, 0, decoding) == saved_bytes(sizes)[0] + 2 * COUNT + 8 * 100 * 192
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    assert arrays(CPU._replace(number=16), 1000, None) == 4 * 1000
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")  # two processes a host, with four devices each
+    assert arrays(CPU._replace(number=16), 1000, None) == 8 * 1000
+
+
 def test_a_host_of_a_larger_mesh_holds_eight_devices():
     config = changed(tiny(), mesh={"fsdp": 16})
     devices = find_devices(shape_mesh(config.mesh))
@@ -156,15 +151,9 @@ def test_a_host_of_a_larger_mesh_holds_eight_devices():
     demand = host_demand(config, TINY, sizes_of(config), devices, 0, None)
     assert demand.free is None
     assert demand.parts["a checkpoint on its way"] == 8 * saved_bytes(sizes_of(config))[1]
-
-
-def test_a_process_plans_for_the_devices_of_its_own_host(monkeypatch):
-    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    found = host_demand(tiny(), TINY, sizes_of(tiny()), CPU._replace(number=16), 1000, None).parts
-    assert found["arrays of an update"] == 4 * 1000
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")  # two processes a host, with four devices each
-    found = host_demand(tiny(), TINY, sizes_of(tiny()), CPU._replace(number=16), 1000, None).parts
-    assert found["arrays of an update"] == 8 * 1000
+    mesh = shape_mesh(MeshConfig(1, 1))
+    assert find_devices(mesh, H100) == (1, False, H100.name, H100.memory_bytes)  # a card that is given
+    assert find_devices(mesh)._replace(name="") == (1, True, "", None)
 
 
 def test_disks_hold_checkpoints_and_versions(tmp_path):
@@ -193,20 +182,127 @@ def test_the_dry_run_ends_with_what_does_not_fit(tmp_path):
         "try precision.remat: blocks, a larger mesh.fsdp, adapters (lora.rank)"
     )
     assert lines.index(line) > max(i for i, each in enumerate(lines) if each.startswith("sum "))
-    fitting = changed(config, precision={"remat": "blocks"})
-    assert "does not fit  while" not in dry_run(fitting)
-
-
-def test_a_start_looks_for_room_for_large_policies_alone():
-    config = changed(Config(), model={"path": QWEN}, rollout={"engine": "vllm"}, mesh={"fsdp": 4})
-    config = changed(config, packing={"tokens_per_device": 9216})
+    assert "does not fit  while" not in dry_run(changed(config, precision={"remat": "blocks"}))
+    # A start looks for room for large policies alone.
     (line, *_) = lacks_at_start(config, KNOWN_SHAPES[QWEN], shape_mesh(config.mesh))
     assert line.startswith("this run may not fit in training: arrays of an update ")
     assert lacks_at_start(config, TINY, shape_mesh(config.mesh)) == []
 
 
-def test_a_card_that_is_given_is_the_device():
-    mesh = shape_mesh(MeshConfig(1, 1))
-    assert find_devices(mesh, H100) == (1, False, H100.name, H100.memory_bytes)
-    here = find_devices(mesh)
-    assert (here.number, here.is_here, here.memory) == (1, True, None)
+POLICY = PolicyConfig(32, 16, 48, 3, 4, 2, 8)
+ONE_ROW = {"mesh": {"fsdp": 1, "tp": 1}, "packing": {"row_tokens": 64, "rows_per_micro_batch": 1}}
+
+
+def of_step(**precision):
+    sizes = {"data": {"batch_size": 2, "max_prompt_tokens": 4}, "rollout": {"group_size": 8, "max_response_tokens": 60}}
+    sizes |= {"packing": {"row_tokens": 64, "rows_per_micro_batch": 8}, "mesh": {"fsdp": 4, "tp": 2}}
+    return changed(Config(), **sizes, precision=precision)
+
+
+def test_a_device_has_its_part_of_heads_and_mlp():
+    part = local_policy(POLICY, shape_mesh(MeshConfig(4, 2)))
+    assert (part.intermediate_size, part.num_heads, part.num_kv_heads, part.hidden_size) == (24, 2, 1, 16)
+    # Two kv heads are not split over 4.
+    whole = local_policy(POLICY, shape_mesh(MeshConfig(1, 4)))
+    assert (whole.num_heads, whole.num_kv_heads) == (1, 1)
+    # A value head is where its key head is: 16 key heads are split over 8, and not over 3.
+    hybrid = KNOWN_SHAPES["Qwen/Qwen3.5-4B"]
+    parts = (local_policy(hybrid, shape_mesh(MeshConfig(1, tp))) for tp in (8, 3))
+    assert [(part.delta_key_heads, part.delta_value_heads) for part in parts] == [(2, 4), (16, 32)]
+
+
+def test_with_adapters_only_their_weights_have_a_gradient():
+    mesh = make_mesh(MeshConfig(1, 1))
+    lora = changed(of_step(), **ONE_ROW, lora={"rank": 2, "targets": ("gate_proj",)})
+    block = block_bytes(local_policy(POLICY, mesh), 64, 2) + 2 * 3 * 16 * 48
+    assert working_bytes(lora, POLICY, mesh)["at work in a micro-batch"] == max(head_bytes(POLICY, mesh, 64, 2), block)
+
+
+def test_a_cpu_keeps_up_to_2_to_the_27_logits():
+    """A row has 64 tokens. The mesh without devices is planned as cards, which keep no logits."""
+    meshes = make_mesh(MeshConfig(1, 1)), shape_mesh(MeshConfig(1, 1))
+    for vocab_size, is_stored in ((2**21, True), (2**22, False)):
+        policy, one = dataclasses.replace(POLICY, vocab_size=vocab_size), changed(of_step(), **ONE_ROW)
+        cpu, card = (working_bytes(one, policy, mesh)["at work in a micro-batch"] for mesh in meshes)
+        assert cpu == (head_bytes(policy, meshes[0], 64, 2) + 4 * 64 * vocab_size if is_stored else card)
+
+
+def test_the_head_sees_only_responses_where_prompts_are_shared():
+    """Rows of 256 tokens hold up to 192 of responses. A CPU keeps so many logits of this vocabulary, and not 256."""
+    mesh, policy = make_mesh(MeshConfig(1, 1)), dataclasses.replace(POLICY, vocab_size=600_000)
+    shared = changed(of_step(), **ONE_ROW, data={"max_prompt_tokens": 128}, rollout={"group_size": 2})
+    shared = changed(shared, packing={"row_tokens": 256})
+    trees, apart = (
+        working_bytes(each, policy, mesh)["at work in a micro-batch"] for each in (shared, with_separate_rows(shared))
+    )
+    assert trees == head_bytes(policy, mesh, 192, 2) + 4 * 192 * 600_000
+    assert apart < 4 * 192 * 600_000
+
+
+def test_blocks_keep_their_input_and_other_remats_more_or_none():
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        kept = kept_by_a_block(POLICY, 2, 64, of_step(compute_dtype=dtype, remat=True))
+        scales = 2 * (2 * 16 + 2 * 8) * size  # the scales of norms, one for each row, and some more for the gradients
+        assert 0 <= kept - 2 * 64 * 16 * size <= 2 * scales
+    policies = ("offload", "blocks", "dots", "none")
+    kept = [kept_by_a_block(POLICY, 2, 64, of_step(remat=remat)) for remat in policies]
+    assert kept[0] == 0
+    assert kept == sorted(set(kept))
+    # With dots a block keeps the input, and the products q, k, v, output, gate and up. No gradient needs the last
+    # product.
+    products = 2 * 64 * 2 * (16 + (4 + 2 + 2) * 8 + 16 + 48 + 48)
+    assert 0 <= kept[2] - products <= 0.02 * products
+
+
+def test_between_products_tokens_are_split():
+    """Over two devices a block with remat blocks halves one kept array, and a block with dots two."""
+    width, saved = 2 * 64 * 16 * 2, {}
+    for remat in ("blocks", "dots", "none"):
+        whole, halved = (kept_by_a_block(POLICY, 2, 64, of_step(remat=remat), ways=ways) for ways in (1, 2))
+        saved[remat] = whole - halved
+    assert (saved["blocks"], saved["dots"], saved["none"] % width) == (width // 2, width, 0)
+    assert saved["none"] > 2 * width
+
+
+@pytest.mark.parametrize("remat", ["blocks", "dots", "none"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_cudnn_keeps_queries_again_and_the_sums_of_each_segment(shares, remat):
+    """There is a log-sum-exp for each of up to 16 segments, but only a joined one of trees."""
+    wanted = changed(of_step(remat=remat), packing={"share_prefixes": shares})
+    cudnn = planned_attention(wanted, POLICY, shape_mesh(MeshConfig(1, 1)))
+    more = kept_by_a_block(POLICY, 2, 2048, wanted, cudnn) - kept_by_a_block(POLICY, 2, 2048, wanted)
+    queries, sums = 2 * 2048 * 4 * 8 * 2, 2 * 2048 * 4 * 4
+    assert more == {"blocks": 0, "dots": queries + shares * sums, "none": queries + (not shares) * 15 * sums}[remat]
+
+
+def test_attention_is_planned_for_the_devices():
+    wanted, abstract = of_step(compute_dtype="bfloat16"), shape_mesh(MeshConfig(1, 1))
+    assert planned_attention(wanted, POLICY, abstract) is not packed_attention
+    assert planned_attention(wanted, POLICY, make_mesh(MeshConfig(1, 1))) is packed_attention  # a CPU
+    in_float32 = of_step(compute_dtype="float32")
+    assert planned_attention(in_float32, POLICY, abstract) is packed_attention
+    for name in ("xla", "splash"):
+        asked = changed(wanted, policy={"attention": name})
+        assert planned_attention(asked, POLICY, abstract) is packed_attention
+    with pytest.raises(ValueError, match=r"policy\.attention = cudnn needs bfloat16 or float16"):
+        planned_attention(changed(in_float32, policy={"attention": "cudnn"}), POLICY, abstract)
+
+
+def test_work_by_hand():
+    """A device has two rows of 64 tokens, which are 128 places, and half of the heads, the MLP and the vocabulary."""
+    wanted, mesh = of_step(remat=True), shape_mesh(MeshConfig(4, 2))
+    found = working_bytes(wanted, POLICY, mesh)
+    # 16 sequences of up to 64 tokens are 16 rows, in 2 micro-batches of 8.
+    assert found["batch"] == 2 * 128 * (38 + 16)
+    assert working_bytes(with_separate_rows(wanted), POLICY, mesh)["batch"] == 2 * 128 * 38
+    # A device has half of the tokens of blocks' inputs. A block also keeps some bytes of each row.
+    assert 0 <= found["kept for the backward pass"] - 3 * 128 * 16 * 2 // 2 <= 3 * 2 * 150
+    part = local_policy(POLICY, mesh)
+    block = 128 * (2 * (4 * 24 + 7 * 16 + 3 * 16) + 4 * 24) + 16 * 24 * (2 + 8)
+    assert block_bytes(part, 128, 2) == block
+    head = 128 * 16 * (8 + 2) + (128 + 16) * 16 * 8
+    assert head_bytes(POLICY, mesh, 128, 2) == head
+    copy = state_bytes(wanted, POLICY, mesh)["bfloat16 copy"][1]
+    assert found["at work in a micro-batch"] == max(copy + block, head)
+    work = {name: (8 * size, size) for name, size in found.items()}
+    assert planned_bytes(wanted, POLICY, mesh) == state_bytes(wanted, POLICY, mesh) | work

@@ -94,27 +94,29 @@ def test_a_device_holds_its_share_of_what_divides():
 
 
 def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
-    config = changed(
-        Config(),
-        run={"dir": str(tmp_path / "run"), "steps": 7},
-        model={"path": "Qwen/Qwen3-4B-Base"},
-        data={"batch_size": 6, "max_prompt_tokens": 100},
-        rollout={"group_size": 4, "max_response_tokens": 900, "engine": "vllm", "urls": ("http://nowhere:1",)},
-        packing={"row_tokens": 2048, "rows_per_micro_batch": 4},
-        mesh={"fsdp": 4, "tp": 8},
-        loss={"mini_batches": 2},
-    )
-    text = dry_run(config)
-    lines = dict(line.split("  ", 1) for line in text.splitlines()[1:])
-    lines = {key: value.strip() for key, value in lines.items()}
-    assert lines["a step"] == "6 prompts x 4 responses = 24 responses, 2 updates of 12"
-    assert lines["tokens a step"] == "at most 24,000: 100 + 900 each"
+    sizes = {"run.dir": tmp_path / "run", "model.path": "Qwen/Qwen3-4B-Base", "data.batch-size": 6}
+    sizes |= {"data.max-prompt-tokens": 100, "rollout.group-size": 4, "rollout.max-response-tokens": 900}
+    sizes |= {"rollout.engine": "vllm", "rollout.urls": "http://nowhere:1", "loss.mini-batches": 2}
+    sizes |= {"packing.row-tokens": 2048, "packing.rows-per-micro-batch": 4, "mesh.fsdp": 4, "mesh.tp": 8}
+    words = ["configs/quickstart.yaml", "--dry-run", *(f"--{key}={value}" for key, value in sizes.items())]
+    status, text, error = outcome(train.main, words)
+    assert (status, error) == (0, "")
+    lines = dict(line.split("  ", 1) for line in text.splitlines()[1:] if "  " in line)
     # A row takes two of the longest sequences. So 12 of them are 6 rows, in 2 micro-batches of 4.
-    assert lines["packing"] == "at most 2 micro-batches of 4 rows of 2,048 tokens"
-    assert lines["parameters"] == "4,022,468,096"
-    assert lines["mesh"] == "fsdp 4 x tp 8 = 32 devices; only 1 here"
+    expected = {
+        "a step": "6 prompts x 4 responses = 24 responses, 2 updates of 12",
+        "tokens a step": "at most 24,000: 100 + 900 each",
+        "packing": "at most 2 micro-batches of 4 rows of 2,048 tokens",
+        "parameters": "4,022,468,096",
+        "mesh": "fsdp 4 x tp 8 = 32 devices; only 1 here",
+    }
+    assert {key: lines[key].strip() for key in expected} == expected
     assert lines["masters"].split()[:2] == ["14.98", "GiB"]
     assert list(tmp_path.iterdir()) == []
+    assert [in_units(n) for n in (0, 1023, 1024, 2**30)] == ["0 B", "1023 B", "1.00 KiB", "1.00 GiB"]
+
+
+TOO_MANY = "must be at most the model's vocabulary, 151,?936 tokens"
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,7 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
         ({"rollout": {"max_response_tokens": 40_000}}, "is longer than the model's max_position_embeddings = 32768"),
         ({"mesh": {"fsdp": 3}}, "must be a multiple of the 3 ways that the mesh splits rows"),
         ({"packing": {"row_tokens": 64}}, "row_tokens = 64 is shorter than the longest possible sequence"),
+        *(({"rollout": {key: 151_937}}, f"rollout.{key} = 151937 {TOO_MANY}") for key in ("top_logprobs", "top_k")),
         (
             {"rollout": {"engine": "exact", "refill": True, "group_size": 12}, "packing": {"rows_per_micro_batch": 8}},
             "rollout.group_size = 12 must be a multiple of the 8 rows of a micro-batch",
@@ -135,24 +138,16 @@ def test_sizes_that_do_not_fit_are_refused(sections, part):
         check_shapes(config, KNOWN_SHAPES["Qwen/Qwen3-4B-Base"], shape_mesh(config.mesh))
 
 
-def test_units():
-    assert [in_units(n) for n in (0, 1023, 1024, 1536, 2**30, 5 * 2**40)] == [
-        *("0 B", "1023 B", "1.00 KiB", "1.50 KiB", "1.00 GiB", "5120.00 GiB")
-    ]
+def test_profile_steps_are_two_in_order():
+    for steps in ((1,), (0, 2), (3, 2), (1, 2, 3)):
+        with pytest.raises(ValueError, match="profile_steps must be two steps"):
+            RunConfig(profile_steps=steps)
 
 
 @pytest.mark.mesh
 def test_a_mesh_without_a_number_takes_the_devices_here():
     assert dict(shape_mesh(MeshConfig(-1, 2)).shape) == {"replica": 1, "fsdp": 4, "expert": 1, "context": 1, "tp": 2}
     assert dict(shape_mesh(MeshConfig(-1, 2, 2)).shape) == {"replica": 2, "fsdp": 2, "expert": 1, "context": 1, "tp": 2}
-
-
-def test_from_the_command_line_nothing_is_made(tmp_path):
-    words = ["configs/quickstart.yaml", "--model.path", "Qwen/Qwen3-0.6B", "--run.dir", str(tmp_path / "run")]
-    status, out, err = outcome(train.main, [*words, "--dry-run", "--mesh.fsdp", "8"])
-    assert (status, err) == (0, "")
-    assert "parameters     596,049,920" in out
-    assert not (tmp_path / "run").exists()
 
 
 def test_names_of_the_hub_and_paths_are_told_apart(tmp_path, monkeypatch):
@@ -166,60 +161,37 @@ def test_names_of_the_hub_and_paths_are_told_apart(tmp_path, monkeypatch):
     assert model_directory("Qwen/Qwen3-4B-Base") == "Qwen/Qwen3-4B-Base"
     with pytest.raises(ValueError, match="no model at Qwen/Qwen3-4B-Base"):
         policy_shape("Qwen/Qwen3-4B-Base")
-
-
-def test_a_model_that_the_hub_does_not_give_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="no model at nobody/nothing: there is no such directory") as error:
         model_directory("nobody/nothing")
     assert "\n" not in str(error.value)
-
-
-def test_the_vocabulary_in_any_form_is_fetched(monkeypatch):
     asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.extend(allow_patterns))
     model_directory("owner/name")
-    assert {"*.json", "tokenizer.model", "merges.txt"} <= set(asked)
+    assert {"*.json", "tokenizer.model", "merges.txt"} <= set(asked)  # the vocabulary in any form
 
 
 def test_a_fetched_model_is_found_without_the_hub(monkeypatch, tmp_path):
-    commit = "0" * 40
-    snapshot = tmp_path / "hub/models--owner--name/snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    refs = tmp_path / "hub/models--owner--name/refs"
-    refs.mkdir()
-    (refs / "main").write_text(commit)
+    commit, model = "0" * 40, tmp_path / "hub/models--owner--name"
+    snapshot = model / "snapshots" / commit
+    for path, text in ((snapshot / "config.json", "{}"), (model / "refs/main", commit)):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     assert Path(model_directory("owner/name")) == snapshot
 
 
-@pytest.mark.parametrize("steps", [(1,), (0, 2), (3, 2), (1, 2, 3)])
-def test_profile_steps_are_two_in_order(steps):
-    with pytest.raises(ValueError, match="profile_steps must be two steps"):
-        RunConfig(profile_steps=steps)
-
-
-def with_tops(**rollout):
-    """Returns settings with 2 prompts x 4 responses of 90 tokens. They fill a micro-batch of 8 rows of 128 tokens."""
-    sizes = {"group_size": 4, "max_response_tokens": 90, **rollout}
-    config = changed(Config(), data={"batch_size": 2, "max_prompt_tokens": 10}, mesh={"fsdp": 1}, rollout=sizes)
-    return changed(config, packing={"row_tokens": 128, "rows_per_micro_batch": 8})
-
-
-@pytest.mark.parametrize("key", ["top_logprobs", "top_k"])
-def test_no_more_likeliest_tokens_than_the_vocabulary_has(key):
-    config = with_tops(**{key: 25})
-    with pytest.raises(ValueError, match=f"rollout.{key} = 25 must be at most the model's vocabulary, 24 tokens"):
-        check_shapes(config, TINY, shape_mesh(config.mesh))
-
-
 def test_likeliest_tokens_are_counted_on_a_device():
     """There are 8 rows of 128 tokens in the batch, and twice 8 rows at work. Each has 5 likeliest tokens of 8 bytes."""
-    config = changed(with_tops(top_logprobs=5), correction={"score_centering": True})
-    mesh = shape_mesh(config.mesh)
-    assert planned_bytes(config, TINY, mesh)["likeliest tokens"] == (3 * 8 * 128 * 40,) * 2
-    for unread in (with_tops(), with_tops(top_logprobs=5)):
+    sizes = {
+        "data": {"batch_size": 2, "max_prompt_tokens": 10},
+        "rollout": {"group_size": 4, "max_response_tokens": 90},
+    }
+    sizes |= {"packing": {"row_tokens": 128, "rows_per_micro_batch": 8}, "mesh": {"fsdp": 1}}
+    plain = changed(Config(), **sizes)
+    reported = changed(plain, rollout={"top_logprobs": 5})
+    centered, mesh = changed(reported, correction={"score_centering": True}), shape_mesh(plain.mesh)
+    assert planned_bytes(centered, TINY, mesh)["likeliest tokens"] == (3 * 8 * 128 * 40,) * 2
+    for unread in (plain, reported):
         assert "likeliest tokens" not in planned_bytes(unread, TINY, mesh)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro_batches import micro_batch
+from records import micro_batch
 from tree_batches import cut_log_softmax, with_supports
 
 from rljax.policy.config import PolicyConfig

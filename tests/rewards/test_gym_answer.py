@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import inspect
+import json
 import random
 import re
 from pathlib import Path
@@ -13,17 +14,12 @@ import pytest
 from rljax.data import gym_problems
 from rljax.data.gym_problems import right_answer
 from rljax.rewards.pool import RewardPool
+from rljax.rewards.resolve import resolve_reward
 from rljax.run.data_check import check_answers
 
 factory = pytest.importorskip("reasoning_gym.factory")
-from rljax.rewards.gym_answer import (  # noqa: E402
-    FORMULAS,
-    LITERALS,
-    is_formula,
-    library_reward,
-    stated_answer,
-    strict_reward,
-)
+from rljax.rewards import gym_answer  # noqa: E402
+from rljax.rewards.gym_answer import FORMULAS, LITERALS, library_reward, strict_reward  # noqa: E402
 
 
 @functools.cache
@@ -45,36 +41,20 @@ def problem():
     random.setstate(state)
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("12", "12"),
-        ("Adding gives\n 12 \n\n", "12"),
-        ("<answer>11</answer> no, <answer> 12\n3 </answer> done", "12\n3"),
-        ("\\boxed{11} and \\boxed{12}\nQED", "11, 12"),
-        ("\\boxed{11} is wrong; it is \\boxed{12}\nQED", "12"),
-        ("<answer>\\boxed{12}</answer>", "12"),
-        ("<answer>x = \\boxed{12}</answer>", "x = \\boxed{12}"),
-        ("\\boxed{7} <answer>12</answer> \\boxed{8}", "12"),
-        ("<think><answer>11</answer></think>12", "12"),
-        ("", ""),
-    ],
-)
-def test_the_answer_in_a_response(response, answer):
-    assert stated_answer(response) == answer
+def test_the_answer_in_a_response():
+    twelve = ["12", "Adding gives\n 12 \n\n", "<answer>\\boxed{12}</answer>", "<think><answer>11</answer></think>12"]
+    twelve += ["\\boxed{7} <answer>12</answer> \\boxed{8}", "\\boxed{11} is wrong; it is \\boxed{12}\nQED"]
+    stated = dict.fromkeys(twelve, "12") | {"": "", "\\boxed{11} and \\boxed{12}\nQED": "11, 12"}
+    stated["<answer>11</answer> no, <answer> 12\n3 </answer> done"] = "12\n3"
+    stated["<answer>x = \\boxed{12}</answer>"] = "x = \\boxed{12}"
+    assert {response: gym_answer.stated_answer(response) for response in stated} == stated
 
 
 EXECUTING = FORMULAS | LITERALS
-# The number of calls in each file of the library that execute a text or give one to sympy.
-RUN_TEXT = {
-    **{"algebra/intermediate_integration.py": 2, "algebra/polynomial_multiplication.py": 2},
-    **{"algebra/simple_integration.py": 2, "algorithmic/binary_matrix.py": 1, "algorithmic/number_sorting.py": 1},
-    **{"algorithmic/spiral_matrix.py": 1, "algorithmic/string_insertion.py": 1},
-    **{"arithmetic/basic_arithmetic.py": 1, "arithmetic/bitwise_arithmetic.py": 2},
-    **{"arithmetic/gsm_symbolic/generators_00_49.py": 1, "arithmetic/gsm_symbolic/generators_50_99.py": 1},
-    **{"code/codeio.py": 1, "games/countdown.py": 1, "games/n_queens.py": 1, "games/puzzle24.py": 1},
-    "logic/propositional_logic.py": 5,  # a parser of its own
-}
+# The number of calls in each file of the library that execute a text, texts that are no formulas, and programs that
+# open a file, of which two are those of the first attack. "%c" writes a bracket without a bracket.
+ANSWERS = json.loads(Path(__file__).with_name("gym_answers.json").read_text(encoding="utf-8"))
+NO_FORMULA = [*ANSWERS["no_formulas"], "(" * 4000 + ")" * 4000, "+".join(["1"] * 600), "x" * 5000]
 EXECUTORS = {"eval", "exec", "__import__", "import_module", "parse_expr", "sympify", "S", "Popen", "system"}
 
 
@@ -85,77 +65,22 @@ def test_the_calls_of_the_library_that_execute_text_are_known():
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in EXECUTORS:
                 found[str(path.relative_to(root))] += 1
-    assert found == RUN_TEXT
+    assert found == ANSWERS["executing_calls"]
+    executes = r"(?<!literal_)eval\(answer|parse_expr\(answer"
+    sources = {name: inspect.getsource(task.score_answer) for name, (task, _) in factory.DATASETS.items()}
+    assert {name for name, source in sources.items() if re.search(executes, source)} == EXECUTING
 
 
-def test_the_tasks_that_execute_an_answer_are_known():
-    executes = {
-        name
-        for name, (task, _) in factory.DATASETS.items()
-        if re.search(r"(?<!literal_)eval\(answer|parse_expr\(answer", inspect.getsource(task.score_answer))
-    }
-    assert executes == EXECUTING
+A_FORMULA = ["(5 + 1)*(8/2) - 1", "x**2*sin(x)/2 + sqrt (x) + C", "(\n1.5\n)", "log(x, 10)", "exp(x**9)"]
+A_FORMULA += ["+".join(["1"] * 400)]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "(5 + 1)*(8/2) - 1",
-        "x**2*sin(x)/2 + sqrt (x) + C",
-        "(\n1.5\n)",
-        "log(x, 10)",
-        "+".join(["1"] * 400),
-        "exp(x**9)",
-    ],
-)
-def test_a_formula(answer):
-    assert is_formula(answer)
+def test_formulas_are_told_from_all_else():
+    assert [answer for answer in A_FORMULA if not gym_answer.is_formula(answer)] == []
+    assert [answer for answer in NO_FORMULA if gym_answer.is_formula(answer)] == []
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *("f(x)", "sqrt('1')", "sqrt(*x)", "log(x, base=2)", "(sqrt)(x)(y)", "eval(x)", "x.real", "1 .real", "x[0]"),
-        *("lambda x: x", "(x:=1)", "x if y else z", "x == y", "x!", "0.2[1]", "True", "None", "1j", "...", "b''"),
-        *("1 # x", "1 +\\\n1", "f'{x}'", "ｓqrt(x)", "x²", "{1}", "(1, 2)", "__name__", "", "2x", "x and y", "1@2"),
-        *("9**9**8", "exp(9**8*log(9))", "((9**99)**99)**99", "9**(1/(1/99999999))", "10**-99999999", "1e999"),
-        *("1e-99999999", "Abs(x*1.E-9_9999_999)"),
-        *("E**(9**8*log(9))", "(" * 4000 + ")" * 4000, "+".join(["1"] * 600), "x" * 5000, "\0", "\ud800"),
-    ],
-)
-def test_no_formula(answer):
-    assert not is_formula(answer)
-
-
-PROGRAMS = [
-    # The two of the first attack. %c writes a bracket without a bracket.
-    """Abs("open%c'FILE','w'%c" % (40, 41))""",
-    """Abs("open"+"+("[1]+"'FILE', 'w'"+"+)"[1])""",
-    "open('FILE', 'w')",
-    "[open('FILE', 'w'), 24][1]",
-    "sqrt(f\"{open('FILE', 'w')}\")",
-    "(lambda: open('FILE', 'w'))()",
-    "[sqrt := open, sqrt('FILE', 'w')]",
-    "[sqrt('FILE', 'w') for sqrt in [open]]",
-    "Abs(\"open('FILE', 'w')\")!",
-    "Abs(*[\"open('FILE', 'w')\"])",
-    "log(2, *[\"op\" \"en('FILE', 'w')\"])",
-    "open \\\n('FILE', 'w')",
-    "(open # sqrt\n('FILE', 'w'))",
-    "{open('FILE', 'w'): 1}",
-    "24 if open('FILE', 'w') else 24",
-    "ｏpen('FILE', 'w')",
-    "__builtins__['open']('FILE', 'w')",
-    "().__class__.__base__.__subclasses__() and open('FILE', 'w')",
-    "S(\"open('FILE', 'w')\")",
-    "Abs(b\"open('FILE', 'w')\".decode())",
-    "[Abs(S) for S in [\"open('FILE', 'w')\"]]",
-    "open('FILE', mode='w')",
-    "abs(4) + len(str(open('FILE', 'w')))",
-]
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", ANSWERS["programs"])
 def test_a_program_is_never_executed(problem, tmp_path, program):
     """Each program is run once by a scorer of the library first, so that it is known to be one."""
     program = program.replace("FILE", str(tmp_path / "file"))
@@ -173,21 +98,15 @@ def test_a_program_is_never_executed(problem, tmp_path, program):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", sorted(LITERALS))
-@pytest.mark.parametrize("answer", ["oracle_answer", "[oracle_answer]", "entry['metadata']['solution']"])
-def test_the_names_of_a_scorer_are_worth_nothing(problem, name, answer):
-    assert library_reward(problem(name), f"<answer>{answer}</answer>", False) == 0.0
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(EXECUTING))
-def test_right_answers_and_literals_earn_what_the_library_gives(name, seed):
-    size = 6 if name == "intermediate_integration" else 20
-    entries = list(factory.create_dataset(name, seed=seed, size=size))
-    task = factory.create_dataset(name, seed=seed, size=1)
-    for entry in entries:
+def test_right_answers_and_literals_earn_what_the_library_gives(name):
+    """The names of a scorer's variables are worth nothing."""
+    task = factory.create_dataset(name, seed=1, size=6 if name == "intermediate_integration" else 20)
+    for entry in task:
         facts = {"extra_info": {"task": name, "options": "{}", "entry": entry}}
+        for answer in ("oracle_answer", "[oracle_answer]", "entry['metadata']['solution']"):
+            assert name not in LITERALS or library_reward(facts, f"<answer>{answer}</answer>", False) == 0.0
         right = str(entry["answer"])
         rows = [line.split() for line in right.split("\n")]
         for answer in (right, str(rows), str(rows[0]), str(list(right)), right.replace(" ", ""), right + " + C"):
@@ -202,11 +121,8 @@ def test_right_answers_and_literals_earn_what_the_library_gives(name, seed):
 @pytest.mark.parametrize(
     ("name", "wrong", "score"),
     [
-        ("game_of_life_halting", "zzz", 1.0),
-        ("gsm_symbolic", "{} or 999", 1.0),
-        ("letter_jumble", "{} and more", 1.0),
-        ("coin_flip", "0", 1.0),
-        ("caesar_cipher", "the text is {}", None),
+        *(("game_of_life_halting", "zzz", 1.0), ("gsm_symbolic", "{} or 999", 1.0)),
+        *(("letter_jumble", "{} and more", 1.0), ("coin_flip", "0", 1.0), ("caesar_cipher", "the text is {}", None)),
         ("puzzle24", "4*6*1*1", 1.0),
     ],
 )
@@ -222,23 +138,18 @@ def test_the_strict_score_refuses_what_the_library_rewards(problem, name, wrong,
 
 
 def test_a_fraction_may_be_written_in_another_notation(problem):
+    assert resolve_reward("reasoning_gym_library") is library_reward
     one = problem("fraction_simplification")
     numerator, denominator = re.findall(r"\d+", one["answer"])
     assert strict_reward(one, f"{numerator}/{denominator}", False) == 1.0
     assert strict_reward(one, f"{numerator}/{denominator} or 1/2", False) == 0.0
-
-
-def test_a_problem_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="none of a reasoning-gym task: set data"):
         strict_reward({"answer": "1", "extra_info": {"index": 3}}, "1", False)
 
 
 @pytest.mark.slow
 def test_right_answers_pass_their_own_check(problem):
-    """Tasks for which the library gives no answer are left out.
-
-    An unevaluated integral is a right answer that fails.
-    """
+    """An unevaluated integral is a right answer that fails. For some tasks the library gives no answer."""
     failed, unknown = set(), set()
     for name in set(factory.DATASETS) - {"codeio", "composite", "intermediate_integration"}:
         one = problem(name)
@@ -247,6 +158,10 @@ def test_right_answers_pass_their_own_check(problem):
         elif strict_reward(one, f"<answer>{one['answer']}</answer>", False) != 1.0:
             failed.add(name)
     assert (failed, unknown) == (set(), {"boxnet", "rush_hour"})
+    sets = [[problem("lcm"), problem("caesar_cipher")], [problem("rush_hour")]]
+    first, second = check_answers(sets, "reasoning_gym", count=9, seed=0, workers=1, timeout_s=10.0)
+    assert (first.checked, list(first.failed), second.checked) == (2, [], 0)
+    assert second.reason == "no right answer is known"
 
 
 @pytest.mark.slow
@@ -261,11 +176,3 @@ def test_an_endless_answer_is_a_timeout_and_junk_an_error(problem):
         assert pool.submit(primes, "zzz", False).result() == 0.0
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
         assert pool.submit(primes, primes["answer"], False).result() == 1.0
-
-
-@pytest.mark.slow
-def test_the_look_at_the_data_scores_right_answers(problem):
-    sets = [[problem("lcm"), problem("caesar_cipher")], [problem("rush_hour")]]
-    first, second = check_answers(sets, "reasoning_gym", count=9, seed=0, workers=1, timeout_s=10.0)
-    assert (first.checked, list(first.failed)) == (2, [])
-    assert (second.checked, second.reason) == (0, "no right answer is known")

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint_states import state
 
 from rljax.run import checkpoint
 from rljax.run.checkpoint import ACCURACY, BEST, Checkpointer
@@ -26,6 +25,14 @@ STEPS = (2, 4)
 THREE = (2, 4, 6)
 FOREIGN = ("0", "x", "9", "05", "-1", "²", "٣", "3.tmp", "tmp_4", "copy_of_3", "1" + "0" * 12)
 HARMLESS = {"commit_success.txt", "_CHECKPOINT_METADATA", "_sharding"}  # nothing of the state is read from these
+
+
+def state(step):
+    """Returns a state whose noise does not compress, so the format stores it unchanged and sees no flipped bit."""
+    noise = jnp.asarray(np.random.default_rng(step).standard_normal((64, 300)), jnp.float32)
+    return {"noise": noise, "half": noise[:5].astype(jnp.bfloat16), "count": jnp.int32(step), "flag": jnp.array(True)}
+
+
 WANTED = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=DEVICE), state(0))
 
 

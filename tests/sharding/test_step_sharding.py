@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tree_batches import with_supports
 from sharded_step import CONFIG, alone, batch, check_equal, make_step, outcome, shape
 from tiny_step import check_close
-from tree_batches import groups, in_trees
+from tree_batches import groups, in_trees, with_supports
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig

@@ -10,6 +10,7 @@ from pathlib import Path
 import first_gpu
 import numpy as np
 import pytest
+from first_gpu import DTYPES
 from sections import run_section
 from toy_runs import ROOT
 from waiting import is_gone
@@ -19,9 +20,8 @@ def measure(path, *words, program="first_gpu", limit_s=300, size=("--tiny",), **
     command = [sys.executable, f"tools/{program}.py", *size, "--json", str(path), *words]
     given = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
     environment = given | {"JAX_PLATFORMS": "cpu", "RLJAX_VLLM_VENV": str(path.parent)} | variables
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
-    )
+    options = {"capture_output": True, "text": True, "timeout": limit_s, "check": False}
+    done = subprocess.run(command, cwd=ROOT, env=environment, **options)
     return done, json.loads(path.read_text())["sections"] if path.exists() else {}
 
 
@@ -53,42 +53,36 @@ def test_without_time_each_section_is_skipped(tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(sections) > 8
     assert {found["status"] for found in sections.values()} == {"skipped"}
-
-
-def test_a_directory_without_a_model_is_one_line(tmp_path):
     done, _ = measure(tmp_path / "found.json", "--model", str(tmp_path))
     assert (done.returncode, done.stderr) == (2, f"error: --model: {tmp_path} has no config.json\n")
 
 
-@pytest.mark.parametrize(
-    ("printed", "status"),
-    [
-        ({"x": {"problems": []}}, "ok"),
-        ({"x": {"problems": ["p"]}}, "partly failed"),
-        ({"x": {"error": "e"}}, "partly failed"),
-    ],
-)
-def test_a_section_is_judged_by_its_numbers(printed, status, tmp_path, monkeypatch):
+def test_a_section_is_judged_by_its_numbers_and_ends_in_time(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    code = f"import os, sys; print({json.dumps(printed)!r}); print(3)"
-    code += "; print('XLA_CLIENT_MEM_FRACTION' in os.environ, file=sys.stderr)"
-    found = run_section([sys.executable, "-c", code], 60.0, (), str(tmp_path))
-    assert (found["status"], found["numbers"], found["stderr"]) == (status, printed, "False\n")
+    for facts, is_ok in (({"problems": []}, True), ({"problems": ["p"]}, False), ({"error": "e"}, False)):
+        status = "ok" if is_ok else "partly failed"
+        code = f"import os, sys; print({json.dumps({'x': facts})!r}); print(3)"
+        code += "; print('XLA_CLIENT_MEM_FRACTION' in os.environ, file=sys.stderr)"
+        found = run_section([sys.executable, "-c", code], 60.0, (), str(tmp_path))
+        assert (found["status"], found["numbers"], found["stderr"]) == (status, {"x": facts}, "False\n")
+    late = run_section(["bash", "-c", 'sleep 60 & echo "{\\"child\\": $!}"; wait'], 1.0, (), str(tmp_path))
+    assert late["status"] == "not done within 1 s"
+    assert is_gone(late["numbers"]["child"])
 
 
-def test_a_late_section_ends_with_its_children(tmp_path):
-    found = run_section(["bash", "-c", 'sleep 60 & echo "{\\"child\\": $!}"; wait'], 1.0, (), str(tmp_path))
-    assert found["status"] == "not done within 1 s"
-    assert is_gone(found["numbers"]["child"])
-
-
-def test_kernels_try_the_trees_of_default_runs(monkeypatch):
+def test_kernels_try_trees_and_a_run_that_fails_says_why(monkeypatch, capsys):
     for name in ("check_attention", "check_head"):
         monkeypatch.setattr(f"rljax.commands.check_device.{name}", lambda *given: {})
     monkeypatch.setattr("rljax.policy.attention_errors.why_no_trees", lambda name, device, dtype, policy: dtype)
     found = first_gpu.kernels(first_gpu.TINY, None)
-    assert found["trees bfloat16"] == {"problems": ["bfloat16"]}
-    assert found["trees float16"] == {"problems": ["float16"]}
+    assert {dtype: found[f"trees {dtype}"]["problems"] for dtype in DTYPES} == {dtype: [dtype] for dtype in DTYPES}
+    failed = subprocess.CompletedProcess((), 1, stderr="no device")
+    monkeypatch.setattr(subprocess, "run", lambda *words, **more: failed)
+    found = first_gpu.exact(first_gpu.TINY, None)
+    assert [found[dtype]["error"].splitlines()[-1] for dtype in DTYPES] == ["RuntimeError: no device"] * 2
+    capsys.readouterr()
+    first_gpu.pinned(first_gpu.TINY, None)
+    assert [json.loads(line)["arrays"] for line in capsys.readouterr().out.splitlines()] == [1, 2, 3, 4]
 
 
 def test_engines_count_numbers_that_are_not_finite(monkeypatch):
@@ -105,30 +99,14 @@ def test_engines_count_numbers_that_are_not_finite(monkeypatch):
     assert found["hf float16"]["nonfinite_count"] == 1
 
 
-def test_a_run_that_fails_says_why_for_each_dtype(monkeypatch):
-    failed = subprocess.CompletedProcess((), 1, stderr="no device")
-    monkeypatch.setattr(subprocess, "run", lambda *words, **more: failed)
-    found = first_gpu.exact(first_gpu.TINY, None)
-    assert [found[dtype]["error"].splitlines()[-1] for dtype in first_gpu.DTYPES] == ["RuntimeError: no device"] * 2
-
-
-def test_pinned_memory_says_what_it_has_so_far(capsys):
-    first_gpu.pinned(first_gpu.TINY, None)
-    assert [json.loads(line)["arrays"] for line in capsys.readouterr().out.splitlines()] == [1, 2, 3, 4]
-
-
-def test_weights_are_published_where_there_is_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(first_gpu, "memory_directory", lambda: tmp_path)
-    assert first_gpu.roomy_directory(1) == tmp_path
-    assert first_gpu.roomy_directory(2**80) == Path(tempfile.gettempdir())
-
-
-def test_a_fetched_wheel_may_be_newer_than_the_machines(tmp_path, monkeypatch):
+def test_a_directory_has_room_and_a_fetched_wheel_may_be_newer(tmp_path, monkeypatch):
     def pip(words, check):
         for name in ("numpy", "typing_extensions") if "download" in words else ():
             (tmp_path / f"{name}-9-py3-none-any.whl").touch()
 
     monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(first_gpu, "memory_directory", lambda: tmp_path)
+    assert [first_gpu.roomy_directory(size) for size in (1, 2**80)] == [tmp_path, Path(tempfile.gettempdir())]
     first_gpu.fetch(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["typing_extensions-9-py3-none-any.whl"]
 

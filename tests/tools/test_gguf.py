@@ -21,22 +21,14 @@ Q8 = gguf.GGMLQuantizationType.Q8_0
 def written(path, family, *, head=False, more=()):
     """Writes a random model with 8-bit matrices. Returns the values of its tensors, dequantized, by their names."""
     rng, writer = np.random.default_rng(0), gguf.GGUFWriter(path, family)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_context_length(512)
-    writer.add_rope_freq_base(1e5)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([*bytes_to_unicode().values(), "ab", "<s>", "</s>"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 2)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(258)
-    writer.add_pad_token_id(258)
+    facts = {"embedding_length": WIDTH, "block_count": LAYERS, "head_count": HEADS, "head_count_kv": KV_HEADS}
+    facts |= {"feed_forward_length": INNER, "context_length": 512, "rope_freq_base": 1e5, "layer_norm_rms_eps": 1e-5}
+    facts |= {"tokenizer_model": "gpt2", "tokenizer_pre": "default", "token_merges": ["a b"]}
+    facts |= {"token_list": [*bytes_to_unicode().values(), "ab", "<s>", "</s>"]}
+    facts |= {"token_types": [gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 2}
+    facts |= {"bos_token_id": 257, "eos_token_id": 258, "pad_token_id": 258}
+    for name, value in facts.items():
+        getattr(writer, f"add_{name}")(value)
     kept = KV_HEADS * WIDTH // HEADS
     matrices = {"attn_q": (WIDTH, WIDTH), "attn_k": (kept, WIDTH), "attn_v": (kept, WIDTH), "attn_output": (WIDTH,) * 2}
     matrices |= {"ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH), "ffn_down": (WIDTH, INNER)}
@@ -66,6 +58,9 @@ def written(path, family, *, head=False, more=()):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_file_becomes_a_model_directory(family, tmp_path, capsys):
+    # For a llama a file has the first row of a head's first half, then the first of its second half, and so on.
+    turns = np.asarray([0, 2, 1, 3, 4, 6, 5, 7])[:, None] * np.ones((1, 3))
+    np.testing.assert_array_equal(halves_together(turns, 2)[:, 0], np.arange(8))
     values = written(tmp_path / "tiny.gguf", family, head=family == "qwen2")
     assert main([str(tmp_path / "tiny.gguf"), str(tmp_path / "model")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'model'}\n"
@@ -73,25 +68,16 @@ def test_a_file_becomes_a_model_directory(family, tmp_path, capsys):
     assert (config.family, config.vocab_size, config.head_dim, config.rope_theta) == (family, VOCAB, 16, 1e5)
     assert config.stop_token_ids == (258,)
     stored = safetensors.numpy.load_file(tmp_path / "model" / "model.safetensors")
-    table = values["output.weight" if family == "qwen2" else "token_embd.weight"]
-    for name, expected in {
-        "model.embed_tokens.weight": table,
-        "model.norm.weight": values["output_norm.weight"],
-        "model.layers.1.mlp.down_proj.weight": values["blk.1.ffn_down.weight"],
-    }.items():
-        np.testing.assert_array_equal(stored[name], expected.astype(ml_dtypes.bfloat16))
+    names = {"embed_tokens": "output" if family == "qwen2" else "token_embd", "norm": "output_norm"}
+    for name, given in (names | {"layers.1.mlp.down_proj": "blk.1.ffn_down"}).items():
+        expected = values[f"{given}.weight"].astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(stored[f"model.{name}.weight"], expected)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.decode(tokenizer("1 + 2 = 3")["input_ids"], skip_special_tokens=True) == "1 + 2 = 3"
     tokens = np.asarray([list(b"what is 3 + 4?")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     ours = jax_logits(load_params(tmp_path / "model", config), config, tokens)
     np.testing.assert_allclose(ours, torch_logits(theirs, tokens), atol=1e-4, rtol=0)
-
-
-def test_the_rows_of_a_llamas_heads_are_put_in_order():
-    """A file has the first row of the first half, then the first of the second half, and so on."""
-    turns = np.asarray([0, 2, 1, 3, 4, 6, 5, 7])[:, None] * np.ones((1, 3))
-    np.testing.assert_array_equal(halves_together(turns, 2)[:, 0], np.arange(8))
 
 
 def test_what_cannot_be_converted_is_one_line(tmp_path, capsys):

@@ -30,12 +30,7 @@ def demonstration_loss(texts, params, seed=9):
 
 
 @pytest.mark.parametrize(
-    "task",
-    [
-        "addition",
-        pytest.param("swaps", marks=pytest.mark.harness),
-        pytest.param("calculator", marks=pytest.mark.harness),
-    ],
+    "task", ["addition", *(pytest.param(task, marks=pytest.mark.harness) for task in ("swaps", "calculator"))]
 )
 def test_a_short_fit_learns_and_is_a_directory_that_loads(task, tmp_path):
     texts = TASKS[task]
@@ -60,5 +55,4 @@ def test_the_committed_base_is_a_whole_fit_of_the_toy():
     assert policy == toy_config()
     assert load_tokenizer(TOY_BASE).eos_token_id == policy.eos_token_id == 14
     assert sum(path.stat().st_size for path in TOY_BASE.iterdir()) < 600_000
-    loss = demonstration_loss(TASKS["addition"], load_params(TOY_BASE, policy))
-    assert loss < 1.0
+    assert demonstration_loss(TASKS["addition"], load_params(TOY_BASE, policy)) < 1.0

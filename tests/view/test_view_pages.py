@@ -1,7 +1,6 @@
 """Tests of the page of a token dump or run: its numbers against ones by hand, and its words on broken dumps."""
 
 import base64
-import dataclasses
 import gzip
 import json
 import math

@@ -47,10 +47,7 @@ def vllm_server(vllm_interpreter, tmp_path_factory):
 
 @pytest.fixture
 def forgetful_model(tmp_path):
-    """Returns the toy base with a chat template that shows only the last message.
-
-    No turn then extends the turn before it.
-    """
+    """Returns the toy base with a template that shows only the last message, so no turn extends the one before."""
     shutil.copytree(TOY, tmp_path / "forgetful")
     (tmp_path / "forgetful/chat_template.jinja").write_text("{{ messages[-1].content }}")
     return tmp_path / "forgetful"

@@ -32,12 +32,8 @@ def test_one_row_of_two_turns():
     """The experts of a token are those of the first answer that reports them."""
     (row,) = rows_of([FIRST, SECOND], [branch([1, 2, 3, 4, 9, 6], "--ss-s")])
     assert row == {
-        "prompt_ids": [1, 2],
-        "token_ids": [3, 4, 9, 6],
-        "turns": [1, 1, 0, 2],
-        "logprobs": [-0.1, -0.2, None, -0.7],
-        "version": [5, 5, None, 7],
-        "routes": [[1], [2], [3], [4], [9]],
+        **{"prompt_ids": [1, 2], "token_ids": [3, 4, 9, 6], "turns": [1, 1, 0, 2]},
+        **{"logprobs": [-0.1, -0.2, None, -0.7], "version": [5, 5, None, 7], "routes": [[1], [2], [3], [4], [9]]},
     }
 
 
@@ -52,28 +48,16 @@ def test_a_shared_turn_is_sampled_once():
     assert "routes" not in second
 
 
-def test_a_turn_asked_for_twice():
-    """The library kept the second answer to the same prompt. The first answer is in no row."""
+def test_what_was_answered_twice_or_not_at_all():
+    """The library kept the second answer to the same prompt, or the last of equal answers."""
     lost = answered([1, 2, 3, 4, 9], [5, 5], [-1.0, -1.0], 6)
     (row,) = rows_of([FIRST, lost, SECOND], [branch([1, 2, 3, 4, 9, 6], "--ss-s")])
-    assert row["token_ids"] == [3, 4, 9, 6]
-    assert row["turns"] == [1, 1, 0, 2]
-
-
-def test_the_last_of_equal_answers_counts():
-    again = answered([1, 2], [3, 4], [-0.3, -0.4], 6)
-    (row,) = rows_of([FIRST, again], [branch([1, 2, 3, 4], "--ss")])
-    assert row["logprobs"] == [-0.3, -0.4]
-    assert row["version"] == [6, 6]
-
-
-@pytest.mark.parametrize("ids", [[1, 2, 3, 5], [0, 2, 3, 4]])
-def test_tokens_that_no_server_answered(ids):
-    with pytest.raises(UnmatchedBranchError, match=r"took 2 tokens .* answered 0 of them"):
-        rows_of([FIRST], [branch(ids, "--ss")])
-
-
-def test_no_branch_makes_no_row():
+    assert (row["token_ids"], row["turns"]) == ([3, 4, 9, 6], [1, 1, 0, 2])
+    (row,) = rows_of([FIRST, answered([1, 2], [3, 4], [-0.3, -0.4], 6)], [branch([1, 2, 3, 4], "--ss")])
+    assert (row["logprobs"], row["version"]) == ([-0.3, -0.4], [6, 6])
+    for ids in ([1, 2, 3, 5], [0, 2, 3, 4]):
+        with pytest.raises(UnmatchedBranchError, match=r"took 2 tokens .* answered 0 of them"):
+            rows_of([FIRST], [branch(ids, "--ss")])
     assert rows_of([FIRST], []) == []
 
 
@@ -88,11 +72,10 @@ def test_settings_of_an_environment(tmp_path):
         described(str(yaml))
 
 
-@pytest.mark.parametrize("words", [(), ("depth=3", "effort=low", 'names=["a"]')])
-@pytest.mark.parametrize("thinking", [None, False])
-def test_arguments_of_the_template_are_those_of_the_run(thinking, words):
-    data = {"enable_thinking": thinking, "chat_template_kwargs": words}
-    assert template_arguments(data) == prompts.template_arguments(thinking, words)
+def test_arguments_of_the_template_are_those_of_the_run():
+    for thinking, words in ((None, ("depth=3", "effort=low", 'names=["a"]')), (False, ())):
+        data = {"enable_thinking": thinking, "chat_template_kwargs": words}
+        assert template_arguments(data) == prompts.template_arguments(thinking, words)
 
 
 def test_a_turn_ends_where_a_response_of_the_run_ends(tmp_path):

@@ -1,39 +1,20 @@
 """The parser of compiled programs reads lines as XLA writes them, and replica groups by their definition."""
 
+from pathlib import Path
+
 import pytest
 from compile.hlo import Array, parse_arrays, parse_module, replica_groups
 
-PROGRAM = """\
-HloModule jit_step, is_scheduled=true
-
-%fused (param_0: bf16[4,8], param_1: bf16[8,16]) -> f32[4,16] {
-  %param_0 = bf16[4,8]{1,0} parameter(0)
-  %param_1 = bf16[8,16]{1,0} parameter(1)
-  ROOT %dot.1 = f32[4,16]{1,0} dot(%param_0, %param_1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-ENTRY %main (x: bf16[4,8], w: bf16[8,16]) -> (f32[4,16], s32[]) {
-  %x = bf16[4,8]{1,0} parameter(0), sharding={replicated}
-  %w = bf16[8,16]{1,0:T(8,128)(2,1)S(1)} parameter(1)
-  %f = f32[4,16]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused
-  %c = s32[] constant(7), metadata={op_name="a (b) = %x"}
-  ROOT %out = (f32[4,16]{1,0}, /*index=1*/s32[]) tuple(%f, %c)
-}
-"""
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def test_a_program_by_hand():
-    module = parse_module(PROGRAM)
+    module = parse_module((PROGRAMS / "fusion.hlo").read_text())
     assert module.entry == "main"
     assert set(module.computations) == {"fused", "main"}
     main = module.computations["main"]
-    assert [one.opcode for one in main.instructions.values()] == [
-        "parameter",
-        "parameter",
-        "fusion",
-        "constant",
-        "tuple",
-    ]
+    opcodes = [one.opcode for one in main.instructions.values()]
+    assert opcodes == ["parameter", "parameter", "fusion", "constant", "tuple"]
     assert main.root.arrays == (Array("float32", (4, 16)), Array("int32", ()))
     assert main.root.operands == ("f", "c")
     assert main.instructions["w"].arrays == (Array("bfloat16", (8, 16), memory_space=1),)
@@ -42,87 +23,49 @@ def test_a_program_by_hand():
     dot = module.computations["fused"].root
     assert dot.integers("lhs_contracting_dims") == (1,)
     assert dot.attribute("no_such") is None
-    assert module.computations["fused"].operand_arrays(dot) == [
-        (Array("bfloat16", (4, 8)),),
-        (Array("bfloat16", (8, 16)),),
-    ]
-
-
-BROKEN_LINES = """\
-%body (p: f32[2]) -> f32[2] {
-  %p = f32[2]{0} parameter(0)
-  ROOT %k = f32[2]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
-"xprof_metadata":"{\\"block\\": 512}"
-}}, metadata={op_name="jit(f)/splash_mha_dq/pallas_call"}
-}, execution_thread="sparsecore"
-
-ENTRY %main (x: f32[2]) -> f32[2] {
-  %x = f32[2]{0} parameter(0)
-  ROOT %c = f32[2]{0} call(%x), to_apply=%body
-}
-"""
-
-
-def test_an_instruction_may_go_on_over_lines():
-    module = parse_module(BROKEN_LINES)
+    arrays = [(Array("bfloat16", (4, 8)),), (Array("bfloat16", (8, 16)),)]
+    assert module.computations["fused"].operand_arrays(dot) == arrays
+    # An instruction may go on over lines.
+    module = parse_module((PROGRAMS / "broken_lines.hlo").read_text())
     assert {name: len(each.instructions) for name, each in module.computations.items()} == {"body": 2, "main": 2}
     assert "splash_mha_dq" in module.computations["body"].root.attributes
 
 
-def test_what_is_no_program_is_refused():
-    with pytest.raises(ValueError, match="no entry computation"):
-        parse_module("HloModule empty")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("bf16[3,5]{1,0}", 30),
-        ("pred[7]", 7),
-        ("f8e4m3fn[2,2]{1,0}", 4),
-        ("s4[6]{0}", 3),
-        ("f32[]", 4),
-        ("(f32[2]{0:T(128)S(5)}, c64[3])", 8 + 24),
-        ("token[]", 0),
-    ],
-)
-def test_bytes_of_types(text, size):
-    assert sum(array.bytes for array in parse_arrays(text)) == size
+def test_bytes_of_types():
+    sizes = {"bf16[3,5]{1,0}": 30, "pred[7]": 7, "f8e4m3fn[2,2]{1,0}": 4, "s4[6]{0}": 3, "f32[]": 4, "token[]": 0}
+    sizes |= {"(f32[2]{0:T(128)S(5)}, c64[3])": 8 + 24}
+    assert {text: sum(array.bytes for array in parse_arrays(text)) for text in sizes} == sizes
 
 
 def instruction(attributes):
     line = f"  ROOT %c = f32[8]{{0}} all-reduce(%x), {attributes}, to_apply=%add"
-    return (
-        parse_module(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n{line}\n}}")
-        .computations["main"]
-        .root
-    )
+    module = parse_module(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n{line}\n}}")
+    return module.computations["main"].root
 
 
-@pytest.mark.parametrize(
-    ("attributes", "groups"),
-    [
-        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
-        ("replica_groups={}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("replica_groups=[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        # 0..7 as [4, 2] is transposed: first the even ones, then the odd ones.
-        ("replica_groups=[2,4]<=[4,2]T(1,0)", [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        ("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", [[0, 4], [2, 6], [1, 5], [3, 7]]),
-        ("replica_groups=mesh['fsdp'=4,'tp'=2] {'tp'}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        ("replica_groups=mesh['fsdp'=4,'tp'=2] {'fsdp'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        ("replica_groups=mesh['fsdp'=4,'tp'=2] {'fsdp','tp'}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("replica_groups=mesh['fsdp'=4,'tp'=2] {'tp','fsdp'}", [[0, 2, 4, 6, 1, 3, 5, 7]]),
-        # The part of size 2 that follows the first two of an axis of eight is bit 1 of the index.
-        ("replica_groups=mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'b'}", [[3, 1], [0, 2]]),
-        ("source_target_pairs={{0,1},{1,0}}", [[0, 1], [1, 0]]),
-    ],
-)
-def test_groups_in_every_form(attributes, groups):
-    assert replica_groups(instruction(attributes), 8) == groups
+EVEN_AND_ODD, NEIGHBOURS, ALL = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]], [[*range(8)]]
+GROUPS = {
+    **{"{{0,1},{2,3}}": [[0, 1], [2, 3]], "{}": ALL, "[2,4]<=[8]": [[0, 1, 2, 3], [4, 5, 6, 7]]},
+    # 0..7 as [4, 2] is transposed: first the even ones, then the odd ones.
+    "[2,4]<=[4,2]T(1,0)": EVEN_AND_ODD,
+    "[4,2]<=[2,2,2]T(2,1,0)": [[0, 4], [2, 6], [1, 5], [3, 7]],
+    **{"mesh['fsdp'=4,'tp'=2] {'tp'}": NEIGHBOURS, "mesh['fsdp'=4,'tp'=2] {'fsdp'}": EVEN_AND_ODD},
+    "mesh['fsdp'=4,'tp'=2] {'fsdp','tp'}": ALL,
+    "mesh['fsdp'=4,'tp'=2] {'tp','fsdp'}": [[0, 2, 4, 6, 1, 3, 5, 7]],
+    # The part of size 2 that follows the first two of an axis of eight is bit 1 of the index.
+    "mesh['a'=8] {'a':(2)2}": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": [[0, 2], [1, 3]],
+    "mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'b'}": [[3, 1], [0, 2]],
+}
 
 
-def test_groups_in_an_unknown_form_are_refused():
+def test_groups_in_every_form():
+    assert {form: replica_groups(instruction(f"replica_groups={form}"), 8) for form in GROUPS} == GROUPS
+    assert replica_groups(instruction("source_target_pairs={{0,1},{1,0}}"), 8) == [[0, 1], [1, 0]]
+
+
+def test_what_is_not_readable_is_refused():
+    with pytest.raises(ValueError, match="no entry computation"):
+        parse_module("HloModule empty")
     with pytest.raises(ValueError, match="its replica groups are not readable"):
         replica_groups(instruction("replica_groups=@somewhere"), 8)

@@ -1,6 +1,7 @@
 """Tests of modelled times and operations by hand, and of attention kernels by formula."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from compile.count import Collective, Work
@@ -13,12 +14,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import LoraConfig
 
 # A card does 1e12 operations in a second. It moves 1e9 bytes of memory, 1e8 between cards and 1e7 between nodes.
-CARD = Rates(
-    flops={("bfloat16", "default"): 1e12, ("float32", "default"): 5e11, ("float32", "highest"): 1e11},
-    memory=1e9,
-    link=1e8,
-    network=1e7,
-)
+FLOPS = {("bfloat16", "default"): 1e12, ("float32", "default"): 5e11, ("float32", "highest"): 1e11}
+CARD = Rates(flops=FLOPS, memory=1e9, link=1e8, network=1e7)
 TWO_NODES = [0, 0, 0, 0, 1, 1, 1, 1]
 ALL = (tuple(range(8)),)
 ROWS = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -33,34 +30,24 @@ def exchange(kind, groups):
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        ("all-gather", ROWS, 3 / 4),  # 3/4 of the bytes go over the links inside a node
-        ("all-reduce", ROWS, 2 * 3 / 4),
+        *(("all-gather", ROWS, 3 / 4), ("all-reduce", ROWS, 2 * 3 / 4)),  # 3/4 of the bytes go over links in a node
         ("reduce-scatter", COLUMNS, 10 / 2),  # half of the bytes go over one adapter
-        ("all-gather", ALL, 10 * 7 / 8 / 4),  # 7/8 go over the four adapters of a node
-        ("all-reduce", ALL, 2 * 10 * 7 / 8 / 4),
+        *(("all-gather", ALL, 10 * 7 / 8 / 4), ("all-reduce", ALL, 2 * 10 * 7 / 8 / 4)),  # 7/8, over four adapters
         ("all-to-all", ALL, 10 * 4 / 8),  # each device sends half of its parts to the other node
         ("collective-permute", ((0, 1), (4, 5)), 1),
         ("collective-permute", ((0, 1), (3, 4)), 10),  # the slowest pair counts
-        ("collective-permute", ((2, 2),), 0),
-        ("all-reduce", ((0,), (1,)), 0),
+        *(("collective-permute", ((2, 2),), 0), ("all-reduce", ((0,), (1,)), 0)),
     ],
 )
 def test_seconds_of_a_collective(kind, groups, seconds):
     assert collective_seconds(exchange(kind, groups), CARD, TWO_NODES) == pytest.approx(seconds)
 
 
-def test_a_slice_of_tpus_has_one_kind_of_link():
-    card = dataclasses.replace(CARD, network=None)
-    assert collective_seconds(exchange("all-gather", ALL), card, [0] * 8) == pytest.approx(7 / 8)
-
-
-def test_what_crosses_nodes():
-    assert [crosses_nodes(exchange("all-gather", groups), TWO_NODES) for groups in (ROWS, COLUMNS, ALL)] == [
-        *(False, True, True)
-    ]
-
-
 def test_the_time_is_max_of_products_and_memory_plus_links():
+    crossed = [crosses_nodes(exchange("all-gather", groups), TWO_NODES) for groups in (ROWS, COLUMNS, ALL)]
+    assert crossed == [False, True, True]
+    tpus = dataclasses.replace(CARD, network=None)
+    assert collective_seconds(exchange("all-gather", ALL), tpus, [0] * 8) == pytest.approx(7 / 8)
     work = Work(memory_bytes=3 * 10**9, collectives=[exchange("all-gather", ROWS)])
     work.flops.update({("bfloat16", "default"): 10**12, ("float32", "default"): 10**12, ("float32", "highest"): 10**11})
     found = times(work, [KernelUse("k", 1, "bfloat16", 5 * 10**11)], CARD, TWO_NODES)
@@ -68,38 +55,12 @@ def test_the_time_is_max_of_products_and_memory_plus_links():
     assert found.total == pytest.approx(4.5 + 0.75)
 
 
-def test_full_rows():
-    assert full_row(10, 4) == [4, 4, 2]
-    assert full_row(8, 4) == [4, 4]
-    assert full_row(4, 9) == [4]
-
-
-CALLS = """\
-ENTRY %main (q: bf16[2,8,4,16], k: bf16[2,8,2,16], s: s32[2,8]) -> bf16[2,8,4,16] {
-  %q = bf16[2,8,4,16]{3,2,1,0} parameter(0)
-  %k = bf16[2,8,2,16]{3,2,1,0} parameter(1)
-  %s = s32[2,8]{1,0} parameter(2)
-  %f = (bf16[2,8,4,16], u8[128]) custom-call(%q, %k, %k, %s), custom_call_target="__cudnn$fmhaSoftmax"
-  %b = (bf16[2,8,4,16], u8[128]) custom-call(%q, %k, %k, %s), custom_call_target="__cudnn$fmhaSoftmaxBackward"
-  %o = s32[2,8]{1,0} custom-call(%s), custom_call_target="Other", metadata={op_name="splash/gather"}
-  %h = bf16[8,8,16]{2,1,0} parameter(3)
-  %d = bf16[8,8,16] custom-call(%s, %h, %h), custom_call_target="tpu_custom_call", metadata={op_name="splash_mha_dkv"}
-  ROOT %r = bf16[2,8,4,16]{3,2,1,0} get-tuple-element(%b), index=0
-}
-"""
-
-
 def test_attention_kernels_by_formula():
-    """Rows of 5 + 3 tokens have 15 + 6 pairs, with 2 rows x 4 heads x 16 wide.
-
-    There are 2 products forward and 5 backward. A TPU's kernel has rows and heads in one dimension, and its gradients
-    of keys and values take 4.
-    """
-    main = parse_module(CALLS).computations["main"]
-    work = Work(
-        kernels=[(main, main.instructions[name], times) for name, times in (("f", 3), ("b", 1), ("o", 7), ("d", 1))]
-    )
-    a_product = 2 * 2 * 4 * 16 * 21
+    """There are 2 products forward and 5 backward. A TPU's gradients of keys and values take 4."""
+    main = parse_module((Path(__file__).parent / "programs/calls.hlo").read_text()).computations["main"]
+    calls = {"f": 3, "b": 1, "o": 7, "d": 1}
+    work = Work(kernels=[(main, main.instructions[name], times) for name, times in calls.items()])
+    a_product = 2 * 2 * 4 * 16 * 21  # two rows of 15 + 6 pairs, four heads, 16 wide
     assert kernel_uses(work, [5, 3]) == [
         KernelUse("__cudnn$fmhaSoftmax", 3, "bfloat16", 3 * 2 * a_product),
         KernelUse("__cudnn$fmhaSoftmaxBackward", 1, "bfloat16", 5 * a_product),
@@ -116,13 +77,10 @@ def test_rates_of_dtypes():
     assert RATES[TPUS["v5p"].name].of_products("float32", "highest") == pytest.approx(459e12 / 6)
 
 
-def test_pairs_by_hand():
-    assert causal_pairs([3, 1]) == 6 + 1
-    assert causal_pairs([]) == 0
-
-
 def test_model_flops_by_hand():
     """Each of 5 rows has segments of 3 and 1 tokens. A table that is only looked up does not multiply."""
+    assert [full_row(10, 4), full_row(8, 4), full_row(4, 9)] == [[4, 4, 2], [4, 4], [4]]
+    assert (causal_pairs([3, 1]), causal_pairs([])) == (6 + 1, 0)
     tied = PolicyConfig(10, 8, 16, 2, 2, 1, 4, tie_word_embeddings=True)
     block = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8 + 2 * 4
     multiplying = 10 * 8 + 2 * block + 8
