@@ -95,7 +95,7 @@ def scorers(*specs):
     return [word for spec in specs for word in ("--scorer", spec)]
 
 
-@pytest.mark.slow
+@pytest.mark.harness
 def test_a_bench_of_the_toy_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RLJAX_VLLM_VENV", str(tmp_path / "none"))
     words = [*WORDS, "--no-second-run", "--out", str(tmp_path / "bench")]

@@ -87,7 +87,7 @@ def test_problems_do_not_depend_on_the_hash_seed(library):
     assert first == second
 
 
-@pytest.mark.slow
+@pytest.mark.harness
 def test_the_splits_of_a_mixture_share_no_prompt(library, tmp_path, monkeypatch):
     monkeypatch.setattr(gym_problems, "EVAL_PROBLEMS", 40)
     options = {"task_options": ("lcm.max_value=40", "chain_sum.max_terms=2"), "task_problems": 301}

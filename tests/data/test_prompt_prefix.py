@@ -90,6 +90,7 @@ def model(tmp_path):
 LINE = "prompts that are plain texts begin with _, which the tokenizer puts before a text"
 
 
+@pytest.mark.harness
 def test_a_run_samples_after_the_prefix_and_says_so(model, tmp_path):
     status, output = complete(tiny(model, tmp_path / "short", 1))
     assert status == 2

@@ -41,6 +41,7 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path):
     assert [("mismatch_free_routing/k3_kl" in row) for row in whole] == [False, True, False, True]
 
 
+@pytest.mark.harness
 def test_routes_of_another_program_are_replayed(base, tmp_path):
     """All tokens of the rows went to the experts 0 and 1, which the trainer's own router would not choose."""
     place = tmp_path / "rows"

@@ -52,6 +52,7 @@ def test_the_tensors_are_those_of_our_own_export(make_model, tied):
         dict(hf_tensors({"layers.0.mlp.router.kernel": np.zeros((2, 2))}, np.dtype("float32")))
 
 
+@pytest.mark.harness
 def test_the_server_samples_from_what_was_published(bfloat16, prompts):
     def tensors(params):
         return hf_tensors(tunix_arrays(params), np.dtype("bfloat16"))

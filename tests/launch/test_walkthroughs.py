@@ -153,7 +153,9 @@ def test_every_command_has_a_rule():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", TEXTS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.harness] * (page in ("one_gpu", "tpu"))) for page in TEXTS]
+)
 def test_a_page_is_typed_and_prints_what_it_shows(page, typed):
     printed = typed(page)[0].splitlines()
     shown = [line for block in blocks(TEXTS[page], "text") for line in block.splitlines() if line]

@@ -126,6 +126,7 @@ H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capabi
 HEADS = PolicyConfig(16, 8, 16, 1, 4, 2, 16)
 
 
+@pytest.mark.harness
 def test_a_run_asks_the_kernel_for_a_small_row_of_trees(request, monkeypatch):
     assert why_no_trees("auto", H100, "bfloat16", HEADS).startswith("cudnn's attention of trees fails on NVIDIA H100: ")
     assert why_no_trees("auto", jax.devices("cpu")[0], "bfloat16", HEADS) == ""

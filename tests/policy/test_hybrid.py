@@ -62,7 +62,9 @@ def wanted_of(model, sequences):
 
 
 # The second shape has a test of its own, with scaled rotary embeddings.
-@pytest.mark.parametrize("shape", [SHAPES_HYBRID[0], SHAPES_HYBRID[2]], ids=["untied", "all_turn"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(SHAPES_HYBRID[0], marks=pytest.mark.harness), SHAPES_HYBRID[2]], ids=["untied", "all_turn"]
+)
 def test_log_probabilities_match_transformers_both_ways(shape, tmp_path):
     theirs = hybrid_model(shape)
     config, params = saved(theirs, tmp_path / "theirs")

@@ -128,6 +128,7 @@ def profiled_steps(run):
     return [dict(event.stats)["step_num"] for event in events if event.name == "step"]
 
 
+@pytest.mark.harness
 def test_the_profile_is_of_the_steps_asked_for(go, whole):
     """The second run goes on from the middle of these steps, and ends before the last of them."""
     assert not (whole.directory / "profile").exists()

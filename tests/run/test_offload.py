@@ -139,7 +139,7 @@ def test_steps_are_bit_for_bit_those_of_what_stays(tmp_path, adapters, kl, rank,
     assert max(moves.engine.seen) < kept / 100, "something of the trainer is on the devices while the engine samples"
 
 
-@pytest.mark.slow
+@pytest.mark.harness
 def test_a_run_goes_on_from_its_checkpoints_with_or_without_it(tmp_path, whole):
     go_in(tmp_path, kl="k3", offload=True, steps=1)
     assert go_in(tmp_path, kl="k3", offload=False, steps=2).engine.published == [1, 2]

@@ -33,6 +33,7 @@ def test_without_an_accelerator_the_program_stops(tmp_path):
     assert sections["versions"]["numbers"]["device"] == {"kind": "cpu", "platform": "cpu", "count": 1}
 
 
+@pytest.mark.harness
 def test_what_a_host_without_a_tpu_lacks_is_a_line(tmp_path):
     only = ["versions", "matmul precision", "server bfloat16", "collective", "several hosts"]
     done, sections = measure(tmp_path / "found.json", "--only", *only, program="first_tpu")

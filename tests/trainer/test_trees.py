@@ -50,7 +50,7 @@ def distance(found, expected):
 
 
 CENTERING = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
-FURTHER = ("score centering", "adapters, another temperature")
+FURTHER = ("score centering", "adapters, another temperature", "replayed routes", "qwen2, cut sampling")
 CASES = {
     "dense": (CONFIG, {}, {}),
     "qwen2, cut sampling": (QWEN2, {"tops": 4}, {"cut": True}),
@@ -76,9 +76,8 @@ def test_trees_give_the_numbers_of_separate_rows(case):
             np.testing.assert_allclose(found[2][name], value, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rounding"), [("float16", 2**-11), pytest.param("bfloat16", 2**-8, marks=pytest.mark.harness)]
-)
+@pytest.mark.harness
+@pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2**-11), ("bfloat16", 2**-8)])
 def test_in_16_bits_trees_differ_by_few_roundings(dtype, rounding):
     sequences = groups()
     how = {"dtype": dtype, "diagnosis": None}
