@@ -300,7 +300,7 @@ FAULTS = {
     3: (changed(lambda values: np.roll(values, -1)), "not_comparable: log-probabilities shifted by one"),
     5: (changed(np.zeros_like), "not_comparable: a constant in the place of log-probabilities, 0 everywhere"),
     7: (
-        moved(lambda i, count: 0),
+        moved(longest),
         "not_comparable: 8 of 8 responses have the tokens and, to the bit, the log-proba",
     ),
     9: (moved(of_others), " (mismatch/logprob_abs_diff_mean is "),
