@@ -279,7 +279,7 @@ def changed(change):
 
 
 def moved(by):
-    """Returns a fault that gives each place, of so many, the response of place ``by(place, sequences)``."""
+    """Returns a fault that gives each place the response of place ``by(place, sequences)``."""
 
     def fault(sequences):
         pairs = [(s, sequences[by(place, sequences)]) for place, s in enumerate(sequences)]
@@ -299,10 +299,7 @@ def of_others(place, sequences):
 FAULTS = {
     3: (changed(lambda values: np.roll(values, -1)), "not_comparable: log-probabilities shifted by one"),
     5: (changed(np.zeros_like), "not_comparable: a constant in the place of log-probabilities, 0 everywhere"),
-    7: (
-        moved(longest),
-        "not_comparable: 8 of 8 responses have the tokens and, to the bit, the log-proba",
-    ),
+    7: (moved(longest), "not_comparable: 8 of 8 responses have the tokens and, to the bit, the log-probabilities of"),
     9: (moved(of_others), " (mismatch/logprob_abs_diff_mean is "),
     11: (changed(lambda values: 0.95 * values), "temperature: scaled log-probabilities"),
 }
