@@ -161,7 +161,7 @@ def test_every_response_is_written_in_order(tmp_path):
     found = [(line["problem"], line["sample"], line["reward"]) for line in lines]
     assert found == [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)]
     assert (lines[2]["prompt"], lines[2]["answer"]) == ("2+3=", "5")
-    assert list(in_batches(range(5), 2)) == [(0, range(2)), (2, range(2, 4)), (4, range(4, 5))]
+    assert list(in_batches(range(5), 2)) == [(0, [0, 1]), (2, [2, 3]), (4, [4])]
 
 
 # ---- servers as they stand ----

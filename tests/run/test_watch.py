@@ -279,23 +279,28 @@ def changed(change):
 
 
 def moved(by):
-    """Returns a fault that gives each response to another place."""
+    """Returns a fault that gives each place the response of place ``by(place, sequences)``."""
 
     def fault(sequences):
-        pairs = [(s, sequences[by(i, len(sequences))]) for i, s in enumerate(sequences)]
+        pairs = [(s, sequences[by(place, sequences)]) for place, s in enumerate(sequences)]
         return [train_sequence(s.prompt, other.response, other["rollout_logprobs"], 0.0) for s, other in pairs]
 
     return fault
 
 
+def longest(place, sequences):
+    return max(range(len(sequences)), key=lambda i: len(sequences[i].response))
+
+
+def of_others(place, sequences):
+    return (place + len(sequences) // 2) % len(sequences)
+
+
 FAULTS = {
     3: (changed(lambda values: np.roll(values, -1)), "not_comparable: log-probabilities shifted by one"),
-    5: (changed(np.zeros_like), " responses have one log-probability at all their tokens (0 in"),
-    7: (
-        moved(lambda i, count: 0),
-        "not_comparable: 8 of 8 responses have the tokens and, to the bit, the log-proba",
-    ),
-    9: (moved(lambda i, count: (i + count // 2) % count), "cannot_tell: neither constant, shifted by one, scaled nor"),
+    5: (changed(np.zeros_like), "not_comparable: a constant in the place of log-probabilities, 0 everywhere"),
+    7: (moved(longest), "not_comparable: 8 of 8 responses have the tokens and, to the bit, the log-probabilities of"),
+    9: (moved(of_others), " (mismatch/logprob_abs_diff_mean is "),
     11: (changed(lambda values: 0.95 * values), "temperature: scaled log-probabilities"),
 }
 
@@ -318,5 +323,7 @@ def test_each_fault_of_a_run_is_said_in_one_line(tmp_path, monkeypatch):
     for number, words in lines:
         assert FAULTS[int(number)][1] in words
     assert "the median of 6 earlier rows is" in lines[-1][1]
-    assert [row["mismatch/jump"] for row in read_rows(rows)] == [int(number in FAULTS) for number in range(1, 12)]
-    assert 0.02 < read_rows(rows)[-1]["mismatch/logprob_abs_diff_mean"] < 0.5
+    found = read_rows(rows)
+    assert [row["step"] for row in found if row["mismatch/jump"] and row["step"] != 7] == [3, 5, 9, 11]
+    assert [row["rollout/repeated_responses"] for row in found] == [8 * (number == 7) for number in range(1, 12)]
+    assert 0.02 < found[-1]["mismatch/logprob_abs_diff_mean"] < 0.5
