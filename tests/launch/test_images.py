@@ -17,7 +17,7 @@ ENTRYPOINT []
 """
 
 
-def test_instructions_and_the_commands_of_the_manifests_are_read():
+def test_instructions_and_commands_of_the_manifests_are_read():
     text = "# a comment\nFROM a:1\nRUN one \\\n    && two\nENTRYPOINT []\n"
     assert check_images.instructions(text) == [("FROM", "a:1"), ("RUN", "one && two"), ("ENTRYPOINT", "[]")]
     key = ["install", "-m", "0400", "/run/secret/key", "/run/rljax/key"]
