@@ -29,11 +29,11 @@ def alone():
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        (MeshConfig(2, 2), {"remat": "blocks"}),
-        (MeshConfig(1, 2, context=2), {"remat": "blocks", "keep_gathered": True}),
+        (MeshConfig(2, 2, context=2), {"remat": "blocks", "keep_gathered": True}),
         *(
             pytest.param(mesh, options, marks=pytest.mark.harness)
             for mesh, options in [
+                (MeshConfig(2, 2), {"remat": "blocks"}),
                 (MeshConfig(2, context=4), {}),
                 (MeshConfig(1, 8), {}),
                 (MeshConfig(1, 2, replica=2), {"remat": "dots"}),
