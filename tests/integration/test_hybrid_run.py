@@ -55,7 +55,7 @@ def test_the_numerics_of_turns_ahead_in_float32_are_rounding(base, tmp_path):
         assert row.get("mismatch_drift/logprob_abs_diff_max", 1.0) > 1e-4
 
 
-@pytest.mark.harness
+@pytest.mark.harness  # test_exact_run.py has a run of a dense policy
 def test_with_one_executable_the_mismatch_is_exactly_zero(base, tmp_path):
     sizes = ("--rollout.engine", "exact", "--data.batch-size", "2", "--rollout.group-size", "4", "--run.steps", "2")
     rows = ("--rollout.max-response-tokens", "12", "--packing.rows-per-micro-batch", "8", "--packing.row-tokens", "20")

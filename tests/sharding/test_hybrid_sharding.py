@@ -29,7 +29,7 @@ def alone():
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        (MeshConfig(1, 2, context=2), {"remat": "blocks", "keep_gathered": True}),
+        (MeshConfig(2, 2, context=2), {"remat": "blocks", "keep_gathered": True}),
         *(
             pytest.param(mesh, options, marks=pytest.mark.harness)
             for mesh, options in [
