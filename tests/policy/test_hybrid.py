@@ -113,7 +113,7 @@ def tokens_of_rule(t, starts=(), strongest=1.0):
 @pytest.mark.parametrize(("t", "starts"), [(5, ()), (192, (0, 3, 64, 65, 130, 191))])
 @pytest.mark.parametrize("strongest", [0.0, 1.0, 30.0])
 def test_chunks_are_the_recurrence(t, starts, strongest):
-    tokens, size = tokens_of_rule(t, starts, strongest), max(strongest, 1.0)
+    tokens, size = tokens_of_rule(t, starts, strongest), strongest or 4.0
     state = jnp.asarray(np.random.default_rng(4).normal(size=(2, 3, 8, 5)), jnp.float32)
 
     def run(rule, tokens, state):

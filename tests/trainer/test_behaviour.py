@@ -14,8 +14,6 @@ from rljax.sharding import MeshConfig, make_mesh, put
 from rljax.trainer.behaviour import SplitUpdate, split_metrics
 from rljax.trainer.update import UpdateOptions
 
-OPTIONS = UpdateOptions(1e-3, 0, noise=False)
-
 
 def sequence(rollout, behind):
     tokens = np.ones(len(rollout), np.int32)
@@ -48,7 +46,7 @@ def train(inner, *steps, **options):
     state, rows = SimpleNamespace(params=100), []
     for behind in steps:
         sequences = [sequence([-1.0, -1.0], [d, d]) for d in behind]
-        found = split(state, split.pack(sequences), sequences, OPTIONS)
+        found = split(state, split.pack(sequences), sequences, UpdateOptions(1e-3, 0, noise=False))
         state, rows = found.state, [*rows, found.row]
     return rows
 

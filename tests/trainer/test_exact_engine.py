@@ -29,8 +29,7 @@ from rljax.trainer.update import UpdateOptions
 
 pytestmark = pytest.mark.slow
 
-ROWS, ROW_TOKENS, LIMIT = 4, 16, 10
-N, STOPS = 3, (0, 1)
+ROWS, ROW_TOKENS, LIMIT, N, STOPS = 4, 16, 10, 3, (0, 1)
 COUNT = len(PROMPTS) * N
 ZERO = ("kl", "k3_kl", "slope_per_1k")
 ZERO_PREFIXES = ("log_ppl_diff", "log_ppl_abs_diff", "chi2_", "logprob_abs_diff_", "prob_abs_diff_")

@@ -15,7 +15,6 @@ from rljax.trainer.state import OptimizerConfig, make_optimizer
 
 pytestmark = pytest.mark.slow
 
-ADAMW = OptimizerConfig(learning_rate=1e-2)
 LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
 
 
@@ -61,8 +60,8 @@ def test_gradient_in_16_bits_is_near_that_of_float32(dtype, most, reference):
 
 
 def test_updates_change_only_adapters_and_compile_once():
-    before = jax.device_get(adapters())
-    step, base, state, _ = run(make_optimizer(ADAMW), dtype="bfloat16", rate=1e-2, updates=3)
+    before, tx = jax.device_get(adapters()), make_optimizer(OptimizerConfig(learning_rate=1e-2))
+    step, base, state, _ = run(tx, dtype="bfloat16", rate=1e-2, updates=3)
     assert step.compilations == 1
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True):
         assert new.dtype == jnp.float32

@@ -36,7 +36,8 @@ def sampled(dtype="bfloat16"):
     """Returns sequences that the embedded engine sampled, with its log-probabilities and routes."""
     with closing(JaxEngine(CONFIG, dtype, 8, mesh=MESH, with_routes=True)) as engine:
         engine.publish(init_params(CONFIG, 0), 0)
-        prompts = [np.random.default_rng(n).integers(0, 32, n).astype(np.int32) for n in range(3, 3 + PROMPTS)]
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, 32, rng.integers(3, 9)).astype(np.int32) for _ in range(PROMPTS)]
         responses = list(engine.generate(prompts, GROUP, SamplingParams(LONGEST - 8, 1.0, (3,)), seed=0))
     return [TrainSequence(r.ids, r.prompt_length, r.columns, (-1.0) ** r.sample_index) for r in responses]
 

@@ -10,6 +10,7 @@ from tree_batches import cut_log_softmax, with_supports
 from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.policy.score import segment_ends
 from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.micro_batches import with_all_rows
 
 K = 5
 
@@ -81,6 +82,7 @@ def test_the_lowered_step_takes_the_likeliest_tokens():
 def test_scores_have_what_was_asked_for(cut):
     given, params = supported()._replace(with_loss=None, used=None), init_params(CONFIG, 0)
     micro, make = jax.tree.map(lambda x: jnp.asarray(x)[0], given), make_step(cut=cut).score
+    jax.tree.map(np.testing.assert_array_equal, with_all_rows(micro), micro)
     plain, every = make()(params, micro), make(tops=True, collision=True)(params, micro)
     assert (plain.tops is not None, plain.collision) == (cut, None)
     np.testing.assert_allclose(every.logprobs, plain.logprobs, atol=1e-6)

@@ -50,9 +50,11 @@ def as_rows(given):
 
 @functools.cache
 def drawn():
-    rng = np.random.default_rng(5)
-    texts = [[rng.integers(0, 24, n) for n in (rng.integers(1, 6), rng.integers(1, LIMIT))] for _ in range(COUNT)]
-    return [train_sequence(*text, None, float(rng.normal()), i % 4 != 3) for i, text in enumerate(texts)]
+    rng, result = np.random.default_rng(5), []
+    for i in range(COUNT):
+        text = [rng.integers(0, 24, n) for n in (rng.integers(1, 6), rng.integers(1, LIMIT))]
+        result.append(train_sequence(*text, None, float(rng.normal()), i % 4 != 3))
+    return result
 
 
 def sequences(old_noise=None):
