@@ -115,11 +115,8 @@ def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
 
 def test_settings_of_numerics_reach_the_embedded_engine():
     """test_inject.py has weights of eight bits."""
-    params, found, changed = (
-        init_params(CONFIG, 0),
-        [],
-        ({"weight_noise": 0.1}, {"dtype": "float16"}, {"quantize": "fp8"}),
-    )
+    params, found = init_params(CONFIG, 0), []
+    changed = {"weight_noise": 0.1}, {"dtype": "float16"}, {"quantize": "fp8"}
     for settings in ({"kv_cache_dtype": "fp8_e4m3"}, {}, *({"inject": InjectConfig(**each)} for each in changed)):
         engine = make(RolloutConfig(dtype="float32", **settings))
         assert isinstance(engine, InjectedEngine if "inject" in settings else JaxEngine)

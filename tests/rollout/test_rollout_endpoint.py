@@ -71,10 +71,7 @@ BAD = {
     "no scores": ({"scores": None}, "Expected `object`, got `null`"),
     "no base64": ({"token_ids": "%%%"}, "answered with no completion"),
     "half a number": ({"token_ids": base64.b64encode(b"12345").decode()}, "must be a multiple of element size"),
-    "scores of others": (
-        {"scores": flat_scores([[(9, -1.0)], [(3, -1.0)]])},
-        "2 tokens and log-probabilities of 2 others",
-    ),
+    "scores of others": ({"scores": flat_scores([[(9, -1.0)], [(3, -1.0)]])}, "log-probabilities of 2 others"),
     "a score less": ({"scores": flat_scores([[(9, -1.0)]])}, "gave 2 tokens and log-probabilities of 1 others"),
     "no score": ({"scores": flat_scores([[(9, -1.0)], []])}, "a position without a log-probability"),
     "NaN": ({"scores": flat_scores([[(9, math.nan)], [(2, -1.5)]])}, "gave a log-probability of nan"),

@@ -165,10 +165,7 @@ def spans(*ends):
 
 
 BAD = {
-    "text": (
-        tokens(5, 6, 7, second="-1"),
-        "Expected `float`, got `str` - at `$.choices[0].logprobs.content[1].logprob`",
-    ),
+    "text": (tokens(5, 6, 7, second="-1"), "Expected `float`, got `str` - at `$.choices[0].logprobs.content[1]."),
     "NaN": (tokens(5, 6, 7, second=math.nan), "JSON is malformed"),
     "beyond float32": (tokens(5, 6, 7, second=-1e300), "gave a log-probability of -inf"),
     "NaN as vLLM writes it": (tokens(5, 6, 7, second=-9999.0), "gave a log-probability of -9999.0"),
