@@ -1,6 +1,8 @@
 """Whole runs of ``python -m rljax.train`` are started, killed and resumed as a person does it."""
 
 import json
+import os
+import re
 import shutil
 import signal
 
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 from glossary import glossary
 from pictures import coloured_share
-from toy_runs import command, comparable, complete, complete_signalled, completed, printed, refused
+from small_disk import fill, small_disk
+from toy_runs import command, comparable, complete, complete_signalled, completed, printed, refused, tiny
 from toy_texts import toy_config
 
 from rljax import evaluate
@@ -118,6 +121,26 @@ def test_a_fork_has_the_rows_of_its_own_schedule_from_the_start(uninterrupted, t
     assert [row | {period: None} for row in triggered[:first]] == constant[:first]
     shutil.rmtree(tmp_path / "constant")
     assert run("forked", "--run.fork", str(source)) == forked  # it began before, so its own checkpoints are enough
+
+
+@pytest.mark.harness
+def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on(toy_base, tmp_path):
+    """A dump and part of a checkpoint still fit."""
+    dumps, run_dir = ("--rollout.dump-every", "1"), tmp_path / "run"
+    with small_disk(tmp_path, 24):
+        completed(tiny(toy_base, run_dir, 2, *dumps), figure=True)
+        filler = fill(tmp_path)
+        os.truncate(filler, filler.stat().st_size - 100_000)
+        status, output = complete(tiny(toy_base, run_dir, 6, *dumps), figure=True)
+        assert status == 2, output
+        last = output.strip().splitlines()[-1]
+        assert re.match("error: .*(No space left on device|could not be written, those before it are kept)", last), last
+        assert "No space left on device" in refused(export.main, [run_dir, tmp_path / "exported"])
+        filler.unlink()
+        completed(tiny(toy_base, run_dir, 6, *dumps), figure=True)
+        found = comparable(run_dir)
+    completed(tiny(toy_base, tmp_path / "unbroken", 6, *dumps))
+    assert found == comparable(tmp_path / "unbroken")
 
 
 def test_bad_input_is_one_line_and_nothing_is_lost(uninterrupted, toy_base, tmp_path):
