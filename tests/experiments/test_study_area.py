@@ -44,6 +44,11 @@ def test_the_trend_of_another_outcome_by_hand(tmp_path):
     np.testing.assert_allclose(means, [[0.1, -0.25], [0.2, -0.5]])
     with pytest.raises(ValueError, match="no step after 200"):
         areas_of(runs, after=200)
+    # A seed without a run of the constant arm has no area, and a pair with an arm that was not run is left out.
+    assert areas_of(runs | {("slow", 2): run})["slow"].keys() == {0, 1}
+    study.write_text(STUDY)
+    few = {key: rows for key, rows in runs.items() if key[0] != "never_run"}
+    assert [line["arms"] for line in tables(read_study(study), few)["comparisons"]] == [["slow", "constant"]]
 
 
 def test_the_figure_has_each_seed_the_mean_and_the_interval():

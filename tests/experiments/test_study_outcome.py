@@ -25,7 +25,6 @@ def test_an_interval_of_three_pairs_by_hand():
     # Their ways are 8, 224, 1568, 3920, 3920, 1568, 224 and 8. Those of at most 1568 ways are 3600 together.
     assert fisher_p(5, 8, 2, 8) == pytest.approx(3600 / 11440)
     assert share_interval(8, 8, 0.95) == (pytest.approx(0.025**0.125), 1.0)
-
     # An interval has the shifts that the test keeps.
     differences = np.random.default_rng(0).normal(0.3, 0.4, 8)
     low, high = shift_interval(list(differences), 0.95)

@@ -96,6 +96,17 @@ def test_the_page_of_compiled_steps_shows_what_the_file_holds(table, file):
     assert shown == {cell: printed[cell] for cell in shown}
 
 
+def test_a_step_counts_its_kernels_in_each_micro_batch():
+    found = json.loads((ROOT / "benchmarks/compile_options.json").read_text())["4B, v5p-32"]
+    found |= {"kernels": [{"per": "micro_batch", "flops": 10}, {"per": "forward", "flops": 1000}]}
+    found |= {
+        "flops_per_micro_batch": {"bfloat16": 40},
+        "flops_per_step": {"float32": 1},
+        "batch": {"micro_batches": 2},
+    }
+    assert compile_table.step_totals(found)["flops"] == 2 * (40 + 10) + 1
+
+
 def test_the_plan_is_within_a_tenth_of_what_was_compiled():
     for file in ("compile", "compile_options", "compile_long"):
         found = json.loads((ROOT / f"benchmarks/{file}.json").read_text())

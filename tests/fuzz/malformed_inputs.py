@@ -49,7 +49,7 @@ class Case(NamedTuple):
     files: Mapping[str, Content]
 
 
-# --- damaged values ---------------------------------------------------------------------------------------------------
+# --- damaged values, bytes and files ----------------------------------------------------------------------------------
 
 
 def entries(name: str) -> list[str]:
@@ -106,8 +106,6 @@ def mutated(draw: st.DrawFn, document: Any) -> Any:
     return root[0]
 
 
-# --- damaged bytes ----------------------------------------------------------------------------------------------------
-
 JUNK = (b"", b"\n", b"\x00", b"\xff\xfe", b"\x80\x04", b"PK\x03\x04", b"PAR1")
 JUNK += (b"[" * 100_000, b"{" * 5000, b'{"a":' * 3000)
 SWAPS = ((b"\n", b"\r\n"), (b"\n", b"\r"), (b'"', b"'"), (b"}", b",}"), (b":", b"\t:\t"))
@@ -127,9 +125,6 @@ def damaged(draw: st.DrawFn, data: bytes) -> Content:
         return choose(*(JUNK if how == "junk" else Special))
     kept = {"cut": len(data), "bytes": place + len(other), "insert": place}[how]
     return data[:place] + other * (how != "cut") + data[kept:]
-
-
-# --- damaged files ----------------------------------------------------------------------------------------------------
 
 
 def as_json(document: Any) -> bytes:
@@ -395,7 +390,7 @@ def adapter_cases() -> Cases:
     yield spoilt("adapters", ("adapters",), files, [*files])
 
 
-# --- token dumps ------------------------------------------------------------------------------------------------------
+# --- token dumps, logs and records ------------------------------------------------------------------------------------
 
 DUMP = {
     "columns": {
@@ -418,8 +413,6 @@ def token_cases() -> Cases:
         yield spoilt("view", (name.split("/")[0], "-o", "out/page.html"), {name: file}, [name], [(), *CHOSEN[2:]])
         yield spoilt("diagnose", (name.split("/")[0],), {name: file}, [name], [(), *CHOSEN[2:]])
 
-
-# --- logs and records -------------------------------------------------------------------------------------------------
 
 LENGTHS = [10.0] * 12 + [40.0] * 8
 LOG = [{"step": i, "response_length/mean": x, "response_length/clip_ratio": 0.0} for i, x in enumerate(LENGTHS, 1)]

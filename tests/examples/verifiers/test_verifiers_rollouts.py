@@ -119,8 +119,8 @@ def check_scores(row):
     """Checks that the trainer's own forward gives the row's log-probabilities at the sampled tokens."""
     policy = read_config(TOY)
     (own,) = make_scorer(policy, "float32")(load_params(TOY, policy), [row.ids])
-    sampled = row.sampled
-    np.testing.assert_allclose(own[row.prompt_length :][sampled], row["rollout_logprobs"][sampled], atol=2e-5)
+    expected = row["rollout_logprobs"][row.sampled]
+    np.testing.assert_allclose(own[row.prompt_length :][row.sampled], expected, atol=2e-5)
 
 
 SERVERS = ["toy_server", pytest.param("vllm_server", marks=pytest.mark.vllm)]
