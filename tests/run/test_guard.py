@@ -1,4 +1,4 @@
-"""What a run counts from row to row, and across a resume: rules on metrics, sums, and skipped updates."""
+"""Rules on metrics, sums and skipped updates count from row to row, and go on after a resume."""
 
 import itertools
 import json
