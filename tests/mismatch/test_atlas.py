@@ -84,7 +84,7 @@ def test_few_points_or_one_source_say_nothing():
 
 
 def test_toys_count_only_where_the_size_is_compared():
-    """What is not said is bfloat16, or does not fit."""
+    """A dtype that is not said is bfloat16, and a size that is not said fits none."""
     like = healthy("logprob_abs_diff_mean", "bfloat16")
     near = [p for p in like if p["parameters"] and 0.15 <= p["parameters"] <= 2.4]
     assert [p["parameters"] for p in near if p.get("toy")] == [0.596]

@@ -136,19 +136,20 @@ def test_a_run_that_raises_has_failed_unless_it_was_taken(tmp_path):
 
 
 def test_a_tracker_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHIPPED, "absent_tracker", None)
-    (tmp_path / "absent_tracker").mkdir()  # such a folder, like the one that wandb makes, is no package
-    monkeypatch.syspath_prepend(tmp_path)
     for names, said in (
         (["wandbb"], "record.trackers must name wandb, trackio, package.module:Class or FILE.py:Class, "),
         (["mlflow"], "mlflow_tracker.py:MlflowTracker of the repository's examples, got 'mlflow'"),
         (["planted_trackers:Refuses"], "record.trackers: planted_trackers:Refuses: not logged in"),
         (["planted_trackers:Absent"], "planted_trackers:Absent: AttributeError"),
         (["no_such_module:Tracker"], "no_such_module:Tracker: ModuleNotFoundError"),
-        (["absent_tracker"], r"absent_tracker is not installed: pip install '\.\[absent_tracker\]'"),
         (["wandb", "wandb"], "trackers must be different"),
     ):
         with pytest.raises(ValueError, match=said):
             Trackers(RecordConfig(trackers=tuple(names)))
     with pytest.raises(ValueError, match="project must not be empty"):
         RecordConfig(project="")
+    monkeypatch.setitem(SHIPPED, "absent_tracker", None)
+    (tmp_path / "absent_tracker").mkdir()  # such a folder, like the one that wandb makes, is no package
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"absent_tracker is not installed: pip install '\.\[absent_tracker\]'"):
+        Trackers(RecordConfig(trackers=("absent_tracker",)))

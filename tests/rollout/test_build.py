@@ -71,7 +71,7 @@ def test_settings_that_make_no_sense_are_refused():
 
 
 def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
-    words = ["--run.dir", str(tmp_path / "run"), "--model.path", "nowhere", "--rollout.engine", "vllm"]
+    words = ["quickstart", "--run.dir", str(tmp_path / "run"), "--model.path", "nowhere", "--rollout.engine", "vllm"]
     assert run_cli(main, words) == 2
     said, *more = capsys.readouterr().err.splitlines()
     assert said.startswith("error: rollout.engine = vllm needs at least one URL in rollout.urls")
