@@ -3,7 +3,8 @@
     python experiments/subject_search.py configs/study/collapse.yaml benchmarks/study_collapse.parquet --arms constant
 
 It prints a line for each run. docs/studies.md defines accuracy, fall and collapse. The plateau of a run begins at the
-first step whose accuracy is at least 0.9 of the peak, and ends at the last one. A value "at" a step is the mean of the ten steps up to it. A fork counts from its first own step.
+first step whose accuracy is at least 0.9 of the peak, and ends at the last one. A value "at" a step is the mean of the
+ten steps up to it. A fork counts from its first own step.
 """
 
 from __future__ import annotations
