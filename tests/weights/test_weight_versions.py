@@ -58,6 +58,7 @@ def test_a_delta_is_a_small_part_of_dense_or_dense_itself(tmp_path, training, mi
     tensors = {"w": (rng.normal(size=(1000, 1000)) * 0.02).astype(ml_dtypes.bfloat16)}
     with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
         dense = written(files, tensors, 0)
+        tensors = {"w": tensors["w"].copy()}
         bits_of(tensors["w"]).reshape(-1)[rng.choice(10**6, 10**4, replace=False)] ^= 1
         delta = written(files, tensors, 1)
     assert delta.changed_fraction == 0.01
@@ -77,7 +78,7 @@ def test_a_delta_is_a_small_part_of_dense_or_dense_itself(tmp_path, training, mi
 def test_a_disk_holds_less_than_the_room_that_is_checked(tmp_path, share):
     """A store that takes the files gets no more anchors."""
     training, most = Training(tmp_path / "disk"), 0
-    kept = Training(tmp_path / "own", publish=PublishConfig(f"file://{tmp_path}/store"))
+    kept = Training(tmp_path / "own", publish=PublishConfig(f"file://{tmp_path}/store"), anchor_every=32)
     with contextlib.closing(training.files), contextlib.closing(kept.files):
         for _ in range(20):
             training.step(share)
