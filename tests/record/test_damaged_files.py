@@ -4,12 +4,12 @@ import random
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from records import full_dump
+from toy_runs import ROOT
 
 from rljax.data.files import read_rows
 from rljax.errors import ConfigError
@@ -130,6 +130,5 @@ def test_no_thread_of_arrow_aborts_a_process(tmp_path):
     pq.write_table(pa.table({"step": [1] * 64, "completion": [f"It is {i} " * 100 for i in range(64)]}), path)
     words = "from rljax.record.token_dumps import parquet_file\n"
     words += f"with parquet_file({str(path)!r}) as file: file.read().to_pylist()"
-    root = Path(__file__).parents[2]
     for _ in range(6):
-        assert subprocess.run([sys.executable, "-c", words], cwd=root, timeout=60).returncode == 0
+        assert subprocess.run([sys.executable, "-c", words], cwd=ROOT, timeout=60).returncode == 0
