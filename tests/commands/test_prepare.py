@@ -187,6 +187,8 @@ def test_a_mistake_is_one_line(tmp_path, model, monkeypatch, capsys):
         (["nowhere.parquet", "out.parquet"], "no problems at nowhere.parquet: there is no such file"),
         (["{plain}", "out.csv"], "OUT must end in .parquet, got out.csv"),
         (["{plain}", "out.parquet", "--max-prompt-tokens", "5"], "--model is needed"),
+        (["{plain}", "out.parquet", "--min-pass-rate", "0.2"], "pass rates are bounded but not measured"),
+        (["{plain}", "out.parquet", "--model", "{model}", "--samples", "1"], "at least 2 samples"),
         (["{plain}", "out.parquet", "--model", "{model}", "--max-prompt-tokens", "2"], "no problem is left after the"),
         (["{plain}", "out.parquet", "--hold-out", "12"], "--hold-out 12 leaves nothing of 12 problems"),
         (["{plain}", "out.parquet", "--chat-template", "true"], "chat_template = true, but the tokenizer has none"),

@@ -264,5 +264,6 @@ def test_the_program_refuses_what_it_cannot_compare(words, tmp_path, fake):
         (["jax:float32,head=int8"], "head=int8, expected one of float32, bfloat16, float16"),
         (["hf:float32,tp=2"], "has the key 'tp', expected attention, rows"),
     ):
-        assert message in outcome(compare.main, [*words, *(["--scorer"] if arguments else []), *arguments])[2]
+        status, _, error = outcome(compare.main, [*words, *(["--scorer"] if arguments else []), *arguments])
+        assert (status, message in error) == (2, True), error
     assert not fake.seen

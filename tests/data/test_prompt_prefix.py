@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from rljax import evaluate
 from rljax.compare.sampling import toy_prompts
-from rljax.data.prompts import DataConfig, evaluation_datasets, prompt_ids, render_problem
+from rljax.data.prompts import DataConfig, drop_long, evaluation_datasets, prompt_ids, render_problem
 from rljax.data.tokenizer import load_tokenizer
 from rljax.record.rows import run_dumps
 from rljax.record.token_dumps import read_dump
@@ -116,6 +116,8 @@ def test_evaluate_and_compare_begin_prompts_in_the_same_way(model, tmp_path):
     dump = toy_prompts(2, model)
     assert [ids[0] for ids in dump.token_ids] == [load_tokenizer(model).pad_token_id] * 2
     assert load_tokenizer(TOY_BASE).prefix == ()
+    with pytest.raises(ValueError, match="tokens = 8, but a prompt has 9 tokens"):  # the prefix counts
+        drop_long([{"prompt": "123+456="}], load_tokenizer(model), 8, "", may_drop=False)
 
 
 def test_tasks_of_reasoning_gym_begin_in_the_same_way(model):

@@ -96,6 +96,8 @@ def test_lines_that_certainly_belong_together_are_joined(tmp_path):
         (["(pid=1) {'actor': {'lr': 1e-06,", "(pid=1)            'seed': 7}}"], [{"lr": 1e-06}, {"seed": 7}]),
     ):
         assert read(tmp_path / "x.log", lines) == found
+    (row,) = read(tmp_path / "x.log", ["{'loss': nan, 'grad_norm': -inf}"])
+    assert (math.isnan(row["loss"]), row["grad_norm"]) == (True, -math.inf)
     # A last number is joined if the width is known.
     long, short = "step:1 - a/b:1.5 - c/d:25", "step:2 - a/b:1.5 - c/d:31"
     with pytest.raises(ConfigError, match="lines 1 and 2 seem to be one line that was wrapped"):

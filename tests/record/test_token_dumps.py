@@ -117,6 +117,7 @@ def test_what_does_not_fit_together_is_refused():
         ((*pair, {"x": [[-1.0]]}), "column 'x' must have 2 entries"),
         ((*pair, {"x": [["low", -1.0]]}), "must be numbers"),
         ((*pair, {}, {}, {}, {"values/v": [[0.5]]}), "values 'v' must have 2 entries, got shape"),
+        ((["a"], [[]], [[]], {}), "integers"),
         ((["a"], [[1.5]], [[True]], {}), "integers in .* got float64"),
         ((["a"], [[-1]], [[True]], {}), "integers in"),
         ((*pair, {}, {}, {}, tops | {"top_ids": ids[:, :1]}), r"must have 2 lists of 3 tokens, got shape \(1, 3\)"),

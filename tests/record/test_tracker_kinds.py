@@ -4,9 +4,11 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -247,6 +249,18 @@ def test_trackers_whose_stores_are_away_do_not_end_a_run(root, monkeypatch):
     assert len(read_rows(root / "away" / "metrics.jsonl")) == STEPS
     for kind in kinds:
         assert output.count(f"warning: record.trackers: {kind} ") == 1
+
+
+def test_a_server_that_does_not_answer_is_left_behind(root, monkeypatch):
+    pytest.importorskip("wandb")
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:  # it takes connections and says nothing
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for name, value in {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": url}.items():
+            monkeypatch.setenv(name, value)
+        output = ended(start(words(root / "silent", kinds=["wandb"])))
+    assert time.time() - (root / "silent" / "report.png").stat().st_mtime < 20
+    assert "wandb gets no more rows: it did not end in time" in output
+    assert len(read_rows(root / "silent" / "metrics.jsonl")) == STEPS
 
 
 def test_a_stop_ends_trackers_within_the_grace(root):

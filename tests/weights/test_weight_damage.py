@@ -178,6 +178,7 @@ def test_what_is_no_delta_of_the_part_is_refused():
         (GOOD._replace(gap_type="", values=bytes(9)), "9 bytes are not those of all 5 elements"),
         (GOOD._replace(gap_type="float64"), "gaps of the type 'float64'"),
         (GOOD._replace(gaps=b"not zstd"), "compressed content cannot be read"),
+        (GOOD._replace(values=GOOD.values[:-2]), "compressed content cannot be read"),
         (GOOD._replace(changed=3), "compressed content is not of 3 bytes"),
         (GOOD._replace(values=compressed(bytes(2**20))), "compressed content is not of 4 bytes"),
         (GOOD._replace(gaps=compressed(bytes([1, 3]))), "a place is 5, the part has 5 elements"),

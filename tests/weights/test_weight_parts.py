@@ -15,6 +15,7 @@ from rljax.errors import ConfigError, NotWrittenError
 from rljax.weights import writer as writers
 from rljax.weights.access import KEY_FILE, find_key_file, own_address
 from rljax.weights.format import FileRecord, TensorRegion
+from rljax.weights.mirror import Mirror
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
@@ -111,6 +112,30 @@ def test_a_late_joiner_and_the_example_reader_take_the_chain(pods, mirror, monke
         assert not list(tmp_path.glob("process_*/*"))
         with pytest.raises(httpx.ConnectError):
             httpx.get(max(places)[1])
+
+
+def test_processes_upload_to_a_store_that_keeps_the_chain(pods, mirror, tmp_path):
+    """The store has the newest anchor and the versions since, which a late joiner takes, and is emptied at the end."""
+    pod = pods(2, f"file://{tmp_path}/store")
+    path, text = pod.training.files.probe()
+    assert open_source(pod.training.files.source).read(path.name).decode() == text
+    for _ in range(6):
+        version = pod.training.step()
+        pod.training.pull(mirror)
+        assert_holds(mirror, pod.training)
+        pod.training.files.drop_old()
+    folder = tmp_path / "store" / pod.training.files.root.name
+    assert sorted(path.name for path in folder.iterdir()) == ["probe.txt", "v00000004-5", "v00000005-6"]
+    files = json.loads((version.path / "version.json").read_text())["files"]
+    assert {path.name for path in (folder / version.path.name).iterdir()} == {"version.json", *files}
+    assert {name.partition("-")[0] for name in files} == {"0", "1"}
+    assert list(tmp_path.glob("process_*/**/*.safetensors")) == [], "files stay in memory after they were uploaded"
+    late = Mirror(tmp_path / "late")
+    done = pod.training.pull(late)
+    assert (done.dense, done.deltas) == (True, 1)
+    assert_holds(late, pod.training)
+    pod.close()
+    assert not list((tmp_path / "store").iterdir())
 
 
 def test_files_come_from_all_places_at_the_same_time(pods, mirror):

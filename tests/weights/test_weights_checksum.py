@@ -1,4 +1,4 @@
-"""One checksum serves both sides; ``examples/test_recount_weights.py`` has a program that shares no line with it."""
+"""One checksum serves both sides; ``examples/test_examples.py`` has a program that shares no line with it."""
 
 import dataclasses
 
