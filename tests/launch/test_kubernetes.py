@@ -114,4 +114,4 @@ def test_a_name_that_is_not_the_servers_is_found(overlay):
         text = run["data"]["config.yaml"]
         run["data"]["config.yaml"] = text.replace("dns://servers:8000", where)
         assert run["data"]["config.yaml"] != text
-        assert len(reference_problems(objects)) == 1
+        assert len(reference_problems(objects)) == 1, where

@@ -206,7 +206,7 @@ def test_what_is_wrong_is_named_and_not_kept(tmp_path):
     with Served(tmp_path / "spool") as served:
         for kind, body, said in sent:
             reply = served.client.post("/trajectories", content=body, headers={"content-type": kind})
-            assert reply.status_code == 400
+            assert reply.status_code == 400, said
             assert reply.text.startswith(f"POST: {said}")
             assert reply.text.count("\n") == 1
         assert served.files() == []

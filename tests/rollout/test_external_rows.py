@@ -135,7 +135,8 @@ def test_what_is_odd_is_doubted():
         row = without("mask") | {"token_ids": [3, 9, 5, 6], "turns": turns, "logprobs": [-1, -2, -3, -4]}
         (one,) = read(row, limits=LONG)
         said = f"FILE: row 1: token_ids goes on at token {token} after the stop token 9 of the same turn"
-        assert [line[: len(said)] for line in one.doubts.values()] == ([said] if token else [])
+        found = {name: line[: len(said)] for name, line in one.doubts.items()}
+        assert found == ({"rollout/after_stop": said} if token else {})
 
 
 REFUSED = {

@@ -51,6 +51,23 @@ def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update)
         assert response.truncated
 
 
+@pytest.mark.parametrize("update", ["keep", "abort"])
+def test_more_may_be_asked_for_while_new_weights_come(fake, elsewhere, monkeypatch, update):
+    """A further round of ``rollout.refill`` begins just before the server is paused for the new version."""
+    with published(fake.url, update=update, max_staleness=1) as engine:
+        fake.token_s, begin, rounds = 0.02, engine.fleet.begin_version, []
+
+        def begin_with_a_round():
+            begin()
+            rounds.append(elsewhere.submit(sampled, engine))
+            until(lambda: fake.running == 4 or rounds[0].done())
+
+        monkeypatch.setattr(engine.fleet, "begin_version", begin_with_a_round)
+        metrics = engine.publish(PARAMS, 1)
+        assert len(rounds[0].result(timeout=30)) == 4
+        assert metrics["rollout/server_losses"] == 0
+
+
 def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
     with published(fake.url, update="keep", max_staleness=1) as engine:
         fake.token_s = 0.02

@@ -99,6 +99,7 @@ def test_sound_likeliest_tokens_pass():
         (PLAIN, array_tops([(-2, HALF), (2, QUARTER)]), [2], [QUARTER], "from -2 to 2, outside the vocabulary"),
         (PLAIN, array_tops([(1, QUARTER), (2, HALF)]), [2], [HALF], "not in order"),
         (PLAIN, array_tops([(1, HALF), (2, NONE)]), [1], [HALF], "not finite"),
+        (PLAIN, array_tops([(1, HALF), (-1, QUARTER)]), [1], [HALF], "not finite"),
         (PLAIN, array_tops([(1, -0.1), (2, -0.2)]), [1], [-0.1], "sum to 1.7236, expected at most 1"),
         (PLAIN, SOUND, [1, 2], [HALF, QUARTER + 0.01], "0.01 nats from their likeliest tokens'"),
         (PLAIN, SOUND, [1, 7], [HALF, HALF], "0.693 nats from their likeliest tokens'"),
@@ -194,6 +195,8 @@ def test_what_cannot_be_the_routes_is_refused():
         None: "does not report the experts of its tokens",
         encoded(ROUTES[:-1]): r"gave routes uint8 \(5, 3, 2\), expected unsigned integers \(6, 3, 2\)",
         encoded(ROUTES.astype(np.int8)): "gave routes int8",
+        encoded(ROUTES.astype(np.float32)): "gave routes float32",
+        encoded(ROUTES[:, :, :1]): r"gave routes uint8 \(6, 3, 1\)",
         encoded(np.where(ROUTES[2, 1, 0] == ROUTES, 8, ROUTES).astype(np.uint16)): "gave the expert number 8",
     }
     for bad in (

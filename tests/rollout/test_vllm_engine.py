@@ -486,6 +486,8 @@ def test_no_seed_is_sent_and_one_likeliest_token_is_asked_for(tpu, another, rout
 TPU_LACKS = {
     "rollout.update does not work with vllm on a TPU: leave it out": {"update": "keep", "max_staleness": 1},
     "rollout.min_p does not work": {"top_k": 8, "min_p": 0.1},
+    "rollout.colocated does not work": {"colocated": True},
+    "rollout.batch_invariant does not work": {"batch_invariant": True},
     "rollout.router_replay = r3 does not work": {"router_replay": "r3"},
     "no other head; set precision.lm_head_dtype = compute": {"head_dtype": "float32", "dtype": "bfloat16"},
 }

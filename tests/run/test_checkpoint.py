@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rljax.run import checkpoint
-from rljax.run.checkpoint import ACCURACY, BEST, Checkpointer
+from rljax.run.checkpoint import ACCURACY, BEST, Checkpointer, DamagedCheckpointError
 from rljax.run.fingerprint import array_checksums
 
 pytestmark = pytest.mark.slow
@@ -177,6 +177,10 @@ def test_damage_is_named(saved, tmp_path, capfd):
         run = shutil.copytree(saved, tmp_path / f"{number}")
         path = run / "checkpoints/4" / name
         path.write_bytes(change(path.read_bytes()))
+        with opened(run, read_only=True) as checkpointer:  # an evaluation reads one checkpoint alone
+            with pytest.raises(DamagedCheckpointError, match=r"checkpoint 4 in .* is damaged: "):
+                checkpointer.restore(4, WANTED)
+            assert checkpointer.all_steps() == [2, 4]
         assert newest(run)[0] == 2
         assert f"checkpoint 4 in {run}/checkpoints is damaged: {said}" in capfd.readouterr().err
 

@@ -205,6 +205,17 @@ def test_settings_that_do_not_go_with_trajectories_are_refused(wrong, said):
         check_engine(RolloutConfig(**{"trajectories": "rows"} | wrong))
 
 
+def test_a_wrong_file_ends_the_run_before_it_is_used(place):
+    write_file(place / "1.jsonl", [make_row("a", 1), make_row("a", 2)])
+    bad = make_row("b", 2)
+    del bad["logprobs"]
+    write_file(place / "2.jsonl", [make_row("b", 1), bad])
+    batches = make_batches(make_config(place))
+    with pytest.raises(ConfigError, match=r"2\.jsonl: row 2: Object missing required field `logprobs`"):
+        take(batches)
+    assert batches.state_dict()["trajectories"]["begun"] == [["1.jsonl", []]]
+
+
 def test_a_directory_and_likeliest_tokens_of_rows_are_needed(place):
     with pytest.raises(ValueError, match="is not a directory; make it before"):
         make_batches(make_config(place / "none"))

@@ -40,7 +40,8 @@ def test_a_warning_comes_once_when_a_rule_begins_to_hold():
 
 
 def test_a_metric_of_some_rows_keeps_its_streak_between_them():
-    for metric in ("eval/toy/accuracy", "mismatch_self/k3_kl", "turns/turn_2/k3_kl", "time/eval_s", "perf/save_x_s"):
+    rare = ("eval/toy/accuracy", "mismatch_self/k3_kl", "turns/turn_2/k3_kl", "time/eval_s", "perf/save_x_s")
+    for metric in (*rare, "mismatch/sum_k3_max", "is_drift/x", "rollout/cached_prompt_fraction"):
         guard = Guard(GuardConfig(stop=(f"{metric} > 1 for 2",)))
         rows_of = [{"step": 1, metric: 2.0}, {"step": 2}, {"step": 3, metric: 2.0}]
         assert [len(guard.check(row)[1]) for row in rows_of] == [0, 0, 1], metric

@@ -19,7 +19,7 @@ from toy_runs import TOY_BASE, without_clock
 from waiting import until
 
 import rljax.trainer.update
-from rljax.errors import ConfigError, OwnedError
+from rljax.errors import ConfigError, OwnedError, StoppedWaitingError
 from rljax.policy.hf import load_params, save_params
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.evaluation import EVAL_SEED
@@ -357,6 +357,19 @@ class Hooked(ScriptedEngine):
     def publish(self, params, policy_version):
         self.act("publish", policy_version)
         return super().publish(params, policy_version)
+
+
+def test_servers_gone_in_a_rollout_give_the_step_up(go, whole):
+    def act(*place):
+        if place == ("respond", (3, 0)):
+            engine.is_gone = True
+            raise StoppedWaitingError("no server answers, and the run is to stop")
+
+    engine = Hooked(act)
+    first = go(engine=engine, eval={"every": 0})
+    assert (len(first.rows), first.saved, first.progress.step) == (2, [2], 2)
+    second = resumed(go, first.rows, whole, eval={"every": 0})
+    assert second.engine.asked == trained_prompts(whole.engine)[2:]
 
 
 BROKEN = RuntimeError("it failed 6 times")

@@ -60,6 +60,7 @@ def test_a_run_that_resumes_another_one_keeps_its_rows(tmp_path, caplog):
         "packing: 3",
         "packing: [x]",
     ):
+        caplog.clear()
         (tmp_path / "config.yaml").write_text(text)
         assert settle_prefixes(config, POLICY).packing.share_prefixes == ("true" in text)
         assert (f"{tmp_path}/config.yaml has it off" in caplog.text) == ("true" not in text)

@@ -57,8 +57,11 @@ def test_triggered_rate_follows_the_call():
     assert rates[-1] < 1e-3
     # A run without a surge decays after its wait.
     config = ScheduleConfig(kind="length_triggered", surge=SurgeConfig(max_wait=10), multiplier=1.5)
-    rates = rates_of(make_rate_controller(config, 1e-3, 40), [10.0] * 40)
+    built = make_rate_controller(config, 1e-3, 40)
+    rates = rates_of(built, [10.0] * 40)
     np.testing.assert_allclose(rates, [1e-3 * 0.5 ** (t // 15) for t in range(1, 41)], rtol=1e-6)
+    expected = {"schedule/surge_step": 10, "schedule/crossing_step": None, "schedule/decay_period": 15}
+    assert schedule_row(built) == expected
 
 
 @pytest.mark.parametrize("kind", [*sorted(EXPECTED), "length_triggered"])
