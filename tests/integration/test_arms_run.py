@@ -50,6 +50,8 @@ def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
     run_dir, rows = several
     lines = [json.loads(line) for line in (run_dir / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
     assert len(lines) == 32
+    assert np.mean([line["reward"] for line in lines]) == pytest.approx(rows[2]["reward/mean"])
+    assert all("+" in line["prompt"] for line in lines)
     assert np.mean([line["response_length"] for line in lines]) == pytest.approx(rows[2]["response_length/mean"])
     total = sum(line["logprob_abs_diff_mean"] * line["response_length"] for line in lines)
     tokens = sum(line["response_length"] for line in lines)

@@ -1,11 +1,12 @@
-"""Whole runs of several turns, sampled from a cut distribution: dumps are recounted, and runs go on."""
+"""Whole runs of several turns, of our own and of another program: dumps are recounted, and runs go on."""
 
 import json
 
 import numpy as np
 import pytest
+from external_rows import make_row, write_file
 from process_runs import FLOAT32
-from toy_runs import comparable, completed, outcome, printed, tiny
+from toy_runs import comparable, complete, completed, outcome, printed, tiny
 
 from rljax import evaluate
 from rljax.compare.report import compare_columns
@@ -91,3 +92,26 @@ def test_a_run_is_evaluated_with_its_environment(whole, tmp_path):
     status, out, err = outcome(evaluate.main, [*words, "--reward", "addition"])
     assert status == 2
     assert "environment and reward both score the responses: give one" in err
+
+
+def test_a_wrong_file_of_another_program_ends_a_run(toy_base, tmp_path):
+    """The step before it is saved, and the corrected file is used. A reward names each trajectory."""
+    place, run_dir = tmp_path / "rows", tmp_path / "run"
+    place.mkdir()
+    turns = {"mask": [True, False, True], "logprobs": [-1.0, None, -2.0]}  # the second token is a tool's
+    rows = [make_row(f"g{i // 4}", i, tokens=(3 + i % 4, 4, 14), **turns) for i in range(16)]
+    stale = ("--rollout.max-staleness", "20", "--diagnosis.behaviour-responses", "0")
+    words = tiny(toy_base, run_dir, 2, "--rollout.trajectories", str(place), *stale, "--rollout.transcript-every", "1")
+    write_file(place / "0.jsonl", rows[:8])
+    write_file(place / "1.jsonl", [{**rows[8], "logprobs": [-1.0]}])
+    code, output = complete(words, is_sound=False)
+    assert code == 2, output
+    assert "step 1 is saved; the same command goes on from there" in output
+    assert "1.jsonl: row 1: logprobs has 1 entries, expected 3, one for each of" in output.splitlines()[-1]
+    write_file(place / "1.jsonl", rows[8:])
+    completed(words, is_sound=False)
+    kept = [path.read_text().splitlines() for path in sorted((run_dir / "rollouts").glob("step_*.jsonl"))]
+    assert [[json.loads(line)["reward"] for line in step] for step in kept] == [[*range(8)], [*range(8, 16)]]
+    trained = comparable(run_dir)
+    assert [row["rollout/staleness"] for row in trained] == [0, 1]
+    assert all((row["mismatch/token_count"], row["turns/max"]) == (16, 2) for row in trained)

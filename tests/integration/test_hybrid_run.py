@@ -6,6 +6,7 @@ from hybrids import hybrid_base
 from process_runs import FLOAT32
 from toy_runs import command, comparable, completed, printed, resumed_rows, tiny
 
+from rljax import train
 from rljax.commands.export import main as export_main
 from rljax.policy.families import read_config
 from rljax.policy.hf import SINGLE_NAME, load_params, open_tensors
@@ -62,6 +63,21 @@ def test_with_one_executable_the_mismatch_is_exactly_zero(base, tmp_path):
     completed(command(base, tmp_path, *SIZE, *sizes, *rows, "--eval.every", "0", "--checkpoint.every", "0"))
     for row in comparable(tmp_path):
         assert row["mismatch/logprob_abs_diff_max"] == row["mismatch/k3_kl"] == 0.0
+
+
+def test_a_dry_run_counts_its_parameters_and_states(base, tmp_path):
+    """A delta net has 4,624 parameters, the attention 4,112, and the MLP and norms of a block 6,208.
+
+    Each of 8 responses has three states of 4 x 8 x 8 floats, the last 3 inputs of 64 channels in 16 bits, and 20 keys
+    and values of 2 heads of 8 in 16 bits.
+    """
+    words = tiny(base, tmp_path / "run", 2, *SIZE, "--lora.rank", "2", "--lora.targets", "in_proj_z", "q_proj")
+    lines = dict(line.split("  ", 1) for line in printed(train.main, [*words, "--dry-run"]).splitlines()[1:])
+    assert lines["prefixes"].strip() == "not shared"
+    assert lines["parameters"].strip() == f"{3 * 4624 + 4112 + 4 * 6208 + 2 * 16 * 32 + 32:,}"
+    assert lines["lora"].strip().startswith(f"{3 * 2 * (32 + 32) + 2 * (32 + 64):,} parameters are trained")
+    assert 8 * (3 * (4 * 8 * 8 * 4 + 3 * 64 * 2) + 2 * 20 * 2 * 8 * 2) == 43 * 1024
+    assert "cache of 160 tokens takes 43.00 KiB of each device" in lines["decoding"]
 
 
 def test_a_server_on_a_cpu_caches_no_prefixes(base):

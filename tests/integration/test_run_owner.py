@@ -2,11 +2,13 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 from process_runs import FLOAT32, TINY, Run
 from toy_runs import ROOT, TIMEOUT, comparable, complete, completed, start, tiny, wait_for_rows
+from waiting import has_rows, until
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +33,26 @@ def test_a_second_run_is_refused_until_the_first_one_is_gone(toy_base, tmp_path)
     assert "waiting" not in output
     assert [row["step"] for row in comparable(run_dir)] == list(range(1, 41))
     assert not (run_dir / "owner.json").exists()
+
+
+def test_a_run_in_a_moved_directory_goes_on_there(toy_base, tmp_path):
+    run_dir, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move():
+        until(lambda: has_rows(run_dir, 3), TIMEOUT, every_s=0.005)
+        run_dir.rename(moved)
+
+    actor = threading.Thread(target=move)
+    actor.start()
+    try:
+        status, output = complete(tiny(toy_base, run_dir, 400))
+    finally:
+        actor.join()
+    said = f"error: {run_dir} was moved to {moved} while the run went on; run.dir = {moved} goes on from there"
+    assert (status, output.strip().splitlines()[-1]) == (2, said)
+    rows = len(comparable(moved))
+    completed(tiny(toy_base, moved, rows + 1))
+    assert [row["step"] for row in comparable(moved)] == list(range(1, rows + 2))
 
 
 SLOW_REWARD = """

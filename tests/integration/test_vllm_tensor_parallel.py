@@ -41,8 +41,10 @@ def test_the_parts_of_operations_are_joined(two_workers):
         assert places(two_workers) == sums | {"layer 1, key projection"}
 
 
-def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, tmp_path):
-    engine = two_workers.engine(publish=PublishConfig(store="shared"), transfer_dir=str(tmp_path))
+@pytest.mark.parametrize("store", ["shared", pytest.param("directory", marks=pytest.mark.harness)])
+def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, tmp_path, store):
+    """The workers load the files, or share a mirror, into which one of them pulls."""
+    engine = two_workers.engine(publish=PublishConfig(store=store), transfer_dir=str(tmp_path))
     rpc(two_workers, "sabotage_load", "off", "")
     try:
         params = two_workers.model.params

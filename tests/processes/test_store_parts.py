@@ -56,3 +56,17 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(s3, count, tmp_path):
         assert run.end() == [0] * count, run.printed()
     assert bucket().find(URL) == []
     assert not list((tmp_path / "run").glob("process_*/*"))
+
+
+def test_where_one_process_cannot_upload_no_version_appears(s3, tmp_path):
+    def inside(index):
+        return ("env", "AWS_ENDPOINT_URL=http://127.0.0.1:9") if index == 1 else ()
+
+    with Publishers(tmp_path / "run", 2, **SLOW, inside=inside) as run:
+        run.ask(0.05)
+        error = run.answer()["error"]
+        assert "process 1: " in error
+        assert "cannot be written" in error
+        assert not [path for path in bucket().find(URL) if path.endswith("version.json")]
+        assert run.end() == [0, 0], run.printed()
+    assert bucket().find(URL) == []

@@ -27,7 +27,7 @@ HEALTHY = """
     import http.server, os, pathlib, subprocess, sys
     socket = pathlib.Path(os.environ["VLLM_RPC_BASE_PATH"], "socket")
     socket.touch()
-    port = int(sys.argv[sys.argv.index("--port") + 1])
+    host, port = (sys.argv[sys.argv.index(name) + 1] for name in ("--host", "--port"))
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print("helper", child.pid, flush=True)
     print("socket", socket, flush=True)
@@ -38,7 +38,7 @@ HEALTHY = """
             self.end_headers()
         def log_message(self, *args):
             pass
-    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    http.server.HTTPServer((host, int(port)), Handler).serve_forever()
 """
 
 
@@ -66,9 +66,10 @@ def started(python: str, log: Path, *before: str, more=()) -> subprocess.Popen:
 def serving(python: str, log: Path, *before: str) -> subprocess.Popen:
     """Starts the serving program, and returns its process once the server is healthy and the file has its URL."""
     url_file = log.parent / "made" / "url"
-    caller = started(python, log, *before, more=["--url-file", str(url_file)])
-    assert caller.stdout.readline().startswith("http://127.0.0.1:")
-    assert url_file.exists()
+    caller = started(python, log, *before, more=["--url-file", str(url_file), "--host", "127.0.0.2"])
+    url = caller.stdout.readline()
+    assert url.startswith("http://127.0.0.2:")
+    assert url_file.read_text().strip() == url.strip()
     return caller
 
 
