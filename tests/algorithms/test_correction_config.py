@@ -147,9 +147,21 @@ def test_presets_fill_the_other_fields():
         preset = CorrectionConfig(preset=name)
         assert preset.resolved() == CorrectionConfig(**fields)
         assert not preset.is_off
+    for name, level, mode, low, high in (
+        ("token_tis", "token", "truncate", 0.0, 2.0),
+        ("token_mis", "token", "mask", 0.0, 2.0),
+        ("sequence_tis", "sequence", "truncate", 0.0, 2.0),
+        ("sequence_mis", "sequence", "mask", 0.0, 2.0),
+        ("icepop", "token", "band", 0.5, 5.0),
+        ("geometric_band", "geometric", "band", 0.99, 1.01),
+        ("sequence_band", "geometric", "gate", 0.999, 1.002),
+    ):
+        expected = CorrectionConfig(level=level, mode=mode, threshold_low=low, threshold=high)
+        assert CorrectionConfig(preset=name).resolved() == expected, name
     vexact = CorrectionConfig(preset="vexact", part="drift")
-    assert vexact.resolved() == CorrectionConfig(**PRESETS["vexact"], part="drift")
-    assert vexact.rejections == (("k3", 1e-3),)
+    assert vexact.resolved() == CorrectionConfig(level="token", threshold=2.0, reject_k3=1e-3, part="drift")
+    rejected = [CorrectionConfig(preset=name).rejections for name in ("vexact", "max_k3", "abs_ratio")]
+    assert rejected == [(("k3", 1e-3),), (("max_k3", 0.05),), (("abs_ratio", 2.0),)]
     centered = CorrectionConfig(preset="token_tis", score_centering=True)
     assert centered.resolved() == CorrectionConfig(**PRESETS["token_tis"], score_centering=True)
     assert centered.needs_tops

@@ -127,6 +127,18 @@ def test_a_rate_is_float32_whatever_is_given():
     np.testing.assert_array_equal(rates, np.float32(expected))
 
 
+def test_a_traced_rate_is_set_and_read_in_one_trace():
+    """A rate of 16 bits is float32 after the step, too."""
+    tx, params = optax.chain(optax.clip(1.0), injected()), params_of(jnp.float32)
+    step, traces = counted(lambda state, rate: tx.update(params, set_learning_rate(state, rate), params)[1])
+    state = tx.init(params)
+    for rate in jnp.asarray(RATES, jnp.bfloat16):
+        state = step(state, rate)
+        read = jax.jit(get_learning_rate)(state)
+        assert (read, read.dtype, read.weak_type) == (np.float32(rate), jnp.float32, False)
+    assert len(traces) == 1
+
+
 def test_the_other_leaves_are_the_same_objects():
     """The state of the optimizer may stand in other containers."""
     state = {"train": (3, optax.chain(optax.clip(1.0), injected()).init(params_of(jnp.float32))), "extra": [1.0, None]}

@@ -128,14 +128,15 @@ def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype, options):
 def test_each_token_follows_from_its_row_and_the_seed():
     """A sample of a categorical distribution is the largest of log-probability plus Gumbel noise."""
     exact, _, state = make()
-    responses = draw(published(exact, state, 7), 1, seed=11)
-    tokens = np.stack([np.pad(r.ids, (0, ROW_TOKENS - len(r.ids))) for r in responses])
-    lengths = np.asarray([len(r.ids) for r in responses], np.int32)
-    every = np.asarray(exact.log_softmax(state.params, tokens, lengths, 0.8))
+    responses, every = draw(published(exact, state, 7), seed=11), []
+    for first in range(0, COUNT, ROWS):
+        batch = [r.ids for r in responses[first : first + ROWS]]
+        tokens = np.stack([np.pad(ids, (0, ROW_TOKENS - len(ids))) for ids in batch])
+        every.extend(np.asarray(exact.log_softmax(state.params, tokens, np.int32([len(ids) for ids in batch]), 0.8)))
     for r, said in zip(responses, every, strict=True):
         for position, token in enumerate(r.response):
             kept, key = said[r.prompt_length + position - 1], jax.random.key(11)
-            for number in (r.prompt_index, 0, position):
+            for number in (r.prompt_index, r.sample_index, position):
                 key = jax.random.fold_in(key, number)
             assert int(np.argmax(kept + np.asarray(jax.random.gumbel(key, kept.shape)))) == token
             assert kept[token] == r["rollout_logprobs"][position]

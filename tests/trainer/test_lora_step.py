@@ -11,7 +11,10 @@ from tiny_step import CONFIG, MESH, check_close, fresh_state, keep_gradient, mak
 
 from rljax.policy.lora import LoraConfig, MergedPolicy, TrainedParams, adapter_gradients
 from rljax.policy.model import cast_params, init_params
+from rljax.sharding import replicated
+from rljax.trainer.micro_batches import place_batch
 from rljax.trainer.state import OptimizerConfig, make_optimizer
+from rljax.trainer.totals import place_controls
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +71,13 @@ def test_updates_change_only_adapters_and_compile_once():
         assert np.abs(old - np.asarray(new)).max() > 1e-3
     fresh = cast_params(init_params(CONFIG, 0), jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, fresh, base)
+
+
+@pytest.mark.harness
+def test_the_lowered_step_is_the_one_that_is_called():
+    tx, everywhere = keep_gradient(), replicated(MESH)
+    step, base, *expected = run(tx, dtype="bfloat16")
+    weights = MergedPolicy(CONFIG, LORA, MESH, base, jnp.bfloat16)(adapters())
+    given = place_batch(packed(sequences()), everywhere, everywhere), place_controls(1.0, True, False, everywhere)
+    found = step.lower().compile()(fresh_state(tx, params=adapters(), lora=LORA), *given, weights)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found[:2]), tuple(jax.device_get(expected)))

@@ -50,13 +50,16 @@ def distance(found, expected):
 
 
 CENTERING = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
-FURTHER = ("score centering", "adapters, another temperature", "replayed routes", "qwen2, cut sampling")
+FURTHER = ("score centering", "adapters, another temperature", "qwen2, cut sampling")
 CASES = {
     "dense": (CONFIG, {}, {}),
     "qwen2, cut sampling": (QWEN2, {"tops": 4}, {"cut": True}),
-    "several turns": (CONFIG, {"turns": True}, {"loss": LossConfig(aggregation="sequence_mean")}),
+    "several turns, replayed routes": (
+        MIXTURE,
+        {"turns": True, "layers": 2},
+        {"loss": LossConfig(aggregation="sequence_mean")},
+    ),
     "score centering": (CONFIG, {"tops": 4}, {"correction": CENTERING}),
-    "replayed routes": (MIXTURE, {"layers": 2}, {}),
     "adapters, another temperature": (CONFIG, {}, {"lora": LORA, "temperature": 0.7}),
 }
 
