@@ -21,7 +21,7 @@ def checked_runs(base, directory, caplog, words):
         assert complete(tiny(base, directory / "on", 4, *words, "--diagnosis.self-every", "2"))[0] == 0
     assert complete(tiny(base, directory / "off", 4, *words))[0] == 0  # this run uses the programs of the first
     said = [record.getMessage() for record in caplog.records]
-    count = {name: sum(f"Compiling jit({name})" in line for line in said) for name in ("forward", "loss_forward")}
+    count = {name: sum(f"Compiling jit({name})" in line for line in said) for name in ("measure_batch", "loss_values")}
     return comparable(directory / "off"), comparable(directory / "on"), count
 
 
@@ -38,7 +38,7 @@ def causes(row):
 def test_rows_stay_and_programs_compile_once(toy_base, tmp_path, caplog, kind):
     words, forwards = RUNS[kind]
     off, on, compiled = checked_runs(toy_base, tmp_path, caplog, words)
-    assert compiled == {"forward": forwards, "loss_forward": 1}
+    assert compiled == {"measure_batch": forwards, "loss_values": 1}
     assert [{k: v for k, v in row.items() if not k.startswith("mismatch_self/")} for row in on] == off
     assert [causes(row) for row in on] == [set(), {"", "remat", *([kind] * (kind == "mesh"))}] * 2
     for prefix in ("mismatch_self/", "mismatch_self/remat/"):
