@@ -211,6 +211,10 @@ def test_sizes_by_hand():
     assert {word: sizes.repeats([np.asarray([ord(letter)]) for letter in word]) for word in words} == words
     queue = Queue(np.zeros((5, 2), np.int32), np.ones(5, np.int32), 1, sizes.DecodeSizes(4, 1, 4), most=2)
     assert [rows.tolist() for _, _, rows, _, _ in queue.admitted(np.arange(4))] == [[[0], [1]], [[2], [3]]]
+    queue = Queue(np.zeros((5, 2), np.int32), np.ones(5, np.int32), 1, sizes.DecodeSizes(4, 1, 2))
+    next(queue.admitted(np.arange(4)))
+    ((_, _, rows, into, numbers),) = queue.admitted(np.asarray([2, 3]))  # what fills the group goes into no slot
+    assert (rows.tolist(), into.tolist(), numbers.tolist()) == ([[4], [0]], [[2], [4]], [4, 5])
     qwen3_4b = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
     assert sizes.cache_row_bytes(qwen3_4b, MESH, 100, jnp.bfloat16, jnp.bfloat16) == 100 * 147_456
     assert sizes.cache_row_bytes(qwen3_4b, MESH, 1, jnp.bfloat16, jnp.float8_e4m3fn) == 147_456 / 2
