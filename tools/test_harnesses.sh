@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs and real vLLM servers that are killed in the midst, faults planted one after the other, policies of other
 # families through a real vLLM server, and further forms of what the suite tries in some: meshes, dtypes, engines,
-# damages (marker harness). About forty minutes on two cores.
+# damages (marker harness). About an hour on two cores.
 #
 #   bash tools/test_harnesses.sh [pytest arguments]
 set -euo pipefail
