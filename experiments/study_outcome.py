@@ -9,7 +9,6 @@ import numpy as np
 
 from rljax.record.rows import Row, summarize
 
-ENDS_WELL = 0.3  # a run ends well if its final accuracy is above this
 LEARNED = 0.3  # a run has learned if its peak is at least this
 SMOOTH_STEPS = 10  # the steps of the trailing means that decide whether a run collapsed
 COLLAPSE_SHARE = 0.5  # a run has collapsed when its accuracy falls under this share of its peak and stays there

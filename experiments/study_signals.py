@@ -1,6 +1,6 @@
 """Tells how many steps before a fall each signal of a study's runs changes, from the rows.
 
-    python experiments/study_signals.py configs/study/slow.yaml benchmarks/study_slow.parquet --arms constant
+    python experiments/study_signals.py benchmarks/study_slow.parquet --arms constant
 
 A signal changes at the first step from which, for PERSISTENCE steps, its trailing mean is above FACTOR times (or below
 1 / FACTOR of) its median over the REFERENCE steps from the surge on. A change in a run that does not fall
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from study import read_study
 from study_outcome import Outcome, outcome_of, trailing_mean
 from study_rows import Runs, read_table
 
@@ -41,10 +40,8 @@ SIGNALS = {
 class Arguments:
     """The options of the program."""
 
-    study: Positional[Path]
-    """The YAML file of the study."""
     rows: Positional[Path]
-    """The rows.parquet of the study."""
+    """The rows.parquet of a study."""
     arms: tuple[str, ...] = ()
     """The arms whose runs count; by default all."""
 
@@ -99,7 +96,13 @@ def signal_row(metric: str, runs: Sequence[tuple[Outcome, Sequence[Row]]]) -> di
 
 
 def signal_rows(runs: Runs, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Computes the line of each signal, over the runs of these arms."""
+    """Computes the line of each signal, over the runs of these arms.
+
+    Raises:
+      ConfigError: An arm has no run.
+    """
+    if unknown := set(arms) - {arm for arm, _ in runs}:
+        raise ConfigError(f"the rows have no run of the arms {', '.join(sorted(unknown))}")
     chosen = [(outcome_of(rows), rows) for (arm, _), rows in runs.items() if arm in arms]
     return {name: signal_row(metric, chosen) for name, metric in SIGNALS.items()}
 
@@ -118,10 +121,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table and returns the exit status."""
     arguments = parse_arguments(Arguments, argv, prog="python experiments/study_signals.py", description=__doc__ or "")
     with caller_errors():
-        study = read_study(arguments.study)
-        if unknown := set(arguments.arms) - set(study.arms):
-            raise ConfigError(f"{arguments.study} has no arm {', '.join(sorted(unknown))}")
-        print(markdown(signal_rows(read_table(arguments.rows), arguments.arms or list(study.arms))))
+        runs = read_table(arguments.rows)
+        print(markdown(signal_rows(runs, arguments.arms or [arm for arm, _ in runs])))
     return 0
 
 

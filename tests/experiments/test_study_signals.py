@@ -64,13 +64,15 @@ def test_leads_misses_and_false_alarms():
 
 
 def test_the_program_prints_the_signals(tmp_path, capsys):
-    study, table = tmp_path / "study.yaml", tmp_path / "rows.parquet"
-    study.write_text(STUDY)
-    write_table(table, {("constant", 0): study_run(0.0), ("constant", 1): study_run(0.4)})
-    assert main([str(study), str(table), "--arms", "constant"]) == 0
-    assert "| gradient norm | - |  | 1 | 0 of 1 |" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="has no arm fast"):
-        main([str(study), str(table), "--arms", "fast"])
+    table = tmp_path / "rows.parquet"
+    write_table(
+        table, {("constant", 0): study_run(0.0), ("constant", 1): study_run(0.4), ("triggered", 0): study_run(0.75)}
+    )
+    for arms, line in {("--arms", "constant"): "| 1 | 0 of 1 |", (): "| 1 | 0 of 2 |"}.items():
+        assert main([str(table), *arms]) == 0
+        assert f"| gradient norm | - |  {line}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no run of the arms fast"):
+        main([str(table), "--arms", "constant", "fast"])
 
 
 CLAIMS = """
@@ -109,6 +111,8 @@ def test_the_program_writes_a_figure_for_each_claim(tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(path) for path in paths]
     assert coloured_share(paths[0]) > 1e-3
     assert coloured_share(paths[1]) > 5e-5  # one dot
+    with pytest.raises(ConfigError, match="no run of the arms fast"):
+        study_figures.main([str(study), str(table), "--out", str(tmp_path), "--signals", "fast"])
 
 
 def test_claims_that_do_not_fit_are_one_line(tmp_path):
