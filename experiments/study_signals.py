@@ -96,7 +96,7 @@ def signal_row(metric: str, runs: Sequence[tuple[Outcome, Sequence[Row]]]) -> di
 
 
 def signal_rows(runs: Runs, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Computes the line of each signal, over the runs of these arms.
+    """Computes the line of each signal that some run of these arms has.
 
     Raises:
       ConfigError: An arm has no run.
@@ -104,7 +104,8 @@ def signal_rows(runs: Runs, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
     if unknown := set(arms) - {arm for arm, _ in runs}:
         raise ConfigError(f"the rows have no run of the arms {', '.join(sorted(unknown))}")
     chosen = [(outcome_of(rows), rows) for (arm, _), rows in runs.items() if arm in arms]
-    return {name: signal_row(metric, chosen) for name, metric in SIGNALS.items()}
+    measured = {key for _, rows in chosen for row in rows for key, value in row.items() if value is not None}
+    return {name: signal_row(metric, chosen) for name, metric in SIGNALS.items() if metric in measured}
 
 
 def markdown(signals: Mapping[str, Mapping[str, Any]]) -> str:
