@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +25,12 @@ from rljax.rollout.engine import RolloutEngine, Stopping
 from rljax.rollout.exact import ExactEngine, Executable
 from rljax.rollout.external.queue import is_address, parse_address
 from rljax.rollout.injected import InjectedEngine
-from rljax.rollout.kinds import can, check_wishes
+from rljax.rollout.kinds import can, check_wishes, named_engines
 from rljax.rollout.servers.discovery import make_lookup
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.model import ServedModel
-from rljax.rollout.servers.sglang.client import SglangBackend
-from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import ClientLimits, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
 from rljax.weights.publish_config import PublishConfig
@@ -132,7 +131,7 @@ def make_engine(
             head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
             return ServedEngine(
                 Expectation(config, config_to_hf(policy, config.dtype), max_tokens, head_dtype, size),
-                BACKENDS[config.engine](),
+                make_backend(config.engine),
                 functions or policy_functions(policy, config.dtype),
                 publish=publish,
                 stop=stop,
@@ -176,8 +175,12 @@ def load_jax_engine(
     return engine
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"vllm": VllmBackend, "sglang": SglangBackend}
-"""The kinds of servers, by the name of the engine."""
+def make_backend(engine: str) -> Backend:
+    """Makes the ``VllmBackend`` of ``servers/vllm/client.py`` for "vllm". Raises ValueError for no kind of server."""
+    if not can(engine, "serves"):
+        raise ValueError(f"the kind of server must be {named_engines('serves')}, got {engine!r}")
+    kind = pkgutil.resolve_name(f"rljax.rollout.servers.{engine}.client:{engine.capitalize()}Backend")
+    return cast(Backend, kind())
 
 
 def connect(
@@ -191,4 +194,4 @@ def connect(
       ServerError: A server does not answer.
       ValueError: A server is of another kind, or does not serve exactly one model, or the servers' models differ.
     """
-    return ServedModel(urls, BACKENDS[kind](), limits=limits, api_key_file=api_key_file)
+    return ServedModel(urls, make_backend(kind), limits=limits, api_key_file=api_key_file)

@@ -3,6 +3,8 @@
 import ast
 import contextlib
 import dataclasses
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +65,12 @@ def test_no_module_compares_the_name_of_an_engine_or_a_family():
 
 
 def test_each_engine_has_a_maker_and_abilities():
-    assert set(build.BACKENDS) == set(engines_that("serves"))
+    served = engines_that("serves")
+    assert tuple(build.make_backend(engine).name.lower() for engine in served) == served
+    contracts = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"{" | ".join(served)}",' in contracts  # kinds of servers do not import each other
+    with pytest.raises(ValueError, match="the kind of server must be vllm or sglang, got 'jax'"):
+        build.connect(["http://127.0.0.1:9"], kind="jax")
     for wish in WISHES:
         assert 0 < sum(wish.needs in abilities for abilities in ENGINES.values()) < len(ENGINES), wish.key
     with pytest.raises(ValueError, match="the engine must be exact, jax, vllm or sglang, got 'vlm'"):
@@ -76,11 +83,13 @@ class EchoBackend(VllmBackend):
     name = "Echo"
 
 
-def test_a_new_kind_of_server_is_one_entry_and_one_maker(monkeypatch, fake):
+def test_a_new_kind_of_server_is_one_entry_and_one_package(monkeypatch, fake):
     """Nothing else has to know the engine: it is configured, checked, given weights, verified and sampled from."""
-    touched = [(ENGINES, frozenset({"serves", "lags"})), (build.BACKENDS, EchoBackend)]
-    for table, entry in touched:
-        monkeypatch.setitem(table, "echo", entry)
+    monkeypatch.setitem(ENGINES, "echo", frozenset({"serves", "lags"}))
+    for module, content in (("echo", {}), ("echo.client", {"EchoBackend": EchoBackend})):
+        package = types.ModuleType(f"rljax.rollout.servers.{module}")
+        vars(package).update(content)
+        monkeypatch.setitem(sys.modules, package.__name__, package)
     config = RolloutConfig(engine="echo", urls=(fake.url,), dtype="float32", server_wait_s=10.0)
     for setting, needs in ({"colocated": True}, "vllm"), ({"max_staleness": 1, "update": "keep"}, "vllm or sglang"):
         with pytest.raises(ValueError, match=f"works with rollout.engine = {needs}, not with echo"):

@@ -480,7 +480,7 @@ def test_no_seed_is_sent_and_one_likeliest_token_is_asked_for(tpu, another, rout
     assert {(each["seed"], each["logprobs"] > 0) for each in tpu.sampling} == {(None, True)}
     assert {each["seed"] is None for each in other.sampling if each["max_tokens"] == 4} == {False}
     assert {each["logprobs"] for each in other.sampling if each["max_tokens"] == 4} == {0}
-    assert [f"{tpu.url} takes no seeds on a TPU" in each.message for each in caplog.records].count(True) == 1
+    assert [f"{tpu.url} takes no seeds (TPU)" in each.message for each in caplog.records].count(True) == 1
 
 
 TPU_LACKS = {

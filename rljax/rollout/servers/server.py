@@ -279,7 +279,7 @@ class Server(Remote):
         info = server_info(self.url, described, kind.name.lower())
         log.info("%s: %s %s, %s, agrees with the trainer", self.url, kind.name, info.version, info.dtype)
         if not can(expected.config.engine, "takes_seeds", self.platform):
-            log.warning("%s takes no seeds on a %s: its rollouts cannot be repeated", self.url, self.platform.upper())
+            log.warning("%s takes no seeds (%s): it repeats no rollouts", self.url, self.platform.upper() or kind.name)
         self.state = "greeted"
         return info
 
