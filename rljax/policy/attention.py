@@ -21,12 +21,12 @@ ONE_PIECE = 1024
 """The longest row (tokens) whose scores are all in memory at once."""
 _MASKED = -1e30
 PackedAttention = Callable[[Queries, KeyBlocks, KeyBlocks, Ends], Queries]
-"""Attention of packed rows: a function of queries, keys, values and ``ends``.
+"""Attention of packed rows: a function of queries, keys, values and their ``ends`` (``flash.Ends``).
 
 The output is in the dtype of the inputs. Query head i attends to key-value head i // (h / g). Scores are scaled by
-k ** -0.5. A token attends to itself and the earlier tokens of its path. What a token does not see changes no bit of its
-output or gradient. The output of a padding token is finite and meaningless. If several devices share a row, queries,
-keys and values are folded (``context.fold``), but ``ends`` are of whole rows.
+k ** -0.5. The query at i attends to the keys at j <= i with i < ends[j]. Other keys and values change no bit of its
+output. The output of a padding token is finite and meaningless. If several devices share a row, queries, keys and
+values are folded (``context.fold``), but ``ends`` are of whole rows.
 """
 
 
@@ -55,9 +55,9 @@ def attend(
 
 
 def packed_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends, *, block: int | None = None) -> Queries:
-    """Computes ``PackedAttention`` on any backend: up to ``ONE_PIECE`` tokens in one piece, longer rows in blocks.
+    """Computes attention of packed rows (``PackedAttention``) on any backend, in blocks above ``ONE_PIECE`` tokens.
 
-    The blocks have ``block`` tokens, or ``flash.block_size`` if it is None.
+    ``block`` is the number of tokens in a block. If it is None, ``flash.block_size`` chooses the number.
     """
     return _or_one_piece(functools.partial(block_attention, block=block))(q, k, v, ends)
 
@@ -78,8 +78,8 @@ def attention_of_parts(
 ) -> Queries:
     """Computes attention of folded rows (``context.fold``). ``parts`` devices share each whole row.
 
-    The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. ``ends`` belong to
-    the whole rows, which each of the devices has.
+    The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. ``ends`` are not
+    folded: each device has the ``ends`` of its whole rows.
     """
     num_heads, _ = device_heads(q.shape[2], k.shape[2], axis_size("act_heads"))
     heads = head_axes(k)
@@ -96,9 +96,9 @@ _KERNELS: dict[str, Any] = {"cudnn": cudnn_attention, "splash": splash_attention
 
 
 def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> str:
-    """Returns the kernel that ``policy.attention`` means for rows of more than ``ONE_PIECE`` tokens; never "auto".
+    """Returns the name of the kernel for rows above ``ONE_PIECE`` tokens, if ``policy.attention`` is ``name``.
 
-    Arguments and errors are as in ``choose_attention``.
+    The result is never "auto". Arguments and errors are as in ``choose_attention``.
     """
     refusals = {"cudnn": _why_not_cudnn(device, dtype, head_dim), "splash": _why_not_splash(device, dtype, head_dim)}
     return choose_kernel("policy.attention", name, refusals)
@@ -107,14 +107,14 @@ def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: 
 def choose_attention(
     name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1, *, trees: bool = False
 ) -> PackedAttention:
-    """Chooses the implementation that ``policy.attention`` means, for rows of sequences that share nothing.
+    """Returns the attention function that ``name``, a value of ``policy.attention``, means on a device.
 
     ``device`` is any device of the mesh, which may exist only for compilation ahead of time. ``dtype`` is the dtype of
-    queries, keys and values. ``parts`` is the number of devices that share a row. With ``trees`` the rows hold trees;
-    cuDNN and splash take trees of two levels.
+    queries, keys and values. ``parts`` is the number of devices that share a row. Without ``trees`` the function takes
+    rows of sequences that share nothing, with ``trees`` rows of trees. cuDNN and splash take trees of two levels.
 
     Raises:
-      ValueError: The kernel does not support the device or the heads. The message begins with the key.
+      ValueError: The kernel does not support the device, the dtype or the heads. The message begins with the key.
     """
     chosen = find_implementation(name, device, dtype, head_dim)
     kernel: PackedAttention = packed_attention

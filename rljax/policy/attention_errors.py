@@ -1,4 +1,4 @@
-"""The errors of an implementation of attention against float32, and a check of trees on the devices of a run."""
+"""The errors of attention kernels, measured against float32, and a check of trees on the devices of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rljax.policy.config import AttentionName, PolicyConfig
 
 RESULTS = ("output", "dq", "dk", "dv")
 MOST_ERROR = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
-"""Largest relative error of a kernel: two units of the last place of its dtype."""
+"""The largest relative error of a kernel that counts as right, by dtype: the dtype's machine epsilon."""
 _ENDS = np.repeat([[291, 250, 251, 291, 321, 462, 382, 462, 0]], [100, 150, 1, 40, 30, 1, 60, 80, 50], axis=1)
 """The ends of a small row: a root of 100 tokens with three branches, a sequence, and a root of one token with two."""
 
@@ -46,7 +46,7 @@ def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]
 
 @jax.jit
 def reference(q: Any, k: Any, v: Any, d_out: Any, ends: Any) -> tuple[jax.Array, ...]:
-    """Computes the results of ``gradients`` in float32 at the highest precision, with all scores of one kv head."""
+    """Computes the results of ``gradients`` in float32 at the highest precision, one key-value head at a time."""
     b, t, _, d = q.shape
     wide = (x.astype(jnp.float32).reshape(b, t, k.shape[2], -1, d) for x in (q, k, v, d_out))
     by_head = [jnp.moveaxis(x, 2, 0) for x in wide]
@@ -57,10 +57,10 @@ def reference(q: Any, k: Any, v: Any, d_out: Any, ends: Any) -> tuple[jax.Array,
 
 
 def why_no_trees(name: AttentionName, device: Any, dtype: str, policy: PolicyConfig) -> str:
-    """Returns how the kernel of ``policy.attention`` fails on a small row of trees; empty if its numbers are right.
+    """Returns how the kernel of ``policy.attention`` fails on a small row of trees; "" if its numbers are right.
 
-    The device is one of this process. Attention by XLA is not run. Its tests run on any machine, and no test runs the
-    joined calls of cuDNN and splash on their devices.
+    ``device`` is one of this process. The result is "" without a check if the kernel is XLA's, whose tests run on any
+    machine. No test runs the calls of cuDNN and splash for trees on their devices.
     """
     kernel: Any = find_implementation(name, device, dtype, policy.head_dim)
     if kernel == "xla":

@@ -1,4 +1,4 @@
-"""The shape of a policy, the choices of its computation, and directories that hold an adapter."""
+"""The shape of a policy, the choice of its kernels, and a check for directories that hold an adapter."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PolicyConfig:
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
     family: str = "qwen3"  # the model_type of the config.json
-    num_experts: int = 0  # the number of experts that replace the SwiGLU of each block; 0 for a dense policy
+    num_experts: int = 0  # the number of experts that replace the SwiGLU of each block; 0: no experts
     experts_per_token: int = 0  # the number of experts k for each token
     expert_size: int = 0  # the inner width of an expert's SwiGLU
     attention_bias: bool = False  # whether all four products of a Llama's attention have biases
@@ -99,7 +99,7 @@ class PolicyConfig:
 
     @property
     def route_bytes(self) -> int:
-        """The bytes of one token's routes, in ``route_dtype``. 0 for a dense policy."""
+        """The bytes of one token's routes (its experts in all layers) in ``route_dtype``; 0 without experts."""
         return self.num_layers * self.experts_per_token * np.dtype(route_dtype(self.num_experts)).itemsize
 
     @property
@@ -120,10 +120,10 @@ def route_dtype(num_experts: int) -> Any:
 
 
 def choose_kernel(key: str, name: str, refusals: Mapping[str, str | None]) -> str:
-    """Returns the kernel that ``name`` means for the configuration key ``key``.
+    """Returns the name of the kernel that ``name``, the value of the configuration key ``key``, means.
 
-    "auto" means the first kernel that is not refused, or else "xla". ``refusals`` has the reason why a kernel cannot be
-    used, or None, by its name. Kernels without an entry always fit.
+    "auto" means the first kernel that is not refused, or else "xla". ``refusals`` has for the name of each kernel the
+    reason why it cannot be used, or None if it can. Kernels without an entry can always be used.
 
     Raises:
       ValueError: The kernel ``name`` is refused.
@@ -136,7 +136,7 @@ def choose_kernel(key: str, name: str, refusals: Mapping[str, str | None]) -> st
 
 
 def refuse_adapter(directory: Path) -> None:
-    """Raises ValueError if a directory holds an adapter of PEFT, which transformers adds to a model there."""
+    """Raises ValueError if a directory holds an adapter of PEFT. transformers would add it to a model there."""
     if (directory / ADAPTER_CONFIG).is_file():
         cause = f"{directory} holds an adapter, which transformers adds to a model there"
         remedy = f"set model.path to the model that it was made for and lora.adapter to {directory}"

@@ -22,16 +22,16 @@ AXIS = "context"
 
 
 def whole_rows(*arrays: Array) -> tuple[Array, ...]:
-    """Gathers int32 arrays [b, t] over the devices that share a row. They travel as one array."""
+    """Gathers int32 arrays [b, t], so that each device has its rows whole. The arrays travel as one array."""
     stacked = constrain(jnp.stack(arrays, axis=2), "batch_rows", None, None)
     return tuple(stacked[:, :, i] for i in range(len(arrays)))
 
 
 def fold(x: Array, parts: int) -> Array:
-    """Makes the part of each device a row of its own: [b, t, ...] becomes [b * parts, t / parts, ...].
+    """Makes each device's part of a row a row of its own: [b, t, ...] becomes [b * parts, t / parts, ...].
 
     Raises:
-      ValueError: ``parts`` devices cannot share a row of t tokens, or the mesh does not divide the rows.
+      ValueError: ``parts`` does not divide the t tokens, or the mesh does not divide the number of rows b.
     """
     if parts == 1:
         return x
@@ -49,7 +49,7 @@ def fold(x: Array, parts: int) -> Array:
 
 
 def unfold(x: Array, parts: int) -> Array:
-    """Reverses ``fold``: [b * parts, t / parts, ...] becomes [b, t, ...], with whole rows on each of their devices."""
+    """Reverses ``fold``: [b * parts, t / parts, ...] becomes [b, t, ...]. Devices that shared a row have it whole."""
     if parts == 1:
         return x
     (rows, tokens, *rest), ways = x.shape, axis_size("batch_rows")
@@ -61,7 +61,7 @@ def unfold(x: Array, parts: int) -> Array:
 
 
 def gather_tokens(x: Array) -> Array:
-    """Gathers an array [b, t / parts, ...] of the devices that share rows, as [b, t, ...] in order.
+    """Joins the arrays [b, t / parts, ...] of the devices that share rows to [b, t, ...], in the order of tokens.
 
     It is called on each device (``sharding.on_each_device``).
     """
@@ -71,11 +71,11 @@ def gather_tokens(x: Array) -> Array:
 def heads_of_device(parts: int, num_heads: int, kv_heads: int) -> int:
     """Returns the number of query heads that each of ``parts`` devices computes if they exchange tokens for heads.
 
-    They are whole groups of query heads, or heads of one group. If the number does not divide ``num_heads``, some
-    devices have fewer heads or none, and compute zeros instead.
+    They are whole groups of query heads, or heads of one group. If ``parts`` times their number is above ``num_heads``,
+    the last devices have fewer heads or none, and compute zeros instead.
 
     Raises:
-      ValueError: ``parts`` does not divide ``kv_heads``, and is less.
+      ValueError: ``parts`` is less than ``kv_heads`` and does not divide it.
 
     >>> heads_of_device(8, 32, 8), heads_of_device(8, 12, 2)
     (4, 2)
@@ -93,7 +93,7 @@ def heads_of_device(parts: int, num_heads: int, kv_heads: int) -> int:
 
 
 def device_heads(num_heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
-    """Returns the numbers of query heads and key-value heads of a device. Only whole groups are split over ``tp``."""
+    """Returns the numbers of query heads and key-value heads of a device. ``tp`` devices split only whole groups."""
     ways = tp if kv_heads % tp == 0 else 1
     return num_heads // ways, kv_heads // ways
 

@@ -2,7 +2,7 @@
 
 cuDNN takes a packed row as sequences with offsets and lengths, and computes no score across two of them. The public
 ``jax.nn.dot_product_attention`` has no arguments for offsets. The private wrapper below it has; only this module
-imports it. The kernel needs compute capability 9.0 (Hopper) and 16-bit operands.
+imports it. The kernel needs 16-bit operands and a compute capability from 9.0 (Hopper) to 11.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rljax.policy.levels import join_levels, number_runs, two_levels
 from rljax.sharding import on_each_device
 
 TOKENS_PER_SEGMENT, TOKENS_PER_NODE = 256, 64
-"""A row may hold one segment, or one node of a tree, for so many tokens. cuDNN keeps a log-sum-exp of the whole row for
-each segment. Calls of trees keep them for a short time only."""
+"""A row may hold one segment for every 256 of its tokens, or one node of a tree for every 64. cuDNN keeps log-sum-exps
+of a whole row's length for each segment, but for a node only for a short time."""
 FEWEST_SEGMENTS = 16
 """The number of segments that a row of any length may hold."""
 _NO_KEYS = -1e38
@@ -31,7 +31,7 @@ CAPABILITY, CUDNN = "9.0", 91000
 
 
 def max_segments(t: int, *, trees: bool = False) -> int:
-    """Returns the most segments, or nodes, for which cuDNN computes a row of ``t`` tokens. Padding is one of them."""
+    """Returns the most segments, or nodes of ``trees``, of a row of ``t`` tokens that cuDNN computes, with padding."""
     return max(FEWEST_SEGMENTS, t // (TOKENS_PER_NODE if trees else TOKENS_PER_SEGMENT))
 
 
@@ -43,18 +43,18 @@ class Spans(NamedTuple):
 
 
 class LevelCall(NamedTuple):
-    """A call of cuDNN: the queries of a sequence see the keys of the same sequence."""
+    """The arguments of a call of cuDNN, in which the queries of a sequence see the keys of the same sequence."""
 
     queries: Spans
     keys: Spans
     mask: str  # "PADDING_CAUSAL" if a query sees the keys up to its own place in the sequence, "PADDING" if it sees all
     ranks: Int[Array, "b t"]  # the number of each token's sequence in its row
-    is_query: Bool[Array, "b t"]
-    is_key: Bool[Array, "b t"]
+    is_query: Bool[Array, "b t"]  # whether the token's query is in the call
+    is_key: Bool[Array, "b t"]  # whether the token's key is in the call
 
 
 def cudnn_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends, *, trees: bool = False) -> Queries:
-    """Computes attention along each path: an implementation of ``rljax.policy.attention.PackedAttention``.
+    """Computes attention of packed rows: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     Without ``trees`` the rows hold sequences that share nothing; with ``trees`` they hold trees of at most two levels.
     Queries, keys and values are bfloat16 or float16. The padding of a row counts as a segment, because cuDNN leaves
@@ -82,7 +82,7 @@ def _rows(q: Array, k: Array, v: Array, ends: Array, *, trees: bool) -> tuple[Ar
 
 
 def spans_of(ranks: Int[Array, "b t"], inside: Bool[Array, "b t"], most: int) -> Spans:
-    """Returns the spans of the tokens that are ``inside``. Tokens of a span have the same rank, below ``most``."""
+    """Returns the span of the tokens ``inside`` with each rank below ``most``; tokens of other ranks are left out."""
 
     def of_row(ranks: Array, inside: Array) -> Spans:
         which, t = jnp.where(inside, ranks, most), ranks.shape[0]

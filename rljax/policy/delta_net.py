@@ -32,14 +32,14 @@ from rljax.sharding import axis_size, constrain, on_each_device
 CHUNK = 64
 """The number of tokens in a chunk."""
 NOT_DECAYED = ("log_decay_scale", "step_bias")
-"""The parameters without weight decay, as in fla. Decay would pull every A to 1, and such a head forgets at once."""
+"""The parameters without weight decay, as in the library fla. Decay would pull A to 1: such a head forgets at once."""
 _SLOWEST, _FASTEST = 1e-4, 1e-2  # the range of a new head's A: it remembers hundreds of tokens or more
 _EXACT = jax.lax.Precision.HIGHEST
 DeltaState = Float[Array, "b h k v"]
 
 
 class DeltaTokens(NamedTuple):
-    """The tokens of rows for the delta rule, float32."""
+    """The inputs of the delta rule for the tokens of rows, float32."""
 
     q: Float[Array, "b t h k"]
     k: Float[Array, "b t h k"]
@@ -50,7 +50,7 @@ class DeltaTokens(NamedTuple):
 
 
 def recurrent(tokens: DeltaTokens, state: DeltaState) -> tuple[Float[Array, "b t h v"], DeltaState]:
-    """Computes the rule token by token. Returns the outputs and the state after the last token, float32."""
+    """Computes the delta rule token by token. Returns the outputs and the state after the last token, float32."""
 
     def step(state: Array, token: DeltaTokens) -> tuple[Array, Array]:
         kept = jnp.where(token.starts[:, None], 0.0, jnp.exp(token.log_decay))
@@ -66,8 +66,8 @@ def recurrent(tokens: DeltaTokens, state: DeltaState) -> tuple[Float[Array, "b t
 def chunked(tokens: DeltaTokens, state: DeltaState, chunk: int = CHUNK) -> tuple[Float[Array, "b t h v"], DeltaState]:
     """Computes what ``recurrent`` computes, with a triangular inverse and a few products for each chunk of tokens.
 
-    D[i, j] is the decay from token j to token i of a sequence, and 0 if j is later or in another one. d is the decay
-    from the state before the chunk to each token, and e from each token to the last one:
+    D[i, j] is the decay from token j to token i, and 0 if j is later or in another sequence. d is the decay from the
+    state before the chunk to each token. e is the decay from each token to the last one of the chunk:
 
         (I + strictly_lower(beta K K' * D)) [U | W] = beta [V | d K]
         N = U - W S;    Y = (d Q) S + (Q K' * D) N;    S <- d_last S + (e K)' N
@@ -110,10 +110,10 @@ def chunked(tokens: DeltaTokens, state: DeltaState, chunk: int = CHUNK) -> tuple
 
 
 def unit_lower_inverse(below: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
-    """Inverts I plus the part of a matrix below its diagonal. Its size is a power of two.
+    """Returns the inverse of I plus the part of ``below`` under its diagonal. The size c is a power of two.
 
     The inverses of two blocks on the diagonal give the inverse of the block of both. XLA's triangular solve would wait
-    for ever on a CPU with few cores: two of them at once occupy all threads, and wait for further ones.
+    for ever on a CPU with few cores: two solves at once occupy all threads, and wait for further ones.
     """
     *batch, size, _ = below.shape
     inverse = jnp.ones((*batch, size, 1, 1), below.dtype)
@@ -155,8 +155,8 @@ def _new_decay(key: Array, shape: Any, dtype: Any = jnp.float32, out_sharding: A
 class DeltaNet(nnx.Module):
     """A gated delta net behind a short convolution. Every key head serves consecutive value heads.
 
-    The devices of ``tp`` split the key heads, each with its value heads, if their number is even for all. Devices that
-    share rows exchange tokens for heads (``rljax.policy.context``), and compute whole rows.
+    If the mesh axis ``tp`` divides the number of key heads, its devices split them, each with its value heads. Devices
+    that share rows exchange tokens for heads (``rljax.policy.context``), and compute whole rows.
     """
 
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
@@ -179,7 +179,7 @@ class DeltaNet(nnx.Module):
         self.output = param(rngs, (values, d), ("heads", "embed"), normal, "linear_attn.out_proj.weight", 1)
 
     def state_spec(self, rows: int, places: int, dtype: Any, cache_dtype: Any) -> tuple[StateArray, ...]:
-        """Returns the state of the rule, and the last inputs of the convolution (``Mixer.state_spec``)."""
+        """Describes the state of the rule and the last inputs of the convolution (``Mixer.state_spec``)."""
         del places, cache_dtype
         shape = (rows, self.heads[0], self.key_heads[1], self.heads[1])
         mixed, _, width = self.kernel.shape

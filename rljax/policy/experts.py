@@ -6,7 +6,7 @@
 
 Experts are split over the mesh axis ``expert``, which also splits rows. Each device receives the tokens of all devices
 that hold other experts, and computes the pairs that go to its own experts. The results are added and scattered. The
-inner width of an expert is split over ``tp``, as in a dense MLP. A round has room for somewhat more than a device's
+inner width of an expert is split over ``tp``, as in a plain MLP. A round has room for somewhat more than a device's
 share of the pairs. With uneven routing a device takes more rounds. The backward pass keeps only the tokens and computes
 gate and up again. Products have the dtype of the activations and accumulate in float32. Across devices, sums of
 activations travel in that dtype, and sums of the gradients of weights in float32.
@@ -54,8 +54,8 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "b t d"], routing: Routing) -> tuple[Array, Array, RoutingRecord]:
         """Sends each token to its experts and adds up their outputs.
 
-        Returns the output in the dtype of ``x``, the largest absolute values inside the experts [b, 1, f], and the
-        routing.
+        Returns the output in the dtype of ``x``, the largest absolute values inside the experts [b, 1, n] for n parts
+        of their inner width, and the record of the routing.
         """
         probabilities = jax.nn.softmax(router_logits(x, self.router[...]), axis=-1)
         gates, own = jax.lax.top_k(probabilities, self.k)
@@ -72,7 +72,7 @@ class Experts(nnx.Module):
 
 @jax.custom_vjp
 def router_logits(x: Float[Array, "b t d"], weight: Float[Array, "d e"]) -> Float[Array, "b t e"]:
-    """Computes float32 logits. The operands of the backward products have the dtype of ``x`` and ``weight``."""
+    """Computes a router's logits, float32. The operands of the backward products have the dtype of ``x``."""
     return jnp.einsum("btd,de->bte", x, weight, preferred_element_type=jnp.float32)
 
 
@@ -181,10 +181,10 @@ def experts(
     gates: Float[Array, "b t k"],
     weights: tuple[Float[Array, "e d f"], Float[Array, "e d f"], Float[Array, "e f d"]],
 ) -> tuple[Float[Array, "b t d"], Float[Array, "b f"]]:
-    """Sums, over the choices of each token, the gate times down(silu(gate(x)) * up(x)) of the chosen expert.
+    """Sums, over the choices of each token, its float32 gate times the output of the chosen expert.
 
-    The gates are float32. ``weights`` are the matrices gate, up and down of all experts, in the dtype of ``x``. The
-    sums have this dtype, too. Of the absolute values inside the experts only the maximum over all rows is exact.
+    An expert is a SwiGLU with the matrices gate, up and down of ``weights``, in the dtype of ``x``. Returns the sums in
+    this dtype, and the largest absolute values inside the experts. Only their maximum over all rows is exact.
     """
     mesh = _axes(*x.shape[::2])
 
@@ -298,7 +298,7 @@ def _sort(mesh: _MeshAxes, choices: Int[Array, "n k"], gates: Float[Array, "n k"
 
 
 def round_size(pairs: int, ways: int) -> int:
-    """Returns the number of pairs in a round: all pairs if experts are not split (``ways`` 1)."""
+    """Returns how many of ``pairs`` pairs of token and choice a round has; all if experts are whole (``ways`` 1)."""
     if ways == 1:
         return pairs
     return min(pairs, -(-math.ceil(_SLACK * pairs / ways) // _MULTIPLE) * _MULTIPLE)

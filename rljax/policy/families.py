@@ -1,4 +1,4 @@
-"""The families of policies: the block that each declares, and its Hugging Face ``config.json``."""
+"""The families of policies: the blocks that each declares, and its form of Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Family:
     """One family of policies: its additions to the common decoder, and its form of the ``config.json``."""
 
     model_type: str  # the model_type of the config.json, and the value of PolicyConfig.family
-    architecture: str  # the class of transformers and vLLM
+    architecture: str  # the name of the model's class in transformers and vLLM
     pattern: tuple[BlockKind, ...]  # the blocks of one period; the policy repeats it
     fixed: Mapping[str, Any]  # the keys of the file with the same value in every model that the policy can compute
     # The values that transformers uses if the file has none, by our field names. A missing head_dim without a default
@@ -62,7 +62,7 @@ class Family:
 
 
 _FIXED = {"hidden_act": "silu", "use_sliding_window": False}
-"""The features that every family fixes, because no policy here computes anything else."""
+"""The features that Qwen2 and Qwen3 fix, because no policy here computes anything else."""
 # Qwen2 and Qwen2.5: query, key and value have a bias and no norm. vLLM's Qwen2 does not read head_dim.
 QWEN2 = Family(
     model_type="qwen2",
@@ -211,8 +211,8 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     """Reads a ``config.json`` dictionary as transformers v5 does, in its form or the older one (``rope_scaling``).
 
     Raises:
-      ValueError: No policy here computes the model type or a feature (sliding window, scaled RoPE, another activation,
-        quantised weights), or a size is missing. The message names the key and its value.
+      ValueError: No policy here computes the model type or a feature (sliding window, another scaling of RoPE or
+        activation, quantised weights), or a size is missing or wrong. The message names the key and its value.
     """
     if not isinstance(raw, dict):
         raise ValueError(f"expected an object, got {type(raw).__name__}")
@@ -344,7 +344,7 @@ def _is_of_type(name: str, value: Any) -> bool:
 
 
 def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
-    """Returns the ``config.json`` dictionary.
+    """Returns the ``config.json`` dictionary of a policy with weights in ``dtype``.
 
     RoPE is written in the old and the new form, so that every version of transformers and vLLM can read it.
     """

@@ -27,8 +27,8 @@ OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """Names (``jax.ad_checkpoint.checkpoint_name``) of the output and the log-sum-exp. A remat policy that saves both does
 not recompute the forward pass."""
 FLOAT16_SHIFT = 2.0**8
-"""The factor of float16 gradients of scores. They are products with probabilities, which are small in long segments.
-Without the factor they would lose digits below 6e-5."""
+"""The factor by which gradients of scores are multiplied in float16. They are products with probabilities, which are
+small in long segments. Without the factor they would lose digits below 6e-5."""
 _MASKED = -1e30
 
 Triple = tuple[Array, Array, Array]
@@ -63,7 +63,7 @@ def block_pairs(n: int) -> Int[np.ndarray, "pairs 2"]:
 
 
 def seen_blocks(ends: Int[Array, "n b"]) -> Bool[Array, "n n"]:
-    """Marks the pairs of a query block i and a key block j <= i where a query may see a key."""
+    """Marks the pairs of a query block i and a key block j <= i where a query may see a key. Others mean nothing."""
     n, block = ends.shape
     return jnp.arange(n)[:, None] * block < jnp.max(ends, axis=1)[None, :]
 
@@ -82,7 +82,7 @@ def head_axes(k: Float[Array, "b t g k"]) -> tuple[str | None, ...]:
 
 
 def block_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends, *, block: int | None = None) -> Queries:
-    """Computes attention along each path: an implementation of ``rljax.policy.attention.PackedAttention``.
+    """Computes attention of packed rows: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     It needs memory for the inputs in float32 and for one pair of blocks of ``block`` tokens (None: ``block_size``),
     never for t * t scores. On the mesh of the context each device computes its own rows and heads.

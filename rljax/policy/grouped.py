@@ -27,7 +27,7 @@ _MOSAIC_TILES: dict[str, Any] = {
 
 
 class Grouped(NamedTuple):
-    """An implementation of the two grouped products. Both accumulate in float32."""
+    """An implementation of the two grouped products. Both products accumulate in float32."""
 
     # A function (rows [m, d], matrices [e, d, f], sizes [e]) -> [m, f], in the dtype of the rows. The first sizes[0]
     # rows are multiplied with the first matrix, and so on. With transposed=True the matrices are [e, f, d]. Rows after
@@ -141,7 +141,7 @@ IMPLEMENTATIONS: dict[str, Grouped] = {
 
 
 def choose_experts(name: ExpertsName, device: Any, dtype: Any, widths: tuple[int, int]) -> Grouped:
-    """Chooses the implementation that ``policy.experts`` means.
+    """Returns the implementation that ``name``, a value of ``policy.experts``, means on a device.
 
     ``device`` is any device of the mesh, which may exist only for compilation ahead of time. ``dtype`` is the dtype of
     the rows and matrices, and ``widths`` are the widths d and f on each device.

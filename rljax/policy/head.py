@@ -21,19 +21,19 @@ from rljax.sharding import axis_size, constrain, gradient_sum_dtype
 # The vocabulary of Qwen is 151,936 = 16 x 9,496. A vocabulary of up to this size is one chunk.
 MAX_CHUNK = 9_496
 MAX_STORED = 2**27
-"""The largest number of logits that a CPU keeps for the backward pass (512 MiB). More are computed again there."""
+"""The largest number of logits that a CPU keeps for the backward pass (512 MiB). It computes more of them again."""
 _Chunk = tuple[Array, Array, Array | None]  # rows [c, d], their indices [c], and their logits [n, c] if they are kept
 
 
 class TokenScores(NamedTuple):
-    """The scores of tokens, float32, and what else a forward gives. A value that was not asked for is None."""
+    """The scores of tokens, float32, and other results of a forward. A value that was not asked for is None."""
 
     logprobs: Float[Array, "*b"]  # the log-probability of each target (nats)
-    entropy: Any = None  # float32 [*b], the entropy of its distribution (nats)
+    entropy: Any = None  # float32 [*b], the entropy of each target's distribution (nats)
     tops: Float[Array, "*b k"] | None = None  # the log-probabilities of given ids (nats); -inf for no token
     collision: Float[Array, "*b"] | None = None  # the sum of the squared probabilities of all tokens, without gradient
     stats: Any = None  # the ``ForwardStats`` of a forward over packed rows
-    # The log-probabilities of all tokens that may follow each place, without gradient. Only the exact pass gives them.
+    # The log-probabilities of all tokens that may follow each place, without gradient. Only ``ExactPass`` gives them.
     log_softmax: Float[Array, "*b v"] | None = None
     routes: Any = None  # the ``PackedBatch.routes`` that the forward chose
 
@@ -61,9 +61,9 @@ class _Sums(NamedTuple):
 
 
 def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
-    """Returns the smallest number of equal chunks of at most ``max_chunk``.
+    """Returns the smallest number of equal chunks of a vocabulary, with at most ``max_chunk`` entries each.
 
-    If no divisor of ``vocab_size`` is between that number and four times it, the result is 1.
+    The number is at most four times ``ceil(vocab_size / max_chunk)``. If there is none, the result is 1.
     """
     smallest = -(-vocab_size // max_chunk)
     return next((c for c in range(smallest, min(vocab_size, 4 * smallest) + 1) if vocab_size % c == 0), 1)
@@ -75,7 +75,7 @@ def are_few_logits(tokens: int, vocab_size: int) -> bool:
 
 
 def matmul_precision(dtype: Any) -> str | None:
-    """Returns "highest" for float32, whose products accelerators would round to fewer bits, and else the default."""
+    """Returns the precision of products in ``dtype``: "highest" for float32, which would be rounded, else None."""
     return "highest" if jnp.dtype(dtype) == jnp.float32 else None
 
 

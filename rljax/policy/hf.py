@@ -54,7 +54,7 @@ class Leaf(NamedTuple):
     """One parameter of the pytree and its tensors in the files."""
 
     path: tuple[str, ...]  # the path in the pytree
-    names: np.ndarray  # the names of the tensors; slices over the leading axes of this shape are separate tensors
+    names: np.ndarray  # the names of its tensors, each a slice; the shape is that of the parameter's leading axes
     shape: tuple[int, ...]  # the shape of one slice
     inputs: int | None  # the layout of a tensor (HFTensor.inputs)
     wide: bool  # whether files hold it in float32 beside 16-bit tensors
@@ -108,9 +108,9 @@ class Leaf(NamedTuple):
             yield np.ravel(np.atleast_1d(names)[start : start + taken]), layout(chunk)
 
     def read(self, sources: Mapping[str, Any], dtype: Any, computes_in: Any, index: Any) -> np.ndarray:
-        """Reads the part ``index`` of the parameter from the opened tensors of the files, by name.
+        """Reads the part ``index`` of the parameter into ``dtype``. ``sources`` has the opened tensors by name.
 
-        Raises ValueError if a value that is read is not finite, or is not in ``dtype`` or ``computes_in``.
+        Raises ValueError if a value is not finite in the file, in ``dtype``, or after a cast to ``computes_in``.
         """
         names = np.asarray(self.names[index[: self.stacked]], object)
         bounds = [slice(*s.indices(n)) for s, n in zip(index[self.stacked :], self.shape, strict=True)]
@@ -241,7 +241,7 @@ def load_params(
 
     Raises:
       ValueError: A tensor is missing, or has another shape or dtype. A value is not finite in the file, in ``dtype`` or
-        in ``computes_in``. The head of a tied policy is another table.
+        in ``computes_in``. The head of a tied policy differs from its embedding table.
     """
     sources = _open_sources(Path(directory))
     if config.tie_word_embeddings and not _is_tied(sources):
@@ -275,14 +275,14 @@ def read_leaves(
     shapes_from: str,
     computes_in: Any = None,
 ) -> Params:
-    """Reads the pytree of ``leaves`` (``leaves_of``) in ``dtype`` from opened tensors, by name (``open_tensors``).
+    """Reads the pytree of ``leaves`` (``leaves_of``) in ``dtype``. ``sources`` are tensors from ``open_tensors``.
 
     ``shardings`` and ``computes_in`` are as in ``load_params``. Messages name the ``directory`` of the files, and
     ``shapes_from`` as the origin of the expected shapes.
 
     Raises:
       ValueError: A tensor is missing, or has another shape or dtype, or a value that is not finite. The message names
-        it. Every tensor is looked for before the first one is placed.
+        the tensor. Names, shapes and dtypes of all tensors are checked before the first one is read.
     """
     placed = flatten_dict(shardings or {})
     params, leaves = {}, list(leaves)
@@ -329,7 +329,7 @@ def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tup
 def host_tensors(
     params: Params, leaves: Iterable[Leaf], dtype: Any, chunk_bytes: int = CHUNK_BYTES, *, keeps_wide: bool = False
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields what ``hf_tensors`` yields for ``leaves``; with ``keeps_wide`` the ``wide`` ones are in float32."""
+    """Yields the tensors of ``leaves`` as ``hf_tensors`` does; with ``keeps_wide``, the ``wide`` ones in float32."""
     flat = flatten_dict(params)
     kept = ((leaf, jnp.float32 if keeps_wide and leaf.wide else dtype) for leaf in leaves)
     chunks = (leaf.file_chunks(jnp.asarray(flat[leaf.path]), leaf.names, into, chunk_bytes) for leaf, into in kept)
@@ -364,8 +364,8 @@ def save_params(
 ) -> None:
     """Writes an HF directory: config.json, and safetensors in one file or, above ``max_shard_bytes``, in several.
 
-    The directory is created if it is missing, and its weight files are replaced. Tensors that are not ``wide`` have
-    ``dtype``.
+    The directory is created if it is missing, and its weight files are replaced. The tensors have ``dtype``, but
+    the parameters declared as ``wide`` are float32.
 
     Args:
       side_files_from: A directory whose tokenizer and generation files are copied. None: no files are copied.

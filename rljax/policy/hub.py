@@ -12,7 +12,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""The configurations that the package carries, with the quickstart's base model."""
+"""The directory of the configurations that the package carries, and of the quickstart's base model."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # The hub also has the same weights in other formats.
@@ -67,7 +67,7 @@ KNOWN_SHAPES["Qwen/Qwen3.5-4B"] = PolicyConfig(
 
 
 def is_hub_id(name: str) -> bool:
-    """Returns whether ``name`` is OWNER/NAME on the hub and not a path: there is no directory OWNER."""
+    """Returns whether ``name`` has the form OWNER/NAME of a model on the hub, and OWNER is no local directory."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).parent.is_dir()
 
 
@@ -86,8 +86,8 @@ def packaged(name: str) -> Path | None:
 def model_directory(name: str, files: Sequence[str] = _FILES) -> str:
     """Returns the local directory of a model: ``name`` itself, one of the package, or one fetched from the hub.
 
-    ``name`` is a directory, the name of a model that the package carries, or OWNER/NAME of a model on the hub. From the
-    hub the files that match ``files`` are downloaded, unless they were downloaded before.
+    ``name`` is a directory, the name of a model that the package carries, or OWNER/NAME of a model on the hub. Any
+    other name is returned as it is. From the hub, files that match ``files`` are downloaded unless they were before.
 
     Raises:
       ValueError: The hub has no such model, or it cannot be reached and the model was not downloaded before.

@@ -15,14 +15,14 @@ from rljax.policy.rotary import Rotate, rotate, rotate_by_product
 
 
 class Kernels(NamedTuple):
-    """The implementations of a policy's forward. The defaults work on every backend."""
+    """The implementations of the parts of a policy's forward. The defaults work on every backend."""
 
     attention: PackedAttention = packed_attention  # the attention of rows of sequences that share nothing
     grouped: Grouped = IN_BLOCKS  # the products of a mixture's experts
     parts: int = 1  # the number of devices that share a row; above 1, ``attention`` takes rows of ``context.fold``
     # The largest number of blocks that are compiled one by one, not as a loop, if the backward pass recomputes nothing.
     unrolled: int = 0
-    # Whether the head looks up targets in the logits, and keeps few logits (``head.MAX_STORED``) for the backward pass.
+    # Whether the LM head picks a target's logit by index, and keeps up to ``head.MAX_STORED`` logits for its backward.
     stored_logits: bool = False
     rotate: Rotate = rotate  # the rotary embedding
     tree_attention: PackedAttention = packed_attention  # the attention of rows of trees
@@ -36,7 +36,7 @@ limit is small."""
 
 
 def check_mesh(config: PolicyConfig, mesh: Any) -> None:
-    """Raises ValueError if a mesh, which may have no devices, does not divide the experts or the heads."""
+    """Raises ValueError if a mesh, or an ``AbstractMesh``, does not divide the experts or the heads of a policy."""
     for axis, name in (("expert", "num_experts"), ("tp", "expert_size")):
         if config.num_experts and getattr(config, name) % mesh.shape[axis]:
             raise ValueError(f"mesh.{axis} = {mesh.shape[axis]} must divide {name} = {getattr(config, name)}")
@@ -51,9 +51,9 @@ def check_mesh(config: PolicyConfig, mesh: Any) -> None:
 
 
 def is_one_cpu(mesh: Any) -> bool:
-    """Returns whether the mesh, which may have no devices, is a single CPU.
+    """Returns whether the only device of the mesh is a CPU; False for an ``AbstractMesh``, which has no devices.
 
-    The devices may exist only for compilation, on a machine that has only a CPU. Several CPU devices are simulated.
+    The mesh is asked and not the machine, because its device may exist only for compilation ahead of time.
     """
     return not isinstance(mesh, AbstractMesh) and mesh.devices.size == 1 and mesh.devices.flat[0].platform == "cpu"
 

@@ -56,7 +56,7 @@ class HFTensor(NamedTuple):
 
 
 class ParamDeclaration(NamedTuple):
-    """One parameter of a pytree. In a stack of blocks it is the parameter of all of them."""
+    """The declaration of one parameter of a pytree. A parameter in a stack of blocks is that of all blocks."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # the logical axis of each dimension
@@ -64,7 +64,7 @@ class ParamDeclaration(NamedTuple):
 
 
 class Declarations(dict[tuple[str, ...], ParamDeclaration]):
-    """The parameters of a pytree, by path."""
+    """The declarations of the parameters of a pytree, by path."""
 
     def abstract(self) -> Any:
         """Returns the pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf. Nothing is allocated."""
@@ -156,7 +156,7 @@ class BlockStats(NamedTuple):
 
 
 def largest(x: Float[Array, "b t f"]) -> Float[Array, "b s f"]:
-    """Computes the largest absolute values over each device's tokens. Over all tokens they would need a collective."""
+    """Returns each feature's largest absolute value in each device's part of the tokens, which needs no collective."""
     rows, tokens, features = x.shape
     parts = math.gcd(tokens, axis_size("split_tokens"))
     each = jnp.abs(x).reshape(rows, parts, tokens // parts, features)
@@ -264,7 +264,7 @@ def rms_norm(x: Float[Array, "b *t d"], scale: Float[Array, "*b d"], eps: float)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation. The parameter is its scale, or what the scale has above ``offset``."""
+    """Root-mean-square normalisation. The parameter is the scale minus ``offset``."""
 
     def __init__(self, size: int, eps: float, rngs: nnx.Rngs, name: str, *, offset: float = 0.0, wide: bool = False):
         self.eps, self.offset = eps, offset
@@ -293,7 +293,7 @@ class MLP(nnx.Module):
             self.down_bias = param(rngs, (d,), ("embed",), zeros, "mlp.down_proj.bias")
 
     def __call__(self, x: Float[Array, "b t d"], routing: Routing | None) -> tuple[Array, Array, None]:
-        """Returns the output in the dtype of ``x``, the largest absolute values inside [b, s, f], and no routing."""
+        """Returns the output in the dtype of ``x``, the ``largest`` values of the inner product [b, s, f], and None."""
         del routing
         widening = (self.gate_bias[...], self.up_bias[...]) if self.bias else ()
         gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]), widening)

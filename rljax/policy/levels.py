@@ -34,7 +34,7 @@ def number_runs(x: Int[Array, "*b t"]) -> Int[Array, "*b t"]:
 
 
 def two_levels(ends: Int[Array, "*b t"]) -> TwoLevels:
-    """Finds the nodes of rows. Neighbours in a node have equal ends, and no token of a tree ends after its first."""
+    """Finds the nodes of rows. Tokens of a node have equal ends. A tree's largest end is its first token's."""
     last = ends.ndim - 1
     nodes, trees = number_runs(ends), number_runs(jax.lax.cummax(ends, axis=last))
     starts = jnp.diff(trees, axis=-1, prepend=0) > 0
@@ -46,7 +46,7 @@ def two_levels(ends: Int[Array, "*b t"]) -> TwoLevels:
 def join_levels(calls: Any, forward: Any, backward: Any, q: Array, k: Array, v: Array, ends: Array) -> Array:
     """Computes the attention of the queries to the keys of all levels.
 
-    Queries, keys, values and outputs have the order of axes of the kernel. Log-sum-exps have the axes of the output but
+    Queries, keys, values and outputs have the kernel's order of axes. Log-sum-exps have the axes of the output without
     the last one, and are very low where a query has no keys.
 
     Args:

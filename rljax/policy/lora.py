@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen policy, and the merged policy that they give.
 
-The weight of a target is W' = round(W + alpha / rank * A B): a float32 sum, rounded to the compute dtype. One
-executable computes it. The trainer's step and the engines use this same array, so adapters add nothing to the mismatch.
+A target is a weight with an adapter. It becomes W' = round(W + alpha / rank * A B): a float32 sum, rounded to the
+compute dtype. The trainer's step and the engines use this same array, so adapters add nothing to the mismatch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _letters(target: ParamDeclaration) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=32)
 def find_targets(config: PolicyConfig, lora: LoraConfig) -> Declarations:
-    """Finds the parameters that have an adapter: stacks of linear layers [layers, *in, *out].
+    """Returns the declarations of the parameters that have an adapter: stacks of linear layers [layers, *in, *out].
 
     Raises ValueError if a target is not a linear layer of the policy's blocks, or belongs to its experts.
     """
@@ -99,7 +99,7 @@ def find_targets(config: PolicyConfig, lora: LoraConfig) -> Declarations:
 
 
 def declared_adapters(config: PolicyConfig, lora: LoraConfig) -> Declarations:
-    """Returns the matrices of all adapters, whose tensors are named as in PEFT's files.
+    """Returns the declarations of the matrices of all adapters, with the names of tensors in PEFT's files.
 
     A target [layers, *in, *out] of the policy has ``a`` [layers, *in, rank] and ``b`` [layers, rank, *out] at its path.
     Raises ValueError if a target is not a linear layer of the policy's blocks, or belongs to its experts.
@@ -135,7 +135,7 @@ def init_adapters(config: PolicyConfig, lora: LoraConfig, seed: int) -> Params:
 
 
 def with_targets(weights: Params, targets: Params) -> Params:
-    """Returns a policy's pytree in which the leaves of ``targets`` are replaced."""
+    """Returns the pytree ``weights`` of a policy, with the leaves of ``targets`` in place of its own."""
     return unflatten_dict(flatten_dict(weights) | flatten_dict(targets))
 
 
@@ -193,13 +193,13 @@ class TrainedParams:
 
     @property
     def declared(self) -> Declarations:
-        """The trained parameters."""
+        """The declarations of the trained parameters."""
         return declared_adapters(self.config, self.lora) if self.lora.rank else declared_params(self.config)
 
     def targets(self, weights: Params) -> Params:
         """Returns the leaves of a policy's pytree that need a gradient: those with an adapter, or all without adapters.
 
-        They may be arrays or anything else.
+        The leaves may be arrays, shardings or anything else.
         """
         if not self.lora.rank:
             return weights
@@ -211,7 +211,7 @@ class TrainedParams:
         return params if self.lora.rank else ()
 
     def gradients(self, residuals: Any, target_gradients: Params) -> Params:
-        """Computes the gradients of the trained parameters from the gradients of the targets."""
+        """Computes the gradients of the trained parameters from the gradients of the leaves of ``targets``."""
         if not self.lora.rank:
             return target_gradients
         # The gradients are summed over the rows on the devices of the weights and in their dtype, as for all weights.
@@ -220,11 +220,11 @@ class TrainedParams:
 
 
 class MergedPolicy:
-    """The policy of adapters on a frozen base. One executable merges them for trainer and engines.
+    """A function of adapters that merges them with a frozen base. Trainer and engines use its one executable.
 
     The merged policy is kept until a call with other adapters. It is in the same memory as the adapters: on the devices
     or on the host (``sharding.on_host``). Leaves without adapters are the arrays of the base. They are copied only if
-    the base is in the host's memory and the adapters are not.
+    they are cast to float32, or if the base is in the host's memory and the adapters are not.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class MergedPolicy:
         return cast_params(self.base, jnp.float32) if self._as_float32 else self.base
 
     def __call__(self, adapters: Params) -> Params:
-        """Returns the whole policy's pytree, in the dtype of the base or in float32. Callers must not donate it."""
+        """Returns the merged policy's pytree, in the dtype of the base or in float32. Callers must not donate it."""
         if self._newest is None or self._newest[0] is not adapters:
             self._newest = None  # This frees the last result before the next one is computed.
             with jax.set_mesh(self._mesh):

@@ -21,7 +21,7 @@ from rljax.sharding import constrain
 
 
 class StateArray(NamedTuple):
-    """One array of the state that decoding keeps for a mixer.
+    """The description of one array of the state that decoding keeps for a mixer.
 
     If "tokens" is the second axis, the array is a ring with an entry for each token. Otherwise it is the state after
     the last token.
@@ -36,14 +36,14 @@ class BlockState(NamedTuple):
     """The state of one block in decoding, among the states of the same block in all periods."""
 
     arrays: tuple[Array, ...]  # the arrays of ``Mixer.state_spec`` with a leading axis over the periods
-    period: Array  # the period of the block
+    period: Array  # the index of the block's period
 
     def read(self) -> tuple[Array, ...]:
         """Returns the block's own arrays."""
         return tuple(jax.lax.dynamic_index_in_dim(x, self.period, 0, keepdims=False) for x in self.arrays)
 
     def write(self, new: Iterable[Array], at: Array | int = 0) -> BlockState:
-        """Returns the state with ``new``, in the dtypes of the arrays, from index ``at`` of their second axis on."""
+        """Returns the state with ``new``, of equal dtypes, in the block's own arrays from index ``at`` of axis 1 on."""
         starts = (self.period, 0, at)
         arrays = (
             jax.lax.dynamic_update_slice(old, each[None], (*starts, *[0] * (old.ndim - 3)))
@@ -72,17 +72,17 @@ class Mixer(Protocol):
     """The contract of mixers. The state is None for packed rows, in which sequences start and end."""
 
     # The number of heads whose state passes from each token to the next one in its row; 0 if there is no such state.
-    # Rows are then no trees. Devices that share a row each take some of these heads, for all its tokens.
+    # Rows cannot be trees then. Devices that share a row each take some of these heads, for all its tokens.
     state_heads: int
 
     def state_spec(self, rows: int, places: int, dtype: Any, cache_dtype: Any) -> tuple[StateArray, ...]:
-        """Returns the arrays that decoding keeps for ``rows`` rows of ``places`` tokens. They are zeros at first.
+        """Describes the arrays that decoding keeps for ``rows`` rows of ``places`` tokens. They are zeros at first.
 
         ``dtype`` is the dtype of the computation, and ``cache_dtype`` the dtype of cached keys and values.
         """
 
     def __call__(self, x: Float[Array, "b t d"], where: Where, state: BlockState | None) -> Mixed:
-        """Computes the mixer. The output has the dtype of ``x``."""
+        """Returns the mixer's output for ``x``, in the dtype of ``x``, and its state after the tokens."""
 
 
 class Attention(nnx.Module):
@@ -124,7 +124,7 @@ class Attention(nnx.Module):
             self.key_norm = norm(k, c.rms_norm_eps, rngs, "self_attn.k_norm.weight")
 
     def state_spec(self, rows: int, places: int, dtype: Any, cache_dtype: Any) -> tuple[StateArray, ...]:
-        """Returns the rings of keys and of values (``Mixer.state_spec``)."""
+        """Describes the rings of keys and of values (``Mixer.state_spec``)."""
         del dtype
         shape = (rows, places, *self.key.shape[-2:])
         return (StateArray(shape, cache_dtype, ("rows", "tokens", "kv_heads", "head_dim")),) * 2

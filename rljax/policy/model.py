@@ -113,22 +113,22 @@ def _declaration(config: PolicyConfig) -> _Declaration:
 
 
 def declared_params(config: PolicyConfig) -> Declarations:
-    """Returns the parameters of a policy. In the names of tensors of blocks, the first ``{}`` is the block's number."""
+    """Returns the declarations of a policy's parameters. In tensors' names, the first ``{}`` is the block's number."""
     return _declaration(config).params
 
 
 def abstract_params(config: PolicyConfig) -> Params:
-    """Returns the pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf."""
+    """Returns a policy's pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf."""
     return declared_params(config).abstract()
 
 
 def logical_axes(config: PolicyConfig) -> Params:
-    """Returns the pytree with a tuple of logical axis names at each leaf."""
+    """Returns a policy's pytree with a tuple of logical axis names at each leaf."""
     return declared_params(config).axes()
 
 
 def gathered_axes(config: PolicyConfig) -> Params:
-    """Returns the logical axes of weights that are gathered over the mesh axes that split the model width."""
+    """Returns the ``logical_axes`` with None for the model width, which is then not split over the mesh."""
 
     def gathered(axes: tuple[str, ...]) -> tuple[str | None, ...]:
         return tuple(None if axis in ("embed", "expert_embed") else axis for axis in axes)
@@ -137,27 +137,27 @@ def gathered_axes(config: PolicyConfig) -> Params:
 
 
 def param_shardings(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Params:
-    """Returns the pytree with a NamedSharding at each leaf."""
+    """Returns a policy's pytree with a NamedSharding at each leaf."""
     return declared_params(config).shardings(mesh)
 
 
 def init_params(config: PolicyConfig, seed: int) -> Params:
-    """Returns new float32 parameters. The same seed gives the same bits."""
+    """Returns new random parameters of a policy, float32. The same seed gives the same bits."""
     return nnx.to_pure_dict(nnx.state(_Decoder(config, nnx.Rngs(seed)), nnx.Param))
 
 
 def cast_params(params: Params, dtype: Any) -> Params:
-    """Casts every parameter to ``dtype``, the dtype of an engine's computation."""
+    """Casts every parameter to ``dtype``, such as the compute dtype of the trainer or of an engine."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
 def copy_params(params: Params, dtype: Any) -> Params:
-    """Copies every parameter to ``dtype``, in new memory, so that a donation of ``params`` does not change the copy."""
+    """Copies every parameter into new memory in ``dtype``, so that a donation of ``params`` leaves the copy intact."""
     return jax.tree.map(lambda p: jnp.array(p, dtype=dtype, copy=True), params)
 
 
 def lm_head_table(params: Params) -> Float[Array, "v d"]:
-    """Returns the output table, which is the embedding if they are tied."""
+    """Returns the table of the LM head, which is the embedding table if the two are tied."""
     return params["lm_head"] if "lm_head" in params else params["embed"]
 
 
@@ -200,7 +200,7 @@ def run_blocks(
     remat: Remat = "none",
     unrolled: int = 0,
 ) -> tuple[Float[Array, "b t d"], States, ForwardStats]:
-    """Scans the periods of blocks over ``x`` and applies the final norm.
+    """Runs the blocks on ``x``, in a scan over the periods, and applies the final norm.
 
     Args:
       params: The pytree of parameters, in the compute dtype.
@@ -290,7 +290,7 @@ def hidden_states(
     kernels: Kernels = ON_ANY_BACKEND,
     choices: Int[Array, "b t l k"] | None = None,
 ) -> tuple[Float[Array, "b t d"], ForwardStats]:
-    """Computes the hidden states of packed rows of trees, ready for the LM head. A token sees the tokens of its path.
+    """Computes the hidden states of packed rows of trees (``score.PrefixTrees``), ready for the LM head.
 
     If several devices share a row (``kernels.parts``), all arrays but ``ends`` are folded (``context.fold``).
 

@@ -22,7 +22,7 @@ from rljax.weights.writer import Part
 
 
 def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]:
-    """Yields the parts of the HF tensors that the devices of this process hold, in ``dtype``.
+    """Yields the parts of the Hugging Face tensors that the devices of this process hold, in ``dtype``.
 
     Two chunks at a time are on the host. If a part has several copies, only one process yields it. So the parts of all
     processes together cover each tensor once. All processes that hold the parameters must make this call.

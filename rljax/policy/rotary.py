@@ -2,7 +2,7 @@
 
 Models with a longer context scale the frequencies. The formulas are those of transformers 5
 (``modeling_rope_utils.py``) and vLLM: ``linear`` divides all frequencies, ``llama3`` only low ones (Llama 3.1), and
-``yarn`` mixes both over a ramp and widens attention (2309.00071).
+``yarn`` mixes divided and plain ones over a ramp and scales cosines and sines (arXiv 2309.00071).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A scaled rotary embedding. A field that the kind does not use has its default."""
+    """The settings of a scaled rotary embedding. A field that the kind does not use has its default."""
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float  # the divisor of a scaled frequency
@@ -70,10 +70,10 @@ class RopeScaling:
 
 
 def read_rope(rope: Mapping[str, Any], longest: int) -> RopeScaling | None:
-    """Reads ``rope_parameters`` or ``rope_scaling`` of a ``config.json`` as transformers does. None: plain embeddings.
+    """Reads ``rope_parameters`` or ``rope_scaling`` of a ``config.json`` as transformers does.
 
-    The base and the share of a head that turns (``partial_rotary_factor``) are not read. ``longest`` is the original
-    length of an embedding that names none (tokens).
+    Returns None if nothing is scaled. The base and the ``partial_rotary_factor`` are not read. ``longest`` is the
+    original length (tokens) for settings that name none.
 
     Raises:
       ValueError: No policy here computes the setting. The message names the key and its value.

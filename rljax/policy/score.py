@@ -38,7 +38,7 @@ class PrefixTrees(NamedTuple):
     tokens: Any  # int32 [*m, b, t], the token ids
     ends: Any  # int32 [*m, b, t], the place after the last token of the token's subtree; 0 on padding
     positions: Any  # int32 [*m, b, t], the position of the token in its sequences, from 0
-    sources: Any  # int32 [*m, b, s], the place of the token before each token of the flat rows; 0 on padding
+    sources: Any  # int32 [*m, b, s], the place in ``tokens`` of the token before each scored token; 0 on padding
 
 
 def segment_ends(segment_ids: Int[Array, "b t"]) -> Int[Array, "b t"]:
@@ -87,7 +87,7 @@ def over_support(
 
 
 def align(scored: TokenScores, positions: Int[Array, "b t"], segment_ids: Int[Array, "b t"]) -> TokenScores:
-    """Moves the scores [b, t - 1] after each token to the next token, to which they belong, [b, t].
+    """Moves the scores [b, t - 1], each at the place before its token, to the places of their tokens, [b, t].
 
     Position 0 of a segment and padding get 0, and -inf in ``tops``.
     """
@@ -124,12 +124,12 @@ def packed_logprobs(
     """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
     Args:
-      params, tokens, segment_ids, positions, remat, kernels, choices: The arguments of ``hidden_states``.
+      params, remat, kernels, choices: The arguments of ``hidden_states``, of rows that are not folded.
+      tokens, segment_ids, positions: The arrays of a micro-batch of ``trainer.packing.PackedBatch``.
       temperature: The temperature of the scored distribution, positive.
       lm_head_dtype: The dtype of the operands of the LM head's products. None: the dtypes of hidden states and table.
       top_ids: The ids of k more tokens to score at each position; -1 where there are fewer. None: no others.
-      cut: Whether the scored distributions are cut to ``top_ids`` and normalised over them. A token without any of them
-        has log-probability and entropy 0.
+      cut: Whether distributions are cut to ``top_ids`` and normalised over them. Without an id, a token's scores are 0.
       collision: Whether to compute the sum of squared probabilities of each distribution.
       trees: The trees that the policy computes. The segments are then responses only, and ``choices`` belong to the
         tokens of the trees. None: the policy computes the segments, which begin with their prompts.
@@ -139,8 +139,8 @@ def packed_logprobs(
       ``tops[b, t]`` to ``top_ids[b, t]``. The first token of a segment and padding have 0.
 
     Raises:
-      ValueError: The distributions are cut, and ``top_ids`` is None; or several devices share a row of trees, or
-        the policy needs each sequence whole in one row.
+      ValueError: The distributions are cut, and ``top_ids`` is None. Or ``trees`` are given, although several devices
+        share a row or the policy passes a state from token to token (``state_heads``).
     """
     parts = kernels.parts
     if cut and top_ids is None:
@@ -215,7 +215,7 @@ def make_scorer(
     so that few shapes are compiled. Equal arguments give the same function; the last eight functions are kept.
 
     With a ``mesh`` the masters lie on it. With ``remat`` the program also has the backward of a training step, which
-    recomputes the activations that it names.
+    recomputes the activations that ``remat`` names.
     """
 
     def with_sum(params: Params, tokens: Array, segment_ids: Array) -> tuple[Array, Array]:

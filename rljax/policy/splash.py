@@ -22,7 +22,7 @@ multiples of the lanes."""
 
 
 class Call(NamedTuple):
-    """A call of the kernel for one row: a query sees the earlier keys that have its id."""
+    """The arguments of a call of the kernel for one row. A query sees the keys up to its place that have its id."""
 
     queries: Int[Array, " t"]  # the id of each query
     keys: Int[Array, " t"]  # the id of each key
@@ -39,7 +39,7 @@ def splash_attention(
     interpret: bool = False,
     trees: bool = False,
 ) -> Queries:
-    """Computes ``rljax.policy.attention.PackedAttention``.
+    """Computes attention of packed rows: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     Without ``trees`` the rows hold sequences that share nothing; with ``trees`` they hold trees of at most two levels.
     The kernel skips the blocks above the diagonal. Pairs of blocks without a query that sees a key are removed from its

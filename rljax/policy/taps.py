@@ -15,15 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 LAYERS = "layers"
-"""The prefix of the values inside blocks, which have a leading axis over the periods outside of the scan."""
+"""The prefix of the names of values inside blocks. Outside of the scan these have a leading axis over the periods."""
 Values = dict[str, Array]
 
 
 class Substitutes(NamedTuple):
-    """The values that replace computed ones, by name. Flags switch each on or off without a compilation."""
+    """The values that replace computed ones, by name. Flags switch each value on or off without a compilation."""
 
     values: Values
-    flags: dict[str, Bool[Array, "*l"]]  # whether to put the value in; for a stack, in each block
+    flags: dict[str, Bool[Array, "*l"]]  # whether to use the value; in a stack of blocks, one flag for each block
 
 
 # The values that a forward has recorded so far, and the substitutes for computed ones.
@@ -68,7 +68,7 @@ def stack_paths(period: int) -> list[tuple[str, ...]]:
 
 
 def substitutes_of_stack(stack: tuple[str, ...]) -> Substitutes:
-    """Returns the substitutes of a stack's values, without the prefix of their names; none outside of a context."""
+    """Returns the substitutes of a stack's values, without the prefix of their names; none outside ``recording``."""
     recorder = _active.get()
     if recorder is None:
         return _NONE
@@ -81,12 +81,12 @@ def substitutes_of_stack(stack: tuple[str, ...]) -> Substitutes:
 
 
 def recording_layer(substitutes: Substitutes) -> contextlib.AbstractContextManager[Values]:
-    """Records one block inside the body of the scan. Outside of ``recording`` nothing is recorded."""
+    """Returns a context that records one block in the body of the scan. Outside ``recording`` it records nothing."""
     return contextlib.nullcontext({}) if _active.get() is None else recording(substitutes)
 
 
 def record_stack(stack: tuple[str, ...], stacked: Values) -> None:
-    """Records the values of a stack of blocks, with a leading axis. It does nothing outside of ``recording``."""
+    """Records the values of a stack of blocks, with an axis over the periods. Outside ``recording`` it does nothing."""
     recorder = _active.get()
     if recorder is not None:
         recorded, _ = recorder

@@ -2,8 +2,8 @@
 
 A token was sampled with policy version v and is trained from version w. Its log-ratio is
 trainer_w - rollout = (trainer_v - rollout) + (trainer_w - trainer_v). The first part is numerics, the second is drift.
-The first part needs a forward under the policy that sampled the token, so copies of older policies are kept. It is
-measured on a sample of the responses, or on all of them if the correction applies to one part only.
+The first part needs a forward under the policy that sampled the token, so copies of older policies are kept. Both
+parts are measured on a sample of the responses, or on all of them if the correction applies to one part only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ RATIOS = ("token_ratio_max", "token_fraction_above", "token_effective_sample_siz
 class SplitUpdate(UpdateAround):
     """An ``Update`` that also measures ``mismatch_numerics/<name>`` and ``mismatch_drift/<name>``.
 
-    Both are absent if no token was sampled with an older version that is kept. The drift is also measured for each
-    number of versions behind, as ``mismatch_drift/<versions>/<name>``. Each number of versions costs one forward of the
+    Both are absent if no measured token was sampled with an older version that is kept. The drift is also measured for
+    each number of versions behind, as ``mismatch_drift/<versions>/<name>``. Each such number costs one forward of the
     measured responses.
     """
 

@@ -1,4 +1,4 @@
-"""Zero mismatch: one executable that samples, scores and differentiates, and the training step around it.
+"""Zero mismatch: one executable for sampling, scores and gradients, and the training step around it.
 
 ``ExactPass`` is one compiled forward and backward of a fixed shape [b, t], with one sequence in a row. The exact engine
 samples tokens from its log-softmax rows, and ``ExactUpdate`` differentiates through it. So the trainer's
@@ -38,7 +38,7 @@ from rljax.trainer.update import TrainerValues, Updated, UpdateOptions, fetch_me
 
 
 class ExactOutput(NamedTuple):
-    """The result of one call of the executable."""
+    """The result of one call of an ``ExactPass``."""
 
     grads: Params  # the gradients of the scaled loss over the provisional denominator, in the compute dtype
     loss: Statistics  # the statistics of Objective.micro_loss
@@ -85,7 +85,7 @@ def full_scores(
 class ExactPass:
     """The executable ``exact(params, micro, scale, provisional, temperature)`` of the engine and the update.
 
-    It is compiled at the first call. Another shape is an error, not a compilation.
+    It is compiled at the first call. A micro-batch of another shape is an error and is not compiled.
     """
 
     config: PolicyConfig
@@ -155,8 +155,8 @@ class ExactPass:
     ) -> ExactOutput:
         """Runs the executable on a micro-batch from ``place``, with three numbers from ``scalar``.
 
-        ``params`` are the float32 masters, or merged adapters in float32. The executable casts them. ``scale`` is the
-        factor of the loss, ``provisional`` its denominator.
+        ``params`` are the float32 masters, or the float32 weights of a ``MergedPolicy``. The executable casts them.
+        ``scale`` is the factor of the loss, ``provisional`` its denominator.
         """
         with jax.set_mesh(self.mesh):
             return self._compiled(params, micro, scale, provisional, temperature)
@@ -166,8 +166,8 @@ class ExactPass:
     ) -> Float[Array, "b t v"]:
         """Returns the log-softmax after each token, from which the engine samples. The rows carry no loss.
 
-        ``params`` are the float32 masters. Each row of ``tokens``, int32 [b, t], begins at the left. ``lengths``, int32
-        [b], are 0 for unused rows. The temperature is positive.
+        ``params`` are as in ``__call__``. Each row of ``tokens``, int32 [b, t], begins at the left. ``lengths``, int32
+        [b], are the numbers of its tokens, 0 for unused rows. The temperature is positive.
         """
         index = np.arange(self.row_tokens, dtype=np.int32)[None]
         known = index < lengths[:, None]
@@ -188,7 +188,7 @@ def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> P
     """Puts the only sequence of trajectory i in row i % b of micro-batch i // b, the row in which it was sampled.
 
     Raises:
-      ValueError: A sequence does not fit a row, or only some of the sequences have reference log-probabilities.
+      ValueError: A sequence does not fit a row, or only some of the sequences have one of the optional arrays.
     """
     longest = max(len(s.ids) for s in sequences)
     if longest > row_tokens:

@@ -24,7 +24,7 @@ from rljax.trainer.packing import PackedBatch
 Cause = Literal["shape", "mesh", "remat"]
 """The difference between two programs of the trainer that are compared."""
 STALENESS_EDGES = (1, 2, 3)
-"""First policy versions behind of the buckets of ``mismatch_staleness/`` after the first, which has no drift."""
+"""The least staleness (policy versions) in each bucket of ``mismatch_staleness/`` after the first, which has 0."""
 HISTOGRAM = "mismatch/logprob_abs_diff"
 """The name of the histogram among the metrics of a step. ``rljax.mismatch.metrics.bin_edges`` gives its bins."""
 
@@ -163,7 +163,7 @@ def balance_loss(routed: RoutingRecord) -> Float[Array, ""]:
 
 
 def replayed_choices(micro: PackedBatch, config: PolicyConfig) -> jax.Array | None:
-    """Returns the expert choices [b, t, layers, k] of a micro-batch with routes for ``hidden_states``, or None."""
+    """Returns ``micro.routes`` as ``choices`` of ``hidden_states``, [b, t, layers, k]; None if there are no routes."""
     if micro.routes is None:
         return None
     choices = micro.routes.astype(jnp.int32) - 1

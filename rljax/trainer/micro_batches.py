@@ -27,7 +27,7 @@ _AXIS = "replica"
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
     """Puts the batch on the devices, split by rows. A single CPU device may share the memory of the arrays.
 
-    It may return before the copies are complete.
+    The function may return before the copies are complete.
     """
     return put(batch, batch_shardings(batch, by_rows, everywhere))
 
@@ -175,7 +175,7 @@ def on_each_replica(
 
 
 def sum_over_replicas(tree: Any) -> Any:
-    """Returns the sum of each array over the copies. It is called inside ``on_each_replica``."""
+    """Returns the sum of each array over the copies of the weights. It is called inside ``on_each_replica``."""
     return jax.lax.psum(tree, _AXIS)
 
 

@@ -3,8 +3,8 @@
 A loss is a sum of weighted token terms over a denominator. Rejection and normalisation change the denominator, and only
 the whole batch shows by how much. So each micro-batch is divided by a provisional denominator, which is known before
 the step and keeps float16 gradients in range. ``rescaling`` then turns the summed gradient into the gradient of the
-loss. A KL penalty is not divided by the mean weight. It is multiplied by the mean weight in advance, so
-``old_logprobs`` must be known before the loss.
+loss. If the weights are normalised, it also divides by their mean. A KL penalty must not be divided, so it is
+multiplied by the mean in advance. Then ``old_logprobs`` must be known before the loss.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ class Objective:
         The statistics have no gradient. They are the statistics of the correction, and these sums:
 
         - ``policy``: the weighted losses, over the provisional denominator;
-        - ``kl`` and ``balance``: the KL penalty and the balancing loss, over the provisional denominator and without
-          their coefficients;
+        - ``kl`` and ``balance``: the KL penalty and the balancing loss, without their coefficients, times the mean
+          weight over the provisional denominator;
         - ``clipped``: the number of tokens on the clipped branch;
         - ``loss_tokens``: the number of tokens in the loss after rejection;
         - ``denominator``: the micro-batch's part of the denominator.
 
         ``scores`` belong to the micro-batch under the trained parameters, with ``tops`` if the correction needs them.
-        ``provisional`` is the value of that method, and ``numbers`` the value of ``batch_numbers``.
-        ``balance`` is the ``router.balance_loss`` of the micro-batch, which weighs by the micro-batch's share of the
-        denominator.
+        ``provisional`` is the value of the method of this name, and ``numbers`` the value of ``batch_numbers``.
+        ``balance`` is the ``measure.balance_loss`` of the micro-batch, which is weighted by the micro-batch's share of
+        the denominator.
         """
         logprobs = scores.logprobs
         where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
@@ -170,7 +170,7 @@ class Objective:
         return jnp.float32(self.num_sequences)
 
     def batch_numbers(self, batch: PackedBatch) -> BatchNumbers:
-        """Returns what the loss of each micro-batch needs of the batch [m, b, t].
+        """Returns the numbers of the whole batch [m, b, t] that the loss of each micro-batch needs.
 
         The batch must have ``old_logprobs`` if ``needs_old_logprobs`` is True.
         """
@@ -189,14 +189,14 @@ class Objective:
         return numbers._replace(largest_distance=bound)
 
     def rescaling(self, statistics: Statistics, provisional: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the factor of the summed policy gradient; 0 if every token was rejected."""
+        """Returns the factor that makes the summed gradient the loss's gradient; 0 if every token was rejected."""
         denominator = statistics["denominator"]
         divisor = denominator * gradient_divisor(self.correction, statistics)
         return jnp.where(denominator > 0, provisional / jnp.where(divisor > 0, divisor, 1.0), 0.0)
 
 
 def loss_row(objective: Objective, statistics: Statistics, rescaling: Float[Array, ""]) -> dict[str, jax.Array]:
-    """Returns the metrics of the loss for the row."""
+    """Returns the metrics of the loss for the step's row of metrics."""
     loss = statistics["policy"] + objective.loss.kl_coefficient * statistics["kl"]
     loss = loss + objective.loss.router_balance * statistics["balance"]
     row = {"policy/loss": loss * rescaling, "policy/clip_fraction": statistics.mean("clipped", "loss_tokens")}

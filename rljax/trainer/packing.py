@@ -31,12 +31,12 @@ class Layout(NamedTuple):
 
 
 def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[int, int, int]) -> Layout:
-    """Lays out sequences in micro-batches, by first fit in the two orders of which the cheaper is taken.
+    """Lays out sequences in micro-batches, by first fit in one or two orders, and takes the cheaper layout.
 
-    Sequences without loss fill the space that sequences in the loss leave free. If it costs less, they get
-    micro-batches of their own, after the others, which take only a forward. Rows are dealt in turn to the micro-batches
-    of one kind, longest sequences first. So these micro-batches are alike, and the spread of their gradients is noise.
-    There are at least two micro-batches with loss if two rows have loss.
+    Sequences without loss fill the space that sequences in the loss leave free. Or they get micro-batches of their own
+    after the others, with a forward only, if this costs less. Rows are dealt in turn to the micro-batches of one kind,
+    longest sequences first. So these micro-batches are alike, and the spread of their gradients is noise. If two rows
+    have loss and two micro-batches are used, at least two have loss.
 
     ``lengths`` include prompt and response (tokens). ``shape`` is the number of micro-batches, of rows in each, and of
     tokens in a row. First fit needs at most ``packing.max_micro_batches`` micro-batches, in any order.
@@ -136,7 +136,7 @@ class PackingConfig:
         return self.row_tokens
 
     def resolve_rows(self, row_tokens: int, ways: int, context: int = 1) -> int:
-        """Returns the rows of a micro-batch, each of ``row_tokens``, on a mesh that splits rows into ``ways`` parts.
+        """Returns the number of a micro-batch's rows of ``row_tokens``, on a mesh that splits them in ``ways`` parts.
 
         Each row is on ``context`` devices, which have equal parts of its tokens.
         """
@@ -178,14 +178,14 @@ class PackedBatch(NamedTuple):
     routes: Any = None  # uint8 or uint16 [m, b, t, l * k], 1 + the experts that each computed token goes to; 0 for any
     top_ids: Any = None  # int32 [m, b, t, k], the sampler's likeliest tokens; -1 where there are fewer
     top_logprobs: Any = None  # float32 [m, b, t, k], the sampler's log-probabilities of them; -inf where the id is -1
-    trees: Any = None  # the ``PrefixTrees`` that the policy computes; arrays but ``routes`` then have responses only
+    trees: Any = None  # the ``PrefixTrees`` that the policy computes; arrays except ``routes`` then have only responses
 
 
 _PACKED = frozenset(PackedBatch._fields)
 
 
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:
-    """Returns a number of micro-batches that is enough for any sequences of these lengths."""
+    """Returns a number of micro-batches that is enough for sequences of at most ``max_sequence_tokens`` tokens."""
     # Every row but the last holds at least row_tokens // max_sequence_tokens sequences.
     rows = -(-num_sequences // (row_tokens // max_sequence_tokens))
     return -(-rows // rows_per_micro_batch)
@@ -201,8 +201,8 @@ def pack(
 ) -> PackedBatch:
     """Packs sequences into a batch of shape [micro_batches, rows_per_micro_batch, row_tokens].
 
-    ``rows.lay_out_rows`` chooses the row of each sequence. The result depends only on the sequences, not on the order
-    in which responses arrived. ``with_tops`` is as in ``fill``.
+    ``lay_out_rows`` chooses the row of each sequence. The result depends only on the sequences and their order.
+    ``with_tops`` is as in ``fill``.
 
     Raises:
       ValueError: The sequences do not fit, or only some of them have one of the optional arrays.
@@ -225,8 +225,8 @@ def fill(
     """Fills a batch of ``shape`` (m, b, t) with sequences in chosen rows.
 
     ``rows`` has the indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
-    ``with_tops``: Whether the batch has their likeliest tokens. ``responses_only``: Whether prompts and routes are left
-    out. In the result ``with_loss`` is equal to ``used``.
+    ``with_tops``: Whether the batch gets ``top_ids`` and ``top_logprobs``, if the sequences have them.
+    ``responses_only``: Whether prompts and routes are left out. In the result ``with_loss`` is equal to ``used``.
 
     Raises:
       ValueError: Only some of the sequences have one of the optional arrays.
@@ -300,14 +300,14 @@ def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequ
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:
-    """Returns the share of the computed positions that hold a token."""
+    """Returns the share of the positions of the used micro-batches that hold a token and not padding."""
     computed = batch.tokens if batch.trees is None else batch.trees.tokens
     count = sum(len(s.ids) for s in sequences) if batch.trees is None else np.count_nonzero(batch.trees.ends)
     return float(count / (int(batch.used) * math.prod(computed.shape[1:])))
 
 
 def shared_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:
-    """Returns the share of the tokens of the sequences, without their last ones, that trees spare; 0 without trees."""
+    """Returns the share of tokens, without each sequence's last, that trees save from computation; 0 without trees."""
     if batch.trees is None:
         return 0.0
     return 1.0 - np.count_nonzero(batch.trees.ends) / max(1, sum(len(s.ids) - 1 for s in sequences))

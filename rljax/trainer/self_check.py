@@ -4,7 +4,7 @@ The programs add up in another order, so their log-probabilities differ a little
 an engine below this difference. Three causes are told apart: micro-batches of another shape, another split of the
 weights over the same devices, and other activations that the backward pass recomputes.
 
-Rows of trees are checked, too: at the first step, a tree has the log-probabilities of its sequences in separate rows.
+Rows of trees are checked, too: once, the log-probabilities of a tree are compared with those in separate rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OTHER_REMAT: dict[Remat, Remat] = {"none": "blocks", "dots": "blocks", "blocks":
 """The choice of ``precision.remat`` with which each choice is compared."""
 
 Check = Callable[[TrainState, PackedBatch, Sequence[TrainSequence]], tuple[Sequence[int], list[np.ndarray]]]
-"""A function of the arguments of an ``Update`` that returns the indices and log-probabilities of some responses."""
+"""A function (state, batch, its sequences) that returns the indices and log-probabilities of some responses."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class SelfCheckedUpdate(UpdateAround):
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """Makes the updates; in a step that is due the other programs score before them."""
+        """Makes the updates. With ``options.self_mismatch`` the other programs score responses before them."""
         if not options.self_mismatch:
             return self.update(state, batch, sequences, options)
         again = {cause: check(state, batch, sequences) for cause, check in self.checks.items()}
@@ -85,8 +85,8 @@ def in_other_program(
     """Returns a check that scores the update's first micro-batches, unchanged, in another program.
 
     ``score`` scores a batch under a state. Micro-batches are scored until they hold ``sample`` responses. ``stand_ins``
-    are optional log-probabilities that the program reads. If the batch lacks one, the rollout engine's are used,
-    because it changes only the gradient.
+    are optional log-probabilities that the program reads. If the batch lacks some, the rollout engine's stand in for
+    them, because they change only the gradient.
     """
 
     def check(
@@ -154,15 +154,15 @@ def other_mesh(mesh: Mesh) -> Mesh | None:
 
 
 FACTOR = 4.0
-"""The number of times that trees may differ as much from separate rows as these do from themselves at another shape."""
+"""The factor by which trees may differ more from separate rows than separate rows do from rows of another shape."""
 FLOORS = {"float32": 1e-5, "float16": 2.5e-3, "bfloat16": 2e-2}
-"""The mean difference of log-probabilities (nats) that is never too much, by compute dtype. A real model reached 0.010
+"""The mean difference of log-probabilities (nats) that is always allowed, by compute dtype. A real model reached 0.010
 in bfloat16, where separate rows of two shapes had nearly the same bits, and was 0.026 from its values in float32."""
 PEAK = 50.0
-"""The number of times that the difference of a single token may be as large as the mean that is never too much. So a
-mistake in a few tokens of long responses is seen, and a token that a router sends elsewhere is not one."""
+"""The factor of ``FLOORS`` that the difference of a single token may always reach. So a mistake in a few tokens of long
+responses is seen, but a token that a router sends to another expert is not taken for a mistake."""
 MOST = 8
-"""The largest number of sequences that are compared."""
+"""The largest number of sequences of a tree that are compared."""
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -175,18 +175,18 @@ def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def is_rounding(found: np.ndarray, own: np.ndarray, floor: float) -> bool:
-    """Returns whether trees whose ``distance`` to separate rows is ``found`` are right.
+    """Returns whether ``found``, the ``distance`` of trees to separate rows, is small enough to be rounding.
 
-    ``own`` is the distance of separate rows to others, and ``floor`` a value of ``FLOORS``.
+    ``own`` is the distance of separate rows to rows of another shape, and ``floor`` a value of ``FLOORS``.
     """
     return bool(np.all(found <= np.maximum(FACTOR * own, floor * np.asarray([1.0, PEAK]))))
 
 
 @dataclass(eq=False)
 class CheckedTrees(UpdateAround):
-    """An ``Update`` on rows of trees, which compares a tree with separate rows at its first call.
+    """An ``Update`` on rows of trees, which compares its first tree with separate rows.
 
-    If they differ too much, it says so and trains on separate rows from then on. Each row has the metric
+    If they differ too much, it prints a warning and trains on separate rows from then on. Each row of metrics has
     "perf/shared_token_fraction", which is then 0.
     """
 
@@ -201,7 +201,7 @@ class CheckedTrees(UpdateAround):
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """Makes the updates. The first call compares before them."""
+        """Makes the updates. The first call whose sequences share a beginning compares before them."""
         if self.is_new and (chosen := largest_tree(sequences)):
             self.is_new = False
             trees, apart, other = (self._logprobs(state, pack(chosen), chosen) for pack in self.packs)

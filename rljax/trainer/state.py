@@ -45,7 +45,7 @@ class PrecisionConfig:
 
     @property
     def remat_policy(self) -> Remat:
-        """The name of the choice ``remat``."""
+        """The choice ``remat`` by its name: True means "blocks", and False means "none"."""
         if isinstance(self.remat, bool):
             return "blocks" if self.remat else "none"
         return self.remat
@@ -90,7 +90,7 @@ class OptimizerConfig:
 
 @functools.lru_cache(maxsize=8)
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """Makes the optimizer: clipping by global norm, then AdamW, with the rate as a float32 hyperparameter.
+    """Makes the optimizer: clipping by global norm, then AdamW, with the learning rate as a float32 hyperparameter.
 
     Moments have the dtype of the parameters, which are the float32 masters. Equal configurations return the same
     object, because it is a key of compiled programs.
@@ -131,7 +131,7 @@ def initial_loss_scale(*, dynamic: bool) -> LossScale:
 
 
 def adjust_loss_scale(state: LossScale, finite: jax.Array, *, dynamic: bool) -> LossScale:
-    """Halves the scale if the gradients were not finite, and doubles it after 400 finite steps in a row."""
+    """Counts overflows. Only a ``dynamic`` scale is halved after one, and doubled after 400 finite steps in a row."""
     overflows = state.overflows + jnp.where(finite, 0, 1)
     if not dynamic:
         return state._replace(overflows=overflows)

@@ -60,8 +60,8 @@ FLAGS = ("with_routes", "with_collision", "for_dumps")
 class TrainStep:
     """The compiled step ``step(state, batch, learning_rate, apply_update)``, and forwards beside it.
 
-    It is compiled at the first call. A step with equal arguments, but for the last two, is not compiled again.
-    ``choose_kernels`` refuses a kernel that the devices lack.
+    It is compiled at the first call. Another step whose fields are equal, except ``merged`` and ``flat_tokens``, is not
+    compiled again. ``choose_kernels`` refuses a kernel that the devices lack.
     """
 
     config: PolicyConfig
@@ -100,7 +100,7 @@ class TrainStep:
 
     @property
     def trained(self) -> TrainedParams:
-        """The trained part of the parameters."""
+        """The description of the parameters that are trained: the adapters, or all weights."""
         return TrainedParams(self.config, self.lora)
 
     def score(self, *, tops: bool = False, collision: bool = False) -> Any:
@@ -258,7 +258,7 @@ class TrainStep:
         with_collision: bool = False,
         for_dumps: bool = False,
     ) -> tuple[dict[str, jax.Array], TokenScores]:
-        """Computes the metrics of the row and the token values of a batch, with forwards only."""
+        """Computes a row of metrics and the token values of a batch, with forwards only."""
         score = self.score(collision=with_collision)
 
         def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], TokenScores]:

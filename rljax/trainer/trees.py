@@ -19,8 +19,8 @@ def common_prefixes(sequences: Sequence[TrainSequence], *, two_levels: bool = Fa
     """Returns how many leading tokens each sequence shares with the one before it; 0 for the first.
 
     Tokens are shared if they, their routes and all tokens before them are equal. The last token of a sequence is not
-    shared, because no token is predicted from it. With ``two_levels`` only whole prompts are shared, so a tree has a
-    root and branches alone.
+    shared, because no token is predicted from it. With ``two_levels`` only whole prompts are shared, so each tree has
+    only a root and its branches.
     """
 
     def common(a: TrainSequence, b: TrainSequence) -> int:
@@ -57,8 +57,8 @@ def tree_row_tokens(row_tokens: int, prompt_tokens: int, response_tokens: int, g
     """Returns the length of rows of trees, at least ``row_tokens``, which holds one sequence of any length.
 
     It is a multiple of 64, or of 256 above 1,024. A tree that does not fit a row goes on in another one, where its
-    prompt is repeated. The rows of a group whose sequences have the largest lengths have at most an eighth more tokens,
-    with padding, than rows of any other length that ends with a response.
+    prompt is repeated. Candidates hold a prompt and 1, 2, ... responses, all of the largest lengths. The shortest one
+    is chosen whose rows of a group have at most an eighth more tokens, with padding, than those of the best candidate.
     """
     lengths, tokens = [], []
     for responses in range(1, group_size + 1):
@@ -76,8 +76,8 @@ def lay_out_trees(
 
     The layout is the cheapest of several, and of equal ones the first. In the first, the sequences that share half of a
     prompt are placed together, up to a whole row of them. In the second, one row after the other is filled, and a tree
-    goes on in the next row. Then a half or a quarter of a row is placed together, which leaves smaller gaps. The last
-    one places each sequence by itself, which always fits. ``two_levels`` is as in ``common_prefixes``.
+    goes on in the next row. The next two place up to a half or a quarter of a row together, which leaves smaller gaps.
+    The last one places each sequence by itself, which always fits. ``two_levels`` is as in ``common_prefixes``.
 
     Raises:
       ValueError: A sequence is longer than a row, or the sequences need more rows than there are.

@@ -64,7 +64,7 @@ class Updated(NamedTuple):
 
 
 class UpdateOptions(NamedTuple):
-    """The choices of the loop for one rollout batch."""
+    """The choices that the training loop makes for the updates of one rollout batch."""
 
     learning_rate: float  # the learning rate of every update
     seed: int  # the seed of the order of mini-batches
@@ -104,7 +104,7 @@ FREE_ROUTING = ("log_ppl_abs_diff", "logprob_abs_diff_mean", "k3_kl")
 
 
 def free_routing_row(forward: Forward, params: Params, batch: PackedBatch, options: UpdateOptions) -> dict[str, float]:
-    """Measures the mismatch with the trainer's own routes, ``mismatch_free_routing/<name>``, if the options say so."""
+    """Measures ``mismatch_free_routing/<name>``, with the trainer's own routes, if asked and routes are replayed."""
     if not options.free_routing or batch.routes is None:
         return {}
     measured = jax.device_get(forward(params, batch._replace(routes=None))[0])
@@ -113,12 +113,12 @@ def free_routing_row(forward: Forward, params: Params, batch: PackedBatch, optio
 
 @dataclass(frozen=True)
 class SingleUpdate:
-    """An ``Update`` that makes one update. Its own forward measures the mismatch and the old log-probabilities."""
+    """An ``Update`` that makes one update, whose own forward gives the mismatch and the old log-probabilities."""
 
     step: TrainStep
     forward: Forward  # the forward without a gradient
     pack: Pack  # the packing function for both
-    reference: Reference | None = None  # the log-probabilities of the policy of a KL penalty; None without a penalty
+    reference: Reference | None = None  # the scorer under the reference policy of a KL penalty; None without a penalty
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
@@ -136,7 +136,7 @@ class SingleUpdate:
 
 @dataclass(frozen=True)
 class MultipleUpdates:
-    """An ``Update`` that makes one update for each mini-batch of prompts, for several epochs.
+    """An ``Update`` that makes one update for each mini-batch of prompts, in one or more epochs.
 
     One separate forward computes ``old_logprobs`` before the first update.
     """
@@ -149,9 +149,9 @@ class MultipleUpdates:
     mini_batches: int  # the number of updates in each epoch
     epochs: int  # the number of passes over the sequences
     group_size: int  # the number of responses to a prompt
-    reference: Reference | None = None  # as in ``SingleUpdate``
+    reference: Reference | None = None  # the function of ``SingleUpdate.reference``
     replays_own: bool = False  # whether tokens take the routes of the separate forward (``rollout.router_replay: r2``)
-    baseline: Baseline | None = None  # the function for advantages of tokens; None: all have their response's
+    baseline: Baseline | None = None  # the function that gives tokens advantages; None: they have their response's
     for_dumps: bool = False  # whether the entropies of the tokens are kept for token dumps
 
     def __call__(
@@ -198,7 +198,7 @@ class MultipleUpdates:
 
 @dataclass(eq=False)
 class UpdateAround:
-    """An ``Update`` around another one, which packs the sequences of a step."""
+    """The base class of updates around another ``update``, which packs the sequences of a step."""
 
     update: Update
 
@@ -210,8 +210,8 @@ class UpdateAround:
 class OffloadedUpdate(UpdateAround):
     """An ``Update`` whose state lies in the host's memory (``sharding.on_host``) before and after it.
 
-    Frozen weights, such as the base of adapters or a reference policy, may be there too; their readers copy them. If an
-    update fails, the state before it is intact, because only a copy on the devices was donated.
+    Frozen weights, such as the base of adapters or a reference policy, may lie in it too; their readers copy them. If
+    an update fails, the state before it is intact, because only a copy on the devices was donated.
     """
 
     def __call__(
@@ -263,7 +263,7 @@ class TurnsUpdate(UpdateAround):
 
 
 def turn_metrics(sequences: Sequence[TrainSequence], trainer: Sequence[np.ndarray]) -> dict[str, float]:
-    """Computes the metrics ``turns/<name>``. Further rows of a trajectory follow its first one.
+    """Computes the metrics ``turns/<name>``. The sequences of a trajectory must follow one another.
 
     ``trainer`` has the trainer's log-probabilities of each sequence's response tokens, float32 [r] each.
     """
@@ -287,7 +287,7 @@ def subtract_baselines(
     group_size: int,
     correction: CorrectionConfig,
 ) -> list[TrainSequence]:
-    """Gives each token its advantage by ``optimal_token_advantages``, or without loss the response's advantage.
+    """Gives tokens in the loss advantages by ``optimal_token_advantages``, and others their response's advantage.
 
     The sequences of a batch come group by group, ``group_size`` responses to a prompt, with ``old_logprobs``. The
     ``advantage`` of each is its return. ``collisions`` has the sum of the squared probabilities at each token of each
