@@ -55,7 +55,7 @@ def compute_advantages(
       rewards: The rewards of g responses to each of b prompts. NaN: the response has failed and has no reward. The
         other responses of its group are compared without it.
       config: The estimator and the overlong penalty.
-      lengths: The number of tokens behind the prompt of each response's longest row, an environment's included.
+      lengths: The number of tokens after the prompt in each response's longest row, an environment's included.
       max_response_tokens: The limit on the length of a response.
 
     Returns:

@@ -30,7 +30,7 @@ class LikelyTokens(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """The two compared log-probabilities of each sampled token, without gradient. They are 0 if it is not valid."""
+    """The two compared log-probabilities of each sampled token, without gradient; 0 where ``valid`` is False."""
 
     trainer: Float[Array, "b t"]  # under the policy in training, or under the policy that sampled the token
     rollout: Float[Array, "b t"]  # under the sampler, or under the policy that sampled the token
@@ -39,7 +39,7 @@ class Sides(NamedTuple):
 
 
 def read_sides(trainer: Any, rollout: Any, mask: Bool[Array, "b t"], advantages: Float[Array, "b t"]) -> Sides:
-    """Returns the ``Sides`` of a micro-batch. A token of the mask is valid if it is finite on both sides."""
+    """Returns the ``Sides`` of a micro-batch. A token of the mask is valid if both log-probabilities are finite."""
     trainer, rollout, advantages = jax.lax.stop_gradient((trainer, rollout, advantages))
     valid = mask & is_finite(jnp, trainer) & is_finite(jnp, rollout)
     trainer, rollout = jnp.where(valid, trainer, 0), jnp.where(valid, rollout, 0)
@@ -129,7 +129,7 @@ def centering_losses(
 
 
 def token_row(config: CorrectionConfig, statistics: Any) -> dict[str, Any]:
-    """Returns the metrics of the trust region and of score centering for the row."""
+    """Returns the metrics of the trust region and of score centering, as far as ``config`` uses them, for a row."""
     row = {}
     if config.trust_region is not None:
         row["correction/outside_fraction"] = statistics.mean("region_outside", "region_tokens")

@@ -282,8 +282,8 @@ def kl_penalty(
     exponent is at most 20. As a loss, only k2 has the gradient of the KL in expectation. The expected gradient of k1 is
     0, and that of k3 belongs to KL(reference || policy).
 
-    The log-probabilities are in nats, and differentiable for the policy. Outside of ``mask`` (None: nowhere) the result
-    is 0, even if the arrays hold NaN.
+    The log-probabilities are in nats. The result is differentiable in ``logprobs`` only. With ``mask`` it is 0 outside
+    of the mask, even if the arrays hold NaN.
     """
     if mask is not None:
         inside = jnp.asarray(mask) != 0

@@ -22,7 +22,7 @@ OWN = ("state", "params")
 
 
 class Shared:
-    """An object that each process of a run has. Its methods with ``together`` are acts."""
+    """An object that each process of a run has. Its methods that ``together`` decorates are acts."""
 
     name: ClassVar[str]
     """The name of the object in announcements. It differs between the objects of a run."""
@@ -34,8 +34,8 @@ class Shared:
 def together(method: Method) -> Method:
     """Makes a method of a ``Shared`` an act. Process 0 calls it, and ``follow`` runs it in the other processes.
 
-    The arguments are sent, except the arguments named in ``OWN``. Their types tell ``messages.unpack`` how to read
-    them. A method that yields runs to its end in all processes, even if the caller stops early.
+    The arguments are sent to them, except those named in ``OWN``. The types of the arguments tell ``messages.unpack``
+    how to read them. A method that yields runs to its end in all processes, even if the caller stops early.
     """
 
     @functools.wraps(method)
@@ -75,7 +75,7 @@ def follow(processes: Processes, shared: Iterable[Shared], own: Any) -> int:
 
 @functools.cache
 def sent_types(method: Callable[..., Any]) -> Mapping[str, Any]:
-    """Returns the types of the arguments of an act that are sent, by name."""
+    """Returns the types of the arguments that an act sends to the other processes, by the names of the arguments."""
     hints = get_type_hints(method)
     return {name: hints[name] for name in inspect.signature(method).parameters if name not in ("self", *OWN)}
 
@@ -104,7 +104,7 @@ def values_of(results: Sequence[Mapping[str, Any]], kind: type[Value]) -> list[V
 
 
 def to_the_end(processes: Processes, announced: Announcement, items: Iterator[Item]) -> Iterator[Item]:
-    """Yields the items of an act, which is announced when the first one is asked for.
+    """Yields the items of an act, which is announced when the first item is asked for.
 
     If the caller stops early, the remaining items are still computed. The other processes compute all items, too, and
     would wait for this one in collectives.

@@ -15,7 +15,7 @@ import msgspec
 from rljax.distributed.frames import Frames
 
 GRACE_S = 5.0
-"""The time after the parent's limit at which a child ends itself (seconds), which only happens without the parent."""
+"""The time past a request's limit after which a child ends itself (seconds). A living parent ends it earlier."""
 _OWN = os.getpid()
 
 
@@ -39,7 +39,7 @@ def end_with_parent(frames: Frames) -> None:
 def answer_requests(frames: Frames, answer: Callable[..., Any]) -> None:
     """Answers requests until the parent closes the socket.
 
-    A body is the pickle of ``(arguments, limit in seconds)``, and the reply has the number of the request and msgpack.
+    A request is the pickle of ``(arguments, limit in seconds)``. The reply has its number and the answer as msgpack.
     """
     tell_ready(frames)
     while True:
@@ -55,7 +55,7 @@ def answer_requests(frames: Frames, answer: Callable[..., Any]) -> None:
 
 
 def send(frames: Frames, number: int, content: Any) -> None:
-    """Sends a content as msgpack to the parent, unless this process is a fork, which then ends."""
+    """Sends ``content`` to the parent as msgpack, under a request's number. A fork of this process ends instead."""
     end_if_forked()
     frames.send(number, msgspec.msgpack.encode(content))
 

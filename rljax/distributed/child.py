@@ -30,7 +30,7 @@ from rljax.distributed.frames import FrameError, Frames
 from rljax.errors import describe, printable
 
 LONGEST = 1 << 20
-"""The longest reply of a child (bytes), apart from long texts that it may return."""
+"""The longest reply of a child (bytes), unless a ``Child`` is made with another limit."""
 
 _PROGRAM = Path(__file__).with_name("child_program.py")
 _START_S, _STARTS = 60.0, 3  # A start may fail while memory is short.
@@ -91,7 +91,7 @@ class Child:
         self._start()
 
     def ask(self, request: tuple[Any, ...], limit_s: float, decoder: Decoder[T]) -> T:
-        """Returns the reply to a request, which ``decoder`` decodes. The start of the process does not count as time.
+        """Returns the reply to a request, which ``decoder`` decodes. ``limit_s`` does not include the process's start.
 
         Raises:
           TimeoutError: There is no reply within ``limit_s``. The process is replaced.
@@ -181,7 +181,7 @@ class Child:
         return f"exit status {status}"
 
     def refuse(self, sent: object) -> str:
-        """Replaces a process that sent something wrong; returns what happened as the end of a sentence."""
+        """Replaces a process that sent something wrong (``sent``). Returns the end of a sentence that says so."""
         self.kill()
         self.replace()
         return f"sent {sent} and was ended"
@@ -238,7 +238,7 @@ class Child:
 
 
 class ChildPool:
-    """Several children, each with a thread that waits for it. The threads start with the first requests."""
+    """Several children, and as many threads that wait for their replies. They start with the first requests."""
 
     def __init__(self, make: Callable[[], Child], count: int | None):
         """Starts ``count`` children, each made by ``make``. None: ``default_count()``."""
@@ -280,7 +280,7 @@ class ChildPool:
 
 
 def default_count() -> int:
-    """Returns one less than the number of CPU cores, from 1 to 8."""
+    """Returns the default number of children: one less than the number of CPU cores, but at least 1 and at most 8."""
     return max(1, min(8, (os.cpu_count() or 2) - 1))
 
 
@@ -295,7 +295,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def decode(decoder: Decoder[T], body: bytes) -> T:
-    """Returns the decoded message of a child. Raises FrameError if it has another form."""
+    """Returns the decoded message of a child. Raises FrameError if it is not of the type that ``decoder`` reads."""
     try:
         return decoder.decode(body)
     except (MsgspecError, ValueError, RecursionError) as error:
@@ -303,5 +303,5 @@ def decode(decoder: Decoder[T], body: bytes) -> T:
 
 
 def new_number() -> int:
-    """Returns the number of a request, which a child cannot guess before it gets the request."""
+    """Returns a random number for a request, which a child cannot guess before it gets the request."""
     return secrets.randbits(63) + 1

@@ -3,7 +3,7 @@
 ``multiprocessing`` would import the trainer's main module, and jax with it, into every child. Here standard input is
 one end of a pair of sockets. The first frame is a pickle of ``(sys.path, bytes of memory or None, program, settings)``,
 in which the settings are pickled once more. The function ``program``, written ``module:name``, gets ``(frames,
-*settings)``. It runs in a process of its own. A process between it and the trainer ends all that it leaves behind.
+*settings)`` in a process of its own. A process between that one and the trainer ends all that the function leaves.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _end_after(worker: int) -> NoReturn:
 def end_followers(leader: int) -> None:
     """Kills the descendants of a process, and the processes of the session that it leads, except itself.
 
-    A descendant of a process that had ended is found only if ``leader`` adopts orphans or it stayed in the session.
+    A descendant whose parent has ended is found only if ``leader`` adopts orphans, or if it stayed in the session.
     """
     for _ in range(_SWEEPS):
         found = followers(leader)

@@ -24,10 +24,10 @@ _GROUPS = (
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary path beside ``path``, and renames it to ``path`` when the block ends without an error.
+    """Yields a temporary path beside ``path``, and renames it to ``path`` if the ``with`` block ends without error.
 
     A reader of ``path`` finds the old content or the new content, never a part of it. After an error, or if the process
-    is killed in the block, ``path`` is as it was before. ``path`` may be a directory only if it does not exist yet.
+    is killed before, ``path`` is as it was. ``path`` may be a directory only if it does not exist yet.
     Raises OSError, which names a file, if the content cannot be written or renamed.
     """
     path = Path(path)
@@ -44,7 +44,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def filled_directory(path: Path) -> Iterator[None]:
-    """Makes a directory and its parents, and removes the new ones that are still empty when the block ends.
+    """Makes a directory and its parents, and removes the new ones that are empty at the end of the ``with`` block.
 
     Raises OSError if the directory cannot be made.
     """
@@ -78,7 +78,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def memory_directory() -> Path:
-    """Returns /dev/shm, a directory in this machine's memory, or the temporary directory if it cannot be written."""
+    """Returns /dev/shm, a directory in this machine's memory, or the temporary directory if /dev/shm is not usable."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -111,9 +111,9 @@ def _free_in_groups(root: Path) -> Iterator[int]:
 
 
 def check_room(directory: Path, needed: int, setting: str) -> None:
-    """Raises RuntimeError if the file system of ``directory`` lacks room for versions that take ``needed`` bytes.
+    """Raises RuntimeError if the file system of ``directory`` has less than ``needed`` bytes free for weights.
 
-    ``setting`` is the name of the setting that chooses another directory.
+    ``setting`` is the name of the option that sets the directory, which the message gives as the remedy.
     """
     free = shutil.disk_usage(directory).free
     if free < needed:

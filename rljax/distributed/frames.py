@@ -73,7 +73,7 @@ class Frames:
         return number, body
 
     def look(self) -> Literal["quiet", "unread", "ended"]:
-        """Returns which is true: nothing has come, something can be received, or the other side has ended."""
+        """Returns "quiet" if nothing has come, "unread" if something has, and "ended" if the other side has ended."""
         if self._unread:
             return "unread"
         if not self._readable.poll(0):
@@ -115,7 +115,7 @@ def _wait(poll: select.poll, deadline: float | None) -> None:
 
 
 def take_stdin() -> socket.socket:
-    """Returns the socket that this process got as standard input, which becomes empty.
+    """Returns the socket that this process got as standard input, and makes standard input empty.
 
     The socket moves to a random descriptor that no process started from here inherits.
     """

@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine. It needs only the standard library, because a server's interpreter loads it, too."""
+"""The NVIDIA GPUs of this machine. This module needs only the standard library, because servers load it, too."""
 
 from __future__ import annotations
 

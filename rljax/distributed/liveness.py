@@ -67,7 +67,7 @@ class Liveness:
         self._answered = time.monotonic()
         self._leader_host = "an unknown machine"
         self._stopped = threading.Event()
-        self.signal: int | None = None  # the first signal that any process received; only process 0 knows it
+        self.signal: int | None = None  # the first signal of another process that process 0 has read
 
     def start(self) -> None:
         """Starts the threads."""
@@ -82,18 +82,18 @@ class Liveness:
         self._stopped.set()
 
     def at(self, place: str) -> None:
-        """Records that this process is now in the phase ``place``. A message names it if it lasts too long."""
+        """Records that this process is now in the phase ``place``. A message names the phase if it lasts too long."""
         self._place, self._moves = place, self._moves + 1
 
     def report_signal(self, number: int) -> None:
-        """Tells process 0 about a signal that this process received. The first signal of all processes counts."""
+        """Tells process 0 about a signal that this process received. Process 0 keeps the first one that it reads."""
         with contextlib.suppress(Exception):
             self._store.key_value_set(_SIGNAL, str(number), allow_overwrite=True)
 
     def end_all(self, status: int, line: str) -> None:
         """Tells all other processes to print a line and end with ``status``. Process 0 gives them time to read it.
 
-        Only the first call of all processes counts. If the store is gone, the other processes end by themselves.
+        If several processes call this, the first call counts. Without the store the other processes end by themselves.
         """
         with contextlib.suppress(Exception):
             self._store.key_value_set(_WORD, json.dumps({"status": status, "line": line, "by": self._index}))

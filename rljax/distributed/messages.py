@@ -21,12 +21,12 @@ class Announcement(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The name of the phase of a process that does this work."""
+        """The name of the phase that a process is in while it does this work."""
         return self.method.strip("_") or self.name
 
 
 def pack(value: Any) -> bytes:
-    """Packs plain values, arrays, paths, and tuples, lists, dictionaries and dataclasses of them."""
+    """Packs plain values, numpy arrays, paths, and tuples, lists, dictionaries and dataclasses of them into bytes."""
     contents, size = list[bytes](), 0
 
     def plain(value: Any) -> Any:

@@ -51,7 +51,7 @@ _UNREADABLE = Record("an unknown machine", "", 0, 0, "")
 
 
 class Ownership:
-    """A path that this process owns until :meth:`release`. :func:`claim` makes it; it is a context manager."""
+    """The ownership of a path, from :func:`claim` until :meth:`release`, which the end of a ``with`` block calls."""
 
     def __init__(self, path: Path, record: Record, heartbeat_s: float) -> None:
         self.path, self.record, self._heartbeat_s = path, record, heartbeat_s
@@ -61,11 +61,11 @@ class Ownership:
         self._thread.start()
 
     def is_current(self) -> bool:
-        """Returns whether no other process has taken the path over. Raises OSError if the record cannot be read."""
+        """Returns whether the record at the path is still this process's. Raises OSError if it cannot be read."""
         return read(self.path) == self.record
 
     def has_record(self) -> bool:
-        """Returns whether a record is at the path. It reads twice, because a record may be absent for a moment.
+        """Returns whether any record is at the path. It looks twice, because a record may be absent for a moment.
 
         Raises OSError if the record cannot be read.
         """
@@ -90,7 +90,7 @@ class Ownership:
         return None
 
     def release(self) -> None:
-        """Ends the heartbeat and removes the record if it is still this one. It may be called twice."""
+        """Ends the heartbeat, and removes the record if it is still this process's. It may be called twice."""
         if not self._released.is_set():
             self._released.set()
             self._thread.join()

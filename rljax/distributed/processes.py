@@ -48,10 +48,10 @@ _COLLECTIVE_FAILED = re.compile("[A-Z_]+: .*(Gloo|NCCL|RCCL)")
 
 
 class Processes:
-    """The processes of a run, or its only process. As a context manager it ends all of them if its block raises."""
+    """The processes of a run, or its only process. If its ``with`` block raises, all processes end."""
 
     def __init__(self, index: int = 0, count: int = 1, *, heartbeat_s: float = 30.0, stuck_s: float = 0.0):
-        """Prepares process ``index``, from 0. If there are several, ``jax.distributed`` must be initialised.
+        """Prepares process ``index`` (from 0) of ``count``. Several processes need an initialised ``jax.distributed``.
 
         ``heartbeat_s`` is the longest time from the last sign of life of a process to the end of the others (seconds).
         ``stuck_s`` is the longest time that a process may stay in one phase (seconds); 0 means no limit.
@@ -75,7 +75,7 @@ class Processes:
 
     @property
     def are_together(self) -> bool:
-        """Whether all work that the processes did together has succeeded so far."""
+        """Whether all work that this process has announced so far has succeeded. Only process 0 announces work."""
         return not self._failed
 
     def at(self, place: str) -> None:
@@ -88,7 +88,7 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self, announced: Announcement) -> Iterator[None]:
-        """Announces work to the other processes; process 0 does its side in the block.
+        """Announces work to the other processes; process 0 does its side in the ``with`` block.
 
         After an error in the block the processes are at different points of the program and cannot work together. Every
         later call raises StartAgainError.
@@ -128,7 +128,7 @@ class Processes:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Waits, if a collective of announced work fails in the block, until the heartbeat names the lost process."""
+        """If a collective fails in the ``with`` block, waits until the heartbeat has named the lost process."""
         try:
             yield
         except Exception as error:
@@ -138,7 +138,7 @@ class Processes:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the duration of the block to the time of the work ``name``, one of ``TIMED``, for ``compare``."""
+        """Adds the duration of the ``with`` block to the time of ``name``, a work of ``TIMED``, for ``compare``."""
         start = time.monotonic()
         try:
             yield
@@ -178,9 +178,9 @@ class Processes:
 
     @contextlib.contextmanager
     def reported_signals(self) -> Iterator[None]:
-        """Reports SIGTERM and SIGINT of a process other than 0 to process 0 in the block.
+        """During a ``with`` block, reports the first SIGTERM or SIGINT of this process to process 0.
 
-        A second signal ends the process.
+        A second signal ends this process. It must not be process 0, which handles its signals itself.
         """
         # A thread reads the signals from a pipe, because the main thread may wait in a collective.
         reading, writing = os.pipe()
@@ -268,7 +268,7 @@ class Processes:
 
 
 ALONE = Processes()
-"""The only process of a run, without a watch over it."""
+"""The only process of a run. No thread watches over it."""
 
 
 def is_of_devices(error: BaseException) -> bool:

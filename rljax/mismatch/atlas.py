@@ -1,4 +1,4 @@
-"""The gaps that others measured (``atlas.json``), and where a run's own gap lies among the healthy ones."""
+"""Gaps between two engines that others measured (``atlas.json``), and a run's place among the healthy ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kind_of(dtype: str | None) -> str:
 
 
 def source_count(some: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the number of threads, files and papers that the points are from."""
+    """Returns the number of threads, files and papers from which some points of the atlas are taken."""
     return len({re.split(r", | \(", point["source"])[0] for point in some})
 
 
@@ -41,14 +41,14 @@ def normal_range(
     entropy: float | None = None,
     dtype: str | None = None,
 ) -> str:
-    """Says where a run's gap lies among healthy points of the same metric and kind of numbers; "" if too few fit.
+    """Tells where a run's gap lies among healthy points of the same metric and kind of numbers; "" if too few fit.
 
     The points are within a factor of four of the run's size, length and entropy. Entropy is left out, then length,
     while fewer than five points of two sources fit. A known size is always compared. Toy models count only then.
 
     Args:
       metric: The name of a metric of the atlas.
-      value: The run's number.
+      value: The run's number. If it is not finite, the text is empty.
       parameters: The model's size in billions, all experts of a mixture included.
       tokens: The mean length of the responses.
       entropy: The mean entropy of the policy in nats.

@@ -1,8 +1,8 @@
 """Score centering (arXiv 2609.20807): the expected score under the sampler, which is subtracted from each gradient.
 
-With tokens from q, a constant reward has the gradient E_q[f(p/q) grad log p]. It is 0 for f(r) = r only, and this drift
-adds up over the steps. The expectation is a sum over the vocabulary. The sampler's likeliest tokens carry most of it.
-The tail is taken as the trainer's own tail, rescaled to the sampler's mass.
+The sampler draws tokens from q, and f(p/q) weighs them under the trainer's p. A constant reward then has the gradient
+E_q[f(p/q) grad log p]. It is 0 for f(r) = r only, and this drift adds up over the steps. The sampler's likeliest tokens
+carry most of the expectation. For the other tokens, the tail, the trainer's tail is taken at the sampler's mass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 SMALLEST_TAIL = 1e-6
-"""Bound of the probability of the tail from 0."""
+"""The least probability that the tail is taken to have."""
 
 
 class Center(NamedTuple):

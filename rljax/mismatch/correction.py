@@ -56,8 +56,8 @@ def importance_weights(
         (rho where lo <= rho <= hi, else 0) or "gate" (the token's own ratio where lo <= rho <= hi, else 0; not at level
         "token"). All but "truncate" keep the caller's denominator (equation 6).
       threshold: The bound C > 0, or (lo, hi) with 0 <= lo <= hi for "band" and "gate".
-      normalize: Whether to divide by the mean weight, over valid tokens (level "token") or over sequences, unless it is
-        0.
+      normalize: Whether to divide by the mean weight unless it is 0. It is the mean over valid tokens (level "token" or
+        mode "gate") or over sequences.
       sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
       num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
 
@@ -95,7 +95,7 @@ def rejection_mask(
     """Removes the sequences whose mismatch is too large from the response mask.
 
     So the caller's denominator shrinks. Tokens that are not finite on at least one side do not enter the statistic. A
-    sequence without other tokens is rejected. ``importance_weights`` describes the arrays.
+    sequence without other tokens is rejected. ``importance_weights`` describes lr and the arrays.
 
     Args:
       statistic: The test of a sequence. "k3" keeps it if the mean over tokens of exp(lr) - lr - 1 is at most
@@ -296,7 +296,7 @@ def finalize_importance(statistics: Statistics) -> dict[str, Any]:
 
     The metrics of each level L (token, sequence, geometric) are ``L_ratio_mean``, ``L_ratio_max``, ``L_ratio_min``,
     ``L_fraction_above`` (ratio > C) and ``L_fraction_below`` (ratio < 1 / C). ``L_effective_sample_size`` is <w>^2 /
-    <w^2>, a share in 0 .. 1. All are 0 without a valid token.
+    <w^2>, a share in 0 .. 1. All are 0 without a valid token. C is the threshold of ``importance_statistics``.
     """
     xp, counted = statistics.xp, statistics["number"] > 0
 

@@ -25,10 +25,10 @@ ENTROPY_EDGES = (0.01, 0.1, 0.5, 1.0, 2.0)
 
 
 def mismatch_by(tokens: Tokens, values: ArrayLike, edges: Sequence[float], least: float = -np.inf) -> Statistics:
-    """Computes statistics by a number of each token, int or float [b, t], arrays [len(edges) + 1].
+    """Computes statistics of buckets of tokens, arrays [len(edges) + 1], by a number of each token in ``values``.
 
-    Bucket i holds edges[i - 1] <= number < edges[i]. Tokens whose number is not finite or is below ``least`` are in no
-    bucket. Raises ValueError unless the edges increase and the shapes agree.
+    ``values`` is int or float [b, t]. Bucket i has edges[i - 1] <= value < edges[i]. No bucket has a token whose value
+    is not finite or below ``least``. Raises ValueError unless the edges increase and the shapes agree.
     """
     check_edges("edges", edges)
     check_shape("values", values, tokens.valid.shape)
@@ -108,7 +108,7 @@ def sign_skew(tokens: Tokens, advantages: ArrayLike) -> Statistics:
 
 
 def finalize_sign_skew(statistics: Statistics) -> dict[str, Any]:
-    """Computes the skew metrics. They are 0 if all advantages are 0.
+    """Computes the skew metrics of advantages A, with rho = exp(lr). They are 0 if all advantages are 0.
 
     Returns:
       ``log_ratio_skew`` = <A lr> / <abs(A)> (nats). Above 0, the trainer is more confident than the sampler at tokens
@@ -190,7 +190,7 @@ def mismatch_by_turn(
     """Computes the mismatch of sampled tokens by turn and by distance from the environment's last token.
 
     The lists have an array [t] for each sequence: the log-probabilities of its tokens under both engines, float, and
-    their turns, int. ``trainer`` needs no prompt. About ``chunk`` tokens are measured together. The metrics are
+    their turns, int. All three may omit the prompts. About ``chunk`` tokens are measured together. The metrics are
     ``turn_<bucket>/<name>`` and ``after_<bucket>/<name>``, with the names of ``finalize_buckets``. Buckets without a
     token are absent.
     """

@@ -120,7 +120,7 @@ and slime in its CI.
 """
 
 FRAMEWORKS = tuple(NAME_TABLE)
-"""The frameworks of the table."""
+"""The frameworks in ``NAME_TABLE``."""
 
 _SIGNALS = """
 rljax: reward reward/mean; entropy policy/entropy; grad_norm optimizer/grad_norm;

@@ -18,11 +18,11 @@ from rljax.mismatch.tokens import LARGEST_LOGPROB
 RegionKind = Literal["tv", "kl", "kpop", "smooth", "moment"]
 
 SMALLEST_PROBABILITY = 1e-8
-"""Bound of a probability from 0 and from 1 in the binary KL."""
+"""The least distance of a probability from 0 and from 1 in the binary KL."""
 KPOP_PROBABILITY = 1e-6
-"""Bound of a probability from 0 and from 1 in KPop's divergence."""
+"""The least distance of a probability from 0 and from 1 in KPop's divergence."""
 SMALLEST_REST = 1e-12
-"""Bound of the probability of all tokens that are not listed."""
+"""The least probability that all tokens that are not listed are taken to have together."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def binary_kl(xp: ModuleType, first: Any, second: Any, smallest: float = SMALLES
 
 
 def token_distance(xp: ModuleType, kind: RegionKind, trainer: Any, rollout: Any) -> Any:
-    """Computes the distance of the two probabilities of each token.
+    """Computes the distance of each token's probabilities p (trainer) and q (rollout).
 
     "tv" and "smooth" are abs(p - q), "kl" is the binary KL(rollout || trainer), and "kpop" is the larger binary KL.
     "moment" is the squared log-ratio.
@@ -135,8 +135,8 @@ def region_factor(
 ) -> tuple[Any, Any]:
     """Computes the factor of each token's loss.
 
-    A mask gives 1 inside the region and 0 outside. With ``one_sided``, a token outside keeps the factor 1 unless its
-    update moves it further away (``moves_away``). The smooth form gives 1 - (p - q) / threshold for a positive
+    Every kind but "smooth" gives 1 inside the region and 0 outside. With ``one_sided``, a token outside keeps 1 unless
+    its update moves it further away (``moves_away``). The kind "smooth" gives 1 - (p - q) / threshold for a positive
     advantage, and 1 + (p - q) / threshold for any other. It is the factor that DRPO's quadratic penalty gives to the
     importance-weighted gradient.
 

@@ -12,7 +12,7 @@ FILL_SPREAD = 0.1
 """The least standard deviation of the other side's numbers at the places of such a constant (nats)."""
 WORSE_THAN_UNIFORM = 8.0
 """The least surprise of a side that finds tokens less likely than random ones (nats). A uniform guess over 3,000 tokens
-has it, and vocabularies have 32,000 tokens and more."""
+has this surprise, and vocabularies have 32,000 tokens and more."""
 _ROUNDING = 1e-3  # nats; smaller log-probabilities of certain tokens may be equal because of their rounding
 _UNCERTAIN = 0.01  # nats; larger log-probabilities depend on every token before them
 _FEWEST = 8  # the fewest different numbers above _UNCERTAIN that are not equal by chance
@@ -31,7 +31,7 @@ def find_repeats(
       logprobs: The sampler's log-probability of each of these tokens (nats), float32 [r].
 
     Returns:
-      The indices of the responses of each set of equal ones.
+      The sets of equal responses, each as the list of their indices.
     """
     sets: dict[tuple[bytes, bytes], list[int]] = {}
     for i, (ids, values) in enumerate(zip(tokens, logprobs, strict=True)):
@@ -54,5 +54,5 @@ def is_no_chance(logprobs: np.ndarray) -> bool:
 
 
 def find_constants(logprobs: Sequence[np.ndarray]) -> list[int]:
-    """Returns the indices of the vectors [r] that hold one number ``FILL_TOKENS`` times or more."""
+    """Returns the indices of the vectors, [r] each, of at least ``FILL_TOKENS`` numbers that are all equal."""
     return [i for i, vector in enumerate(logprobs) if len(vector) >= FILL_TOKENS and (vector == vector[0]).all()]

@@ -56,11 +56,11 @@ class Statistics:
         return value_of(number) if isinstance(number, Total) else number
 
     def mean(self, name: str, over: str = "token_count") -> Any:
-        """Divides the sum with this name by a count. The result is 0 where the count is 0."""
+        """Divides the sum of this name by the count of the name ``over``. The result is 0 where the count is 0."""
         return self[name] / self.xp.maximum(self[over], 1)
 
     def extreme(self, name: str, over: str = "token_count") -> Any:
-        """Returns the maximum or minimum with this name; 0 where the count is 0."""
+        """Returns the maximum or minimum of this name, but 0 where the count of the name ``over`` is 0."""
         return self.xp.where(self[over] > 0, self[name], 0)
 
 

@@ -71,7 +71,7 @@ class Sequences:
         return sums / self.xp.broadcast_to(length, sums.shape)
 
     def spread(self, numbers: Any) -> Any:
-        """Repeats the number of each sequence, [b, s], over its tokens, [b, t]. It is meaningless at other tokens."""
+        """Repeats the number of each sequence, [b, s], over its tokens, [b, t]. Other tokens get arbitrary numbers."""
         if self.end is None:
             return self.xp.broadcast_to(numbers, self.position.shape)
         return self.xp.take_along_axis(numbers, self.end, axis=1)

@@ -9,7 +9,7 @@ _ROUNDING = 1e-6  # a share that was averaged in float32 may be above 1 by this 
 
 
 class WrongTypeError(ValueError, TypeError):
-    """A value of the wrong type: a caller's mistake, which Python's own checks call a TypeError."""
+    """An error of a value of the wrong type. It is a ValueError, as all errors here, and a TypeError, as in Python."""
 
 
 def as_float(name: str, value: Any) -> float:
@@ -25,7 +25,7 @@ def as_float(name: str, value: Any) -> float:
 
 
 def as_int(name: str, value: Any, least: int = 0) -> int:
-    """Returns a whole number of any integer type, at least ``least``."""
+    """Returns a whole number of any integer type as an int. It must be at least ``least``."""
     try:
         if _is_flag(value):
             raise TypeError("not a number")
@@ -43,7 +43,7 @@ def as_step(name: str, value: Any) -> int | None:
 
 
 def as_share(name: str, value: Any) -> float:
-    """Returns a share in [0, 1]; NaN where ``value`` is None or NaN, which means unknown."""
+    """Returns a share in [0, 1], but for rounding; NaN where ``value`` is None or NaN, which means unknown."""
     share = float("nan") if value is None else as_float(name, value)
     if share < -_ROUNDING or share > 1.0 + _ROUNDING:
         raise ValueError(f"{name} must be in [0, 1], or None, got {name} = {_shown(value)}.")

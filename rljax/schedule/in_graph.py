@@ -21,7 +21,7 @@ _INT32_MAX = 2**31 - 1
 def length_decay_schedule(
     init_value: float, decay_period: int | None, *, decay_factor: float = 0.5, floor_ratio: float = 0.1
 ) -> optax.Schedule:
-    """Builds Algorithm 1 with a known period as an optax schedule.
+    """Builds Algorithm 1 of arXiv 2602.01826, with a known decay period, as an optax schedule.
 
     Args:
       init_value: The rate of the first update, positive.
@@ -50,7 +50,7 @@ def length_decay_schedule(
 
 
 class SurgeState(NamedTuple):
-    """The state of the rule inside a graph. A step of 0 means none."""
+    """The numbers of a ``SurgeTracker`` inside a graph. 0 as a step means that there is none."""
 
     step: jax.Array  # shape=(), dtype=jnp.int32
     lengths: jax.Array  # shape=(window,), dtype=jnp.float32, oldest to newest; only the last `seen` are set
@@ -167,7 +167,7 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
     def update(self, state: LengthTriggeredState, **extra_args: Any) -> LengthTriggeredState:
         """Observes one batch, and returns the state after it.
 
-        The scalars are ``response_length`` and optionally ``truncated_fraction``.
+        ``extra_args`` has the scalar ``response_length``, and optionally ``truncated_fraction``.
 
         Raises:
           ValueError: ``response_length`` is missing, or ``state`` is not a state of this schedule.
@@ -193,7 +193,7 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
         )
 
     def __call__(self, state: LengthTriggeredState, **extra_args: Any) -> jax.Array:
-        """Returns the rate of the update whose batch is described; the initial rate without ``response_length``.
+        """Returns the rate of the update whose batch ``extra_args`` has; the initial rate without ``response_length``.
 
         Raises:
           ValueError: ``state`` is not a state of this schedule, such as the count that optax gives to plain schedules.
@@ -225,7 +225,7 @@ def length_triggered_schedule(
     decay_factor: float = 0.5,
     floor_ratio: float = 0.1,
 ) -> LengthTriggeredSchedule:
-    """Builds the in-graph form, for ``inject_learning_rate`` or ``optax.inject_hyperparams``.
+    """Builds the length-triggered rate for optax: for ``inject_learning_rate`` or ``optax.inject_hyperparams``.
 
     The optimizer's ``update`` then takes ``response_length=``, the mean response length of the batch (tokens, shape
     ()), and optionally ``truncated_fraction=`` (shape ()), once per update. ``optax.MultiSteps`` passes on only the
@@ -250,7 +250,7 @@ def length_triggered_schedule(
 
 
 class SampleSizeState(NamedTuple):
-    """The state of a schedule with the factor of the sample size."""
+    """The state of a schedule whose rate is multiplied by the factor of the sample size."""
 
     schedule: Any  # the state of the schedule that is scaled
     factor: jax.Array  # shape=(), dtype=jnp.float32, of the last observed batch; it scales the next rate
@@ -264,7 +264,7 @@ class SampleSizeSchedule(optax.schedules.StatefulSchedule):
         self._schedule, self._base = schedule, base
 
     def init(self) -> SampleSizeState:
-        """Returns the state before the first update, whose rate is whole."""
+        """Returns the state before the first update, whose rate has the factor 1."""
         return SampleSizeState(self._schedule.init(), jnp.ones([], jnp.float32))
 
     def update(self, state: SampleSizeState, **extra_args: Any) -> SampleSizeState:
@@ -282,21 +282,21 @@ class SampleSizeSchedule(optax.schedules.StatefulSchedule):
         return SampleSizeState(self._schedule.update(state.schedule, **extra_args), factor)
 
     def __call__(self, state: SampleSizeState, **extra_args: Any) -> jax.Array:
-        """Returns the rate of the update whose batch is described, with the factor of the batch before."""
+        """Returns the rate of the update whose batch ``extra_args`` describes, times the factor of the batch before."""
         return jnp.asarray(self._schedule(state.schedule, **extra_args), jnp.float32) * state.factor
 
 
 def scaled_by_sample_size(
     schedule: float | optax.Schedule | optax.schedules.StatefulSchedule, base: float = 1.0
 ) -> SampleSizeSchedule:
-    """Builds the in-graph form of ``sample_size_factor``, beside any schedule.
+    """Builds a schedule whose rate is the rate of ``schedule`` times ``sample_size_factor`` of the batch before.
 
     The optimizer's ``update`` then takes ``effective_sample_share=`` beside the arguments of the schedule.
 
     Args:
       schedule: The rate: a number, a function of the optax count, or a ``StatefulSchedule`` such as
         ``length_triggered_schedule``.
-      base: The share from which on the rate is whole, in (0, 1].
+      base: The effective sample share from which on the factor is 1, in (0, 1].
 
     Raises:
       ValueError: ``base`` is out of range.

@@ -52,7 +52,7 @@ def inject_learning_rate(
 
     Raises:
       ValueError: The number is not a finite, non-negative scalar, ``make_optimizer`` is no function, or
-        ``learning_rate`` is a controller of the host.
+        ``learning_rate`` is a ``LengthTriggeredLR``, which works on the host.
     """
     if not callable(make_optimizer):
         raise ValueError(
@@ -132,10 +132,10 @@ def set_learning_rate(opt_state: Any, value: Any) -> Any:
 
 
 def get_learning_rate(opt_state: Any) -> jax.Array:
-    """Reads the injected rate: the rate of the last update, or the initial rate before the first. It may be scheduled.
+    """Returns the rate in an optimizer state: of the last update, or before the first update the initial rate.
 
-    The optimizer state may be nested in any way. The rate is float32, shape (). Tracers cannot be compared: if there
-    are several, the first is returned.
+    A schedule may have set it. The optimizer state may be nested in any way. The rate is float32, shape (). If there
+    are several rates, they must be equal. Under jit they are not compared, and the first one is returned.
 
     Raises:
       ValueError: No rate is injected, or several rates differ.

@@ -95,7 +95,7 @@ class LengthTriggeredLR:
 
         Args:
           init_value: The group's rate until the first decay, at least 0. A rate of 0 stays 0.
-          step: The step whose rate is returned, by the present period. None: the last observed step.
+          step: The step whose rate is returned, with the present decay period. None: the last observed step.
 
         Raises:
           ValueError: ``init_value`` is negative or not finite.
@@ -161,7 +161,7 @@ class LengthTriggeredLR:
 
 
 class OfController:
-    """A scheduler or a callback of another library, with the state of the controller inside it."""
+    """The base class of schedulers and callbacks for other libraries, each of which holds a ``LengthTriggeredLR``."""
 
     _controller: LengthTriggeredLR
 

@@ -22,7 +22,7 @@ TIMES = 3
 
 
 class Rule(NamedTuple):
-    """A rule with its name. A rule without a configuration is ``FirstLengthsTracker``."""
+    """A rule that calls a surge, with its name. A rule without a configuration is ``FirstLengthsTracker``."""
 
     name: str
     config: SurgeConfig | None
@@ -53,7 +53,7 @@ class RuleOutcome:
         The last ones may lie behind the end of the log.
       rates: The rate of each step of the log.
       ratios: The smoothed length over the baseline at each step of the log. It is NaN after the call, and at steps
-        without a level.
+        without a smoothed length.
       ignored: The number of steps without a finite, positive length.
       held_out: The number of steps that were left out because of ``max_truncated``.
     """

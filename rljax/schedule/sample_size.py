@@ -37,7 +37,7 @@ def sample_size_factor(share: Any, base: float = 1.0) -> float:
       share: The effective sample size of the batch before, in [0, 1]: a number, or a scalar of numpy, jax or torch.
         None: there is no batch before, and the factor is 1. NaN: the weights could not be computed, and the factor is
         0.
-      base: The share from which on the rate is whole, in (0, 1]. The paper has 1, and 0.55 for several turns.
+      base: The share from which on the factor is 1, in (0, 1]. The paper has 1, and 0.55 for several turns.
 
     Raises:
       ValueError: An argument is out of range.

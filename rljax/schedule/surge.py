@@ -109,8 +109,8 @@ class SurgeTracker:
       surge_step: The 1-based step at which the surge was called, or None.
       ignored: The number of lengths so far that were not finite and positive.
       held_out: The number of batches so far that were left out because of ``max_truncated``.
-      smoothed: The median of the newest ``smooth`` lengths at the last usable step, or None during the warmup.
-      baseline: The baseline at that step, or None during the warmup.
+      smoothed: The median of the newest ``smooth`` lengths at the last step tested for a surge; None before one.
+      baseline: The baseline at that step. Like ``smoothed``, it is also None after ``load_state_dict``.
     """
 
     def __init__(self, config: SurgeConfig = SurgeConfig()) -> None:
@@ -135,7 +135,7 @@ class SurgeTracker:
 
     @property
     def crossing_step(self) -> int | None:
-        """The first step of the crossing that led to the call. None before the call, and if ``max_wait`` made it."""
+        """The first step of the crossing that led to the call. None before the call, or if ``max_wait`` caused it."""
         return None if self.surge_step is None else self._crossing_since
 
     def update(self, length: Any, truncated_fraction: Any = None) -> bool:

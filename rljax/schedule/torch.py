@@ -178,7 +178,7 @@ class LengthTriggeredCallback(OfController):
         self._unseen = 0  # the number of logs without a length, before the first one with a length
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts with no lengths, or reads the lengths of a resumed run from its log."""
+        """Starts from the given tracker, and reads the lengths of a resumed run from the trainer's log."""
         self._controller.load_state_dict(self._start)
         self._first_update = 0
         updates, last = self._updates_of(args), 0
@@ -193,7 +193,7 @@ class LengthTriggeredCallback(OfController):
     def on_step_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **kwargs: Any
     ) -> None:
-        """Writes the rates of the update that begins."""
+        """Lowers the rates of the update that begins to the callback's rates, where these are lower."""
         update = state.global_step + 1
         new_batch = update >= self._first_update + self._updates_of(args)
         for group in optimizer.param_groups:

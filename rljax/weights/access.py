@@ -93,13 +93,13 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
-    """Returns ``path``, or else the file that ``$RLJAX_API_KEY_FILE`` names. None means that no key is used."""
+    """Returns ``path``, or else the file that ``$RLJAX_API_KEY_FILE`` names. Without either it returns None: no key."""
     named = path or os.environ.get(KEY_FILE)
     return Path(named).absolute() if named else None
 
 
 def find_client_key_file(path: str | os.PathLike[str] | None) -> Path | None:
-    """Returns the key file of a client: :func:`find_key_file`, or else the user's own, if there is one."""
+    """Returns the key file of a client: :func:`find_key_file`, or else ``~/.rljax.key`` if it exists, or else None."""
     own = Path(os.path.expanduser(_OWN_KEY))
     return find_key_file(path) or (own if own.exists() else None)
 
@@ -138,7 +138,7 @@ def read_api_key(path: Path) -> str:
 
 
 def serving_key(host: str, path: str | os.PathLike[str] | None, remedy: str) -> Path | None:
-    """Returns the key file of a server that binds to ``host``, as :func:`find_key_file`.
+    """Returns the key file of a server that binds to ``host``: the result of :func:`find_key_file`, perhaps None.
 
     Raises ValueError if a server may not bind to ``host``, if the key cannot be used, or if other machines reach
     ``host`` and there is no key. ``remedy`` ends the message about a missing key.
@@ -182,7 +182,7 @@ class RequireKey:
 
 
 class RefuseWebPages:
-    """ASGI middleware that answers 403 to the requests that web pages make, for a server of HTTP alone.
+    """ASGI middleware that answers 403 to the requests that web pages make. It does not guard websockets.
 
     A browser sends such a request with the header ``Origin``. If the DNS name of the page points to this machine, there
     is no ``Origin``, but ``Host`` has that name.

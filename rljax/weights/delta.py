@@ -32,7 +32,7 @@ class Delta(NamedTuple):
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> Delta:
-    """Returns the delta from ``old`` to ``new``, bits of a part (uint16 or uint32 [n]). It may be a view of ``new``."""
+    """Returns the delta from ``old`` to ``new``, bits of a part (uint16 or uint32 [n]); it may be a view of ``new``."""
     differs = old != new
     if (changed := int(np.count_nonzero(differs))) > _MOST * new.size:
         return Delta(changed, "", b"", np.ascontiguousarray(new).view(np.uint8).data)

@@ -1,8 +1,8 @@
 """The format of one version of the weights: a directory with ``version.json``, written last, and safetensors files.
 
-A version is dense, or a delta against the version before it, or both. A version that is both is an anchor: a server
-starts from it if no delta applies to the version that it holds. A tensor may be stored in several pieces, each written
-by a process that holds a shard of it. docs/weights.md describes every entry.
+A version is dense (written whole), or a delta against the version before it, or both. A dense version is an anchor: a
+server starts from it if no delta applies to what the server holds. A tensor may be stored in several pieces, each
+written by a process that holds a shard of it. docs/weights.md describes every entry.
 
 This module writes safetensors itself, because the safetensors library neither hashes a file while it writes it nor maps
 it for changes in place. Here a tensor is an array of bits (uint8, uint16 or uint32), not of its dtype.
@@ -92,9 +92,9 @@ class TensorRegion:
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of the tensor with this Hugging Face name, in a safetensors file."""
+    """A part of a tensor, and its place in a safetensors file."""
 
-    tensor: str
+    tensor: str  # the Hugging Face name of the tensor
     region: TensorRegion
     file: str
     key: str  # the key of the part's entry in the file; a delta has two entries: KEY.gaps and KEY.values
@@ -271,7 +271,7 @@ def xxh3_of(path: Path) -> str:
 
 
 def weights_hash(directory: str | os.PathLike[str]) -> str:
-    """Returns ``sha256:...``, a hash over names, dtypes, shapes and bytes of all safetensors in a directory.
+    """Returns ``sha256:...``, a hash over names, dtypes, shapes and bytes of all tensors in a directory's safetensors.
 
     The hash does not depend on how the tensors are spread over files. Raises ValueError if the directory has no
     safetensors.

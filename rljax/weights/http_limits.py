@@ -59,18 +59,18 @@ class LimitedConnection(H11Protocol):
     """A connection that is closed if its client keeps the server waiting.
 
     The head of a request must come within ``WAIT_S`` seconds, and so must the unread rest of a body after its answer.
-    If there are too many connections, a new one replaces the one with an incomplete request whose last byte of a body
-    is the oldest.
+    If there are too many connections, a new one replaces another that waits for its client: the one that has waited
+    longest since its start, its last answer or its last byte of a body. If none waits, the new one is closed.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Sets no limit yet."""
+        """Prepares a connection without a time limit; ``connection_made`` sets the first one."""
         super().__init__(*args, **options)
         self._since = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes a new connection. At the limit, it or another one is closed."""
+        """Takes a new connection. If there are too many, this connection or another one is closed."""
         super().connection_made(transport)
         self._close_in(WAIT_S)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
@@ -79,7 +79,7 @@ class LimitedConnection(H11Protocol):
             min(incomplete, key=lambda each: each._since, default=self).close()
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes of the client."""
+        """Takes bytes that the client sent, and begins or ends the limited wait for further ones."""
         super().data_received(data)
         if self.conn.their_state is h11.SEND_BODY:
             self._since = self.loop.time()
@@ -92,28 +92,28 @@ class LimitedConnection(H11Protocol):
             self._close_in(WAIT_S)
 
     def on_response_complete(self) -> None:
-        """Begins to wait for the next request, or for the rest of a body that nobody has read."""
+        """Limits the wait for the unread rest of a request's body. uvicorn limits the wait for the next request."""
         super().on_response_complete()
         self._since = self.loop.time()
         self._close_in(WAIT_S if self.conn.their_state is h11.SEND_BODY else None)
 
     def pause_writing(self) -> None:
-        """Begins to wait for the client to read its reply."""
+        """Begins to wait for the client to read its reply. The connection is closed after ``_UNREAD_S`` seconds."""
         super().pause_writing()
         self._close_in(_UNREAD_S)
 
     def resume_writing(self) -> None:
-        """Stops that wait, because the client has read a part of its reply."""
+        """Ends the wait of ``pause_writing``, because the client has read a part of its reply."""
         super().resume_writing()
         self._close_in(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection."""
+        """Ends the time limit of a connection that is closed already."""
         self._close_in(None)
         super().connection_lost(exc)
 
     def close(self) -> None:
-        """Closes the connection at once. It no longer counts."""
+        """Closes the connection at once, and takes it out of the number of connections."""
         self.connections.discard(self)
         self.transport.abort()
 

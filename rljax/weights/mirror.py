@@ -1,8 +1,8 @@
 """The newest version of the weights in the memory of a server's machine, which all servers of the machine load.
 
-A mirror is a dense version in a directory, one file a tensor, which deltas change in place. A lock keeps readers out
-while it changes. Every bit is checked. Before a delta is applied, each file must still have the hash that was recorded
-when it was last known to be right. After the delta each tensor must have the trainer's checksum.
+A mirror is a directory with one version, written whole, with a file for each tensor. Deltas change the files in place.
+A lock keeps readers out meanwhile. Every bit is checked. Before a delta is applied, each file must still have the hash
+that was recorded when it was last known to be right. After the delta each tensor must have the trainer's checksum.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ THREADS = min(8, os.cpu_count() or 1)
 
 
 class DamagedError(RuntimeError):
-    """An error of weights whose bits are not as expected; the message names the first few tensors."""
+    """An error of weights whose bits are not as expected. The message names a version, a path or a few tensors."""
 
 
 class Mirror:
-    """A directory with one dense version. It is changed under ``locked()`` and read under ``locked(shared=True)``.
+    """A directory with one whole version. It is changed under ``locked()`` and read under ``locked(shared=True)``.
 
     ``check_s`` counts the seconds spent on the hashes of files and the checksums of whole tensors. The checksums after
     a delta come from the changed elements, while the delta is applied, and are not counted.
@@ -55,7 +55,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:
-        """Locks the mirror in the block (flock) against other users, or with ``shared`` only against changes."""
+        """Locks the mirror (flock) for a ``with`` block: against all users, or with ``shared`` only against changes."""
         with open(self.root / "lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield
@@ -84,10 +84,10 @@ class Mirror:
         _refuse(changed, "not as it came")
 
     def fill(self, version: Version, paths: Mapping[str, Path]) -> None:
-        """Replaces the content of the mirror by a dense version.
+        """Replaces the content of the mirror by a version that is written whole (dense).
 
-        ``paths`` has the paths of the version's files by name, whose hashes were compared. Raises DamagedError if a
-        tensor does not have the version's checksum, or a file cannot be used. The mirror then holds no version.
+        ``paths`` has the paths of the version's files by name. The caller has checked their hashes. Raises DamagedError
+        if a tensor lacks the version's checksum, or a file cannot be used. The mirror then holds no version.
         """
         self.clear()
         files = {name: f"{number:05d}.safetensors" for number, name in enumerate(version.tensors)}

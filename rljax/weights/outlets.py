@@ -27,20 +27,20 @@ _NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
 class Outlet:
     """The way in which files of a process reach the machines of the servers. This class is for a shared directory.
 
-    ``url`` is the URL of the server that has the files, or "". ``takes_files`` says whether files leave this machine.
+    ``url`` is the URL of the server that has the files, or "". ``takes_files`` says whether ``add`` moves them away.
     """
 
     url = ""
     takes_files: ClassVar[bool] = False
 
     def add(self, path: Path, run: str) -> None:
-        """Offers ``path``, which is written: a version's directory, or the file of the probe. Raises OSError.
+        """Offers ``path`` to the servers. Nothing is done for a shared directory; other outlets may raise OSError.
 
-        ``run`` is the name of the directory of process 0.
+        ``path`` is the directory of a written version or the file ``store.PROBE``. ``run`` names process 0's directory.
         """
 
     def remove(self, run: str, version: str = "") -> None:
-        """Withdraws a version, or all versions of a run. The owner of the files removes them. Raises OSError."""
+        """Withdraws the version of this name, or with "" all of a run. Files on the disk are left to their owner."""
 
     def close(self) -> None:
         """Releases everything at the end of the run; may be called twice."""
@@ -62,7 +62,7 @@ class StoreOutlet(Outlet):
             raise RuntimeError(f"weights cannot be served from {url}: {error}") from error
 
     def add(self, path: Path, run: str) -> None:
-        """Uploads a file, or moves the files of a version into the store. Raises OSError."""
+        """Uploads a file, or all files of a version. Safetensors are then removed from this machine. Raises OSError."""
         files = [path] if path.is_file() else sorted(path.iterdir(), key=lambda file: file.name == VERSION_FILE)
         for file in files:
             place = f"{self._root}/{run}/{file.relative_to(path.parent)}"
@@ -74,7 +74,7 @@ class StoreOutlet(Outlet):
                 file.unlink()
 
     def remove(self, run: str, version: str = "") -> None:
-        """Deletes the folder of a version, or of the run."""
+        """Deletes the folder of a version, or of the run. Errors of the store are raised as they are."""
         folder = f"{self._root}/{run}/{version}".rstrip("/")
         if self._fs.exists(folder):
             self._fs.rm(folder, recursive=True)

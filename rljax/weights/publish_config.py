@@ -27,7 +27,7 @@ class PublishConfig:
 
     @property
     def versions(self) -> int:
-        """The most sizes of the weights that a version, the ones before it and their deltas take on a disk together."""
+        """The most room on a disk that a run's versions and deltas take together, in multiples of the weights' size."""
         return 3 if self.store in ("directory", "http") else 2
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Brings a machine's mirror to a version: by the deltas since the version that it holds, or from a dense version.
 
-Servers of one machine call it side by side; the first one does the work. It needs neither jax nor torch nor vLLM.
+The servers of one machine pull side by side; the first one does the work. This module needs no jax, torch or vLLM.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pulled:
 
 
 def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
-    """Brings a mirror to the version ``name``.
+    """Brings a mirror to the version ``name``, and returns the work and the time of it.
 
     Raises:
       SourceError: The source cannot be read.
@@ -152,7 +152,7 @@ def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path)
 
 
 def answer(frames: Frames, source: str, mirror: Path) -> None:
-    """Pulls the versions that the parent names. A child process runs this program."""
+    """Pulls the versions that the parent process names, and replies ``Pulled``. A child process runs this program."""
 
     def take(name: str) -> Pulled:
         try:

@@ -23,7 +23,7 @@ PATIENCE_S = 300.0
 
 
 class SourceError(OSError):
-    """An error of a source that cannot be read; the message is one line that names it."""
+    """An error of a source that cannot be read. The message names the file or the URL."""
 
 
 class Source:
@@ -105,7 +105,7 @@ class HttpSource(Source):
     """An HTTP server of files with byte ranges, such as ``outlets.serve``. Requests without an answer are repeated.
 
     A file comes in ranges over several connections. A range that breaks off is continued from its last byte. If the
-    record of a file names another server, the file comes from there, with the same key. Its address must be private.
+    record of a file names another server, that server gives the file, with the same key. Its address must be private.
     """
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:

@@ -40,10 +40,10 @@ class WeightVersion:
 
 
 class WeightDirectory(OwnedDirectory):
-    """The directory with one run's versions: the newest dense one (the anchor), and all versions after it.
+    """The directory of a run's versions: the newest one that is written whole (the anchor), and all later ones.
 
-    If the writer writes deltas, every version has a delta unless it is the first, or a delta would take half of the
-    whole. ``source`` is the argument of ``open_source`` on a server's machine. It is empty where servers read the
+    If the writer writes deltas, each version has one unless it is the first, or its delta would take half of the whole
+    or more. ``source`` is the argument of ``open_source`` on a server's machine. It is empty where servers read the
     directory themselves. ``run_tag`` is the beginning of every version's tag.
     """
 
@@ -58,9 +58,9 @@ class WeightDirectory(OwnedDirectory):
     ) -> None:
         """Makes the directory in ``parent``, or in this machine's memory, and opens the outlet for the servers.
 
-        ``api_key_file`` has the key that every HTTP request must bring. ``writer`` gets the tensors of :meth:`write`.
-        None means a writer of whole tensors of this process only. If the writer writes deltas, each ``anchor_every``-th
-        version is dense, or an earlier one if deltas crowd a disk. With "shared" all are dense, without ``writer``.
+        ``api_key_file`` has the key of every HTTP request. ``writer`` gets the tensors of :meth:`write`; None means one
+        for whole tensors of this process. If it writes deltas, each ``anchor_every``-th version is also written whole,
+        or an earlier one if deltas crowd a disk. The store "shared" ignores ``writer`` and writes each version whole.
 
         Raises:
           RuntimeError: The directory cannot be written or given to its readers, the HTTP server does not start, or the
@@ -111,12 +111,12 @@ class WeightDirectory(OwnedDirectory):
     def write(self, tensors: Any, policy_version: int, sums: Mapping[str, Checksum]) -> WeightVersion:
         """Writes one version and offers it to the servers.
 
-        The tensors have the form that the writer takes. The default writer takes pairs (Hugging Face name, array).
+        ``tensors`` is what the writer takes: for the default writer, pairs (Hugging Face name, array).
         ``sums`` has the checksum of each tensor by Hugging Face name.
 
         Raises:
           ValueError: There are no tensors, they have several dtypes, or their names are not the names in ``sums``.
-          NotWrittenError: The version cannot be written or offered. All its files are removed, and the version before
+          NotWrittenError: The version cannot be written or offered. Its directory is removed, and the version before
             it is kept.
         """
         # A path is never used twice: vLLM has returned the cached weights of such a path.
@@ -164,7 +164,7 @@ class WeightDirectory(OwnedDirectory):
         return WeightVersion(directory, tag, version.dtype, num_bytes, fraction, self.source)
 
     def drop_old(self) -> None:
-        """Removes the versions before the newest anchor, once servers have the last version."""
+        """Removes the versions before the newest anchor. Call it once the servers have the last version."""
         self._chain = self._chain[self._anchor() :]
         kept = {each.name for each in self._chain}
         old = [path for path in self.root.glob("v*") if path.name not in kept]
@@ -193,7 +193,7 @@ class WeightDirectory(OwnedDirectory):
 
 
 def let_read(path: Path, readable_by: str) -> None:
-    """Lets exactly these users read a file, or a directory with all that it holds, whatever the umask is.
+    """Gives a file, or a directory and all in it, the permissions that ``readable_by`` asks for, whatever the umask.
 
     ``readable_by`` is ``PublishConfig.readable_by``. Raises ValueError if this machine has no such group, and OSError
     if the owner is not in it.

@@ -40,7 +40,7 @@ def mixed(bits: Any) -> tuple[Any, Any]:
 
 
 def place_weights(places: Any) -> Any:
-    """Returns an odd int32 number for each place; the first mixed value of its element is multiplied by this number.
+    """Returns an odd int32 number for each place, by which the third sum multiplies the first mixed value there.
 
     A place is the flat index in the whole tensor, row by row, mod 2^32. ``places`` is an int32 array of numpy, jax or
     torch.
@@ -68,7 +68,7 @@ def _shifted_onto(x: Any, by: int, kept: int) -> Any:
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
-    """Returns the bit patterns of an array's elements, without a copy: uint16 or uint32 of the same shape."""
+    """Returns the bits of an array's elements, uint16 or uint32 of the same shape. A contiguous array is not copied."""
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 

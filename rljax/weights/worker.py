@@ -39,7 +39,7 @@ _PULLED = Decoder(Pulled)
 
 
 class WorkerWeights:
-    """The versions that one worker may load."""
+    """The versions of the weights that one worker of a server may load."""
 
     def __init__(self) -> None:
         self._roots: frozenset[Path] = frozenset()
@@ -47,7 +47,7 @@ class WorkerWeights:
 
     @property
     def pulls(self) -> Pulls:
-        """The pulls from the source that the last handshake named. Raises ValueError if none has named a source."""
+        """The pulls from the source that :meth:`show` got last. Raises ValueError if it never got one."""
         if self._pulls is None:
             raise ValueError("no trainer has shown from where weights are pulled")
         return self._pulls
@@ -92,11 +92,11 @@ class WorkerWeights:
         """Yields a version's directory and the names of its safetensors files.
 
         An empty ``path`` means this machine's own mirror, which must hold the version already. The mirror does not
-        change during the block.
+        change during the ``with`` block.
 
         Raises:
           ValueError: The version has another tag than ``tag``, cannot be loaded from its files, or lies in no directory
-            that a trainer has named in its handshake.
+            that :meth:`show` has stored.
         """
         if not path:
             mirror = self.pulls.mirror

@@ -32,9 +32,9 @@ Kind = Literal["dense", "delta"]
 
 
 class Part(NamedTuple):
-    """A part of the tensor with this Hugging Face name, as a process holds it."""
+    """A part of a tensor, as a process holds it."""
 
-    tensor: str
+    tensor: str  # the Hugging Face name of the tensor
     shape: tuple[int, ...]  # the shape of the whole tensor
     region: TensorRegion
     array: np.ndarray  # the part in the dtype that servers load; it no longer changes
@@ -49,9 +49,9 @@ class PartsSummary(msgspec.Struct, frozen=True):
 
     dtypes: tuple[str, ...]  # the dtypes of all parts, each once
     elements: int  # the number of elements
-    dense_bytes: int  # the size of the elements
-    changed: float | None  # the elements that differ from the version before; None if there is no such version
-    delta_bytes: int | None  # the size of the delta; None if there is none
+    dense_bytes: int  # the size of the elements (bytes)
+    changed: float | None  # the number of elements that differ from the version before; None if it is not known
+    delta_bytes: int | None  # the size of the delta (bytes); None if there is none
     shapes: dict[str, tuple[int, ...]]  # the shapes of the whole tensors by name
 
 
@@ -66,19 +66,19 @@ class Writer(Protocol):
     """An object that writes the parts of a version: this process's parts, or the parts of all processes."""
 
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
-        """Takes the parts of the next version, and compares them with the previous version. Raises OSError.
+        """Takes the tensors of the next version, and compares them with the version before. Raises OSError.
 
-        The tensors have the form that the writer was made for. The writer may already write into ``directory`` now.
+        What ``tensors`` must be depends on the class. Some classes write the files into ``directory`` already here.
         """
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the collected parts: whole, or as their changes since the version before. Raises OSError.
+        """Writes the collected parts: whole ("dense"), or the changes since the version before. Raises OSError.
 
         If a version gets both, the delta is written first.
         """
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Gives up all versions except ``names``, and removes this writer's own files of them.
+        """Gives up all versions except ``names``, and removes the files that this writer holds of the others.
 
         If the newest version is given up, the next one counts as the first one.
         """
@@ -94,7 +94,7 @@ class PartWriter(Writer):
     def __init__(
         self, parts: MakeParts, name: str = "0", outlet: Outlet | None = None, directory: OwnedDirectory | None = None
     ) -> None:
-        """Stores the maker of the parts, and the beginning of the files' names, which differs between processes."""
+        """Stores ``parts``, which makes the parts, and the beginning of file names, which differs between processes."""
         self._parts_of, self._name = parts, name
         self.outlet, self.directory = outlet or Outlet(), directory
         self._version = ""  # the name of the newest version, whose parts and deltas these are
@@ -121,7 +121,7 @@ class PartWriter(Writer):
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
         """Writes the collected parts or the delta to them, and offers the files. Raises OSError.
 
-        The records of files that this process serves itself name its server.
+        If this process serves its files itself, the records of the files name its server.
         """
         own = directory if self.directory is None else self.directory.root / directory.name
         own.mkdir(exist_ok=True)
