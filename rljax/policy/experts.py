@@ -180,7 +180,7 @@ def experts(
     choices: Int[Array, "b t k"],
     gates: Float[Array, "b t k"],
     weights: tuple[Float[Array, "e d f"], Float[Array, "e d f"], Float[Array, "e f d"]],
-) -> tuple[Float[Array, "b t d"], Float[Array, "b f"]]:
+) -> tuple[Float[Array, "b t d"], Float[Array, "b n"]]:
     """Sums, over the choices of each token, its float32 gate times the output of the chosen expert.
 
     An expert is a SwiGLU with the matrices gate, up and down of ``weights``, in the dtype of ``x``. Returns the sums in

@@ -91,7 +91,6 @@ class Mirror:
         """
         self.clear()
         files = {name: f"{number:05d}.safetensors" for number, name in enumerate(version.tensors)}
-        sources = {file: mapped(paths[file]) for file in version.files_of(version.dense)}
         pieces = _by_tensor(version.dense)
 
         def take(name: str) -> FileRecord:
@@ -106,6 +105,7 @@ class Mirror:
 
         with ThreadPoolExecutor(THREADS) as pool:
             with _damaged_if_unusable(version):
+                sources = {file: mapped(paths[file]) for file in version.files_of(version.dense)}
                 records = dict(zip(files, pool.map(take, files), strict=True))
             with self._timed():
                 largest_first = sorted(files, key=lambda name: -version.tensors[name].sums.count)
@@ -123,7 +123,6 @@ class Mirror:
         assert before.digest == version.base.digest
         (self.root / VERSION_FILE).unlink()
         files = {piece.tensor: piece.file for piece in before.dense}
-        sources = {file: mapped(paths[file]) for file in version.files_of(version.delta)}
         pieces = _by_tensor(version.delta)
 
         def take(name: str) -> Checksum:
@@ -139,6 +138,7 @@ class Mirror:
             return sums
 
         with ThreadPoolExecutor(THREADS) as pool, _damaged_if_unusable(version):
+            sources = {file: mapped(paths[file]) for file in version.files_of(version.delta)}
             sums = dict(zip(version.tensors, pool.map(take, version.tensors), strict=True))
         kept = (name for name in sums if before.tensors[name] == version.tensors[name])
         self._record(version, files, sums, {name: before.files[files[name]] for name in kept})

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 from weight_training import assert_holds
 
 from rljax.weights.delta import Delta, decode, encode
-from rljax.weights.format import parse_version, write_version
+from rljax.weights.format import parse_version, read_version, write_version
 from rljax.weights.mirror import DamagedError
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
@@ -89,6 +89,15 @@ def test_a_tensor_that_is_not_what_the_trainer_says_is_named(tmp_path, mirror):
         version = files.write(tensors.items(), 0, sums)
         with pytest.raises(DamagedError, match=r"1 tensor is other than in \S+: b"):
             pull(open_source(version.source), version.path.name, mirror)
+    assert mirror.version is None
+
+
+def test_a_file_without_a_header_is_damage(training, mirror):
+    version = training.step()
+    (file,) = version.path.glob("*-dense.safetensors")
+    file.write_bytes(b"\x08" + bytes(7) + b"notjson!")
+    with pytest.raises(DamagedError, match=f"{version.path.name} cannot be used: "):
+        mirror.fill(read_version(version.path), {file.name: file})
     assert mirror.version is None
 
 
