@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.0
 
 
 def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
-    """Returns a function that lists the URLs of the servers at each call. It may raise OSError or ValueError.
+    """Returns a function that reads the URLs of the servers in ``where``. The function may raise OSError or ValueError.
 
     A file has one URL in each line, and may have comments after a #. A directory has files ``*.url`` with one URL each,
     as ``rljax serve --url-file`` writes them. ``dns://HOST:PORT`` stands for a server at each address of HOST, such as
@@ -43,21 +43,21 @@ def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
 
 
 class Discovery:
-    """Looks up the servers on a thread of its own, so that a slow name server delays nothing.
+    """The URLs of the servers. A thread of its own looks them up, so that a slow name server delays nothing.
 
-    A list that cannot be read changes nothing. A new list counts once it was read twice in succession, because a file
-    may be read when only half of it is written.
+    A list that cannot be read changes nothing. While no server is known, a list counts at once. Later a new one counts
+    only if it was read twice in succession, because a file may be read when only half of it is written.
     """
 
     def __init__(self, where: str, check: Callable[[str], None]) -> None:
-        """Begins to read the list in ``where``, every ``LOOK_EVERY_S`` seconds.
+        """Starts the thread, which reads the list in ``where`` every ``LOOK_EVERY_S`` seconds.
 
         ``check`` is a function that raises ValueError if its argument is not the URL of a server. Raises ValueError if
         ``where`` has none of the forms of :func:`make_lookup`.
         """
         self.where, self._check = where, check
         self._lookup = make_lookup(where)
-        self.urls: tuple[str, ...] = ()  # the URLs of the last list, each once; () before the first look
+        self.urls: tuple[str, ...] = ()  # the URLs of the last list that counts, each once; () before the first
         self._ended = threading.Event()
         threading.Thread(target=self._look, name="rljax-discovery", daemon=True).start()
 

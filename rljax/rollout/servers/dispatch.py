@@ -1,10 +1,9 @@
 """Requests on their way to servers: each waits in line for a server with room, and is sent again if that fails.
 
 The requests of a group, whose prompts begin alike, go to one server, so that its prefix cache serves them. The first
-goes to the server with the least outstanding work. A request whose server is full waits. Other servers take it only
-where nothing else waits for them. Responses come back as they complete. The requests of a server that goes down are
-sent again to another one, or wait. A server may also give a response up for new weights.
-Then its part is kept, and any server samples the rest.
+goes to the server with the least outstanding work. A request whose server is full waits. Another server takes it only
+if all waiting requests are for full servers. Responses come back as they complete. The requests of a server that goes
+down are sent to another, or wait. If a server gives a response up for new weights, any server samples the rest.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _TICK_S = 0.25  # The time between two calls of ``tend`` while responses are sam
 
 
 class Dispatcher(ABC):
-    """The requests that wait, in their order, and those under way. A subclass has the servers.
+    """The client that sends requests for responses to servers. A subclass has the list of the servers.
 
-    An event loop sends them, from the start until :meth:`end`. Methods may be called from any other thread.
+    It has a thread with an event loop, until :meth:`end`. Other threads may call its methods, except :meth:`assign`.
     """
 
     def __init__(self, kind: Backend, limits: ClientLimits) -> None:
@@ -49,7 +48,7 @@ class Dispatcher(ABC):
         self.most = limits.max_outstanding  # the most requests that a server gets at a time
         self.last_open = time.monotonic()  # the last time at which a server was open or a stream began
         self._waiting: deque[tuple[Group, asyncio.Future[Server]]] = deque()
-        self._warned = False  # whether a line was logged about replies of other prompts
+        self._warned = False  # whether a line was logged about replies to other prompts
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="rljax-servers", daemon=True)
         self._thread.start()
@@ -61,24 +60,24 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def tend(self) -> None:
-        """Follows the list of servers, and recovers those that are down. Called while responses are sampled."""
+        """Follows the list of servers, and recovers servers that are down. Called often while responses are sampled."""
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begins ``work``. Raises ServerError if the event loop has ended."""
+        """Begins ``work`` on the event loop, and returns its future. Raises ServerError if the loop has ended."""
         if not self._thread.is_alive():
             work.close()
         self.check_alive()
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the result of work that ends by itself, as long as the event loop runs."""
+        """Runs ``work`` on the event loop and returns its result. Raises ServerError if the loop ends before."""
         future = self.start(work)
         while not wait([future], timeout=_ALIVE_S).done:
             self.check_alive()
         return future.result()
 
     def on_loop(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls a function on the event loop, such as one that changes the state of a server."""
+        """Returns the result of a function called on the event loop, such as one that changes a server's state."""
 
         async def call() -> T:
             return function(*arguments)
@@ -116,13 +115,13 @@ class Dispatcher(ABC):
         vocab_size: int | None = None,
         metrics: dict[str, float] | None = None,
     ) -> Generator[tuple[tuple[int, int], Completion]]:
-        """Samples requests from open servers; yields (``Ask.place``, completion) as they complete.
+        """Samples responses from open servers. Yields (``Ask.place``, completion) of each as it completes.
 
-        ``take`` is called once, and at each change of ``turns`` until these are over. Further requests are sent while
-        the caller waits for the next item. Closing the iterator gives up the other responses. A token id of
-        ``vocab_size`` or more makes a reply invalid; None allows any. ``metrics`` counts ``rollout/requests`` and
-        ``rollout/retries``. It raises ServerError, in one line with the URL, if a response failed ``Backend.attempts``
-        times or was refused, and the errors of :meth:`tend` and ``take``.
+        ``take`` returns requests. It is called once, and at each change of ``turns`` until all trajectories have ended,
+        while the caller waits for the next item. Closing the iterator gives up the responses under way. A token id of
+        ``vocab_size`` or more makes a reply invalid; None allows any. ``rollout/requests`` and ``rollout/retries`` are
+        counted in ``metrics``. ServerError, in one line with the URL, is raised if a response failed
+        ``Backend.attempts`` times or was refused. The errors of :meth:`tend` and ``take`` are raised, too.
         """
         metrics = {} if metrics is None else metrics
         completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()  # None: there may be new requests
@@ -209,7 +208,7 @@ class Dispatcher(ABC):
         self.assign()
 
     def assign(self) -> None:
-        """Gives servers to the requests that wait, as long as a server has room. Called at each change of a server."""
+        """Gives open servers with room to requests that wait. The event loop calls it at each change of a server."""
         while self._waiting:
             opened = [each for each in self.servers if each.state == "open"]
             free = [each for each in opened if each.outstanding < self.most]

@@ -52,7 +52,7 @@ STRAGGLER_S = 30.0
 
 @dataclass(frozen=True)
 class PolicyFunctions:
-    """The functions of the policy's pytree that the engine needs. All numbers are in the rollout dtype."""
+    """The functions by which the engine publishes and verifies the policy's pytree, in the rollout dtype."""
 
     tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]]  # yields (Hugging Face name, array) of each tensor
     checksums: Callable[[Any], Mapping[str, Checksum]]  # the checksums by name; RuntimeError if a value is not finite
@@ -62,7 +62,7 @@ class PolicyFunctions:
 
 
 class ServedEngine(Admission, RolloutEngine):
-    """RolloutEngine over HTTP servers."""
+    """The engine that publishes to HTTP servers, verifies them and samples from them."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ServedEngine(Admission, RolloutEngine):
 
         Raises:
           HandshakeError: A server does not fit. The message has one line for each difference.
-          RuntimeError: A server did not answer within ``server_wait_s``.
+          RuntimeError: A server did not answer within ``server_wait_s``, or no directory for weights can be made.
           ValueError: ``urls`` or ``api_key_file`` cannot be used.
         """
         config, publish = expected.config, publish or PublishConfig()
@@ -113,7 +113,7 @@ class ServedEngine(Admission, RolloutEngine):
         )
 
     def prepare(self, params: Any, policy_version: int) -> None:
-        """Writes the version, and makes the servers' machines pull it while responses are sampled."""
+        """Writes the weight files of ``params``. The servers' machines pull them while responses are sampled."""
         began = time.monotonic()
         # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
         sums = self._functions.checksums(params)
@@ -158,7 +158,7 @@ class ServedEngine(Admission, RolloutEngine):
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples from all verified servers. If some die, other servers sample their part again.
 
-        If all have died, it waits up to ``server_wait_s``. A thread that samples ahead raises ServersLostError.
+        If all have died, it waits up to ``server_wait_s``. A thread that samples ahead raises ServersLostError instead.
         """
         if not prompts or n < 1:
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")
@@ -170,7 +170,7 @@ class ServedEngine(Admission, RolloutEngine):
         return Samples(self._responses(lambda: asks, None, metrics), metrics)
 
     def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples each turn as soon as it is asked for. It uses the servers, and raises the errors, of ``generate``.
+        """Samples each turn as soon as ``queue`` has its request. Servers and errors are those of ``generate``.
 
         The turns of a group go to one server, because it has computed the tokens before them.
         """
@@ -239,10 +239,10 @@ class ServedEngine(Admission, RolloutEngine):
     # ---- What a server must show (Admission) ----
 
     async def recover(self, server: Server) -> list[Look]:
-        """Makes a server that answers again hold the current weights.
+        """Makes a server that answers again hold the current weights, and returns its answers to the probes.
 
         Before the first publish it only passes the handshake. If only the connection broke and the server still has the
-        weights, it is asked for the proof. Otherwise it passes the handshake and is updated. It samples nothing before
+        weights, it just proves them. Otherwise it first passes the handshake and is updated. It samples nothing before
         that: weights that are not finite would put NaN into its key-value cache, which no update removes. A server that
         was rejected waits for the next version.
         """
@@ -279,7 +279,7 @@ class ServedEngine(Admission, RolloutEngine):
         return looks
 
     def admit(self, server: Server, looks: list[Look]) -> Callable[[], None]:
-        """Opens the server to rollouts if its probes agree with the current weights, or raises VerificationError."""
+        """Returns ``server.open``, or ``pause`` before a publish. VerificationError: The probes show other weights."""
         current = self._current
         if current is None:
             return server.pause

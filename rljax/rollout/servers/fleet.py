@@ -29,7 +29,7 @@ from rljax.weights.access import find_client_key_file, read_api_key
 log = logging.getLogger(__name__)
 
 Work = Callable[[Server], Coroutine[Any, Any, Any]]
-"""A coroutine function of a server."""
+"""A coroutine function whose argument is a server."""
 
 _POLL_S = 1.0  # The longest wait for a proof (seconds).
 _TRY_EVERY_S = 0.5  # The time between two attempts to recover a server (seconds).
@@ -42,7 +42,7 @@ _LATE = "{} was not ready {:g} s after another server"
 class Admission:
     """The proof that a server must give before rollouts go to it, and the fate of a server that fails.
 
-    By default a server only has to answer, and an error is raised.
+    By default a server only has to answer, and the error of a server that fails is raised.
     """
 
     async def recover(self, server: Server) -> Any:
@@ -118,7 +118,7 @@ class Fleet(Dispatcher):
         return [server.url for server in self.all_in("open")]
 
     def infos(self) -> list[ServerInfo]:
-        """Returns the description of each server that once fitted the run."""
+        """Returns the description of each server that passed the handshake, even if it has left the list."""
         return [server.info for server in list(self._known.values()) if server.info is not None]
 
     def down(self) -> dict[str, str]:
@@ -130,7 +130,7 @@ class Fleet(Dispatcher):
         return [server for server in self.servers if not server.reason]
 
     def busy(self) -> list[str]:
-        """Returns the URLs of the servers that have not given their proof yet."""
+        """Returns the URLs of the servers that were asked for a proof and have not given it yet."""
         return [url for url, (proof, _) in self._proofs.items() if not proof.done()]
 
     def report(self) -> dict[str, float]:
@@ -199,7 +199,7 @@ class Fleet(Dispatcher):
             raise ServersLostError(f"no {self.kind.name} server is left to sample: {reason}")
 
     def recover(self) -> None:
-        """Recovers the servers that are down and answer again. It waits, for a moment, only while no server is open.
+        """Recovers each server that was down and answers again. It waits, for a moment, only while no server is open.
 
         It raises RuntimeError if no server was open for ``server_wait_s``, and StoppedWaitingError if none is open and
         the run was asked to stop. It also raises the errors of :meth:`judge`. Only the thread that publishes calls it.
@@ -221,8 +221,8 @@ class Fleet(Dispatcher):
         """Pauses ``servers``, calls ``work`` for each, and recovers servers that are down. Returns once one is open.
 
         ``work`` returns the proof for ``Admission.admit``. Once one server is ready, the others have the same time
-        again, and at least ``patience_s`` seconds. A later one is closed until its proof is judged. It raises the
-        errors of :meth:`recover`, and StoppedWaitingError if the run gives the wait up.
+        again, and at least ``patience_s`` seconds. A server that is later is closed until its proof is judged. The
+        errors of :meth:`recover` are raised, and StoppedWaitingError if the run gives the wait up.
         """
         for server in servers:
             self.on_loop(server.pause)
@@ -256,7 +256,7 @@ class Fleet(Dispatcher):
     def begin_version(self) -> None:
         """Makes all proofs of the version before outdated, and forgets which servers were rejected.
 
-        None of them can be judged any more, because the trainer may have reused the buffers of that version's policy.
+        No such proof can be judged any more, because the trainer may have reused the buffers of that version's policy.
         """
         self._publishes += 1
         self._proofs = {url: asked for url, asked in self._proofs.items() if not asked[0].done()}

@@ -1,4 +1,4 @@
-"""The questions and comparisons of the handshake that all kinds of servers share."""
+"""The handshake, which compares a server's settings with the trainer's: the part that all kinds of servers share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _CACHES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e
 
 @dataclass(frozen=True)
 class Expectation:
-    """The trainer's side of the handshake."""
+    """The settings of the trainer that a server must fit."""
 
     config: RolloutConfig  # the settings of the run's rollouts
     hf_config: Mapping[str, Any]  # the policy's config.json
     max_tokens: int  # the longest prompt plus response that the run will ask for (tokens)
     head_dtype: str | None = None  # the dtype in which the server's LM head must compute, or None for any
-    version_bytes: int = 0  # the size of one version of the weights; a mirror must have room for two
+    version_bytes: int = 0  # the size of one version of the weights (bytes); a mirror must have room for two
 
     @property
     def needs_routes(self) -> bool:
@@ -47,7 +47,7 @@ class Expectation:
 
 @contextmanager
 def refusals(url: str, meaning: str) -> Iterator[None]:
-    """Turns the refusal of a server into a HandshakeError that tells its ``meaning``."""
+    """Turns a server's refusal in a ``with`` block into a HandshakeError that tells its ``meaning``."""
     try:
         yield
     except ServerRefusedError as error:
@@ -64,7 +64,7 @@ async def ask_if_there(server: Remote, method: str, path: str, **content: Any) -
 
 
 def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo:
-    """Returns the server's description from the answer ``described`` of rljax's plugin. {} stands for no plugin."""
+    """Returns the facts in ``described``, the plugin's answer or {}. The server's version is under its key ``kind``."""
     return ServerInfo(
         url=url,
         version=str(described.get(kind, "")),
@@ -80,14 +80,14 @@ def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo
 
 
 def described_form(described: Mapping[str, Any]) -> ServerForm:
-    """Returns the form that rljax's plugin describes. The default form stands for one that it does not name."""
+    """Returns the number formats of weights and cache in the plugin's answer. A format not named is the default."""
     cache = str(described.get("kv_cache_dtype") or "auto")
     plain = "auto" if cache == described.get("dtype") else cache
     return ServerForm(str(described.get("quantization") or "none"), _CACHES.get(cache, plain))
 
 
 def form_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
-    """Returns one line, with the remedy, for each number format of the server that differs from the expected one."""
+    """Returns a line with the remedy for each number format that does not fit, and if bits depend on the batch."""
     lines, form = [], described_form(described)
     for key, what, option in (("weights", "weights", "--quantization"), ("kv_cache", "cache", "--kv-cache-dtype")):
         theirs, wanted = getattr(form, key), getattr(expected.config.server_form, key)
@@ -105,7 +105,7 @@ def form_differences(described: Mapping[str, Any], expected: Expectation) -> lis
 
 
 def state_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
-    """Returns one line for each difference in the recurrent state of linear attention. Without it there are none."""
+    """Returns a line for each fault of linear attention: the dtype of its state, and settings that fail on a CPU."""
     theirs, wanted = described.get("state_dtype"), expected.hf_config.get("mamba_ssm_dtype", "float32")
     if theirs is None:
         return []
@@ -123,7 +123,7 @@ def state_differences(described: Mapping[str, Any], expected: Expectation) -> li
 
 
 def common_differences(described: Mapping[str, Any], expected: Expectation, head_option: str) -> list[str]:
-    """Returns one line for each dtype, form, size and length of a server that differs from the expected one.
+    """Returns one line for each dtype, number format, size and length of a server that does not fit ``expected``.
 
     ``described`` is the answer of rljax's plugin. ``head_option`` names the server's own option for a float32 LM head.
     """
@@ -164,7 +164,7 @@ def longest_asked(described: Mapping[str, Any], expected: Expectation) -> int:
 
 
 def check_room(info: ServerInfo, block_size: int, expected: Expectation) -> None:
-    """Raises HandshakeError if a server has no room for probes that fill cache blocks of ``block_size`` tokens."""
+    """Raises HandshakeError if ``max_model_len`` is too small for probes with cache blocks of ``block_size`` tokens."""
     needed = longest_asked({"block_size": block_size}, expected)
     if (info.max_model_len or needed) < needed:
         said = f"max_model_len is {info.max_model_len}, and another server's cache blocks of {block_size}"
@@ -187,8 +187,8 @@ def _equal(key: str, theirs: Any, wanted: Any, hf_config: Mapping[str, Any]) -> 
 async def check_logprobs(server: Remote, info: ServerInfo, hint: str) -> None:
     """Checks that log-probabilities belong to the distribution that the server samples from.
 
-    At half the temperature the gaps between them must be twice as large. It raises HandshakeError, with ``hint`` as the
-    remedy, if they are not, or are not finite.
+    At half the temperature the gaps between them must be twice as large. If they are not, it raises HandshakeError with
+    ``hint`` as the remedy. It also raises HandshakeError if gaps are not finite, or log-probabilities are all equal.
     """
     assert info.vocab_size is not None
     ratio = await sharpening(server, info.vocab_size, 0.5)

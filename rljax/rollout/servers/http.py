@@ -29,11 +29,11 @@ _SPARE_FILES = 512  # The file descriptors left to JAX, checkpoints, rows, rewar
 _Reply = tuple[int, bytes]
 """The status and the content of a reply."""
 _Batch = list[tuple[dict[str, Any], asyncio.Future[list[_Reply]]]]
-"""Requests that share a connection, each with the reply that comes. The one that waits takes it out of its list."""
+"""Requests that share a connection, each with the future of its reply. The waiting coroutine pops the reply."""
 
 
 class Http:
-    """HTTP exchanges with servers. One event loop uses it."""
+    """The client of HTTP exchanges with servers. Only one event loop may use it."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         """Opens nothing yet. Each request has ``headers``."""
@@ -53,12 +53,12 @@ class Http:
         await self._http.aclose()
 
     async def exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> bytes:
-        """Returns the content of a reply of status 200 within ``timeout_s`` seconds. httpx takes ``content``.
+        """Sends a request with httpx's arguments ``content``. Returns the reply's content within ``timeout_s`` seconds.
 
         Raises:
-          ServerGoneError: No answer comes, or the server is not healthy.
-          ReplyError: The answer is no HTTP.
-          ServerRefusedError: The answer has any other status. The error has the server's message.
+          ServerGoneError: No whole HTTP answer comes, or the server is not healthy.
+          ReplyError: The body of the answer cannot be decoded.
+          ServerRefusedError: The answer has another status than 200. The error has the server's message.
         """
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S), pool=None)
         async with _answering(url + path, timeout_s):
@@ -68,9 +68,9 @@ class Http:
         return reply.content
 
     async def ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
-        """Returns the reply to a request. All requests of the same moment to ``url`` are sent together.
+        """Returns the reply to a request with the JSON ``body``. Requests of the same moment to a path go together.
 
-        Once nobody waits for any of them, the server gives them up. It raises the errors of :meth:`exchange`.
+        Once nobody waits for a reply to any of them, the server gives them up. Raises the errors of :meth:`exchange`.
         """
         address, loop = url + path, asyncio.get_running_loop()
         answer: asyncio.Future[list[_Reply]] = loop.create_future()
@@ -145,7 +145,7 @@ def _give(answer: asyncio.Future[list[_Reply]], reply: _Reply) -> None:
 
 @contextlib.asynccontextmanager
 async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
-    """Limits the time of a reply. Raises ServerGoneError if it does not come in time, ReplyError if it is not HTTP."""
+    """Limits the time of a reply. Raises ServerGoneError if none comes in time, ReplyError if its body is invalid."""
     try:
         # httpx's timeouts bound each read: a server that sends a byte now and then never exceeds them.
         async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
@@ -159,7 +159,7 @@ async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
 
 
 def may_pass(error: ServerError) -> bool:
-    """Returns whether the same request may be answered later."""
+    """Returns whether a request that failed with ``error`` may succeed if it is sent again."""
     return not isinstance(error, ServerRefusedError) or error.status >= 500 or error.status in (408, 429)
 
 
@@ -186,7 +186,7 @@ def refusal_text(reply: Any) -> str:
 
 
 def room_for(connections: int) -> int:
-    """Returns the number of ``connections`` that can be open at a time. Each takes a file descriptor.
+    """Returns how many of ``connections`` can be open at a time, at least 1. Each takes a file descriptor.
 
     The soft limit of file descriptors of this process is raised as far as needed. Shells commonly set it to 1,024.
     """
@@ -203,7 +203,7 @@ def room_for(connections: int) -> int:
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError unless ``url`` is an http or https URL without user and password. Logs show the URL."""
+    """Raises ValueError unless ``url`` is an http or https URL without user and password. Logs show URLs."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

@@ -19,40 +19,40 @@ from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
 UPDATE_S = 600.0
-"""The longest time of one step of an update (seconds)."""
+"""The longest time of one step of an update of a server's weights (seconds)."""
 
 
 class Backend(ABC):
-    """One kind of server. A new kind is a subclass.
+    """The base class of the kinds of servers. Each method that takes a server raises ServerGoneError if the server does
+    not answer, and ReplyError if its answer cannot be read.
 
-    Every method that takes a server raises ServerGoneError if the server does not answer, and ReplyError if its answer
-    cannot be read.
+    A new kind is a subclass in ``servers/<engine>/client.py``, with an entry in ``build.BACKENDS`` and one in
+    ``kinds.ENGINES``. ``rljax serve`` also needs ``servers/<engine>/server.py``, with ``CONFIG`` and ``start``.
     """
 
-    name: str  # the name of the kind in messages
+    name: str  # the name of the kind in messages; in lower case it is the name of the engine in ``kinds.ENGINES``
     model = "policy"  # the name of the model at servers that rljax starts
-    route: str  # the path that samples a response
+    route: str  # the path at which a server samples a response
     own_route = ""  # the better path of rljax's plugin, which a server may lack, or "" if there is none
     without_route = ""  # the remedy if a server lacks ``route``
     attempts = 6  # the most attempts at a request that a server refuses or answers wrongly
     first_wait_s = 0.25  # the wait before the second attempt, which is doubled before each further one (seconds)
     longest_wait_s = 8.0  # the longest wait (seconds)
     logprobs_hint: str  # the remedy if log-probabilities belong to another distribution than the server samples from
-    without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
+    without_plugin: str  # the cause and the remedy if a server refuses a question to rljax's plugin
     version_route: str  # the path at which a server says which weights it holds
 
     @abstractmethod
     def body(self, route: str, request: Request, model: str, platform: str = "") -> dict[str, Any]:
-        """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``.
-
-        ``platform`` is the server's ``Remote.platform``.
-        """
+        """Returns the JSON body of ``request`` for ``route``. ``model`` and ``platform`` are those of ``Remote``."""
 
     @abstractmethod
     def read(self, route: str, reply: bytes, request: Request) -> Completion:
-        """Returns the completion in a reply, by ``make_completion``.
+        """Returns the completion in a reply of ``route`` to ``request``, by ``make_completion``.
 
-        It may also raise ValueError, ArithmeticError or RecursionError if the reply is not a completion.
+        It has the array ``rollout_logprobs``. If ``request.sampling.reported`` is above 0, it has the arrays of
+        ``make_tops``. If ``request.routes`` is given, it has ``routes``. If the reply is not a completion, ValueError,
+        ArithmeticError or RecursionError may be raised besides ReplyError.
         """
 
     @abstractmethod
@@ -64,18 +64,18 @@ class Backend(ABC):
 
     @abstractmethod
     async def describe(self, server: Remote) -> ServerInfo:
-        """Returns the server's description of itself, and sets the server's ``model``, ``route`` and ``platform``.
+        """Returns the server's description of itself, and sets those attributes of ``server`` that requests need.
 
         It raises ValueError if the server is of another kind, does not serve exactly one model, or is paused.
         """
 
     @abstractmethod
     async def resume(self, server: Remote) -> None:
-        """Resumes a server that an earlier run left paused."""
+        """Resumes the server if an earlier run left it paused."""
 
     @abstractmethod
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
-        """Returns one line for each difference between ``expected`` and the plugin's answer ``described``."""
+        """Returns one line for each difference between ``expected`` and ``described``, the plugin's description."""
 
     @abstractmethod
     async def show(self, server: Remote, probe: Mapping[str, Any]) -> None:
@@ -88,37 +88,37 @@ class Backend(ABC):
     async def push(self, server: Remote, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Makes the server load a version that its machine can read. It does not check that the weights arrived.
 
-        ``in_flight`` is the fate of the responses under way, as ``RolloutConfig.update``. A token of the new weights
-        never uses keys and values of the old ones. It raises RuntimeError if the server refuses a step. The server then
-        stays paused, because it may hold half of the weights.
+        ``in_flight`` is the fate of the responses under way, as in ``RolloutConfig.update``. Tokens that new weights
+        sample never use keys and values of old ones. RuntimeError is raised if the server refuses a step. The server
+        then stays paused, because it may hold half of the weights.
         """
 
     async def force(self, server: Remote) -> Callable[[np.ndarray], Mapping[str, Any]]:
-        """Makes the server decode the tokens that a request gives.
+        """Makes the server decode the tokens that a request gives, in place of its own. By default it raises.
 
-        Returns a function from these tokens, int32 [t], to ``Request.forced``. It raises ValueError if the server
+        Returns a function from these tokens, int32 [t], to ``Request.forced``. ValueError is raised if the server
         cannot decode given tokens.
         """
         said = f"{self.name} decodes no given tokens; {self.name.lower()}:URL scores them by prefill"
         raise ValueError(f"{server.url}: {said}")
 
     async def sleep(self, server: Remote) -> None:
-        """Makes the server free its devices' memory, with weights and caches. Raises RuntimeError if it cannot."""
+        """Makes the server drop weights and caches from its devices' memory. By default it raises RuntimeError."""
         raise RuntimeError(f"{server.url}: rollout.colocated works with vLLM servers")
 
     async def wake(self, server: Remote) -> None:
-        """Makes a sleeping server allocate its memory again, but load no weights. Raises RuntimeError if it cannot."""
+        """Makes a sleeping server allocate its memory again, without weights. By default it raises RuntimeError."""
         raise RuntimeError(f"{server.url}: rollout.colocated works with vLLM servers")
 
     def wait_s(self, failures: int) -> float:
-        """Returns the time to wait after so many failures (seconds). It is random, to spread the requests."""
+        """Returns the time to wait after a request's failure number ``failures`` (seconds). It is random in part."""
         return min(self.longest_wait_s, self.first_wait_s * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
-        """Reads the bytes of a reply of ``route`` to ``request``, which have a log-probability for each token.
+        """Returns the completion in a reply of ``route`` to ``request``, after ``without_ties`` if ``top_k`` is set.
 
         It runs on the event loop, once for each response. So no Python may run for each token of the response. It
-        raises ReplyError if the reply is not a completion. The message begins with ``route``.
+        raises ReplyError if the reply is not a completion. The error's message begins with ``route``.
         """
         try:
             completion = self.read(route, reply, request)
@@ -130,9 +130,9 @@ class Backend(ABC):
             raise ReplyError(f"{route} answered with no completion, {said}: {shown}") from error
 
     async def find_route(self, server: Remote) -> None:
-        """Sets ``server.route`` to the best path that the server has. Nothing is sampled.
+        """Sets ``server.route`` to the best path for sampling that the server has. Nothing is sampled.
 
-        It raises HandshakeError if the server has none, and ServerRefusedError for another refusal than "not found".
+        It raises HandshakeError if the server has none, and ServerRefusedError for a status other than 404 and 405.
         """
         for route in filter(None, (self.own_route, self.route)):
             server.route = route
@@ -147,7 +147,7 @@ class Backend(ABC):
         raise HandshakeError(f"{server.url} has no {self.route}: {self.without_route}")
 
     async def ask(self, server: Remote, wanted: Any, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of the plugin in each worker, and returns the answers, of the type ``wanted`` each."""
+        """Calls a method of the plugin in each worker, and returns the answers as values of the type ``wanted``."""
         answers = await self.ask_plugin(server, method, *arguments)
         try:
             return [msgspec.convert(answer, wanted) for answer in answers]

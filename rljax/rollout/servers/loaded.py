@@ -9,7 +9,7 @@ from typing import Any
 _LINEAR = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 # The Hugging Face tensors of each expert in a parameter of vLLM's mixtures, by the name of the parameter.
 _EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-_CHUNKS = "dual_chunk_attention_config"  # vLLM's setting of other angles, which transformers does not read
+_CHUNKS = "dual_chunk_attention_config"  # vLLM's setting of other rotary angles, which transformers does not read
 
 
 class ModelTensors:
@@ -27,7 +27,7 @@ class ModelTensors:
         self._fused = fused
 
     def of_model(self) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) of all parameters.
+        """Yields (Hugging Face name, tensor) of all tensors in the parameters.
 
         A parameter that several layers share, such as a tied head, comes only under its first name.
         """
@@ -39,7 +39,7 @@ class ModelTensors:
                 seen.add(id(parameter))
 
     def of_layer(self, layer: Any) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) of a layer's own parameters."""
+        """Yields (Hugging Face name, tensor) of the tensors in a layer's own parameters."""
         for own, parameter in layer.named_parameters(recurse=False):
             yield from self._split(layer, own, parameter)
 
@@ -99,8 +99,8 @@ def _expert_parts(layer: Any, own: str, parameter: Any) -> Iterator[Any]:
 def has_tied_head(model: Any, text: Any) -> bool:
     """Returns whether the LM head of a torch model multiplies with the embedding table.
 
-    The two parameters tell. The configuration ``text`` may say untied although vLLM tied the head after loading equal
-    tensors. Only a worker that lacks a parameter uses ``text``.
+    It does if both layers have the same parameter. The configuration ``text`` may say untied although vLLM tied the
+    head after loading equal tensors. So ``text`` counts only on a worker that lacks one of the two parameters.
     """
     layers = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
     head, table = (getattr(layer, "weight", None) for layer in layers)
@@ -112,7 +112,7 @@ def has_tied_head(model: Any, text: Any) -> bool:
 def described_shape(text: Any, head_dim: int, *, tied: bool) -> dict[str, Any]:
     """Returns the sizes and rotary settings of a model that the handshake compares, by the names of ``config.json``.
 
-    ``text`` is the configuration of the language model, as transformers reads it. ``tied`` is ``has_tied_head``.
+    ``text`` is the language model's configuration, as transformers reads it. ``tied``: See :func:`has_tied_head`.
     """
     return {
         "vocab_size": text.vocab_size,

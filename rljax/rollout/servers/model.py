@@ -23,7 +23,7 @@ _FITS = 0.25  # The largest error of a measured log-temperature that is accepted
 
 
 class ServedModel(RolloutEngine):
-    """RolloutEngine over servers that already hold the policy. ``publish`` is refused. It also scores given tokens."""
+    """The engine of servers that already hold the policy. It refuses ``publish``, and also scores given tokens."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class ServedModel(RolloutEngine):
         limits: ClientLimits | None = None,
         api_key_file: str | None = None,
     ) -> None:
-        """Asks each server for its description. Later it waits at most ``wait_s`` seconds while no server answers.
+        """Asks each server for its description. Sampling waits at most ``wait_s`` seconds while no server answers.
 
-        ``urls`` are the base URLs. ``api_key_file`` has the servers' key, as ``RolloutConfig.api_key_file``.
+        ``urls`` are the base URLs. ``limits`` None: the defaults. ``api_key_file`` is as in ``RolloutConfig``.
 
         Raises:
           ServerError: A server does not answer.
@@ -55,7 +55,7 @@ class ServedModel(RolloutEngine):
         except BaseException:
             self.close()
             raise
-        self.info = shortest(infos)  # the description of the server that takes the shortest sequences
+        self.info = shortest(infos)  # the description of the server with the smallest ``max_model_len``
         self._server = self._fleet.server(self.info.url)  # the server that scores and decodes given tokens
         for server in self._fleet.servers:
             self._fleet.on_loop(server.open, None)
@@ -72,20 +72,20 @@ class ServedModel(RolloutEngine):
         return Samples(responses, metrics)
 
     def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples each turn as soon as it is asked for."""
+        """Samples each turn as soon as ``queue`` has its request."""
         metrics: dict[str, float] = {}
         take = turn_asks(queue, sampling, seed, lambda: self.info)
         return Samples(self._responses(take, queue, metrics), metrics)
 
     def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities at temperature 1 of given tokens. One server scores them as a prompt.
+        """Yields the log-probabilities of each sequence's tokens at temperature 1. One server scores them as a prompt.
 
         The token ids are int32 [t] for each sequence, and ``at_once`` sequences are sent at a time. The
         log-probabilities (nats) are float32 [t], with NaN at position 0.
 
         Raises:
           ServerError: The server does not answer, or its answer lacks these log-probabilities. It is not waited for.
-          ValueError: The server does not take a sequence.
+          ValueError: A sequence is empty or too long, or has a token id outside the server's vocabulary.
         """
         check_prompts(sequences, 1, self.info)
         requests = (Request(ids, SamplingParams(1), prompt_logprobs=0) for ids in sequences)
@@ -95,14 +95,14 @@ class ServedModel(RolloutEngine):
     def decode(
         self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, at_once: int
     ) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities at temperature 1 of given responses. One server decodes them token by token.
+        """Yields the log-probabilities of each response's tokens at temperature 1. One server decodes them one by one.
 
         The token ids are int32 [s] for each prompt and int32 [t] for the response to it. ``at_once`` responses are
         decoded at a time. The log-probabilities (nats) are float32 [t].
 
         Raises:
           ServerError: The server does not answer, or decodes other tokens.
-          ValueError: The server does not take a prompt, or cannot decode given tokens.
+          ValueError: The server cannot decode given tokens, or does not take a prompt, as in :meth:`score`.
         """
         for prompt, response in zip(prompts, responses, strict=True):
             check_prompts([prompt], max(len(response), 1), self.info)
@@ -169,7 +169,7 @@ class ServedModel(RolloutEngine):
                 yield Response(reply.ids, reply.prompt_length, reply.columns, *place, is_cut)
 
     def _scored(self, requests: Iterable[Request], at_once: int) -> Iterator[Completion]:
-        """Yields one server's checked replies to these requests. ``at_once`` requests are sent at a time."""
+        """Yields the replies of one server to ``requests``, checked. ``at_once`` requests are sent at a time."""
         left = iter(requests)
         while batch := list(itertools.islice(left, at_once)):
             for request, reply in zip(batch, self._fleet.wait(self._server.sample(batch)), strict=True):

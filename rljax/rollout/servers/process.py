@@ -36,7 +36,7 @@ from rljax.weights.access import KEY_FILE, listen, serving_key
 log = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-TOP = 8  # the number of likeliest tokens that the probe of the temperature compares, so every server reports them
+TOP = 8  # the number of likeliest tokens that ``verify.sharpening`` compares, so every server must report them
 _HEALTH_S = 2.0  # The longest time in which /health must answer (seconds).
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # It ignores http_proxy.
 _GRACE_S = 15.0  # The time that the server has to end once it was asked to (seconds).
@@ -61,9 +61,9 @@ _REFUSED = {
 class ServerConfig(ABC):
     """The model to serve, and the address and settings of its server. A kind of server is a subclass."""
 
-    kind: ClassVar[str]
+    kind: ClassVar[str]  # the name of the kind of server, as ``Backend.name``
     gpu_install: ClassVar[str]  # the program in launch/ that installs the build for a GPU
-    # The status of /health after the engine or a worker ended while the API process goes on. None: all processes end.
+    # The status of /health after the engine or a worker ended while the API process goes on. None: all of them end.
     died_status: ClassVar[int | None] = None
     cpu_environment: ClassVar[Mapping[str, str]]  # variables without a GPU; the caller's own variables win over them
     needed_environment: ClassVar[Mapping[str, str]]  # variables for every server of the kind
@@ -101,7 +101,7 @@ class ServerConfig(ABC):
 
     @abstractmethod
     def command(self, port: int, *, gpu: bool) -> list[str]:
-        """Returns the server's command line on ``port``. ``gpu``: Whether the machine has a GPU."""
+        """Returns the command line of a server that listens on ``port``. ``gpu``: Whether the machine has a GPU."""
 
     def environment(self, *, gpu: bool) -> dict[str, str]:
         """Returns the server's environment variables. ``gpu``: Whether the machine has a GPU."""
@@ -117,7 +117,7 @@ class ServerConfig(ABC):
 def environment_python(kind: str, venv: str | os.PathLike[str] | None = None) -> Path:
     """Returns the interpreter in ``venv``, else in ``$RLJAX_KIND_VENV``, else in ``.venv-kind`` beside the package.
 
-    KIND and kind stand for the name of the server, such as VLLM. It raises RuntimeError if there is no interpreter.
+    KIND and kind stand for the name ``kind``, such as VLLM and vllm. Raises RuntimeError if there is no interpreter.
     """
     variable, checkout = f"RLJAX_{kind.upper()}_VENV", Path(__file__).resolve().parents[3]
     root = Path(venv or os.environ.get(variable) or checkout / f".venv-{kind.lower()}")
@@ -130,7 +130,7 @@ def environment_python(kind: str, venv: str | os.PathLike[str] | None = None) ->
 def has_gpu(devices: Path = Path("/dev")) -> bool:
     """Returns whether this machine has an NVIDIA GPU, by its device files or nvidia-smi.
 
-    ``devices`` is the directory of the device files. CUDA_VISIBLE_DEVICES may hide every GPU.
+    ``devices`` is the directory of the device files. The result is False if CUDA_VISIBLE_DEVICES hides every GPU.
     """
     if visible_gpus() == []:
         return False
@@ -248,7 +248,7 @@ class ServerProcess:
 
 
 def start(config: ServerConfig, timeout_s: float = 600.0) -> ServerProcess:
-    """Starts a server and returns it healthy. If another program takes a free port meanwhile, up to two more are tried.
+    """Starts a server and returns it once healthy. If another program takes the free port, up to two more are tried.
 
     It raises ServerFailedError if the server is not healthy within ``timeout_s`` seconds. No process is left then.
     """

@@ -21,7 +21,7 @@ _TIES = 16  # The most tokens beyond ``top_k`` that a server may keep because th
 
 
 class Span(msgspec.Struct):
-    """A part of a response in a reply: the tokens from ``start`` up to but not including ``end``."""
+    """The tokens of a response, from ``start`` up to but not including ``end``, that one weight version sampled."""
 
     version: str
     start: int
@@ -46,10 +46,10 @@ def make_tops(
 ) -> dict[str, np.ndarray]:
     """Returns ``top_ids`` and ``top_logprobs`` [t, k], the ``k`` likeliest of the tokens that a server reports.
 
-    ``counts`` has the number of reported tokens at each position. The other two have their ids and log-probabilities
-    (nats), position by position. The first one of a position, the sampled token, may be there twice. Of tokens with
-    equal log-probabilities the one that is reported first is taken. The first ``before`` entries of the result are
-    fills, for the prompt's tokens. No Python runs for each token.
+    ``counts`` has the number of reported tokens at each position. ``ids`` and ``logprobs`` (nats) list these tokens,
+    position by position. The first token of a position, which was sampled, may be there twice. Of tokens with equal
+    log-probabilities the one that is reported first is taken. The first ``before`` entries of the result are fills, for
+    the prompt's tokens. No Python runs for each token.
     """
     numbers = _as_integers(counts, np.int64)
     width = max(int(numbers.max(initial=0)), k)
@@ -88,7 +88,7 @@ def _as_integers(values: Iterable[int], dtype: Any) -> np.ndarray:
 
 
 def without_ties(reply: T) -> T:
-    """Normalises log-probabilities over the reported tokens at positions where a server has kept ties.
+    """Returns the reply, its log-probabilities normalised over the reported tokens where a server has kept ties.
 
     vLLM's build for a CPU keeps every token that ties with the last one of ``top_k``. So it could sample more tokens
     than it reports. A position is changed only if its missing probability is that of a few such ties.
@@ -108,7 +108,7 @@ def without_ties(reply: T) -> T:
 def check_tops(url: str, reply: TokenRecord, sampling: SamplingParams, vocab_size: int | None) -> None:
     """Raises ReplyError if the likeliest tokens do not fit the distribution that the response was sampled from.
 
-    There is at least one sampled token. Messages name the server ``url``. Every token id must be below ``vocab_size``;
+    The response must have a token. Messages name the server ``url``. Every token id must be below ``vocab_size``;
     None: it is not known.
     """
     tokens, logprobs, shape = reply.response, reply["rollout_logprobs"], (len(reply.response), sampling.reported)
@@ -155,7 +155,7 @@ def _masses(tops: np.ndarray) -> np.ndarray:
 
 
 def check_own_prompt(route: str, is_own: bool) -> None:
-    """Raises OtherPromptError unless the reply answers the prompt of its request."""
+    """Raises OtherPromptError unless ``is_own``: the reply of ``route`` answers the prompt of its request."""
     if not is_own:
         raise OtherPromptError(f"{route} gave the reply to another prompt than the request has")
 
@@ -170,7 +170,7 @@ def make_completion(
     experts: np.ndarray | None = None,
     **facts: Any,
 ) -> Completion:
-    """Returns the completion of a reply of ``route`` to ``request``. Raises ReplyError if an array has another length.
+    """Returns the completion of a reply of ``route`` to ``request``. Raises ReplyError if an array does not fit it.
 
     Args:
       route: The path at the server, with which messages begin.

@@ -19,7 +19,7 @@ from rljax.tokens import TokenRecord, join
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample."""
+    """The request for one response."""
 
     prompt: np.ndarray  # the token ids, int32 [s]
     sampling: SamplingParams
@@ -27,7 +27,7 @@ class Request:
     # The number of likeliest tokens whose log-probabilities are reported at each position of the prompt, besides the
     # prompt's own token. They are those at temperature 1. None: nothing is reported of the prompt.
     prompt_logprobs: int | None = None
-    routes: tuple[int, int, int] | None = None  # the (layers, k, experts) of a mixture whose routes are reported
+    routes: tuple[int, int, int] | None = None  # the (layers, k, experts) of a mixture: a token's k are reported
     vocab_size: int | None = None  # the most tokens that the server can report at a position; None: not known
     # Further sampling settings in the server's own words, which make it decode given tokens.
     forced: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class ServerInfo:
 
 
 class Remote(Protocol):
-    """A server as the handshake, the proof and its kind use it, on the event loop of the fleet."""
+    """A server as the handshake, the verification and a ``Backend`` use it, on the event loop of the fleet."""
 
     url: str  # the address
     route: str  # the path at which the server samples
@@ -72,7 +72,7 @@ class Remote(Protocol):
     platform: str  # the platform that rljax's plugin describes, or ""
 
     async def call(self, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
-        """Sends one request of the control plane, without a retry, and returns the reply's JSON object.
+        """Sends one request that samples no response, without a retry, and returns the reply's JSON object.
 
         ``content`` is ``params`` and ``json`` as httpx takes them. The whole reply may take ``timeout_s`` seconds. It
         raises ServerGoneError if no answer comes or the server is not healthy, and ReplyError if the answer is no JSON.
@@ -80,7 +80,7 @@ class Remote(Protocol):
         """
 
     async def sample(self, requests: Sequence[Request]) -> list[Completion]:
-        """Samples probes, whatever the state of the server. Raises the errors of :meth:`call`."""
+        """Returns a completion of each request, whatever the server's state. Raises the errors of :meth:`call`."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ def turn_asks(
     info: Callable[[], ServerInfo],
     routes: tuple[int, int, int] | None = None,
 ) -> TakeAsks:
-    """Returns a function that takes the turns which wait in ``queue``. A problem's turns form a group.
+    """Returns a function that makes a request of each turn that waits in ``queue``. A problem's turns form a group.
 
     The function raises ValueError if a turn is too long for the servers, and the errors of ``TurnQueue.take``.
 
@@ -118,7 +118,7 @@ def turn_asks(
       queue: The turns of trajectories, requested while other turns are sampled.
       sampling: The settings, with the most tokens of a turn as ``max_response_tokens``.
       seed: The seed from which each turn gets its own. None: it is left to the servers.
-      info: The function that returns the description of the server which takes the shortest sequences now.
+      info: The function that returns the description of the server with the smallest ``max_model_len`` now.
       routes: The sizes of the routes that servers must report, as :class:`Request` has them.
     """
     groups: defaultdict[int, Group] = defaultdict(Group)
@@ -175,9 +175,9 @@ def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
 
 
 def join_parts(parts: Sequence[Completion]) -> Completion:
-    """Returns one completion from parts, each of which continues the one before.
+    """Returns one completion from parts, each of which continues the part before.
 
-    The scores of the prompt and the routes are dropped. ``cached`` is of the first part.
+    If there are several, prompt scores and routes are dropped, and ``cached`` is that of the first part.
     """
     *before, last = parts
     if not before:
@@ -217,7 +217,7 @@ def check_prompts(
     *,
     name: str = "",
 ) -> None:
-    """Raises ValueError for prompts that a server would silently shorten, and for token ids out of its range.
+    """Raises ValueError for prompts that are empty or too long for a server, and for ids outside its vocabulary.
 
     ``name`` is the name of a single prompt for the message. If it is "", the message has the prompt's number.
     """

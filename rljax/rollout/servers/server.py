@@ -42,7 +42,7 @@ _POLL_S = 0.05  # The time between two questions whether the workers have pulled
 
 
 class Metrics:
-    """Named numbers of one step that several threads add to."""
+    """The metrics of one step, by name. Several threads may add to them."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
@@ -100,9 +100,9 @@ class Server(Remote):
         Args:
           url: The address.
           kind: The kind of the server.
-          http: The exchanges of the fleet.
+          http: The HTTP client of the fleet.
           timeout_s: The longest time of a rollout (seconds).
-          metrics: The object that takes the times of publishes.
+          metrics: The object that takes the server's metrics.
           on_change: The function that is called after each change of the state.
         """
         self.url, self.route, self.model, self.platform = url, kind.route, kind.model, ""
@@ -144,7 +144,7 @@ class Server(Remote):
         self._enter("open")
 
     def close(self, reason: str) -> None:
-        """Marks the server down for a ``reason``. If new weights were under way, it may hold responses: they fail."""
+        """Marks the server down for a ``reason``. If it was getting new weights, the responses under way there fail."""
         if not self.reason:
             log.warning("a %s server is down: %s", self._kind.name, reason)
             self._metrics.add("rollout/server_losses", 1.0)
@@ -167,7 +167,7 @@ class Server(Remote):
     # ---- Requests ----
 
     async def call(self, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
-        """Sends one request of the control plane, as :meth:`Remote.call` says."""
+        """Sends one request that samples no response, as :meth:`Remote.call` says."""
         reply = await self._http.exchange(self.url, method, path, timeout_s, **content)
         return json_object(self.url + path, reply) if reply and path != "/health" else {}
 
@@ -210,7 +210,7 @@ class Server(Remote):
         return completion
 
     async def sample(self, requests: Sequence[Request]) -> list[Completion]:
-        """Samples probes, as :meth:`Remote.sample` says."""
+        """Returns a completion for each request, as :meth:`Remote.sample` says."""
         probes = [asyncio.ensure_future(self._probe(request)) for request in requests]
         try:
             return await asyncio.gather(*probes)
@@ -247,9 +247,9 @@ class Server(Remote):
     # ---- Weights ----
 
     async def greet(self, expected: Expectation, files: WeightDirectory) -> ServerInfo:
-        """Compares the server with the trainer, and tells it where the run's weights will be. Nothing is sampled.
+        """Compares the server with the trainer, tells it where weights will be, and returns its description.
 
-        It raises HandshakeError if they differ, with one line for each difference.
+        Nothing is sampled. It raises HandshakeError if they differ, with one line for each difference.
         """
         kind = self._kind
         if self._loaded != "":  # otherwise it may hold a part of a version, and the next update resumes it
@@ -311,7 +311,7 @@ class Server(Remote):
             log.warning("%s: the weights on its machine were repaired: %s", self.url, slowest.repaired)
 
     async def load(self, version: WeightVersion, in_flight: InFlight) -> None:
-        """Loads weights that the server's machine has. ``in_flight`` is the fate of the responses under way."""
+        """Makes the server load a version that its machine can read. ``in_flight``: See :meth:`Backend.push`."""
         self.state, self._loaded = "loading", ""
         try:
             with self._metrics.slowest("publish/load_s"):
@@ -322,7 +322,7 @@ class Server(Remote):
         self._loaded = version.tag
 
     async def serves(self, version: WeightVersion) -> bool:
-        """Returns whether the server holds all of ``version``. Raises ServerGoneError also after a refusal."""
+        """Returns whether the server holds all of ``version``. Raises ServerGoneError also if it refuses to answer."""
         try:
             answer = await self.call("GET", self._kind.version_route, timeout_s=10.0)
         except ServerRefusedError as error:
@@ -335,7 +335,7 @@ class Server(Remote):
             raise ServerGoneError(f"{self.url} does not hold {version.tag}: it was restarted or updated by others")
 
     async def prove(self, published: Published, verifier: Verifier) -> list[Look]:
-        """Compares the weights that each worker loaded with the trainer's, and returns the completions of the probes.
+        """Compares the weights that the workers loaded with the trainer's, and returns the completions of the probes.
 
         It raises VerificationError if a tensor differs, or a worker's last update brought another version.
         """
@@ -354,7 +354,7 @@ class Server(Remote):
             return await verifier.sample(self)
 
     async def renew(self, published: Published, verifier: Verifier, in_flight: InFlight) -> list[Look]:
-        """Loads weights that the server's machine has, and asks for the proof. The probes are cached before that."""
+        """Makes the server cache the probes, load a version that its machine can read, and prove it (:meth:`prove`)."""
         slept = await self.wake()  # the whole server wakes first: a part that wakes later could change the weights
         with self._metrics.slowest("publish/warm_s"):
             # Keys and values of equal weights are not stale.
@@ -367,7 +367,7 @@ class Server(Remote):
         return await self.prove(published, verifier)
 
     async def sleep(self, verifier: Verifier) -> None:
-        """Makes the server cache the probes and sleep. If the cache survives its weights, the proof will show it."""
+        """Makes the server cache the probes and sleep. If the cache outlives the weights, the next proof shows it."""
         with self._metrics.slowest("time/sleep_s"):
             await verifier.warm(self)
             await self._kind.sleep(self)

@@ -3,7 +3,7 @@
 *Bits*: the server's workers return the checksum of every tensor as it was loaded. Each must equal the trainer's.
 
 *Use*: a fixed set of probe prompts is sent before an update, so that the server caches them. Each is whole blocks of
-its prefix cache and 16 more tokens. After the update the server *generates* from them (``prompt_logprobs`` would
+its prefix cache and a few more tokens. After the update the server *generates* from them (``prompt_logprobs`` would
 bypass the cache). The log-probabilities of the sampled tokens are compared with the trainer's. Keys and values of old
 weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. The first round has half of
 the probes, and may be out of the band by chance. So a whole round with other prompts and tokens decides.
@@ -29,27 +29,27 @@ from rljax.rollout.servers.requests import Completion, Remote, Request, ServerIn
 from rljax.rollout.types import SamplingParams, VerifyConfig
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
-"""A function of the policy's pytree and token sequences that returns the log-probability of each token."""
+"""A function from the policy's pytree and token sequences to the log-probabilities of each one's tokens (nats)."""
 
 LOOKS = 2
-"""The number of times that the probes of a server are judged before it is refused."""
+"""The number of times that a server's probes must fail, one after the other, before the server is refused."""
 ROUNDS = 3
-"""The number of looks at the first publish, which calibrate the band."""
+"""The number of rounds of probes at the first publish, from which the band is made."""
 FLOORS = {"bfloat16": 2e-2, "float16": 2.5e-3, "float32": 1e-5}
-"""The lowest band of each dtype (nats). There is one, because the mismatch of equal weights changes as a policy learns.
-A tiny random model showed 1.2e-2 in bfloat16, 1.6e-3 in float16 and 9e-7 in float32."""
+"""The lowest band of each dtype (nats): mean distances up to it always pass. The mismatch of equal weights changes as a
+policy learns. A tiny random model showed 1.2e-2 in bfloat16, 1.6e-3 in float16 and 9e-7 in float32."""
 CEILINGS = {"bfloat16": 8e-2, "float16": 1e-2, "float32": 1e-3}
-"""The highest band of each dtype (nats). At the first publish a server above it is refused."""
+"""The highest band of each dtype (nats). A server whose mean distance is larger is always refused."""
 MIXTURE_FACTOR = 3.0
-"""The highest bands of a mixture of experts, as a multiple of ``CEILINGS``. They are wider because a different rounding
-in server and trainer sends some tokens to other experts."""
+"""The highest band of a mixture of experts, as a multiple of the one of other models. It is wider because different
+rounding in server and trainer sends some tokens to other experts."""
 ROUNDED_BAND = 0.1, 0.6
-"""The lowest and the highest band of a server that rounds to 8 bits, in every dtype (nats)."""
+"""The lowest and the highest band of a server that rounds weights or cache to 8 bits, in every dtype (nats)."""
 OWN_FLOOR = 1e-3
 """The lowest band of the distance between the two scores of a server that rounds to 8 bits (nats)."""
 TAIL_PROMPTS = 16
-"""The fewest probes of a look where a few tokens are far off: with a mixture of experts, with a server that rounds to 8
-bits, and with random tokens."""
+"""The fewest probes of a round where a few tokens may be far off: with a mixture of experts, with a server that rounds
+to 8 bits, and with random tokens."""
 ROUNDED_TOKENS = 16
 """The fewest tokens that a server with 8 bits generates from a probe. With fewer, more old caches pass."""
 _CACHED = 32  # The fewest tokens of a probe that a server can cache. A cache may have blocks of one token.
@@ -90,7 +90,7 @@ def probe_lengths(block_size: int, *, rounded: bool = False) -> tuple[int, int]:
     """Returns the number of a probe's tokens in whole cache blocks, and the length of the probe.
 
     There are at least 32 tokens in blocks, and 16 more. ``rounded``: Whether the server rounds weights or cache to 8
-    bits. Its band is wide, and shorter probes would let an old head pass. So they are two blocks and a third of one.
+    bits. A probe then is two blocks and a third, or 32 tokens if that is more, so that an old LM head is noticed.
     """
     if rounded:
         return 2 * block_size, max(2 * block_size + max(block_size // 3, 1), _CACHED)
@@ -123,7 +123,7 @@ def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int]) -> lis
 
 
 async def sharpening(server: Remote, vocab_size: int, temperature: float) -> float:
-    """Returns the gaps between the likeliest tokens' log-probabilities at ``temperature``, divided by the gaps at 1.
+    """Returns the ratio of the gaps between the likeliest tokens' log-probabilities at ``temperature`` to those at 1.
 
     The ratio is 1 / temperature if a server reports the distribution that it samples from. It is 1 if it reports the
     distribution before the temperature. It is NaN if a gap is not finite, or all log-probabilities at 1 are equal.
@@ -142,7 +142,7 @@ async def sharpening(server: Remote, vocab_size: int, temperature: float) -> flo
 
 
 class Verifier:
-    """The probes of the second half, and the band in which the differences must stay."""
+    """The probes of the second half (*use*), and the band: the largest mean distance that passes."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Verifier:
         mixture: bool = False,
         prompts: Sequence[np.ndarray] = (),
     ) -> None:
-        """Makes the probe prompts for the vocabulary, cache blocks and form of the server ``info``.
+        """Makes the probe prompts for the vocabulary, cache blocks and number formats that ``info`` describes.
 
         ``score`` computes the trainer's log-probabilities in the rollout dtype at temperature 1. ``dtype`` is the
         rollout dtype, which chooses the bands. They are wider for a ``mixture`` of experts. The probes are made from
@@ -188,7 +188,7 @@ class Verifier:
     async def sample(self, server: Remote, *, whole: bool = False) -> list[Look]:
         """Makes the server generate from the probes: ``ROUNDS`` rounds while there is no band, and one afterwards.
 
-        That one has half of the probes. It has all of them with ``whole``, and where single tokens may be far off.
+        The one round has half of the probes, or all of them if ``whole`` or if single tokens may be far off.
         """
         if self.band is None:
             return [await self.look(server) for _ in range(ROUNDS)]
@@ -213,7 +213,7 @@ class Verifier:
         """Compares rounds of the server at ``url`` with the trainer's ``params``. The first call sets the band.
 
         If the worst round is out of the band, ``again`` makes the server sample again. At the first call the highest
-        band is the limit. Returns the difference that passed. Raises VerificationError if it fails twice.
+        band is the limit. Returns the difference that passed. Raises VerificationError if the new rounds fail, too.
         """
         limit = self._ceiling if self.band is None else self.band
         own_limit = self._ceiling if self.own_band is None else self.own_band
@@ -229,7 +229,7 @@ class Verifier:
         return measured[-1]
 
     def difference(self, look: Look, params: Any) -> ProbeDifference:
-        """Returns the distance between the log-probabilities of a round and of the trainer's ``params``."""
+        """Returns the distance between the server's log-probabilities in a round and those of ``params``."""
         scored = self._score(params, [sampled.ids for sampled in look.completions])
         gaps = [
             np.abs(np.asarray(logprobs, np.float32)[s.prompt_length : len(s.ids)] - s["rollout_logprobs"])

@@ -1,4 +1,4 @@
-"""The trainer's side of SGLang: ``/generate``, the handshake, and new weights in the order that it wants."""
+"""The trainer's side of SGLang: requests to ``/generate``, the handshake, and the steps that bring new weights."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class SglangBackend(Backend):
             raise ReplyError(f"{server.url}/weights_checker answered without {error}: {str(reply)[:300]}") from error
 
     async def describe(self, server: Remote) -> ServerInfo:
-        """Returns the description of any SGLang server. Without rljax's plugin it lacks dtype, vocabulary and limit."""
+        """Returns the description of any SGLang server. Without rljax's plugin it lacks dtypes, sizes and version."""
         try:
             model = await server.call("GET", self.version_route)
             root, version = str(model["model_path"]), str(model["weight_version"])
@@ -159,7 +159,7 @@ class SglangBackend(Backend):
         return dataclasses.replace(info, model=name, root=root, has_first_weights=version == "default")
 
     async def resume(self, server: Remote) -> None:
-        """Resumes a paused server."""
+        """Resumes the server if it is paused."""
         if await _is_paused(server):
             log.info("%s was left paused; it goes on", server.url)
             await server.call("POST", "/continue_generation", json={})
@@ -184,11 +184,11 @@ class SglangBackend(Backend):
         return lines
 
     async def show(self, server: Remote, probe: Mapping[str, Any]) -> None:
-        """Sends the probe to the plugin's ``rljax_show``."""
+        """Tells the plugin where the run's weights will be, by its method ``rljax_show`` (:meth:`Backend.show`)."""
         await self.ask_plugin(server, "rljax_show", probe)
 
     async def push(self, server: Remote, version: WeightVersion, in_flight: InFlight = "wait") -> None:
-        """Waits for the responses under way, or pauses the server, makes it load the version, and flushes its cache."""
+        """Waits for the responses under way or pauses them, makes the server load the version and flushes its cache."""
         path = "" if version.source else str(version.path)
         update = {"model_path": path, "weight_version": version.tag, "load_format": "safetensors", "flush_cache": True}
         try:

@@ -36,7 +36,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class Worker:
-    """The answers of one scheduler process, and the weights that it may load."""
+    """The plugin's answers in one scheduler process of SGLang, and the weights that the process may load."""
 
     def __init__(self) -> None:
         self.weights = WorkerWeights()
@@ -62,11 +62,11 @@ class Worker:
         }
 
     def rljax_show(self, runner: Any, probe: Mapping[str, Any]) -> None:
-        """Takes the directory or source of a trainer's versions. ``probe``: The arguments of ``WorkerWeights.show``."""
+        """Stores where a trainer's versions are. ``probe`` has the arguments of ``WorkerWeights.show``."""
         self.weights.show(**probe)
 
     def rljax_pull(self, runner: Any, name: str) -> dict[str, Any] | None:
-        """Pulls the version ``name`` into this machine's mirror (``weights.worker.Pulls.pulled``)."""
+        """Pulls the version ``name`` into this machine's mirror. Returns None until that is done (``Pulls.pulled``)."""
         return self.weights.pulls.pulled(name)
 
     def rljax_checksums(self, runner: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Worker:
         return {"checksums": {ANSWER: answer}, "per_gpu_checksum": "", "parallelism_info": place}
 
     def update_weights(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
-        """Wraps ``update_weights_from_disk``, and loads only a version of a trainer that shook hands."""
+        """Wraps ``update_weights_from_disk``, and loads only versions in places that a trainer has shown."""
         self.tag = ""
         try:
             with self.weights.version(request.model_path, request.weight_version or "") as (directory, _):

@@ -1,4 +1,4 @@
-"""The trainer's side of vLLM: its token endpoints, the handshake, and new weights in the order that it wants.
+"""The trainer's side of vLLM: requests to its endpoints, the handshake, and the steps that bring new weights.
 
 ``/rljax/rollouts`` is the endpoint of rljax's plugin, which replies with arrays. ``/inference/v1/generate`` is vLLM's
 own, for servers without the first. Both report which weight version sampled which tokens.
@@ -193,7 +193,7 @@ class VllmBackend(Backend):
             raise ReplyError(f"{server.url}/collective_rpc answered without {error}: {str(answer)[:300]}") from error
 
     async def force(self, server: Remote) -> Callable[[np.ndarray], Mapping[str, Any]]:
-        """Makes the workers decode given tokens, by hooks or by vLLM's own trace replay."""
+        """Makes the workers decode given tokens, by hooks or by vLLM's own trace replay (:meth:`Backend.force`)."""
         if not can("vllm", "decodes_given", server.platform):
             raise ValueError(f"{server.url} decodes no given tokens: vLLM on a TPU samples its own")
         try:
@@ -228,7 +228,7 @@ class VllmBackend(Backend):
         )
 
     async def resume(self, server: Remote) -> None:
-        """Wakes and resumes a paused server. Raises HandshakeError if it has no endpoints for that."""
+        """Wakes and resumes the server if it is paused. Raises HandshakeError if it has no endpoints for that."""
         development = (
             "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1, as rljax serve vllm does"
         )
@@ -278,7 +278,7 @@ class VllmBackend(Backend):
         return lines
 
     async def show(self, server: Remote, probe: Mapping[str, Any]) -> None:
-        """Sends the probe to the plugin as the start of a weight transfer.
+        """Tells the plugin where the run's weights will be, by the start of a weight transfer (:meth:`Backend.show`).
 
         Raises HandshakeError if the server has several engines, because only one of them answers the plugin's calls.
         """

@@ -18,7 +18,7 @@ from rljax.weights.format import PROTOCOL
 
 
 def describe(config: Any, *, tied: bool) -> dict[str, Any]:
-    """Returns the description as plain JSON.
+    """Returns the description of the worker's server as plain JSON.
 
     ``config`` is the worker's ``VllmConfig``. ``tied`` says whether the LM head multiplies with the embedding table.
     """
@@ -54,7 +54,7 @@ def recurrent_state_dtype(config: Any) -> str | None:
 
 
 def describe_tokens(model: Any) -> dict[str, Any]:
-    """Returns the tokens at which vLLM ends a response, and the hash of the tokenizer ("" if none can be read).
+    """Returns the model's end-of-sequence tokens, and the hash of the tokenizer ("" if none can be read).
 
     ``model`` is the worker's ``ModelConfig``.
     """
@@ -66,7 +66,7 @@ def describe_tokens(model: Any) -> dict[str, Any]:
 
 
 def is_batch_invariant() -> bool:
-    """Returns whether vLLM's setting that makes a token's bits independent of the batch around it is on.
+    """Returns whether vLLM is set to compute tokens with bits that do not depend on the batch around them.
 
     On a CPU the setting is that attention never splits the keys and values of small batches.
     """

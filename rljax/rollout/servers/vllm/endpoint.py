@@ -33,7 +33,7 @@ from rljax.weights.access import App, Message
 
 
 class ServeRollouts:
-    """ASGI middleware that adds the endpoint to vLLM's application, and guards vLLM's own routes that resume it."""
+    """ASGI middleware that adds the endpoint to vLLM's application, and on a TPU guards the routes that resume it."""
 
     def __init__(self, app: App) -> None:
         """Wraps the application ``app``. The endpoint is added when the server starts."""
@@ -52,7 +52,7 @@ class ServeRollouts:
 
 
 def after_whole_updates(app: App) -> App:
-    """Returns a route's ``app`` that refuses requests while an update leaves a TPU with mixed weights and no cache."""
+    """Returns ``app`` behind a check, which refuses requests while a TPU has mixed weights and no cache."""
 
     async def guarded(scope: Message, receive: Any, send: Any) -> None:
         workers = await scope["app"].state.engine_client.collective_rpc("rljax_describe")
@@ -82,7 +82,7 @@ class RolloutEndpoint:
     """The endpoint, an ASGI application."""
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
-        """Samples the responses of one request."""
+        """Samples the responses that one HTTP request asks for, and sends a line for each as it completes."""
         request = Request(scope, receive)
         try:
             asked = _DECODER.decode(await request.body())

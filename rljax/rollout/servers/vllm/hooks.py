@@ -66,7 +66,7 @@ class Hooks:
 
 
 class ForcedSampler(Hooks):
-    """The hooks on the sampler of one worker."""
+    """The hooks of forced decoding, on the sampler of one worker."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()

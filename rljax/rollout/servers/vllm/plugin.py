@@ -2,7 +2,7 @@
 
 vLLM calls :func:`register` in each of its processes through the entry-point group ``vllm.general_plugins``. It makes
 the weight-transfer backend ``rljax_file`` known, which reads safetensors from a directory that trainer and server both
-see. :class:`WorkerExtension` (``--worker-extension-cls``) answers the handshake, and tells which bits were loaded.
+see. :class:`WorkerExtension` (``--worker-extension-cls``) answers the handshake, and returns checksums of weights.
 
 There is no jax in vLLM's environment, so this module imports nothing that needs it.
 """
@@ -134,7 +134,7 @@ def tpu_refusals(config: Any) -> list[str]:
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """The arguments of ``WorkerWeights.show``: a probe file proves that both sides see the same directory or source."""
+    """The arguments of ``WorkerWeights.show``, by which a trainer shows where its versions will be."""
 
     probe_path: str
     probe_text: str
@@ -145,14 +145,14 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """One version of the weights."""
+    """The version of the weights that an update loads."""
 
     path: str  # the directory of the version; "" for this machine's own mirror, which must hold the version already
     tag: str  # the tag that the version must have
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Reads a version's safetensors tensor by tensor and reloads the model in place."""
+    """The backend that reads a version's safetensors tensor by tensor and reloads the model in place."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -170,9 +170,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         return has_tied_head(self.model, self.model_config.hf_text_config)
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Checks protocol and probe file, and stores where versions will be.
+        """Stores where a trainer's versions will be, after a check of the protocol and of the trainer's probe file.
 
-        Raises ValueError if one of them is not the trainer's, and RuntimeError if the mirror has too little room.
+        Raises ValueError if protocol or file is not the trainer's, and RuntimeError if the mirror has too little room.
         """
         self.weights.show(**dataclasses.asdict(init_info))
 
@@ -251,7 +251,7 @@ class LoadedWeights:
         self._methods = {}
 
     def finish(self) -> None:
-        """Reads the layers that pack nothing. The tensors of layers that should have been packed but were not get None.
+        """Adds the checksums of layers that pack nothing. Layers that should have been packed but were not get None.
 
         Their values are not read, because on some CPUs a layer's parameters are empty after an earlier packing.
         """
@@ -310,7 +310,7 @@ def repack_experts(layer: torch.nn.Module, kernel: Any) -> None:
 
 
 class WorkerExtension(ForcedDecoding, TapMethods):
-    """The methods that vLLM's workers gain, which ``/collective_rpc`` reaches."""
+    """The methods that vLLM's workers gain. Clients call them through ``/collective_rpc``."""
 
     vllm_config: Any
     model_runner: Any
@@ -329,11 +329,11 @@ class WorkerExtension(ForcedDecoding, TapMethods):
         return describe_tokens(self.vllm_config.model_config)
 
     def rljax_pull(self, name: str) -> dict[str, Any] | None:
-        """Pulls the version ``name`` into this machine's mirror (``weights.worker.Pulls.pulled``)."""
+        """Pulls the version ``name`` into this machine's mirror. Returns None until that is done (``Pulls.pulled``)."""
         return self.weight_transfer_engine.weights.pulls.pulled(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
-        """Returns tag, checksums and seconds of the last update as plain JSON. Before the first, the tag is empty."""
+        """Returns tag, checksums and seconds of the last update as plain JSON. The tag is empty unless it succeeded."""
         loaded: LoadedWeights | None = self.weight_transfer_engine.loaded
         if loaded is None:
             return {"tag": "", "tensors": {}, "seconds": 0.0}

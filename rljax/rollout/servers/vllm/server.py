@@ -58,7 +58,7 @@ class VllmConfig(process.ServerConfig):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layers of the model have linear attention, if the model is a directory."""
+        """Whether some layers of the model have linear attention. It is False if the model is no directory."""
         try:
             config = json.loads((Path(self.model) / "config.json").read_bytes())
             return "linear_num_key_heads" in config.get("text_config", config)

@@ -68,8 +68,8 @@ class Taps(Hooks):
     def __init__(self, runner: Any, directory: Path, request: str, rank: int, workers: int) -> None:
         """Installs the hooks in the model runner of worker ``rank`` of ``workers`` that share the model.
 
-        ``directory`` holds the recording, with ``PROBE`` and perhaps ``GIVEN``. ``request`` is a part of the id of the
-        request that is recorded.
+        ``directory`` has the files of the recording: ``PROBE``, and ``GIVEN`` if values are replaced. ``request`` is a
+        part of the id of the request that is recorded.
         """
         super().__init__()
         self._runner, self._request, self._rank, self._workers = runner, request, rank, workers

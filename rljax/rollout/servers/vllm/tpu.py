@@ -56,7 +56,7 @@ class TpuWorker(TPUWorker):
     rljax_is_mixed = False  # whether an update broke off, so that some arrays are new and others old
 
     def load_model(self) -> None:
-        """Loads the model that the server was started with. Raises RuntimeError if tpu-inference lacks a name."""
+        """Loads the model that the server was started with. Raises the errors of ``check_names``."""
         llama3.LlamaForCausalLM, settings = LlamaAsQwen2, self.model_config.hf_config
         if not hasattr(settings, "text_config"):  # a Qwen2 whose head is not tied asks there for its width
             settings.text_config = copy.copy(settings)
@@ -105,11 +105,11 @@ class TpuWorker(TPUWorker):
         return said | own | {"head_dtype": said["dtype"]}
 
     def rljax_pull(self, name: str) -> dict[str, Any] | None:
-        """Pulls the version ``name`` into this machine's mirror (``weights.worker.Pulls.pulled``)."""
+        """Pulls the version ``name`` into this machine's mirror. Returns None until that is done (``Pulls.pulled``)."""
         return self.rljax_weights.pulls.pulled(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
-        """Returns tag, checksums and seconds of the last update as plain JSON. Before the first, the tag is empty."""
+        """Returns tag, checksums and seconds of the last update as plain JSON. The tag is empty unless it succeeded."""
         if not self.rljax_tag:
             return {"tag": "", "tensors": {}, "seconds": 0.0}
         began, held = time.monotonic(), published_tensors(self.model_runner)
@@ -136,7 +136,7 @@ def check_names(worker: Any, runner: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def programs_kept() -> Iterator[None]:
-    """Keeps compiled programs. tpu-inference's loader drops them after each layer, and requests would compile again."""
+    """Keeps compiled programs in a ``with`` block, where tpu-inference's loader would drop them after each layer."""
     clear, jax.clear_caches = jax.clear_caches, lambda: None
     try:
         yield
@@ -176,7 +176,7 @@ def bind(runner: Any, state: Any) -> None:
 
 
 def published_tensors(runner: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the Hugging Face name and the elements of each tensor, in the order that Hugging Face's files have.
+    """Yields the Hugging Face name of each tensor, and its array with axes in the order of Hugging Face's files.
 
     The arrays are the ones that the compiled programs get.
     """
