@@ -23,11 +23,11 @@ UPDATE_S = 600.0
 
 
 class Backend(ABC):
-    """The base class of the kinds of servers. Each method that takes a server raises ServerGoneError if the server does
-    not answer, and ReplyError if its answer cannot be read.
+    """The base class of the kinds of servers.
 
-    A new kind is a subclass in ``servers/<engine>/client.py``, with an entry in ``build.BACKENDS`` and one in
-    ``kinds.ENGINES``. ``rljax serve`` also needs ``servers/<engine>/server.py``, with ``CONFIG`` and ``start``.
+    A new kind is an entry of ``kinds.ENGINES`` and a package ``servers/<engine>``: its ``client.py`` has the subclass,
+    named as ``VllmBackend`` for "vllm", and ``rljax serve`` needs its ``server.py`` with ``CONFIG`` and ``start``. Each
+    method that takes a server raises ServerGoneError if it does not answer, and ReplyError for an unreadable answer.
     """
 
     name: str  # the name of the kind in messages; in lower case it is the name of the engine in ``kinds.ENGINES``
