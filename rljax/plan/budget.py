@@ -34,7 +34,7 @@ _OF_AN_UPDATE = ("gradients", " copy", " gathered")
 
 
 class Card(NamedTuple):
-    """One device."""
+    """A kind of accelerator card, of which JAX sees each as one device."""
 
     name: str  # the maker's name of the card
     memory_bytes: int  # the size of the main memory
@@ -54,8 +54,8 @@ class Decoding(NamedTuple):
     """The batch that the embedded engine decodes at once."""
 
     slots: int  # the number of responses that are decoded at once
-    places: int  # the tokens of the cache for one response
-    bytes: int  # the bytes of the cache on one device
+    places: int  # the number of tokens for which the cache of one response has room
+    bytes: int  # the size of the cache on one device
 
 
 class Demand(NamedTuple):
@@ -63,7 +63,7 @@ class Demand(NamedTuple):
 
     label: str  # the name of the place in a table
     parts: dict[str, int]  # the bytes by purpose
-    place: str  # a description of the place, to follow the bytes that it has
+    place: str  # a phrase for the place, such as "at runs/run"
     free: int | None  # the bytes that the place has for the run, or None if they are not known
     remedy: str  # the settings that would help
 
@@ -82,7 +82,7 @@ class Devices(NamedTuple):
     """The devices of a run."""
 
     number: int  # the number of devices
-    is_here: bool  # whether the run has the devices, on this host and others
+    is_here: bool  # whether JAX has the devices, on this host and others of the run
     name: str  # the name of a device
     memory: int | None  # the memory of a device in bytes, or None for a CPU, whose memory is the host's
 
@@ -93,9 +93,9 @@ class Devices(NamedTuple):
 
 
 def find_devices(mesh: Any, card: Card | None = None) -> Devices:
-    """Returns the devices of a mesh. Each device is a ``card``.
+    """Returns the number, name and memory of the devices of a mesh. Each device is a ``card``.
 
-    None for ``card`` means the devices of this machine, or H100s if this machine has too few devices.
+    None for ``card`` means the devices that JAX has, or H100s if JAX has too few for the mesh.
     """
     count = math.prod(mesh.shape.values())
     if card is None and count > jax.device_count():
@@ -108,12 +108,12 @@ def find_devices(mesh: Any, card: Card | None = None) -> Devices:
 
 
 def resident_bytes(sizes: Sizes) -> int:
-    """Returns the bytes on one device between updates, from the names of ``dry_run.state_bytes``."""
+    """Returns the bytes on one device between updates. ``sizes`` come from ``dry_run.state_bytes``."""
     return sum(part for name, (_, part) in sizes.items() if not name.endswith(_OF_AN_UPDATE))
 
 
 def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devices, resident: int) -> Decoding:
-    """Returns the batch that the embedded engine would decode if ``resident`` bytes of each device are taken.
+    """Returns the size of the batch that the embedded engine decodes if ``resident`` bytes of each device are taken.
 
     ``rollout.decode_tokens: 0`` takes a share of the memory that is then free.
     """
@@ -131,12 +131,12 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
 
 
 def route_bytes(config: Config, policy: PolicyConfig) -> int:
-    """Returns the largest number of bytes of one step's routes, for every position of its rows."""
+    """Returns the most bytes of a step's routes, the experts of each token, for every position of its rows."""
     return 0 if config.rollout.router_replay == "none" else policy.route_bytes * math.prod(batch_shape(config))
 
 
 def top_bytes(config: Config) -> int:
-    """Returns the largest number of bytes of the likeliest tokens of one step's responses."""
+    """Returns the most bytes of the sampler's likeliest tokens for the responses of one step."""
     return config.num_sequences * config.rollout.max_response_tokens * config.rollout.reported * TOP_BYTES
 
 
@@ -218,7 +218,7 @@ def host_demand(
 
 
 def disk_demands(config: Config, policy: PolicyConfig, sizes: Sizes) -> list[Demand]:
-    """Returns the demands of the run directory and of the directory of the weights' versions."""
+    """Returns the run's demands on the disk of its directory and, with servers, on that of published weights."""
     wanted, state, run_dir = config.checkpoint, saved_bytes(sizes)[0], Path(config.run.dir)
     parts = {f"{wanted.keep} checkpoints": wanted.keep * state, "the next one": state}
     remedies = ["a smaller checkpoint.keep"] if wanted.keep > 1 else []
@@ -244,7 +244,7 @@ def saved_bytes(sizes: Sizes) -> tuple[int, int]:
 
 
 def transfer_directory(config: Config) -> Path:
-    """Returns the directory in which the versions of the weights are written."""
+    """Returns the directory into which published versions of the weights are written."""
     return memory_directory() if config.rollout.transfer_dir is None else Path(config.rollout.transfer_dir)
 
 

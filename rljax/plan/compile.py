@@ -42,7 +42,7 @@ INSTALL = {  # the advice of an error message, by platform
 
 @dataclass(frozen=True)
 class Machine:
-    """The cards that train together."""
+    """The machine to compile for: the cards that train together."""
 
     name: str  # the name on the command line
     card: Card  # the card of every device
@@ -151,7 +151,7 @@ def memory_by_kind(analysis: Any) -> dict[str, int]:
 
 
 def cost_by_kind(analysis: Any) -> dict[str, float]:
-    """Returns the compiler's floating-point operations and bytes moved, from ``cost_analysis()`` of an executable.
+    """Returns the compiler's counts of operations and of bytes moved, from ``cost_analysis()`` of an executable.
 
     The compiler counts a loop once if it does not know how often the loop runs, and knows nothing of custom calls. The
     compiler for GPUs gives no counts without a GPU.
@@ -161,7 +161,7 @@ def cost_by_kind(analysis: Any) -> dict[str, float]:
 
 
 def needed_bytes(machine: Machine, memory: dict[str, int]) -> int:
-    """Returns the bytes that a device must have: the sum of all allocations, or on a TPU the peak.
+    """Returns the bytes that a device must have: the larger of ``total`` and ``peak``, or on a TPU the peak.
 
     A TPU's compiler places arrays itself and refuses a step that does not fit. It accepts a step whose arguments and
     temporaries together exceed the memory, if the peak does not.

@@ -1,6 +1,6 @@
 """Describes the needs of a run, from shapes only. It reads the model's config.json and allocates nothing.
 
-The command is ``rljax train CONFIG.yaml --dry-run``. The mesh may have more devices than this machine.
+The command is ``rljax train CONFIG.yaml --dry-run``. The mesh may have more devices than JAX has here.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _SMALL = 2**30  # bytes of float32 weights below which a start does not look for
 def dry_run(config: Config, card: Card | None = None) -> str:
     """Describes a run in lines, from shapes only. The last lines name memories and disks that are too small.
 
-    ``card`` is the card of each device of a machine that is not present, or None for this machine's devices. With a
-    card, ``config`` is the one of ``compile_step``.
+    ``card`` is the card of each device of a machine that is not present. None: see ``budget.find_devices``. With a
+    card, ``config`` is that of a ``CompiledStep``.
 
     Raises:
       ValueError: Settings do not fit one another or the model, or the model's shape is unknown.
@@ -75,7 +75,7 @@ def dry_run(config: Config, card: Card | None = None) -> str:
 def find_demands(
     config: Config, policy: PolicyConfig, mesh: Any, card: Card | None = None
 ) -> tuple[list[Demand], Decoding | None]:
-    """Returns the run's demands on a device, the host and disks, and the batch of the embedded engine or None."""
+    """Returns the run's demands on a device, the host and disks, and the embedded engine's batch (None without)."""
     sizes, devices = state_bytes(config, policy, mesh), find_devices(mesh, card)
     training = sum(part for _, part in planned_bytes(config, policy, mesh).values())
     resident = resident_bytes(sizes)
@@ -88,7 +88,7 @@ def find_demands(
 
 
 def lacks_at_start(config: Config, policy: PolicyConfig, mesh: Any) -> list[str]:
-    """Returns a line for each memory or disk that is too small for the run; [] for a very small policy."""
+    """Returns a line for each memory or disk that is too small; [] if the policy has less than 1 GiB in float32."""
     if version_bytes(policy, "float32") < _SMALL:
         return []
     demands, _ = find_demands(config, policy, mesh)
@@ -96,7 +96,7 @@ def lacks_at_start(config: Config, policy: PolicyConfig, mesh: Any) -> list[str]
 
 
 def shape_mesh(config: MeshConfig) -> AbstractMesh:
-    """Returns the mesh's shape without devices; ``fsdp: -1`` uses the number of devices present."""
+    """Returns an abstract mesh of this shape. With ``fsdp: -1`` it has as many devices as JAX has here."""
     return AbstractMesh(config.shape(jax.device_count()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -144,7 +144,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
 
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
-    """Returns (bytes in total, bytes on one device) of each array that the trainer keeps, without activations."""
+    """Returns (bytes in all, bytes on one device) of the arrays of trainer and engine by name, except activations."""
     state = wanted_state(config, policy, mesh)
     dtype = jnp.dtype(config.precision.compute_dtype)
 
@@ -181,7 +181,7 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
 def beside_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> int:
     """Returns the bytes on one device of arrays that the step does not read.
 
-    These are a reference policy, the weights under adapters, those of the embedded engine, and older policies.
+    These are a reference policy, the weights under adapters, the embedded engine's weights, and older policies.
     """
     sizes = state_bytes(config, policy, mesh)
     # The weights under the adapters have the shapes and the dtype of the merged weights.

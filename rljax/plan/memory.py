@@ -46,7 +46,7 @@ _LAYERS = 1009  # a size that no other dimension has; no array of it is allocate
 
 
 def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, int]:
-    """Returns the bytes on one device by their purpose; ``mesh`` may have no devices."""
+    """Returns the bytes that a step works with on one device, by purpose; ``mesh`` may be an abstract mesh."""
     micro, *shape = batch_shape(config, responses_per_update(config))
     local_rows, tokens = local_batch(mesh, *shape)
     part = local_policy(policy, mesh)
@@ -77,7 +77,7 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
 
 
 def working_top_bytes(config: Config, mesh: Any) -> int:
-    """Returns the bytes on one device of the likeliest tokens of a batch, and of a micro-batch at work.
+    """Returns the bytes on one device of the sampler's likeliest tokens, of a batch and of a micro-batch at work.
 
     At work, every device has the arrays of all rows of the micro-batch (``trainer.micro_batches.with_all_rows``). The
     trainer's log-probabilities of these tokens and their gradients take as much again.
@@ -94,7 +94,7 @@ def local_batch(mesh: Any, rows: int, tokens: int) -> tuple[int, int]:
 
 
 def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:
-    """Returns a policy whose activations have the shapes of one device's part."""
+    """Returns the configuration of a policy whose activations have the shapes of one device's part."""
 
     def part(logical: str, size: int) -> int:
         return int(named_sharding(mesh, (logical,), (size,)).shard_shape((size,))[0])
@@ -112,9 +112,9 @@ def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:
 
 
 def planned_attention(config: Config, policy: PolicyConfig, mesh: Any) -> PackedAttention:
-    """Returns the attention of the mesh's devices, or of Hopper GPUs if the mesh has no devices.
+    """Returns the attention function of the mesh's devices, or of Hopper GPUs if the mesh is abstract.
 
-    Only cuDNN's attention keeps more for the backward pass than attention in blocks. All others plan as in blocks.
+    Only cuDNN's attention keeps more for the backward pass than attention in blocks. All others are planned as blocks.
 
     Raises:
       ValueError: ``policy.attention`` does not fit the devices or the heads.
@@ -137,7 +137,7 @@ def kept_by_a_block(
 ) -> int:
     """Returns the bytes of activations that a block keeps for its backward pass under ``precision.remat``.
 
-    ``part`` has the shapes of one device. ``ways`` devices share the activations of the model's width by tokens.
+    ``part`` has the shapes of one device. Activations of the model's width are split by tokens over ``ways`` devices.
     """
     dtype = jnp.dtype(config.precision.compute_dtype)
     remat = config.precision.remat_policy
@@ -168,7 +168,7 @@ def kept_by_a_block(
 
 @contextlib.contextmanager
 def compiled_for_hopper() -> Iterator[None]:
-    """Makes JAX trace programs for an H100 SXM: its compute capability, cuDNN version and 132 multiprocessors.
+    """Opens a ``with`` block in which JAX traces for an H100 SXM: its capability, cuDNN and 132 multiprocessors.
 
     JAX asks the GPU of the process for these. A process that compiles ahead of time has none, and JAX would refuse.
     """
@@ -210,7 +210,7 @@ def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> 
     """Estimates the bytes of the backward pass of a mixture's experts. A device has 1 / ``ways`` of the experts.
 
     Each token of the devices that share experts has two arrays of the model's width, and their sum in float32. Each
-    pair in a round has two arrays of the model's width and six of an expert's width. The weights of the device's
+    pair (token, expert) of a round has two arrays of the model's width, six of an expert's. The weights of the device's
     experts are complete over the model's width. Rounds add up the gradients of all three matrices in float32; a single
     round holds one gradient at a time.
     """
@@ -223,7 +223,7 @@ def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> 
 
 
 def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> int:
-    """Estimates a chunk of logits in the backward pass: three copies of it (one rounded), hidden states, table rows."""
+    """Estimates the bytes of a chunk of logits in the backward pass: three copies, hidden states and table rows."""
     (shard,) = named_sharding(mesh, ("vocab",), (policy.vocab_size,)).shard_shape((policy.vocab_size,))
     chunk = shard // vocabulary_chunks(shard)
     logits = places * chunk * (2 * _FLOAT32 + itemsize)

@@ -60,7 +60,7 @@ class _Joined(NamedTuple):
 
 
 def console_rows(path: Path) -> list[dict[str, Any]]:
-    """Reads the metrics of console output: one row for each line that has any.
+    """Reads the metrics of console output, as texts by name: one row for each line that has any.
 
     Raises ConfigError, which names the line, if a line seems to be wrapped and its parts cannot be joined for certain.
     """

@@ -1,4 +1,4 @@
-"""The facts of a token dump that compare, diagnose and view share: pairs of columns, and turns."""
+"""Facts of a token dump for several commands (compare, diagnose, view): pairs of columns, and turns."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CHUNK = 2**19  # the most padded tokens that are measured together
 def choose_pair(dump: TokenDump, trainer: str | None = None, rollout: str | None = None) -> tuple[str, str]:
     """Returns the name of the column to use as the trainer's, and of the one to use as the rollout engine's.
 
-    Without a given name a column is chosen by its role: the first with the right role, or else the first without the
-    other role. Raises ValueError if a named column is missing, both names are equal, or there are fewer than two
-    columns.
+    Without a given name a column is chosen by its role: the first with the wanted role, or else the first that is not
+    the other column of the pair. Raises ValueError if a named column is missing, both names are equal, or there are
+    fewer than two columns.
     """
     names = dump.first_runs
     for name in (trainer, rollout):
@@ -73,7 +73,7 @@ class TokenPair:
         self.k3: np.ndarray = exp_minus_one_minus_x(np, self.lr)
 
     def of_tokens(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the entries of the response tokens, [r]. Each sequence has a vector [t]."""
+        """Returns the entries of the response tokens, [r], from a vector [t] for each sequence."""
         found = [vector[mask] for vector, mask in zip(vectors, self.dump.response_mask, strict=True)]
         return np.concatenate(found or [np.zeros(0)])
 
@@ -100,7 +100,7 @@ class TokenPair:
         return x, y, to_rows([self.dump.response_mask[row] for row in rows], False)
 
     def measured(self, of: Callable[[Any], Any]) -> Any:
-        """Returns the statistics ``of`` the tokens of all sequences."""
+        """Returns the statistics that the function ``of`` computes from tokens, merged over all sequences."""
         total = None
         for _, sides in self.chunks():
             found = of(read_tokens(*sides))
@@ -109,7 +109,7 @@ class TokenPair:
 
     @functools.cached_property
     def statistics(self) -> Statistics:
-        """The statistics of all tokens."""
+        """The mismatch statistics of all tokens."""
         found: Statistics = self.measured(mismatch_statistics)
         return found
 
@@ -124,19 +124,19 @@ class TokenPair:
 
     @functools.cached_property
     def distinct_lr(self) -> np.ndarray:
-        """The log-ratios of valid tokens, one for equal pairs of numbers, as in responses that begin alike."""
+        """The log-ratios of valid tokens. Equal pairs of numbers, as in responses that begin alike, count once."""
         pairs = np.unique(np.stack([self.x, self.y], axis=1)[self.valid], axis=0)
         found: np.ndarray = pairs[:, 0] - pairs[:, 1]
         return found
 
     @property
     def uncertainty(self) -> np.ndarray:
-        """The uncertainty 1 - p of each valid token, float64."""
+        """The uncertainty 1 - p of each valid token, float64, where p is the smaller one of its two probabilities."""
         return -np.expm1(np.minimum(self.x, self.y)[self.valid])
 
     @property
     def normalised_gap(self) -> float:
-        """The mean of abs(lr) over the mean uncertainty of the tokens; NaN without a valid token."""
+        """The mean of abs(lr), divided by the mean uncertainty (at least 0.001); NaN without a valid token."""
         gaps = np.abs(self.lr[self.valid])
         return float(np.mean(gaps)) / max(float(np.mean(self.uncertainty)), 1e-3) if len(gaps) else math.nan
 
@@ -154,7 +154,7 @@ def pair_of(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -> Tok
 
 
 def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
-    """Raises ValueError if a column holds a number above 0 at a response token: it cannot be a log-probability."""
+    """Raises ValueError if a column has a number above ``ABOVE_ZERO`` (no log-probability) at a response token."""
     for name in columns:
         pair = TokenPair(dump, name, name)
         values, is_above = pair.x, pair.x > ABOVE_ZERO

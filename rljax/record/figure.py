@@ -1,6 +1,6 @@
 """Figures of one run, or of several runs in the same panels: the report of a run, and any other grid of panels.
 
-All figures share the colors, the style of axes and the writing of files. They need matplotlib and numpy.
+All figures share their colors, the style of their axes and the way to write files. They need matplotlib and numpy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Run:
         return steps, values
 
     def last(self, key: str) -> int | None:
-        """Returns the last step, or number of steps, under the key; None if no row has one."""
+        """Returns the last value under a key that has a step or a number of steps; None if no row has one."""
         value = last_value(self.rows, key)
         if value is not None and (type(value) is not int or not 0 < value < 2**31):
             raise ValueError(f"{self.directory}: {key} must be a step, got {value!r:.60}")
@@ -90,7 +90,7 @@ def curve_panel(key: str, title: str, unit: str, *, log: bool = False) -> Panel:
 def draw(
     axis: Axes, runs: Sequence[Run], key: str, smooth: float = 0.0, *, positive: bool = False, **style: Any
 ) -> np.ndarray:
-    """Draws the values of a metric, and under the smoothed curve the raw one. Returns all values, NaN if not drawn.
+    """Draws a metric; with ``smooth`` the smoothed curve, over the raw one. Returns the values, NaN if not drawn.
 
     ``positive`` leaves out values of 0 and below. A single value has a marker, because its line would be invisible.
     """
@@ -190,7 +190,7 @@ FLOORS = {
     "mesh": ("mismatch_self/mesh/log_ppl_abs_diff", "s"),
     "remat": ("mismatch_self/remat/log_ppl_abs_diff", "^"),
 }
-"""The key and marker of the trainer's difference from itself, by the cause of the difference."""
+"""The metric key and the marker of the trainer's difference from itself, by the cause of the difference."""
 
 
 def plot_mismatch(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
@@ -286,7 +286,7 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
-    """Returns the last parts of each directory's path, as many as make the names differ."""
+    """Returns a name for each directory: the last parts of its path, as few as make the names differ."""
     parts = [directory.resolve().parts for directory in directories]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
@@ -335,14 +335,14 @@ def head(axis: Axes, title: str, unit: str) -> None:
 
 
 def note(axis: Axes, text: str) -> None:
-    """Writes a text in place of curves."""
+    """Writes a text into a panel in place of curves."""
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=9, color=QUIET)
     axis.set_yticks([])
     axis.grid(visible=False)
 
 
 def log_axis(axis: Axes, values: np.ndarray) -> None:
-    """Sets a log scale with limits around the positive values, of which there must be one.
+    """Sets a log scale with limits around the positive values. At least one value must be positive.
 
     The limits are explicit because autoscaling fails on equal values.
     """

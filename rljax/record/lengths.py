@@ -69,7 +69,7 @@ def series(
 
 @dataclass(frozen=True)
 class LengthLog:
-    """The response lengths in a log."""
+    """The response lengths of one run in a log."""
 
     column: str  # the length column
     other_runs: list[str]  # the columns with the lengths of other runs in the same file
@@ -85,8 +85,8 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
     ``column`` has the lengths, and ``truncated_column`` the share of truncated responses. None means a known name.
 
     Raises:
-      ConfigError: The log cannot be read, or it has no length, or its lengths are constant beside others that vary. Or
-        a run of a table begins no later than the one before it.
+      ConfigError: The log cannot be read, or has no length. Or its lengths are constant, and another column of lengths
+        varies. Or it is a table of several runs with the same steps.
       OSError: A file cannot be opened.
     """
     rows, chosen = read_log(path, lambda columns: choose_columns(columns, column, truncated_column))

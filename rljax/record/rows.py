@@ -57,7 +57,7 @@ def _is_value(key: str, value: Any) -> bool:
 
 
 def last_value(rows: Sequence[Row], key: str) -> Any:
-    """Returns the last value that a row has under the key; None if there is none."""
+    """Returns the newest value other than None under a key; None if no row has one."""
     return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
 
 
@@ -104,12 +104,12 @@ def finite_json(plain: Any, indent: int | None = 1) -> str:
 
 
 def run_dumps(run_dir: Path) -> list[Path]:
-    """Returns the token dumps of a run, the oldest first."""
+    """Returns the paths of the token dumps of a run, by rising step."""
     return sorted((run_dir / "rollouts").glob("step_*.parquet"))
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """Formats the summary as a table for a terminal."""
+    """Formats the result of ``summarize`` as a table for a terminal."""
 
     def say(key: str, form: str = "") -> str:
         return cell(summary[key], form)
@@ -169,7 +169,7 @@ def _duration(seconds: float) -> str:
 
 
 def cell(value: Any, form: str = "") -> str:
-    """Returns a value in the form of ``format``, or - for None."""
+    """Returns ``format(value, form)``, or - for None."""
     return "-" if value is None else format(value, form)
 
 

@@ -40,16 +40,16 @@ ROLES = ("trainer", "rollout")
 """The roles of a column in the formulas of the mismatch: the trainer's forward, and the engine that sampled."""
 
 PLACES = ("trainer", "", "rollout")
-"""The roles in the order in which the columns of a pair take their places."""
+"""The order in which a comparison sorts columns by their roles; "" is an unknown role."""
 
 SECOND_RUN = "@2"
-"""The suffix of a scorer's second run; the part before it is the name of the first run's column."""
+"""The suffix of the column of a scorer's second run; the part before it is the name of its first column."""
 
 OTHER_RUNS = {"shape": SECOND_RUN, "mesh": "@mesh", "remat": "@remat"}
 """The suffixes of all further runs of a scorer, by the kind of difference from the first run."""
 
 ABOVE_ZERO = 1e-5
-"""The largest log-probability (nats) that rounding explains."""
+"""The largest number above 0 (nats) that rounding can make of a log-probability."""
 
 _KEY, _SUM = b"rljax.dump", b"rljax.dump.crc32"
 _SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
@@ -139,7 +139,7 @@ class TokenDump:
                 raise ValueError(f"likeliest tokens must be of a column, got {name!r:.60}")
 
     def of_kind(self, kind: str) -> dict[str, tuple[np.ndarray, ...]]:
-        """Returns the columns ``kind/<name>`` by name; the name of a column ``kind`` is ""."""
+        """Returns the columns ``<kind>/<name>`` by ``<name>``. A column that is just ``<kind>`` has the name ""."""
         names = {name: name.partition("/") for name in self.columns}
         return {own: self.columns[name] for name, (of, _, own) in names.items() if of == kind}
 
@@ -255,7 +255,7 @@ def parquet_file(path: str | os.PathLike[str]) -> Iterator[pq.ParquetFile]:
 
     Raises:
       OSError: The file cannot be opened.
-      ValueError: It is not a Parquet file, or it is damaged; errors of Arrow in the block become this error, too.
+      ValueError: It is not a Parquet file, or is damaged. Errors of Arrow in the ``with`` block become this error, too.
     """
     Path(path).open("rb").close()  # an OSError of Python names the file
     try:
@@ -271,7 +271,7 @@ def parquet_file(path: str | os.PathLike[str]) -> Iterator[pq.ParquetFile]:
 def read_dump(path: str | os.PathLike[str]) -> TokenDump:
     """Reads a dump that ``write_dump`` wrote.
 
-    Raises ValueError if the file is not a dump, is damaged, has another version, or has columns of other types.
+    Raises OSError if the file cannot be opened, and ValueError if it is damaged or no dump of this version.
     """
     with parquet_file(path) as file:
         table = file.read()

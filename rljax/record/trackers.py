@@ -45,7 +45,7 @@ class RecordConfig:
 
     trackers: tuple[str, ...] = ()
     """Trackers that get the configuration, each row, report.png and the summary: wandb, trackio, or
-    ``package.module:Class`` or ``FILE.py:Class`` of your own. Each of the two needs the extra of its name, as in
+    ``package.module:Class`` or ``FILE.py:Class`` of your own. wandb and trackio need the extra of their name, as in
     ``pip install '.[trackio]'`` in a checkout."""
     project: str = "rljax"
     """Project of the trackers that the run belongs to."""
@@ -198,10 +198,10 @@ SHIPPED: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": WandbTracker, "t
 
 
 class Trackers:
-    """The trackers of a run, as a context around it, and a report of its ``Recorder``.
+    """The trackers of a run: a context manager around the run, and a ``Report`` that its ``Recorder`` calls.
 
-    One thread gives the rows to all trackers. At the end of the block each tracker gets the summary and the figures.
-    All trackers together have ``END_S`` seconds for that. After an error in the block they mark the run as failed.
+    One thread gives the rows to all trackers. When the context ends, each tracker gets the summary and the figures. All
+    trackers together have ``END_S`` seconds for that. After an error in the context they mark the run as failed.
     """
 
     def __init__(self, config: RecordConfig) -> None:
@@ -231,7 +231,7 @@ class Trackers:
             self._thread.start()
 
     def __call__(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
-        """Hands the row of a step to the trackers. If too many rows wait, they get no more."""
+        """Hands the row of a step to the trackers. If too many rows wait already, the trackers get no more."""
         if self._rows.qsize() >= WAITING:
             self._leave("it was too slow", *self._fed)
         if self._fed:

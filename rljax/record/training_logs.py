@@ -86,7 +86,7 @@ def first_step(rows: Rows, column: str) -> float:
 
 
 def find_logs(directory: Path) -> Iterator[list[list[Path]]]:
-    """Yields the logs of each kind in a directory. Each log is a list of files."""
+    """Yields a list of logs for each kind of log in a directory, the best kind first. Each log is a list of files."""
 
     def files(pattern: str) -> list[Path]:
         return [path for path in sorted(directory.rglob(pattern)) if path.is_file()]
@@ -122,9 +122,9 @@ def read_rows(path: Path) -> Rows:
 
 
 def by_metric(rows: Rows) -> Rows:
-    """Returns the rows of a long table, with a row for each number of each metric, under the names of the metrics.
+    """Adds to each row of a long table, which has one number a row, that number under the name of its metric.
 
-    TensorBoard and MLflow export such tables. Other rows are returned as they are.
+    TensorBoard and MLflow export such tables. Rows of other logs are returned as they are.
     """
     columns = set(columns_of(rows[:1]))
     name = next((name for name in METRIC_COLUMNS if {name, "value", "step"} <= columns), "")
@@ -136,7 +136,7 @@ def by_metric(rows: Rows) -> Rows:
 def with_response_lengths(rows: Rows) -> Rows:
     """Adds ``response_len/avg`` to the rows of AReaL's log, whose ``seq_len/avg`` includes the prompt.
 
-    The length of the prompt is in the same row, or in a row of the same ``step``. If a row has none, none is added.
+    The length of the prompt is in the same row, or in a row of the same ``step``. If one is missing, none is added.
     """
     for name in [name for name in columns_of(rows) if f"/{name}".endswith("/seq_len/avg")]:
         prefix = name.removesuffix("seq_len/avg")
@@ -330,7 +330,7 @@ def cells_by_step(rows: Rows, columns: Mapping[str, str], step_column: str | Non
 
 
 def foreign_kind(path: Path) -> str:
-    """Returns a text for a message: the kind of a file or directory, and the file to read instead.
+    """Returns a phrase for a message, with the kind of a file or directory and what to read instead.
 
     It knows W&B's summary, verl's rollout data, and TRL's completions by their name; for others it returns "". The
     first files of a directory decide. Raises OSError if a file cannot be read.

@@ -37,7 +37,7 @@ _CONSOLE = (
 
 
 Report = Callable[[Row, Mapping[str, np.ndarray]], None]
-"""A function that takes the row of a step, and its histograms by name, for a form of the record besides the file."""
+"""A function that takes the row of a step, and its histograms by name, for a form of the record beside the file."""
 
 
 class Recorder:
@@ -49,7 +49,7 @@ class Recorder:
     is printed every 10 steps or 30 seconds, at the first and the last step, and at every evaluation.
 
     With ``compiles`` a line says that the first step compiles, and a second line how long that step took. ``more`` are
-    further reports of each row.
+    further functions that get each row.
 
     Rows on disk of the step ``first_step`` (1-based) and later are removed. Raises RuntimeError if the record on disk
     is damaged, or its earlier steps are not exactly 1 .. first_step - 1.

@@ -1,7 +1,7 @@
 """The objects of a training run that work in all its processes at the same time.
 
-Each has the interface of the object that it wraps (``Update``, ``RolloutEngine``, ``Checkpointer``), so the loop of
-process 0 does not know how many processes there are. An *act* is a method with ``together``: every process runs it.
+They have the interfaces of ``Update``, ``RolloutEngine``, ``Checkpointer`` and ``Writer``. So the loop of process 0
+does not know how many processes there are. An *act* is a method with the decorator ``together``: every process runs it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from rljax.weights.writer import (
 
 @dataclass
 class OwnState:
-    """The arguments of acts that a process holds itself, so that process 0 need not send them."""
+    """The arguments ``state`` and ``params`` of acts. Each process holds its own, so process 0 need not send them."""
 
     state: TrainState  # the shards of the newest state that this process holds
-    weights: Callable[[Params], Params]  # a function from ``state.params`` to a whole policy
+    weights: Callable[[Params], Params]  # a function from ``state.params`` to the whole policy, adapters merged in
 
     @property
     def params(self) -> Params:
@@ -60,7 +60,7 @@ class OwnState:
         return self.weights(self.state.params)
 
     def take(self, made: Any) -> None:
-        """Keeps the state after an update."""
+        """Keeps the new state if ``made``, the result of an act, comes from an update."""
         if isinstance(made, Updated):
             self.state = made.state
 
@@ -70,8 +70,8 @@ def restore(
 ) -> tuple[RunParts, TrainState, Progress]:
     """Builds the parts of the run, and returns them with the state and the counters at which it starts.
 
-    Process 0 calls it, while the other processes are in ``join``. ``stack`` will close what is opened. Raises
-    ConfigError if a part cannot be built, and the errors of ``starting_state``.
+    Process 0 calls it, while the other processes are in ``join``. The caller's ``stack`` gets the calls that close the
+    parts. Raises ConfigError if a part cannot be built, and the errors of ``starting_state``.
     """
     with processes.together(Announcement("restore")), caller_errors():
         checkpointer = SharedCheckpointer(processes, inputs.config)
@@ -86,9 +86,9 @@ def restore(
 def join(
     processes: Processes, run_dir: Path, read_inputs: Callable[[], Inputs], stack: ExitStack
 ) -> tuple[list[Shared], OwnState]:
-    """Waits until process 0 is in ``restore``, and then builds the run with it. Returns the arguments of ``follow``.
+    """Waits until process 0 is in ``restore``, then builds the run with it. Returns ``follow``'s last two arguments.
 
-    Every process but 0 calls it. From then on its output goes to its log file in the run directory.
+    Every process but process 0 calls it. After the wait, its output goes to its log file in the run directory.
     """
     processes.listen()
     send_output_to(run_dir / "logs" / f"process_{processes.index}.log")
@@ -105,14 +105,14 @@ def join(
 
 
 class SharedUpdate(Shared):
-    """The ``Update`` of a state whose shards all processes hold."""
+    """An ``Update`` that all processes run. Each process holds its own shards of the training state."""
 
     name = "step"
 
     def __init__(self, processes: Processes, update: Update, *, with_tops: bool = True) -> None:
         """Wraps the update of this process, which works on the mesh of all processes.
 
-        ``with_tops``: Whether process 0 sends the likeliest tokens of the sequences.
+        ``with_tops``: Whether process 0 sends the sampler's likeliest tokens with the sequences.
         """
         super().__init__(processes)
         self._local, self._with_tops = update, with_tops
@@ -125,7 +125,7 @@ class SharedUpdate(Shared):
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """Makes the updates of the batch that was packed last, and adds the slowest process to the row."""
+        """Makes the updates on the batch that ``pack`` made last. The row has the keys of ``Processes.compare``."""
         return self._update(state, options)._replace(trainer=self._values)
 
     @together
@@ -146,7 +146,7 @@ class SharedUpdate(Shared):
 
 
 class SharedEngine(Shared, RolloutEngine):
-    """The engine of process 0 over an embedded engine on the devices of all processes."""
+    """An engine on the devices of all processes. Process 0 uses it, and each process holds an embedded engine."""
 
     name = "engine"
 
@@ -157,7 +157,7 @@ class SharedEngine(Shared, RolloutEngine):
 
     @together
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
-        """Publishes the shards of every process to the engine of that process; returns the metrics of process 0."""
+        """Publishes to each process's engine the shards that the process holds. Returns the metrics of process 0."""
         return self._engine.publish(params, policy_version)
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
@@ -192,20 +192,20 @@ class SharedEngine(Shared, RolloutEngine):
 class SharedPublish(Shared):
     """The publish of a policy to HTTP servers. All processes hold shards of the policy; process 0 talks to the servers.
 
-    Process 0 uses ``functions`` in its engine. It waits for servers only between acts. So no act waits for a server
-    that has failed. Where each process writes its own files, this object is also their ``Writer``.
+    The engine of process 0 uses the result of ``functions``. That engine waits for servers only between acts, so no act
+    waits for a server that has failed. If each process writes files of its own, this object is the engine's ``Writer``.
     """
 
     name = "publish"
 
     def __init__(self, processes: Processes, functions: PolicyFunctions, parts: PartWriter | None) -> None:
-        """Stores the functions of this process's shards, and its writer. None: process 0 gathers and writes all."""
+        """Stores this process's functions, and its writer ``parts``. None: process 0 gathers and writes all tensors."""
         super().__init__(processes)
         self._functions = functions
         self._files: Any = parts
 
     def functions(self) -> PolicyFunctions:
-        """Returns the functions for the engine of process 0; each of them computes in all processes."""
+        """Returns the functions for the engine of process 0. Checksums and scores are computed in all processes."""
         own_parts = self._functions.parts
         if self._files is None:
             return PolicyFunctions(self.tensors, self.checksums, self.score, own_parts)
@@ -213,7 +213,7 @@ class SharedPublish(Shared):
 
     @together
     def tensors(self, params: Any) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields the name and the whole array of each tensor, gathered from all processes."""
+        """Yields the Hugging Face name and the whole array of each tensor, gathered from all processes."""
         yield from self._functions.tensors(params)
 
     @together
@@ -227,7 +227,7 @@ class SharedPublish(Shared):
         return self._functions.score(params, sequences)
 
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
-        """Copies the parts of the next version in each process to its host's memory. Returns a summary of all."""
+        """Copies each process's parts of the next version to its host's memory. Returns the sums over all processes."""
         return merge_summaries(values_of(self._collect(tensors, directory), PartsSummary))
 
     @together
@@ -235,7 +235,7 @@ class SharedPublish(Shared):
         return gather_results(self.processes, lambda: self._files.collect(params, directory))
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the collected parts or their changes, in every process. Raises OSError if one process cannot."""
+        """Writes the collected parts (dense) or changes (delta), in every process. Raises OSError if one fails."""
         written = merge_written(values_of(self._write(kind, directory), WrittenFiles))
         self._files.wait(directory, written)
         return written
@@ -245,7 +245,7 @@ class SharedPublish(Shared):
         return gather_results(self.processes, lambda: self._files.write(kind, directory))
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Gives up all versions except ``names``. Does nothing after an act has failed."""
+        """Gives up all published versions except ``names``, in every process. Does nothing after an act has failed."""
         if self.processes.are_together:
             self._keep(sorted(names))
 
@@ -254,13 +254,13 @@ class SharedPublish(Shared):
         self._files.keep_only(names)
 
     def close(self) -> None:
-        """Ends the serving of the files of this process."""
+        """Closes the writer of this process, if it has one."""
         if self._files is not None:
             self._files.close()
 
 
 class SharedCheckpointer(Shared, Checkpointer):
-    """The ``Checkpointer`` of process 0, to which every process writes its shards."""
+    """A ``Checkpointer`` that process 0 uses. At each save every process writes its own shards."""
 
     name = "save"
 
@@ -271,17 +271,17 @@ class SharedCheckpointer(Shared, Checkpointer):
 
     @together
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-        """Starts saving the newest step, in every process."""
+        """Starts to save the checkpoint of ``step``, in every process."""
         with self.processes.timed(SAVE):
             super().save(step, state, host)
 
     @together
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any], of: str = "") -> bool:
-        """Saves the best step so far, in every process; returns whether it did."""
+        """Saves the step in every process if its ``accuracy`` is the best so far; returns whether it did."""
         return super().save_best(step, accuracy, state, host, of)
 
     def close(self) -> None:
-        """Waits for the files to be complete. Does nothing after an act has failed, or if the run was abandoned."""
+        """Waits for the files to be complete. Does nothing after an act has failed, or after ``abandon``."""
         if self.processes.are_together and not self.is_abandoned:
             self._close()
 
@@ -293,7 +293,7 @@ class SharedCheckpointer(Shared, Checkpointer):
 def make_shared_engine(
     inputs: Inputs, stop: StopRequest, processes: Processes, prompts: Sequence[np.ndarray] = ()
 ) -> RolloutEngine:
-    """Builds the engine of process 0 on all devices. Raises ConfigError or ValueError as ``make_engine`` does."""
+    """Builds the engine that process 0 uses. Raises the errors of ``make_engine``, and ConfigError as ``make_side``."""
     if processes.count == 1:
         return make_run_engine(inputs, stop, prompts=prompts)
     side = make_side(inputs, processes, stop)
@@ -305,7 +305,7 @@ def make_shared_engine(
 
 
 def make_side(inputs: Inputs, processes: Processes, stop: StopRequest) -> SharedPublish | SharedEngine:
-    """Makes the object by which each process serves the engine: the publish to servers, or an embedded engine.
+    """Makes this process's side of the engine: of the publish to HTTP servers, or of the embedded engine.
 
     Raises ConfigError if the files of a publish cannot be kept, or cannot be served.
     """

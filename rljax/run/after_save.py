@@ -23,9 +23,9 @@ _FINISH_S = 3.0  # the part of the grace that a run needs after the command
 
 
 class AfterSave:
-    """Calls the command for each newest complete checkpoint, one call at a time; a context manager around the steps.
+    """A context manager around the steps that calls the command for each newest complete checkpoint, one at a time.
 
-    A thread calls the command, so a slow command delays no step. A checkpoint at the start counts, too.
+    A thread calls the command, so a slow command delays no step. A checkpoint that is there at the start gets a call.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class AfterSave:
     ) -> None:
         """Prepares the thread. Without a ``command`` nothing is ever called.
 
-        Leaving the context waits for the command ``grace_s`` seconds at most, and after a request to ``stop`` only for
-        the rest of them. ``check_owner`` raises OwnedError once another process owns the directory: nothing is called
-        then. Raises ValueError if there is no such program.
+        Leaving the context waits for the command at most ``grace_s`` seconds, and then kills it. After a request to
+        ``stop`` it waits at most until 3 s before the grace ends. ``check_owner`` raises OwnedError once another
+        process owns the directory: nothing is called then. Raises ValueError if the command's program is not found.
         """
         self._words = shlex.split(command)
         if self._words and shutil.which(self._words[0]) is None:
@@ -84,7 +84,7 @@ class AfterSave:
                 newest = step
 
     def _call(self, step: int) -> None:
-        """Calls the command for the checkpoint of ``step``. Its output is in ``logs/after_save.log``."""
+        """Calls the command for the checkpoint of ``step``. The command's output goes to ``logs/after_save.log``."""
         log = self._run_dir / "logs" / "after_save.log"
         try:
             log.parent.mkdir(exist_ok=True)

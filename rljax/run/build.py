@@ -54,20 +54,20 @@ from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
 from rljax.trainer.state import TrainState
 
-PROBED_PROMPTS = 64  # The training prompts from which the probes of servers are made.
+PROBED_PROMPTS = 64  # the number of training prompts from which the prompts that check a server are made
 
 
 class Inputs(NamedTuple):
     """The inputs of a run, which every process reads for itself."""
 
-    config: Config  # the configuration, with the local directory of the model
+    config: Config  # the configuration; its ``model.path`` is a local directory
     policy: PolicyConfig  # the shape of the model
     tokenizer: Tokenizer  # the tokenizer of the model
     mesh: Mesh  # the devices of the trainer
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The tokens that end a response."""
+        """The ids of the tokens that end a response."""
         return self.policy.stops(self.tokenizer.eos_token_id, self.config.rollout.stop_token_ids)
 
 
@@ -76,15 +76,15 @@ class Problems:
     """The problems of a run."""
 
     stream: PromptStream  # the training problems in their order
-    # The checksums, in the order of the data, of prompts and answers ("problems"), and of the rest ("extra_info").
+    # The checksums of the ordered training problems: of prompts and answers ("problems"), of all else ("extra_info").
     fingerprints: dict[str, str]
-    evaluation: dict[str, Sequence[Problem]]  # the problems to evaluate on by the name of their dataset
-    tallies: Sequence[Tally] = ()  # the counts of each data set that was read from a file
+    evaluation: dict[str, Sequence[Problem]]  # the problems to evaluate on, by the name of their dataset
+    tallies: Sequence[Tally] = ()  # the counts of each data set that is not a toy task
     prompts: Sequence[np.ndarray] = ()  # the token ids of some training prompts, int32 [s] each
 
 
 def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
-    """Reads the problems, and warns on stderr if there is no dataset to evaluate on.
+    """Reads the problems, and warns on stderr if evaluations are wanted but there is no dataset for them.
 
     Training problems without a right answer, or with a prompt that is too long, are left out and counted. Raises
     ValueError if problems cannot be read, a prompt of an evaluation is too long, or too few are left for a batch.
@@ -128,9 +128,9 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
 
 
 def look_at_data(config: Config, problems: Problems) -> str:
-    """Checks the right answers of all files, prints the table of their counts on stderr, and returns it.
+    """Scores right answers of the data as responses. Returns the table of counts, which it prints on stderr, or "".
 
-    Raises ValueError if there is no such reward, or a shipped one refuses every right answer that the run trains on.
+    Raises ValueError for an unknown reward, or if a shipped one refuses all training answers, or all are placeholders.
     """
     if not problems.tallies or config.rollout.environment is not None:
         return ""
@@ -163,9 +163,9 @@ def make_run_engine(
 ) -> RolloutEngine:
     """Builds the engine that ``rollout.engine`` names; the exact engine gets the trainer's executable.
 
-    For HTTP servers, ``functions`` read the policy (None: for a single process), and ``prompts`` of the run make the
-    probes. Raises ConfigError if no server answers or memory lacks room for weights. Raises ValueError if settings do
-    not fit the engine, or a server does not fit the policy.
+    For HTTP servers, ``functions`` read the policy (None: in a single process), and ``prompts`` of the run serve to
+    check a server's weights. Raises ConfigError if no server answers or memory lacks room for weights. Raises
+    ValueError if settings do not fit the engine, or a server does not fit the policy.
     """
     config, policy, _, mesh = inputs
     rollout = config.rollout
@@ -189,9 +189,9 @@ def make_run_engine(
 
 
 def make_scorer(data: DataConfig, rollout: RolloutConfig) -> RewardPool | EnvironmentHosts:
-    """Returns the scorer of the responses: a reward function, or an environment of several turns.
+    """Returns the worker processes that score responses, by a reward function or an environment of several turns.
 
-    Raises OSError or ValueError if it cannot be used.
+    Raises OSError or ValueError if the reward or the environment cannot be used.
     """
     if rollout.environment is None:
         return RewardPool(data.reward_name, data.reward_workers, data.reward_timeout_s)
@@ -206,7 +206,7 @@ def make_source(
     scorer: RewardPool | EnvironmentHosts,
     stop: StopRequest | None = None,
 ) -> ResponseSource:
-    """Returns the source of responses that ``scorer`` scores. ``stop``: None, if sampling is never given up."""
+    """Returns the source of responses that ``scorer`` scores. ``stop`` None: sampling is never given up."""
     stop = stop or StopRequest()
     if isinstance(scorer, RewardPool):
         return SingleTurn(engine, tokenizer, scorer, stop)
@@ -220,8 +220,8 @@ def make_batches(
 ) -> Batches:
     """Returns the batches of the run: taken from another program, sampled ahead of the trainer, or sampled in turn.
 
-    ``source`` samples the responses. Raises OSError or ValueError if the trajectories of another program cannot be
-    received.
+    ``source`` samples responses, unless they come from another program. Raises OSError or ValueError if that program's
+    trajectories cannot be received.
     """
     config, rollout = inputs.config, inputs.config.rollout
     sampled = SamplingParams(
@@ -253,7 +253,7 @@ def make_batches(
 def build(
     inputs: Inputs, engine: RolloutEngine, checkpointer: Checkpointer, problems: Problems, stop: StopRequest
 ) -> RunParts:
-    """Builds the objects of a run in their state before step 1.
+    """Builds the objects of a run, in their state before step 1, except the training state.
 
     Raises OSError or ValueError if the reward, the environment, frozen weights, or the trajectories of another program
     cannot be used.
@@ -288,8 +288,8 @@ def build(
 def starting_point(parts: RunParts, mesh: Mesh) -> tuple[TrainState, Progress]:
     """Reads the newest whole checkpoint and restores ``parts`` from it, or else reads the model.
 
-    Returns the device state and the counters at which the run starts. A line on stderr names the trained parameters and
-    the devices. Raises ConfigError or StartAgainError as ``starting_state`` does.
+    Returns the training state and the counters at which the run starts. A line on stderr names the model, the number of
+    steps and the run directory. Raises ConfigError or StartAgainError as ``starting_state`` does.
     """
     config = parts.config
     state, host = starting_state(config, parts.policy, mesh, parts.checkpointer, parts.load_state_dict)

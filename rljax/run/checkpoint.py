@@ -1,7 +1,7 @@
 """The checkpoints of a run (orbax): saved asynchronously and atomically, checked when read, restored onto any mesh.
 
-A checkpoint holds a checksum of every array and of its host state. If it does not read back as it was saved, it is
-damaged: it is moved aside, never deleted, and the checkpoint before it is used.
+A checkpoint holds a checksum of every array, and one of its host state, a small JSON. A checkpoint is damaged if it
+does not read back as it was saved. It is then moved aside, never deleted, and the checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT, errno.ENO
 # These words stand in an error when a whole checkpoint cannot be read just now.
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", *map(os.strerror, _PASSING))
 _LOGGERS = ("asyncio", "concurrent.futures")  # the event loops of orbax log to these
-_GIVEN_UP_S = 0.2  # the time that is waited for abandoned reads to end in their own threads
+_GIVEN_UP_S = 0.2  # the wait until reads that orbax abandoned have ended in their threads (seconds)
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -75,14 +75,14 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """The checkpoints in one directory. A checkpoint holds the device state and the host state, a small JSON."""
+    """The checkpoints in one directory. Each holds the device state, a pytree of arrays, and the host state, a JSON."""
 
     def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
         """Opens the directory, makes it if it is missing, and deletes incomplete checkpoints in it.
 
         Args:
           keep: The number of newest checkpoints that are kept.
-          read_only: Whether nothing changes. Then ``save`` must not be called.
+          read_only: Whether nothing is made or deleted in the directory. Then ``save`` must not be called.
         """
         import orbax.checkpoint as ocp  # takes a third of a second, so it is not imported at the start of a command
 
@@ -118,9 +118,9 @@ class Checkpointer:
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts a save and returns. The run goes on, and may donate ``state``, while files are written.
 
-        On a CPU the files are complete when this method returns. ``host`` is the host state as JSON. Older checkpoints
-        are deleted once this one is complete. Raises NotWrittenError if this checkpoint or the one before could not be
-        written.
+        On a CPU the files are complete when this method returns. ``host`` is the host state as JSON. Once this
+        checkpoint is complete, only the ``keep`` newest stay. Raises NotWrittenError if this checkpoint or the one
+        before could not be written.
         """
         self.wait()
         if self._best is not None:  # each save under way holds a copy of the state in pinned memory of the host
@@ -140,10 +140,10 @@ class Checkpointer:
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any], of: str = "") -> bool:
         """Saves into ``best/`` beside this directory if ``accuracy`` is above that of the checkpoint there.
 
-        ``of`` says what was evaluated, and how. An accuracy of another evaluation is not compared.
+        ``of`` describes the evaluation. A checkpoint of another evaluation is replaced, whatever its accuracy.
 
-        Returns whether it saved. A checkpoint there that cannot be read now stays, with a warning. A run that continues
-        from a step before the best one keeps that checkpoint until a better one is found.
+        Returns whether it saved. A checkpoint there that cannot be read now stays, with a warning; with several
+        processes that is an error. A run that continues from before the best step keeps it until a better one is found.
         """
         if self._best is None:
             self._best = Checkpointer(self._directory.with_name(BEST), keep=1)
@@ -177,7 +177,7 @@ class Checkpointer:
 
         Raises:
           DamagedCheckpointError: The checkpoint does not read back as it was saved; the message names the difference.
-          RuntimeError: The checkpoint is whole, but its state has another form.
+          RuntimeError: The checkpoint is whole, but its arrays (names, shapes, dtypes) or host state do not fit.
         """
         host, saved = self.read_host(step)
         try:
@@ -203,10 +203,10 @@ class Checkpointer:
     ) -> tuple[Any, dict[str, Any]] | None:
         """Reads the newest checkpoint that is not damaged, by ``restore``. Returns None if there is no checkpoint.
 
-        A newer one that is damaged is moved to ``damaged/<step>`` of the run directory, and a line on stderr says so.
+        Newer ones, which are damaged, are moved to ``damaged/<step>`` of the run directory; lines on stderr say so.
 
         Raises:
-          RuntimeError: The state has another form; or all checkpoints are damaged, and nothing is moved.
+          RuntimeError: The checkpoint does not fit this run. Or all checkpoints are damaged; then none is moved.
           StartAgainError: One of several processes found the newest checkpoint damaged, and moved it.
         """
         damaged: dict[int, DamagedCheckpointError] = {}
@@ -229,15 +229,15 @@ class Checkpointer:
         return None
 
     def wait(self) -> None:
-        """Waits until the files of the save under way are complete. Raises NotWrittenError if it failed."""
+        """Waits until the files of the save under way are complete. Raises NotWrittenError if that save failed."""
         with self._written(self.latest_step()):
             self._manager.wait_until_finished()
         _give_back()
 
     def abandon(self) -> None:
-        """Ends the save under way, whether it fails or not. ``close`` then does nothing, and no save may follow.
+        """Makes ``close`` do nothing; no save may follow. A single process first ends its save, and ignores errors.
 
-        It is for a directory that does not belong to this process any more.
+        The method is for a directory that belongs to another process or is gone.
         """
         self.is_abandoned = True
         if jax.process_count() == 1:  # the end of a save of several processes needs all of them
@@ -245,7 +245,7 @@ class Checkpointer:
                 self._manager.close()
 
     def close(self) -> None:
-        """Waits until the files are complete, and releases the directory."""
+        """Waits until the files of all saves are complete, and closes orbax's managers. Raises as ``wait`` does."""
         if self.is_abandoned:
             return
         with contextlib.ExitStack() as stack:
@@ -283,9 +283,9 @@ class Checkpointer:
         raise self._damaged(step, what)
 
     def read_host(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads only the host state; returns it and the checksums of the arrays.
+        """Reads only the host state; returns it, and the checksums of the arrays by tree path.
 
-        Raises DamagedCheckpointError if it does not read back as it was saved.
+        Raises DamagedCheckpointError if the host state does not read back as it was saved.
         """
         host = self._read(step, "host", self._ocp.args.JsonRestore())
         recorded = host.pop(SELF, None) if isinstance(host, dict) else None
@@ -314,7 +314,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _written(self, step: int | None) -> Iterator[None]:
-        """Turns an error of the block into a NotWrittenError, and removes the incomplete files. Saves may go on."""
+        """Turns an error in a ``with`` block into NotWrittenError, and removes incomplete files. Saves may go on."""
         try:
             with _quiet():
                 yield
@@ -345,7 +345,7 @@ def _give_back() -> None:
 
 
 def is_on_cpu(state: Any) -> bool:
-    """Returns whether arrays are on a CPU, where orbax reads their own memory after its ``save`` has returned."""
+    """Returns whether an array of ``state`` is on a CPU. Orbax reads its memory there after ``save`` has returned."""
     return any(device.platform == "cpu" for leaf in jax.tree.leaves(state) for device in leaf.devices())
 
 

@@ -35,7 +35,7 @@ class RunConfig:
     dir: str = "runs/run"
     """Run directory. It receives config.yaml, metrics.jsonl, tb/, checkpoints/, summary.json and report.png."""
     steps: int = 100
-    """Number of steps. A step is one rollout batch, with at most one scheduled learning rate."""
+    """Number of steps. A step samples one batch of responses, and trains on it at one learning rate."""
     seed: int = 0
     """Seed of the rollouts and of the order of the prompts."""
     resume: str = "auto"
@@ -47,8 +47,8 @@ class RunConfig:
     may differ from the other run. Empty: begin from the model."""
     grace_s: float = 30.0
     """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). A step
-    that still samples is given up if it is not expected to end in time. The time of the last step, and of a save,
-    decides that; until the first is known, the step is given up. The step before it is then saved."""
+    that still samples is given up if it is not expected to end in time. The times of the last step and of a save decide
+    that; before any step has ended, the step is given up. The step before it is then saved."""
     processes: int = 0
     """Number of processes that train together. 0: the number that the cluster says (Slurm, Kubernetes, TPU pod, Open
     MPI), and one process without a cluster. 1: this process alone, whatever the cluster says."""
@@ -123,8 +123,8 @@ class EvalConfig(SamplesConfig):
     """Whether the policy before the first step is evaluated. The first row has it as ``eval/.../..._at_start``."""
     datasets: tuple[str, ...] = ()
     """Datasets to evaluate on. Each is a file as in ``data.path``, ``NAME=FILE``, or toy, toy_swaps, calculator or
-    ``reasoning_gym:NAME`` for the evaluation split of that task. Empty: the evaluation split of ``data.task``, or none
-    if it is file."""
+    ``reasoning_gym:NAME`` for the evaluation split of that task. Empty: the evaluation split of ``data.task``, or no
+    dataset if ``data.task`` is file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,12 +182,12 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "diagnosis.self_causes": (["shape", "mesh", "remat"], _SELF),
     "diagnosis.self_responses": (64, _SELF),
 }
-"""The default of each removed key, and what holds instead or what to do. The default is as a file writes it."""
+"""The default of each removed key, as a file writes it, and a text: what holds instead, or what a user does."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. The run directory holds them as config.yaml, from which they load again."""
+    """All settings of a run. The file config.yaml of the run directory holds them, and they load again from it."""
 
     removed_keys: ClassVar = REMOVED
     run: RunConfig = field(default_factory=RunConfig)
@@ -244,7 +244,7 @@ class Config:
             yield f"publish.store = {store} is for servers: {needed}"
 
     def _token_conflicts(self, correction: CorrectionConfig) -> Iterator[str]:
-        """Yields a message for settings that rule out the correction of single tokens or the clip of stale ones."""
+        """Yields a message for settings that rule out the correction of single tokens or the clip of stale tokens."""
         loss, updates = self.loss, self.loss.mini_batches * self.loss.epochs
         if correction.needs_tops and self.rollout.reported == 0:
             wish = "score_centering" if correction.score_centering else "region_over = tops"
@@ -294,7 +294,7 @@ class Config:
             yield f"{exact} knows the mean weight only after the gradient of a KL penalty or router loss: {remedy}"
 
     def check_start(self) -> None:
-        """Raises ValueError for settings that do nothing, fail late or train wrongly. An older run may have some."""
+        """Raises ValueError for settings that do nothing, fail late or train wrongly. An older file may have some."""
         if (buffer := self.advantage.overlong_buffer_tokens) > (most := self.rollout.max_response_tokens):
             said = f"advantage.overlong_buffer_tokens = {buffer}"
             raise ValueError(f"{said} must be at most rollout.max_response_tokens = {most}")
@@ -321,7 +321,7 @@ class Config:
 
     @property
     def trained_tops(self) -> int:
-        """The number of the sampler's likeliest tokens at each position that an update gets; 0 if it needs none."""
+        """The number of the sampler's likeliest tokens that an update gets for each position; 0 if it needs none."""
         needed = self.rollout.is_cut or self.correction.needs_tops or can(self.rollout.engine, "is_exact")
         return self.rollout.reported if needed else 0
 

@@ -1,10 +1,10 @@
 """Builds a configuration, a tree of frozen dataclasses, from its defaults, a YAML file and the command line.
 
 PyYAML reads the file, and pydantic checks each value. A mistake gives the same message in a file and in an option.
-Scalars are read as YAML 1.2 does. In a file the line ``base: OTHER.yaml``, relative to it, names another file whose
-values the file overrides. ``__post_init__`` runs on the merged values only: a file may be valid only together with an
-option. Every field of the dataclasses has a default. The class attribute ``removed_keys`` has the keys that a file may
-still hold, each with its default and a remedy.
+Scalars are read as in YAML 1.2. The line ``base: OTHER.yaml`` in a file names another file, relative to its folder,
+whose values it overrides. ``__post_init__`` runs on the merged values only: a file may be valid only together with an
+option. Every field of the dataclasses has a default. The class attribute ``removed_keys`` has the removed keys that a
+file may still hold, each with its default and a remedy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KnownKeys(NamedTuple):
     """The keys of a configuration, dotted."""
 
     defaults: dict[str, Any]  # the default of each key, sections included
-    options: dict[str, Option]  # the field of each key that is not a section
+    options: dict[str, Option]  # the option of each key that is not a section
     removed: Mapping[str, tuple[Any, str]]  # the keys that were removed: the default, and what a user does instead
 
 
@@ -64,7 +64,7 @@ def load_config(
     example: str | None = None,
     common: Collection[str] | None = None,
 ) -> T:
-    """Builds ``root`` from ``[CONFIG.yaml] [--a.b value ...]``; an option overrides the file, and the file a default.
+    """Builds a ``root`` from ``[CONFIG.yaml] [--a.b value ...]``. Options override the file, and the file the defaults.
 
     ``--help`` prints the options, with the file's values as defaults, and leaves with status 0.
 
@@ -100,7 +100,7 @@ def load_config(
 
 
 def resolve(root: type[T], file: str | None, words: Sequence[str] = ()) -> T:
-    """Builds ``root`` from a file and the options ``--a.b value``; ``file`` is a name for ``find_config``, or None.
+    """Builds a ``root`` from a file and the options ``--a.b value``. ``file`` is a name for ``find_config``, or None.
 
     Raises ConfigError if the file, an option or a value is wrong.
     """
@@ -114,7 +114,7 @@ def resolve(root: type[T], file: str | None, words: Sequence[str] = ()) -> T:
 
 
 def find_config(name: str) -> Path:
-    """Returns the file of this name, or else a configuration in the package. Raises ConfigError if there is neither."""
+    """Returns the path of this name, or else the packaged configuration of this name. Raises ConfigError if none."""
     if os.path.isfile(name):
         return Path(name)
     inside = packaged(name)
@@ -274,7 +274,7 @@ def _refuse_word(word: str, keys: KnownKeys) -> NoReturn:
 
 
 def read_document(file: Path, places: dict[str, str]) -> Any:
-    """Returns the one document of a file as plain values, and adds the place of each key to ``places``."""
+    """Returns the document of a YAML file as plain values, and adds FILE:LINE of each dotted key to ``places``."""
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
         _find_keys(node, file, "", places)
@@ -323,7 +323,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _RESOLVERS
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Returns the next node of the document."""
+        """Returns the next node of the document. Raises YAMLError if it is an alias."""
         if self.check_event(yaml.AliasEvent):
             problem = f"the alias *{self.peek_event().anchor}; write its value out"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)

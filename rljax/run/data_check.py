@@ -1,4 +1,4 @@
-"""A check of the problems before a run: the table of their counts, and right answers scored as responses."""
+"""A check of the problems before a run: it counts them, and scores their right answers as if they were responses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rljax.rewards.resolve import CHEAP, SHIPPED
 LONGEST_S = 30.0
 """The longest time in which the right answers of one data set are scored (seconds)."""
 TOLERATED = 0.01
-"""The share of failing right answers above which the table is a warning. Clean sets of mathematics are below it."""
+"""The share of failing right answers above which the table has a warning. Clean sets of mathematics are below it."""
 
 _EXAMPLES = 3
 _TRIALS = 8
@@ -46,13 +46,13 @@ _ANY_WAY = ("{}", "\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>", "#### {}
 
 
 class AnswerCheck(NamedTuple):
-    """The right answers of a data set, scored as responses to their own problems."""
+    """The result of scoring right answers of a data set as responses to their own problems."""
 
     checked: int = 0  # the number of right answers scored
     failed: Sequence[Problem] = ()  # the problems whose right answer gets no reward
     reason: str = ""  # the reason why the answers could not be checked; "" if they were, or need not be
     placeholders: int = 0  # the number of all right answers that are placeholders, such as N/A
-    control: str = ""  # what a reward does that cannot tell right answers from those of other problems; "" if it can
+    control: str = ""  # a sentence if the reward cannot tell right answers from those of other problems; "" if it can
 
 
 def check_answers(
@@ -60,7 +60,7 @@ def check_answers(
 ) -> list[AnswerCheck]:
     """Scores ``count`` right answers of each data set as responses; ``seed`` chooses them.
 
-    They are scored in worker processes, at least one, unless the reward is one of the toy tasks. ``timeout_s`` is the
+    They are scored in worker processes, at least one, unless ``reward`` belongs to a toy task. ``timeout_s`` is the
     longest time for one answer (seconds). After ``LONGEST_S`` seconds no further answer of a set is scored.
 
     Raises:
@@ -180,7 +180,7 @@ def _score(
 
 
 def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> str:
-    """Returns the counts of data sets as a short table, with three of the right answers that fail.
+    """Returns the counts of data sets as a short table, with up to three failing right answers of each.
 
     ``limit`` is the longest prompt (tokens); None: lengths were not counted.
     """

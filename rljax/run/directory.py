@@ -84,10 +84,10 @@ def check_new(config: Config) -> None:
 
 
 def prepare_directory(config: Config, run_dir: Path) -> None:
-    """Checks the run in the directory, and copies the run that ``run.resume`` or ``run.fork`` names.
+    """Checks that a run in ``run_dir`` may continue, or else copies the run that ``run.resume`` or ``run.fork`` names.
 
-    If recorded steps are run again, a line says from which step the run continues. Raises ConfigError if these settings
-    do not allow the run to continue, or if there is no checkpoint to continue from.
+    If recorded steps are run again, a line on stdout says from which step on. Raises ConfigError if these settings do
+    not allow the run to continue, or if there is no checkpoint to continue from.
     """
     recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     holds_run = bool(recorded or saved)
@@ -126,7 +126,7 @@ def recorded_config(run_dir: Path) -> Config:
 
 
 def recorded_rows(run_dir: Path) -> list[Row]:
-    """Reads the rows of ``metrics.jsonl``; [] without the file."""
+    """Reads the rows of ``metrics.jsonl``; [] without the file. Raises ConfigError if the file is damaged."""
     path = run_dir / "metrics.jsonl"
     with caller_errors(RuntimeError):  # a damaged record
         return read_rows(path) if path.exists() else []
@@ -171,8 +171,8 @@ def _copy_run(source: Path, config: Config, run_dir: Path, step: int | None) -> 
 def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = ()) -> None:
     """Raises ConfigError if the run in a directory was made with other settings that may not change.
 
-    Keys that begin with one of ``may_differ`` may change, too. ConfigError also says what ``Config.check_start``
-    refuses in the new settings but not in those of the run.
+    Keys that begin with a text of ``MAY_DIFFER`` or ``may_differ`` may change. ConfigError is also raised for settings
+    that ``Config.check_start`` refuses, unless it refuses those of that run, too.
     """
     if not (run_dir / "config.yaml").exists():
         return
@@ -204,7 +204,7 @@ def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = 
 
 
 def _is_bound(key: str, recorded: Config, config: Config) -> bool:
-    """Returns whether a key of ``MAY_DIFFER`` must keep its value, because it changes the numbers of this run."""
+    """Returns whether a key of ``MAY_DIFFER`` must keep its value all the same: it changes the numbers of this run."""
     engine, schedule = config.rollout.engine, config.schedule
     if key == "run.steps":
         # The last step is always evaluated. A longer run may make no evaluation there.

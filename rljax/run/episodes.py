@@ -1,7 +1,7 @@
 """Trajectories of several turns: the trainer owns the loop between the policy and its environment.
 
-The loop works on token ids. It keeps the ids that were sampled. It encodes each text of the environment alone and
-appends its ids. Earlier tokens are never encoded again, so each turn's prompt extends the tokens before it. The engine
+The loop works on token ids. It keeps the ids that were sampled. It encodes each text of the environment by itself, and
+appends the ids. Earlier tokens are never encoded again, so each turn's prompt extends the tokens before it. The engine
 answers one trajectory while the environment of another one works, and no trajectory has a thread of its own.
 """
 
@@ -44,10 +44,10 @@ class Episodes:
 
     engine: RolloutEngine
     tokenizer: Tokenizer  # its chat template renders messages of environments, with ``template_arguments``
-    hosts: EnvironmentHosts  # ``close`` closes them
+    hosts: EnvironmentHosts  # the processes of the environments, which ``close`` ends
     config: EpisodeConfig
     _: dataclasses.KW_ONLY
-    max_prompt_tokens: int  # a trajectory whose environment gives a longer prompt has failed
+    max_prompt_tokens: int  # the longest prompt that an environment may give; a trajectory with a longer one fails
     template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     stop: StopRequest = dataclasses.field(default_factory=StopRequest)  # says whether sampling is given up
 
@@ -62,9 +62,9 @@ class Episodes:
         return Begun(batch.scored(), batch.metrics, batch.silent)
 
     def failed(self, kind: str, message: str) -> None:
-        """Counts a trajectory that failed, and logs the first since ``pop_metrics`` that was refused in this module.
+        """Counts a failed trajectory. Logs ``message`` if it is the first of kind "refused" since ``pop_metrics``.
 
-        The hosts log the failures of environments.
+        The hosts log all other kinds, which are failures of environments.
         """
         with self._lock:
             is_told = kind == _REFUSED and kind not in self._failures
@@ -109,7 +109,7 @@ class TokenRecorder:
         return np.concatenate([piece.ids for piece in self._pieces])
 
     def add_turn(self, response: Response) -> None:
-        """Adds the tokens of a turn, which the engine sampled behind the tokens of ``tokens()``."""
+        """Adds the tokens of a turn, which the engine sampled after the tokens of ``tokens()``."""
         self.turn += 1
         if "routes" in response.columns:  # A turn also reports the routes of the tokens before it.
             self._routes.append(response.columns["routes"][sum(map(len, self._routes)) : -1])

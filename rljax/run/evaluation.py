@@ -37,7 +37,7 @@ class Evaluation:
         return bool(self._datasets) and every > 0 and (step % every == 0 or step == self._steps)
 
     def at_start(self, step: int, timers: Timers) -> Row:
-        """Returns ``eval/<dataset>/..._at_start`` of the policy before step 1 if ``eval.at_start`` is set, or {}."""
+        """Returns ``eval/<dataset>/..._at_start`` of the policy before step 1 if ``eval.at_start`` is set; else {}."""
         if step != 1 or not self._config.at_start or not self._datasets:
             return {}
         with timers.phase("eval_at_start"):
@@ -76,7 +76,7 @@ class Evaluation:
 
 
 def all_failed_line(errors: int, responses: int) -> str:
-    """Returns a line about an evaluation in which no response could be scored; "" for any other."""
+    """Returns a line about an evaluation in which no response could be scored; "" if one could be scored."""
     if errors < responses:
         return ""
     return f"none of the {responses} responses could be scored, so the accuracy says nothing"

@@ -44,9 +44,9 @@ _MOST_BATCHES = 16  # the largest number of batches that wait at the HTTP server
 
 @dataclass(eq=False)
 class ExternalBatches(Batches):
-    """The batches of a run on trajectories of another program, and the HTTP server that receives them, if any."""
+    """The batches of a run that trains on another program's trajectories, and the HTTP server that receives them."""
 
-    sample_step: SampleStep = field(init=False)  # ``sample``, for which only the number of problems matters
+    sample_step: SampleStep = field(init=False)  # the method ``sample``
     queue: TrajectoryQueue
     stop: StopRequest  # the request to stop, which ends a wait
     _: KW_ONLY
@@ -59,7 +59,7 @@ class ExternalBatches(Batches):
         self._said: set[str] = set()  # the metrics of the doubts that were said
 
     def start(self, step: int) -> None:
-        """Reads the rest of files that were begun, and starts the server. Raises ConfigError if either fails."""
+        """Reads the unused rows of files that an earlier process began, and starts the server. Raises ConfigError."""
         super().start(step)
         with caller_errors(RuntimeError):
             highest = self._recorded_highest()
@@ -118,7 +118,7 @@ class ExternalBatches(Batches):
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
-        """Tells the other program the new version after the block. In the block, trajectories may already name it."""
+        """Tells the other program the version after the ``with`` block. Trajectories may name it from its start on."""
         self.queue.expect(policy_version)
         self._tell(policy_version - 1)
         yield
@@ -130,14 +130,14 @@ class ExternalBatches(Batches):
         return super().state_dict() | {"trajectories": self.queue.state_dict() | {"source": self.source}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict``. A fork with another source, or of a run without one, begins with all rows."""
+        """Continues from ``state_dict``. If ``state`` has another source or none (a fork), no row counts as used."""
         super().load_state_dict(state)
         used = state.get("trajectories")
         if used is not None and used["source"] == self.source:
             self.queue.load_state_dict(used)
 
     def close(self) -> None:
-        """Ends the server."""
+        """Ends the HTTP server, if it was started."""
         if self.receiver is not None and self._has_started:
             self.receiver.close()
 

@@ -62,7 +62,7 @@ def _sums(x: jax.Array) -> jax.Array:
 
 
 def policy_record(policy: PolicyConfig) -> dict[str, Any]:
-    """Returns the policy's shape as JSON."""
+    """Returns the fields of the policy's configuration as a JSON object, for a checkpoint."""
     return json.loads(json.dumps(dataclasses.asdict(policy)))
 
 
@@ -79,8 +79,8 @@ def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> N
 def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:
     """Raises ValueError if frozen weights, tokenizer, template or problems are not the checkpoint's.
 
-    Any key may be absent. ``recorded`` and ``now`` hold checksums, and ``names`` the path or task
-    for the message.
+    ``recorded`` (of the checkpoint) and ``now`` have checksums by kind; only kinds that both have are compared.
+    ``names`` has the path or task of each kind, for the message.
     """
     began = "the run began with"
     model = "has other weights than before: give the model that the run began with as model.path"

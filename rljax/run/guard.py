@@ -26,7 +26,7 @@ ERRORS = "reward/error_fraction"
 
 @dataclass(frozen=True)
 class GuardRule:
-    """The rule ``metric > bound`` (above) or ``metric < bound`` on ``steps`` successive rows; ``text`` is its text."""
+    """The rule ``metric > bound`` (if ``above``) or ``metric < bound`` on ``steps`` rows in a row; ``text`` has it."""
 
     text: str
     metric: str
@@ -50,7 +50,7 @@ def parse_rule(text: str) -> GuardRule:
 
 
 EVERY_REWARD_FAILS = GuardRule(f"{ERRORS} = 1 for 3", ERRORS, above=True, bound=math.nextafter(1.0, 0.0), steps=3)
-"""The stop rule of every run without a stop rule of its own for this metric."""
+"""The stop rule of every run that has no stop rule for ``reward/error_fraction``."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class GuardConfig:
     """Rules of the same form that end the run after the step. The state is saved, and the exit status is 3. Without a
     rule for ``reward/error_fraction`` a run ends so when it is 1 in three steps in a row: no response can be scored."""
     max_skipped_updates: int = 10
-    """Number of updates in a row with gradients that are not finite that ends the run, saved, with exit status 3. A
-    line names the last checkpoint from before them. An update without a response that carries loss does not count. 0:
-    no limit."""
+    """Number of successive updates with gradients that are not finite after which the run is saved and ends with exit
+    status 3. A line names the last checkpoint from before them. An update without a response that carries loss does not
+    count. 0: no limit."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "max_skipped_updates")
@@ -84,9 +84,9 @@ class Guard:
         self._streaks: dict[str, int] = {}
 
     def check(self, row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Returns a line for each warn rule that the next row makes true, and for each stop rule that is true.
+        """Returns two lists of lines: for warn rules that the next row makes true, and for stop rules that are true.
 
-        Raises ValueError if a rule names a metric that no row has.
+        Raises ValueError if a rule names a metric that ``row`` lacks, unless it is one of ``OCCASIONAL``.
         """
         warnings, stops, before = [], [], dict(self._streaks)
         for rule, is_stop in self._rules:
@@ -110,11 +110,11 @@ class Guard:
         return dict(self._streaks)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues from ``state_dict``; a rule that is not in it starts false."""
+        """Continues from ``state_dict``; a rule that ``state`` lacks starts with a count of 0 rows."""
         self._streaks = {rule.text: state[rule.text] for rule, _ in self._rules if rule.text in state}
 
 
 def unknown_metric(metric: str, row: Mapping[str, Any]) -> str:
-    """Returns the message about a metric that no row has. It names the most similar metric of ``row``, if any."""
+    """Returns a message that no row has ``metric``. The message names the most similar metric of ``row``, if any."""
     close = difflib.get_close_matches(metric, row, n=1)
     return f"no row has a metric {metric!r}" + (f"; did you mean {close[0]}?" if close else "")

@@ -99,9 +99,9 @@ def train(
     error or interrupt is raised again after the newest finished step is recorded and saved. A line on stderr says so.
     An OwnedError is raised at once.
 
-    The state at ``progress`` is donated, and ``progress`` is advanced in place. ``last_row`` is the row of step
-    ``progress.step``, None if that is 0. A schedule may watch its metrics, and its counters are those so far. Returns
-    the device state after the last finished step, whose files are complete.
+    ``state`` is the state after step ``progress.step``. It is donated, and ``progress`` is advanced in place.
+    ``last_row`` is the row of that step, None for step 0. A schedule may watch its metrics, and counters go on from it.
+    Returns the training state after the last finished step, whose checkpoint is complete.
     """
     checkpointer = parts.checkpointer
     newest = NewestStep(state, progress, parts.state_dict(progress), last_row or {})
@@ -122,7 +122,7 @@ def train(
 
 
 def _make_and_save_steps(parts: RunParts, newest: NewestStep, record: Recorder) -> None:
-    """Makes the steps that are left. The newest finished step is also saved after a step that is given up or fails."""
+    """Makes the steps that are left. If a step is given up or fails, the newest finished step is saved."""
     progress, checkpointer = newest.progress, parts.checkpointer
     try:
         _make_steps(parts, newest, record)

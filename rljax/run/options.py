@@ -29,7 +29,7 @@ Repeated = Annotated[tuple[T, ...], _REPEATED]
 class Option(NamedTuple):
     """A field that a command line sets."""
 
-    hint: Any  # its type
+    hint: Any  # the type of the field
     marker: str  # "positional", "repeated" or ""
     section: type  # the dataclass that has the field
 
@@ -45,7 +45,7 @@ class Option(NamedTuple):
 
 
 def options_of(root: type, prefix: str = "") -> dict[str, Option]:
-    """Returns each field that is not a section, by its dotted name."""
+    """Returns the ``Option`` of each field of ``root`` that is not a section, by its dotted name."""
     hints, found = get_type_hints(root, include_extras=True), dict[str, Option]()
     for field in dataclasses.fields(root):
         hint = hints[field.name]
@@ -58,7 +58,7 @@ def options_of(root: type, prefix: str = "") -> dict[str, Option]:
 
 
 def option_words(root: type) -> list[str]:
-    """Returns the options ``--a.b`` of a dataclass."""
+    """Returns the words ``--a.b`` of all options of a dataclass."""
     options = options_of(root).items()
     return ["--" + name.replace("_", "-") for name, option in options if option.marker != _POSITIONAL]
 
@@ -111,7 +111,7 @@ def read_options(root: type, words: Sequence[str], *, strict: bool = False) -> t
     the type of its option stays text, or is refused if ``strict``.
 
     Returns the values by dotted name, and the words that are neither an option nor its value. Raises ConfigError if an
-    option lacks its value.
+    option lacks its value, or if ``strict`` refuses a word.
     """
     options, found, others, at = options_of(root), dict[str, Any](), list[str](), 0
     while at < len(words):
@@ -168,9 +168,9 @@ def _value(members: Sequence[Any], words: Sequence[str], *, strict: bool) -> Any
 
 
 def help_text(root: type, values: Mapping[str, Any], shown: Collection[str] | None = None) -> str:
-    """Returns a paragraph for each option of ``root``: its name, its values, and its text with the value it has.
+    """Returns a paragraph for each option of ``root``: its name, its types, its documentation and its default.
 
-    ``values`` has the values by dotted name. Only the options with a dotted name in ``shown`` are there; None: all.
+    ``values`` has the defaults by dotted name. Only the options with a dotted name in ``shown`` are there; None: all.
     """
     paragraphs = []
     for path, option in options_of(root).items():
@@ -204,7 +204,7 @@ def _form(one: Any) -> str:
 
 
 def field_texts(kind: type) -> dict[str, str]:
-    """Returns the text of each field of a dataclass in one line: the string below it."""
+    """Returns the documentation of each field of a dataclass, the string below the field, in one line."""
     texts = dict[str, str]()
     for each in reversed(kind.__mro__[:-1]):
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body

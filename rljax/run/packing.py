@@ -1,4 +1,4 @@
-"""The rows into which a run packs its sequences: their length and number, and whether prefixes are shared in them."""
+"""The rows into which a run packs its sequences. In rows of *trees*, a prefix that sequences share stands once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def settle_prefixes(
 ) -> Config:
     """Returns the configuration with ``packing.share_prefixes`` off if this run's sequences cannot share prefixes.
 
-    A line in the log ``says`` why. A run that began with separate rows keeps them. ``policy`` is the policy that is
-    trained. ``fault`` returns why the devices cannot compute rows of trees; empty if they can.
+    With ``says`` a line in the log tells why. A run that began with separate rows keeps them. ``policy`` is trained.
+    ``fault`` returns the reason why the devices cannot compute rows of trees; empty if they can.
     """
     if not config.packing.share_prefixes:
         return config
@@ -48,7 +48,7 @@ def with_separate_rows(config: Config) -> Config:
 
 
 def why_apart(config: Config) -> str:
-    """Returns why sequences cannot share prefixes on any device; empty if they can."""
+    """Returns the setting that keeps sequences from sharing prefixes, as a reason; empty if they can share."""
     if can(config.rollout.engine, "is_exact"):
         return "the exact engine computes the rows that it sampled"
     if config.mesh.context > 1:
@@ -89,7 +89,7 @@ def tree_rows(config: Config, row_tokens: int) -> int:
 
 
 def flat_rows(config: Config, row_tokens: int) -> int:
-    """Returns the length (tokens) of rows of responses whose prompts are in other rows, of trees; 0 without trees."""
+    """Returns the length (tokens) of flat rows, which hold the responses beside rows of trees; 0 without trees."""
     if not shares_prefixes(config):
         return 0
     if config.rollout.environment is not None or config.rollout.trajectories is not None:
@@ -98,7 +98,7 @@ def flat_rows(config: Config, row_tokens: int) -> int:
 
 
 def has_two_levels(config: Config, policy: PolicyConfig) -> bool:
-    """Returns whether trees have only a root and branches. The kernels of cuDNN and splash take no deeper ones."""
+    """Returns whether trees have only a root and branches: attention of cuDNN and splash takes no deeper trees."""
     dtype = config.precision.compute_dtype
     return find_implementation(config.policy.attention, jax.devices()[0], dtype, policy.head_dim) != "xla"
 
@@ -117,9 +117,9 @@ def micro_batch_shape(config: Config, longest: int) -> tuple[int, int]:
 def batch_shape(
     config: Config, num_sequences: int | None = None, micro_batch: tuple[int, int] | None = None
 ) -> tuple[int, int, int]:
-    """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` (None: all) responses.
+    """Returns (micro-batches, rows, tokens) of a batch with room for ``num_sequences`` sequences (None: a step's).
 
-    ``micro_batch`` is the (rows, tokens) of a micro-batch; None: the run's.
+    ``micro_batch`` is the (rows, tokens) of a micro-batch; None: those of the run.
     """
     longest = config.max_sequence_tokens
     rows, tokens = micro_batch or micro_batch_shape(config, longest)
@@ -132,7 +132,7 @@ def batch_shape(
 def make_pack(
     config: Config, policy: PolicyConfig, num_sequences: int, micro_batch: tuple[int, int] | None = None
 ) -> Pack:
-    """Returns a function that packs ``num_sequences`` responses into a batch of the shape of ``batch_shape``."""
+    """Returns a function that packs at most ``num_sequences`` sequences into a batch of shape ``batch_shape``."""
     micro, rows, tokens = batch_shape(config, num_sequences, micro_batch)
     sizes: dict[str, Any] = {"row_tokens": tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
     tops = config.trained_tops > 0
@@ -148,5 +148,5 @@ def other_rows(config: Config) -> tuple[int, int]:
 
 
 def responses_per_update(config: Config) -> int:
-    """Returns the number of responses in one update."""
+    """Returns the largest number of sequences in one update."""
     return config.num_sequences // config.loss.mini_batches

@@ -34,7 +34,7 @@ class Batches:
     """The batches of the steps, in order. Each is sampled when ``take`` asks for it."""
 
     stream: PromptStream  # the problems in order
-    sample_step: SampleStep  # it may take further problems from the stream
+    sample_step: SampleStep  # the function that samples a batch; it may take further problems from the stream
     taken: int = field(default=0, init=False)  # the step of the last batch taken
 
     def start(self, step: int) -> None:
@@ -49,7 +49,7 @@ class Batches:
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
-        """Opens a block in which no batch begins, and the caller publishes ``params`` as ``policy_version``.
+        """Opens a ``with`` block in which no batch begins; the caller publishes ``params`` as ``policy_version`` in it.
 
         ``policy_version`` is the number of the last step taken, and ``timers`` are the timers of this step. With
         ``drains`` the batch under way ends before the block, so that only the caller uses the engine.
@@ -65,7 +65,7 @@ class Batches:
         self.stream.load_state_dict(state)
 
     def close(self) -> None:
-        """Gives up the batch under way, and waits for its end."""
+        """Gives up the batch under way, if any, and waits for its end."""
 
 
 class _Job(NamedTuple):
@@ -89,10 +89,10 @@ class BatchesAhead(Batches):
     """
 
     engine: RolloutEngine  # it prepares each version while a batch is still sampled
-    stop: StopRequest
+    stop: StopRequest  # the request to stop, which ends waits
     _: KW_ONLY
     steps: int  # the last step
-    max_staleness: int
+    max_staleness: int  # the most steps by which a batch is sampled before its turn
     always_drains: bool = True  # whether every publish waits for the batch under way
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class BatchesAhead(Batches):
         self._is_paused = self._is_closed = False
 
     def start(self, step: int) -> None:
-        """Allows sampling. The thread starts with the first ``take``, so an evaluation before it is alone."""
+        """Allows sampling. The thread starts at the first ``take``, so an evaluation before it has the engine alone."""
         self._version = self.taken = self._begun = step
         self._data = self.stream.state_dict()
 
@@ -160,7 +160,7 @@ class BatchesAhead(Batches):
         return self.stream.state_dict() if self._data is None else self._data
 
     def close(self) -> None:
-        """Gives up the batch under way, and waits for the thread, at most half of the grace that is left."""
+        """Gives up the batch under way. Waits for the thread at most 60 s, and at most half of the remaining grace."""
         self.stop.ahead_is_over = True
         with self._changed:
             self._is_closed = True

@@ -39,17 +39,17 @@ class ScheduleConfig:
     horizon: int | None = None
     """Step at which linear and cosine reach their floor and stay there. None: the last step of the run."""
     decay_period: int | None = None
-    """Steps between decays. It goes with length_decay only."""
+    """Number of steps between decays. Kind length_decay needs it, and no other kind takes it."""
     multiplier: float = 1.8
-    """Decay period divided by the surge step. It goes with length_triggered only."""
+    """Decay period divided by the surge step. Only kind length_triggered uses it."""
     decay_factor: float = 0.5
     """Factor by which the rate is multiplied at each multiple of the decay period."""
     floor_ratio: float = 0.1
-    """Lowest fraction of the initial rate, before ``ess_base``."""
+    """Lowest fraction of the initial rate, before the factor of ``ess_base``."""
     ess_base: float = 0.0
-    """The rate is also multiplied by sqrt(min(1, n / ess_base)), where n is the effective sample size of the step
-    before (``schedule/effective_sample_share``), a share (VCPO, arXiv 2602.17616: 1; 0.55 with several turns). 0: no
-    such factor."""
+    """The rate is also multiplied by sqrt(min(1, n / ess_base)). Here n is the effective sample size of the step before
+    as a share of its responses (``schedule/effective_sample_share``). VCPO (arXiv 2602.17616) has the base 1, and 0.55
+    with several turns. 0: no such factor."""
     metric: str = "response_length/mean"
     """Recorded metric that the surge tracker watches; its values must be positive. A metric that is known only after
     the update (``mismatch/...``) is watched one step later."""
@@ -72,7 +72,7 @@ class ScheduledRate:
     """A learning rate that depends only on the step. It has the interface of ``LengthTriggeredLR``."""
 
     def __init__(self, schedule: optax.Schedule, decay_period: int | None, surge: SurgeConfig):
-        """Starts before step 1; ``schedule`` is a function of the number of steps before."""
+        """Starts before step 1. ``schedule`` maps the number of earlier steps to a rate; the period is for records."""
         self._schedule = schedule
         self.decay_period = decay_period
         self.tracker = SurgeTracker(surge)
@@ -98,7 +98,7 @@ RateController = LengthTriggeredLR | ScheduledRate
 
 
 def load_fork(controller: RateController, state: dict[str, Any], config: ScheduleConfig) -> None:
-    """Continues the surge tracker of a fork from the ``state_dict`` of the first run's controller, of any kind.
+    """Continues the surge tracker of a fork. ``state`` is that of the controller of the first run, of any kind.
 
     The fork keeps its own schedule. If that is length-triggered, a surge that the first run found sets its period.
     """
@@ -118,10 +118,10 @@ def schedule_row(controller: RateController) -> Row:
 
 
 def share_row(config: ScheduleConfig, sequences: Sequence[TrainSequence], trainer: Callable[[], TrainerValues]) -> Row:
-    """Returns the effective sample size of a step as a share of its responses; {} without ``ess_base``.
+    """Returns the key ``schedule/effective_sample_share`` of a step; {} without ``ess_base``.
 
-    The sum over a response of trainer minus rollout log-probability is not cut. The share is NaN if one is not finite.
-    ``trainer`` fetches the trainer's numbers.
+    The log-weight of a response is the sum of trainer minus rollout log-probability over its sampled tokens, not cut.
+    The share is NaN if a log-weight is not finite. ``trainer`` fetches the trainer's numbers.
     """
     if not config.ess_base:
         return {}
@@ -143,9 +143,9 @@ def ess_row(config: ScheduleConfig, last_row: Row) -> Row:
 def observed_value(metric: str, row: Row, last_row: Row) -> float:
     """Returns the value of ``metric`` for the surge tracker: from this step's row so far, or else from ``last_row``.
 
-    It is NaN if both rows lack the metric. That is so at step 1, when ``last_row`` is {}, for a metric that only the
-    update gives, and at any step for a metric of ``OCCASIONAL``. Raises ConfigError after step 1 for any other metric
-    that both rows lack.
+    It is NaN if both rows lack the metric. That may be so at step 1, where ``last_row`` is {}, and at any step for a
+    metric of ``OCCASIONAL``, which only some rows have. Raises ConfigError after step 1 for any other metric that both
+    rows lack.
     """
     if metric not in row and last_row and metric not in last_row and not metric.startswith(OCCASIONAL):
         raise ConfigError(f"schedule.metric: {unknown_metric(metric, last_row)}")

@@ -20,7 +20,7 @@ from rljax.tokens import COLUMNS, TOPS, common_columns
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import TrainerValues
 
-ROLLOUT, TRAINER = "rollout", "trainer"  # a dump's columns: the engine, and the trainer before the update
+ROLLOUT, TRAINER = "rollout", "trainer"  # names of a dump's columns: the engine's, and the trainer's before the update
 
 
 def write_rollouts(

@@ -1,7 +1,7 @@
 """The responses of a step: sampled, scored as they arrive, and turned into the trainer's sequences.
 
-With ``rollout.refill`` the groups of a batch without signal are replaced by groups of further problems. A group without
-signal carries no loss, so a batch with such groups makes a noisier update.
+A *group* is the responses to one problem. A group without signal, as with equal rewards, carries no loss and makes the
+update noisier. With ``rollout.refill`` such groups of a batch are replaced by groups of further problems.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Outcomes(NamedTuple):
         return Outcomes(*(part[groups] for part in self))
 
     def join(self, other: Outcomes) -> Outcomes:
-        """Returns the outcomes of both; the groups of ``other`` come last."""
+        """Returns the outcomes of these groups, and then those of the groups of ``other``."""
         return Outcomes(*(np.concatenate(parts) for parts in zip(self, other, strict=True)))
 
 
@@ -66,7 +66,7 @@ class Rollouts:
 
     responses: list[list[Response]]  # the g responses to each of b problems, in their order unless some were replaced
     rewards: np.ndarray  # the rewards, float32 [b, g]; NaN for a trajectory that failed
-    dropped: Outcomes | None = None  # the outcomes of groups that were sampled for the step and then replaced, if any
+    dropped: Outcomes | None = None  # the outcomes of groups that were sampled for the step and replaced; None: none
     row: Row = field(default_factory=dict)  # the counts, seconds and fractions of the sampling, for the row of the step
 
     def all(self) -> list[Response]:
@@ -106,7 +106,7 @@ class Begun(NamedTuple):
 
     scored: Iterator[Scored]  # the scored responses as they arrive; it can be used once
     metrics: Row  # counts and seconds for the row of the step, complete once ``scored`` has ended
-    silent: Sequence[str] = ()  # the reasons of trajectories that failed before their first token, complete by then
+    silent: Sequence[str] = ()  # why trajectories failed before their first token; complete once ``scored`` has ended
 
 
 class ResponseSource(Protocol):
@@ -182,7 +182,7 @@ class SingleTurn:
 
 @contextlib.contextmanager
 def ended(responses: Iterable[Response]) -> Iterator[None]:
-    """Closes a stream of responses after a block that may give it up, so that all processes end the sampling."""
+    """Closes a stream of responses after a ``with`` block that may give it up. So all processes end the sampling."""
     try:
         yield
     finally:
@@ -207,7 +207,7 @@ def count_missed_stops(responses: Iterable[Response], stop: int, metrics: Row) -
 class Sampler:
     """Samples batches of responses to problems from a source. Each step has a seed of its own."""
 
-    source: ResponseSource  # its engine must have a policy before the first sampling
+    source: ResponseSource  # the source of responses; its engine must have a policy before the first sampling
     params: SamplingParams
     n: int  # the number of responses to each problem
     _: KW_ONLY
@@ -244,7 +244,7 @@ class Sampler:
 
 
 def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
-    """Returns the metrics of a batch; ``policy_version`` is the version that is trained from.
+    """Returns the metrics of a batch. ``policy_version`` is the version of the policy before the update.
 
     Rewards and lengths cover all sampled responses, replaced groups included. Versions cover only the responses that
     are trained on. Lengths leave out trajectories without a token, unless there are no others.
@@ -285,7 +285,7 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
     """Returns each row of each response with its advantage, and whether it carries loss.
 
     All rows of a trajectory have its advantage. A failed trajectory carries no loss. It has no row if it failed before
-    its first token. ``policy_version`` is the version that is trained from, and staleness is counted up to it.
+    its first token. Staleness is counted up to ``policy_version``, that of the policy before the update.
 
     Raises RuntimeError if ``rollout.top_logprobs`` or ``top_k`` asked for likeliest tokens and a response has none.
     """
@@ -353,9 +353,9 @@ class RefillingSampler:
 
 
 def exchanged(rollouts: Rollouts, more: Rollouts, order: np.ndarray) -> Rollouts:
-    """Returns the first groups of both in this order, as many as ``rollouts`` has, and drops the other groups.
+    """Returns the first groups, by ``order``, of ``rollouts`` and then ``more``: as many as ``rollouts`` has.
 
-    Only rewards and lengths are kept of a dropped group, because its tokens may take much memory.
+    The others become ``dropped``. Only their outcomes are kept, because their tokens may take much memory.
     """
     size, responses = len(rollouts.responses), rollouts.responses + more.responses
     gone = rollouts.outcomes().join(more.outcomes()).select(order[size:])

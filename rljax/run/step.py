@@ -54,7 +54,7 @@ class RunParts:
     controller: RateController
     guard: Guard
     checkpointer: Checkpointer
-    fingerprints: dict[str, str]  # the checksums of the problems and of frozen weights
+    fingerprints: dict[str, str]  # the checksums of tokenizer, chat template, problems and frozen weights
     stop: StopRequest
     weights: Callable[[Params], Params] = lambda params: params
     check_owner: Callable[[], None] = lambda: None
@@ -197,7 +197,7 @@ def update_options(config: Config, step: int, learning_rate: float) -> UpdateOpt
 
 
 def is_due(every: int, step: int) -> bool:
-    """Returns whether an event of every ``every`` steps (0: never) falls on ``step``."""
+    """Returns whether an event that comes every ``every`` steps (0: never) falls on ``step``."""
     return every > 0 and step % every == 0
 
 
@@ -242,8 +242,8 @@ class Progress:
         """Counts the updates of a step that were skipped because their gradients were not finite.
 
         ``row`` and ``last_row``, the row of the step before or {}, have the sums since the run began. An update without
-        a response that carries loss is skipped, too, and does not count. If one of the ``updates`` was applied, the
-        count begins again at 0.
+        a response that carries loss is skipped, too, and does not count. If one of the step's updates, ``updates`` in
+        number, was applied, the count begins again at 0.
         """
         names = ("optimizer/skipped_updates", "precision/overflows")
         skipped, not_finite = (row[name] - last_row.get(name, 0) for name in names)
@@ -254,7 +254,7 @@ class Progress:
             self.not_finite += not_finite
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters as JSON, without ``stopped_by``, which ends with the process."""
+        """Returns the counters as a JSON object, without ``stopped_by``, which is never saved."""
         counters = {"step": self.step, "policy_version": self.policy_version, "grad_norm_ema": self.grad_norm_ema}
         skipped = {"in_a_row": self.not_finite, "since_step": self.not_finite_since}
         return counters | {"mismatch_reference": self.reference, "skipped_updates": skipped}

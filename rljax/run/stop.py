@@ -23,7 +23,7 @@ class StopRequest:
     """The request to stop a run: whether it came, when the run must end, and whether a wait is given up.
 
     Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. A signal that
-    another process received is also the request, but is not counted. Code that waits for servers, responses, rewards or
+    another process received is the request, too, but not the first. Code that waits for servers, responses, rewards or
     a command takes this object, a ``Stopping``. The object also knows the current phase of the run, so that a run
     without progress is found (``run.stuck_s``). A thread that samples the batches of coming steps *works ahead*: it has
     set ``AHEAD`` to the step.
@@ -99,7 +99,7 @@ class StopRequest:
     def request(self, number: int, *, own: bool = True) -> None:
         """Asks the run to stop, because this process (``own``) or another one was sent the signal ``number``.
 
-        Only the main thread, on which the signals of this process come, may set handlers.
+        With ``own``, which only the main thread may give, the next signal acts as before the ``with`` block.
         """
         if self.signal is None:
             self.signal, self._asked_at = number, time.monotonic()
@@ -131,7 +131,7 @@ class Timers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the block as the phase ``name``."""
+        """Measures a ``with`` block as the phase ``name``."""
         self._stop.at(name)
         start = time.perf_counter()
         yield

@@ -63,8 +63,8 @@ from rljax.trainer.update import (
 )
 
 SELF_RESPONSES = 64
-"""The responses of a step on which ``mismatch_self/`` is measured. For another shape they are spread evenly over the
-batch. For another mesh or remat they are the ones of its first micro-batches."""
+"""The number of responses of a step on which ``mismatch_self/`` is measured, the trainer's mismatch with itself. For
+another shape they are spread over the batch. For another mesh or remat they are those of its first micro-batches."""
 
 
 def check_offload(config: Config, mesh: Mesh) -> None:
@@ -77,8 +77,8 @@ def check_offload(config: Config, mesh: Mesh) -> None:
 def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolicy | None:
     """Reads the base model of a run with adapters. With ``rollout.colocated`` it is put into the host's memory.
 
-    Returns the function from adapters to a whole policy; None if the run has no adapters. Raises OSError or ValueError
-    if the model cannot be read, or does not have the shape of ``policy``.
+    Returns a function from adapters to the base with them merged in; None if the run has no adapters. Raises OSError or
+    ValueError if the model cannot be read, or does not have the shape of ``policy``.
     """
     lora, dtype = config.lora, config.precision.compute_dtype
     if not lora.rank:
@@ -126,7 +126,7 @@ def make_trainer(
 ) -> tuple[Update, Callable[[Params], Params], dict[str, str]]:
     """Builds the objects with which a run trains; every process calls it.
 
-    Returns the way to make the updates of a step, and a function from the state's parameters to the policy that engines
+    Returns the ``Update`` that trains on a step, and a function from the state's parameters to the policy that engines
     sample from. The third part has the checksums of frozen weights: "reference" (KL penalty), "base" (adapters).
 
     Raises OSError or ValueError if frozen weights cannot be read, or do not have the shape of ``policy``.
@@ -150,7 +150,7 @@ def starting_state(
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads the newest whole checkpoint, or else the model; every process calls it.
 
-    Returns the device state at which the run starts, and the JSON part of its checkpoint, {} without a checkpoint.
+    Returns the training state at which the run starts, and the JSON part of its checkpoint, {} without a checkpoint.
     ``load_host`` is called with that part before the arrays are read.
 
     Raises:
@@ -180,11 +180,11 @@ def _state_options(config: Config) -> dict[str, Any]:
 def make_update(
     config: Config, policy: PolicyConfig, mesh: Mesh, reference: Params | None, merged: MergedPolicy | None = None
 ) -> Update:
-    """Builds the updates of a step: one fused update, several of them, or one through the exact engine's executable.
+    """Builds the ``Update`` of a run: one fused update a step, several, or one by the exact engine's executable.
 
     ``reference`` is the frozen policy of the KL penalty, from ``load_reference``. ``merged`` is the function from
-    adapters to a whole policy, from ``load_merged``; None: the state holds the policy itself. An update on rows of
-    trees first compares them with separate rows.
+    adapters to a whole policy, from ``load_merged``; None: the state holds the policy itself. If rows share prefixes,
+    the first call compares them with separate rows.
     """
     update = _make_update(config, policy, mesh, reference, merged)
     if not shares_prefixes(config):
@@ -245,7 +245,7 @@ def _make_update(
 
 
 def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None = None) -> tuple[Forward, Forward]:
-    """Returns two forwards (parameters, batch): one takes a whole policy, the other the parameters of a state."""
+    """Returns two forwards (parameters, batch): of a whole policy, and of the parameters of a training state."""
     forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
 
     def forward_of_state(params: Params, batch: PackedBatch, **options: Any) -> Any:
@@ -365,7 +365,7 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
 def make_objective(config: Config, num_sequences: int, policy: PolicyConfig | None = None) -> Objective:
     """Builds the objective that an update of ``num_sequences`` responses minimises.
 
-    ``policy`` shows whether the reported tokens are the whole vocabulary. Without it, they are assumed not to be.
+    ``policy`` tells whether the sampler's reported tokens are the whole vocabulary. None: they are not.
     """
     rollout, longest = config.rollout, config.rollout.max_response_tokens
     is_whole = rollout.is_cut or (policy is not None and rollout.reported >= policy.vocab_size)

@@ -168,7 +168,7 @@ _ROWS = 200  # the most rows that a word is about
 
 
 def declared_by(config: Config) -> Declared:
-    """Returns the dtypes and forms of both sides that a configuration declares."""
+    """Returns what a configuration declares of trainer and engine: dtypes, 8-bit forms and injected mismatch."""
     rollout = config.rollout
     return Declared(
         config.precision.compute_dtype,
@@ -183,7 +183,7 @@ class Word:
     """The diagnosis of the last rows, which is recorded every ``EVERY`` steps and printed when it changes."""
 
     def __init__(self, declared: Declared) -> None:
-        """Starts without rows. ``declared`` has the dtypes and forms of both sides."""
+        """Starts without rows. ``declared`` has the dtypes and forms of trainer and engine."""
         self._declared, self._rows, self._said = declared, deque[Row](maxlen=_ROWS), ""
 
     def read(self, rows: Iterable[Row]) -> None:
