@@ -24,9 +24,9 @@ _CHUNK = 2**19  # the most padded tokens that are measured together
 def choose_pair(dump: TokenDump, trainer: str | None = None, rollout: str | None = None) -> tuple[str, str]:
     """Returns the name of the column to use as the trainer's, and of the one to use as the rollout engine's.
 
-    Without a given name a column is chosen by its role: the first with the wanted role, or else the first that is not
-    the other column of the pair. Raises ValueError if a named column is missing, both names are equal, or there are
-    fewer than two columns.
+    Without a given name a column is chosen by its role: the first with the wanted role, or else the first without the
+    other role, or else the first that is left. Raises ValueError if a named column is missing, both names are equal,
+    or there are fewer than two columns.
     """
     names = dump.first_runs
     for name in (trainer, rollout):
@@ -38,10 +38,11 @@ def choose_pair(dump: TokenDump, trainer: str | None = None, rollout: str | None
         raise ValueError(f"this needs two columns of log-probabilities, got {names}: rljax compare --scorer adds one")
     roles = {dump.role(name): name for name in reversed(names) if name not in (trainer, rollout)}
     if trainer is None:
-        other = rollout or roles.get("rollout")
-        trainer = roles.get("trainer") or next(name for name in names if name != other)
+        left = [name for name in names if name != (rollout or roles.get("rollout"))]
+        trainer = roles.get("trainer") or min(left, key=lambda name: dump.role(name) == "rollout")
     if rollout is None:
-        rollout = roles.get("rollout") or next(name for name in names if name != trainer)
+        left = [name for name in names if name != trainer]
+        rollout = roles.get("rollout") or min(left, key=lambda name: dump.role(name) == "trainer")
     return trainer, rollout
 
 

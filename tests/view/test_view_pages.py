@@ -160,6 +160,9 @@ def test_roles_choose_columns_and_wrong_words_are_refused(tmp_path):
     dump = make_dump(["x"], [[1]], [[True]], columns, {**sources, "b@2": ColumnSource()})
     chosen = {(None, None): "c a", ("b", None): "b a", (None, "b"): "c b", ("a", "b@2"): "a b@2"}
     assert {words: " ".join(choose_pair(dump, *words)) for words in chosen} == chosen
+    for roles, pair in (("rollout rollout ", "c a"), ("trainer trainer ", "a c"), ("rollout rollout", "b a")):
+        of = {name: ColumnSource(role=role) for name, role in zip("abc", roles.split(" "), strict=False)}
+        assert " ".join(choose_pair(make_dump(["x"], [[1]], [[True]], dict.fromkeys(of, [[-1.0]]), of))) == pair
     with pytest.raises(ValueError, match=r"no column 'd' in the dump, which has \['a', 'b', 'b@2', 'c'\]"):
         choose_pair(dump, trainer="d")
     with pytest.raises(ValueError, match="two different columns"):
