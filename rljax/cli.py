@@ -20,7 +20,7 @@ class Command(NamedTuple):
 
     module: str  # the module of the program; its ``main`` takes the remaining words and returns the exit status
     summary: str  # one line for ``rljax --help``
-    options: str = "{}Arguments"  # the module's dataclass of options, {}: the command's name; empty if it has none
+    options: str = "{}Arguments"  # its dataclass of options, where {} is the command's name, capitalised; empty: none
 
 
 COMMANDS = {

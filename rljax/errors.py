@@ -47,8 +47,8 @@ def describe(error: BaseException) -> str:
 def caller_errors(*more: type[Exception]) -> Iterator[None]:
     """Turns a ``ValueError``, ``OSError``, ``ServerError`` or one of ``more`` into a ``ConfigError``.
 
-    Use it where a program checks its arguments and opens its inputs, never around the work itself. A BrokenPipeError
-    passes, because ``run_cli`` ends silently if nobody reads the output any more.
+    Use it for a ``with`` block that checks arguments and opens inputs, never around the work itself. A StartAgainError
+    passes. So does a BrokenPipeError, because ``run_cli`` ends silently if nobody reads the output any more.
     """
     caught: tuple[type[Exception], ...] = (ValueError, ServerError, *more)
     try:
@@ -62,7 +62,7 @@ def caller_errors(*more: type[Exception]) -> Iterator[None]:
 
 
 def install_words(extra: str) -> str:
-    """Returns how to install an extra of rljax, which no package index has: from a checkout or a wheel."""
+    """Returns the words that say how to install rljax with an ``extra``, from a checkout or a wheel."""
     return f"pip install '.[{extra}]' in a checkout of rljax, or 'WHEEL[{extra}]' with its wheel"
 
 
@@ -74,7 +74,7 @@ def import_for(user: str, module: str, extra: str, package: str = "") -> ModuleT
     """Imports a module of rljax for ``user``, the name of the caller's feature in messages.
 
     Raises MissingPackageError if the module needs a package that is missing. The message names ``package``, or else the
-    one that was looked for, and says how to install ``extra``. If a module of rljax itself is missing, the error of the
+    one whose import failed, and says how to install ``extra``. If a module of rljax itself is missing, the error of the
     import passes.
     """
     try:
@@ -104,7 +104,7 @@ class ServerRefusedError(ServerError):
 
 
 class ReplyError(ServerError):
-    """The server answered 200 with something that is not a completion."""
+    """The server answered, but its reply cannot be used: it has a wrong form, or answers something else."""
 
 
 class OtherPromptError(ReplyError):
@@ -155,7 +155,7 @@ class StoppedWaitingError(RuntimeError):
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds the name ``path`` to an ``OSError`` that names no file, which is the case for a failed write."""
+    """Adds the name ``path`` to an ``OSError`` of a ``with`` block that names no file, as after a failed write."""
     try:
         yield
     except OSError as error:
@@ -178,7 +178,7 @@ def full_disk_errors() -> Iterator[None]:
             raise
 
 
-_REPEAT_S = 0.02  # until then the callback has returned
+_REPEAT_S = 0.02  # the time after which the callback has returned (seconds)
 
 
 def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
@@ -189,7 +189,7 @@ def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
     it, as ``head`` does, the program ends silently with status 141. Every other error keeps its traceback. A plain
     ``ValueError`` is one of them, because deep in a run it is a bug.
 
-    The arguments are ``argv``, or ``sys.argv[1:]``.
+    ``argv`` are the arguments of ``main``. None: ``sys.argv[1:]``.
     """
     try:
         with _kept_interrupts():
@@ -281,7 +281,7 @@ def _check_each(config: Any, names: Sequence[str], is_right: Callable[[Any], boo
 
 @contextmanager
 def naming(where: object) -> Iterator[None]:
-    """Puts ``where`` and a colon before the message of a ``ValueError`` that the block raises."""
+    """Puts ``where`` and a colon before the message of a ``ValueError`` that a ``with`` block raises."""
     try:
         yield
     except ValueError as error:
@@ -301,6 +301,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def name_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns a text with each key of ``now`` whose value was another one before, and both values; "" for none."""
+    """Returns a text that names each key whose value in ``now`` is new, with the old and the new value; "" for none."""
     changed = [key for key, value in now.items() if before.get(key) != value]
     return ", ".join(f"{key} ({before.get(key)} there, {now[key]} now)" for key in changed)

@@ -59,7 +59,7 @@ from rljax.trainer.state import TrainState
 LONGEST_RESPONSE = 8192
 OF_DATA = (*(field.name for field in dataclasses.fields(ProblemsConfig)), "task_options", "task_instruction")
 OF_ROLLOUT = ("engine", "urls", "api_key_file", "dtype", "environment", "episode")
-"""The arguments that are settings of a run under the same name, in ``data`` and in ``rollout``."""
+"""The names of arguments that are also settings of a run: ``OF_DATA`` in ``data``, ``OF_ROLLOUT`` in ``rollout``."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class EvaluateArguments(ProblemsConfig, SamplesConfig):
     task_instruction: str = ""
     """A text that follows each question of a reasoning-gym task, as in ``data.task_instruction``."""
     max_response_tokens: int | None = None
-    """Longest response (tokens). None: enough for the toy task; for a file 8192, or less if the model has fewer
-    positions."""
+    """Longest response (tokens). None: enough for a toy task; otherwise 8192, or less if the longest prompt leaves
+    fewer positions of the model."""
     engine: Copying = "jax"
     """jax: sample in this process. vllm, sglang: sample from running servers of that kind. The weights of a run are
     published to the servers first. For a Hugging Face directory, the servers must hold the model already."""
@@ -133,7 +133,7 @@ class Policy:
     folder: str = "checkpoints"  # the folder of the run directory that holds the checkpoint
 
     def load(self, mesh: Mesh) -> Any:
-        """Returns the parameters on the mesh: float32, or merged adapters. Raises ValueError if they cannot be read."""
+        """Returns the parameters on the mesh, with adapters merged in. Raises ValueError if they cannot be read."""
         if self.run is None:
             return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
         merged = load_merged(self.settings(), self.config, mesh)
@@ -149,13 +149,13 @@ class Policy:
         return self.config.stops(end, self.settings().rollout.stop_token_ids if self.run else ())
 
     def settings(self) -> Config:
-        """Returns the configuration of the policy's run, with the model's local directory."""
+        """Returns the configuration of the policy's run, with the model's local directory as ``model.path``."""
         assert self.run is not None
         settings = recorded_config(self.run)
         return dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=self.hf_path))
 
     def load_state(self, mesh: Mesh) -> tuple[TrainState, str | None]:
-        """Returns the training state on the mesh, and the checksum of the model under its adapters if it has any.
+        """Returns the training state on the mesh, and the checksum of the model under trained adapters (else None).
 
         Raises ValueError if the policy's run cannot be read.
         """
@@ -168,10 +168,10 @@ class Policy:
 
 
 def find_policy(path: str | Path, *, step: int | None = None, best: bool = False, model: str | None = None) -> Policy:
-    """Returns the policy at ``path``: a Hugging Face directory, a run directory, or a checkpoint folder in one.
+    """Returns the policy at ``path``: a Hugging Face directory, OWNER/NAME, a run directory or one of its checkpoints.
 
-    ``model`` replaces ``model.path`` of the run. Raises ValueError if the path is none of these, or has no such
-    checkpoint.
+    In a run directory, ``step`` (None: the newest) or ``best`` chooses the checkpoint, and ``model`` replaces
+    ``model.path``. Raises ValueError if there is no such policy, or an argument does not fit the path.
     """
     path = Path(path)
     whole = path.absolute()
@@ -206,7 +206,7 @@ def open_engine(
 ) -> Iterator[RolloutEngine]:
     """Opens an engine (jax, vllm or sglang) that holds the policy, for prompts and responses of these lengths.
 
-    The weights of a run are published to the engine. For a Hugging Face directory, servers are used as they are.
+    The weights of a run are published to the engine. Servers must already hold the model of a Hugging Face directory.
     Raises ConfigError if the weights cannot be read, or the engine cannot be used.
     """
     with caller_errors():
@@ -231,7 +231,7 @@ def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, li
 def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int) -> int:
     """Returns the longest response (tokens): ``wanted``, or up to ``LONGEST_RESPONSE`` if it is None.
 
-    Raises ValueError if the longest prompt leaves no room for ``wanted`` tokens in the model's positions, or for one.
+    Raises ValueError if the longest prompt, ``prompt_tokens``, leaves fewer positions than ``wanted``, or none.
     """
     room = policy.max_position_embeddings - prompt_tokens
     if (least := 1 if wanted is None else wanted) > room:

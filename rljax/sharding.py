@@ -59,7 +59,7 @@ class MeshConfig:
     the number of experts. Use at most the devices of one node, because tokens travel over this axis in every block."""
     context: int = 1
     """Number of parts into which the tokens of a row are split, for long sequences. Weights are split over it, too.
-    Its size must divide the row length. Use at most the devices of one node, because keys and values travel over this
+    The number must divide the row length. Use at most the devices of one node, because keys and values travel over this
     axis in every block."""
     keep_gathered: bool = False
     """Gather the 16-bit weights over ``fsdp`` once a step and keep them, instead of twice in each micro-batch. This
@@ -91,7 +91,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """Returns a mesh of ``MESH_AXES`` with GSPMD (Auto) axes over the first ``devices`` (None: all devices).
 
     On a TPU, neighbours on ``tp``, then on ``context``, ``expert`` and ``fsdp``, are neighbours on the links between
-    chips. On other platforms they are devices of one process.
+    chips. On other platforms they are neighbours in the list of devices, process by process.
 
     Raises:
       ValueError: The mesh needs more devices than there are, or so few that some process has no part of it.
@@ -112,9 +112,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def fit_spec(logical: Sequence[str | EllipsisType | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
     """Returns the PartitionSpec of an array from its logical axes (None: not split) and its shape.
 
-    The compiler chooses the split of a dimension whose axis is ``...``. Mesh axes that do not divide their dimension
-    are left out: 2 heads on tp=4 are replicated. Mesh axes that are manual in the context (inside ``jax.shard_map``)
-    are left out too.
+    The compiler chooses the split of a dimension whose axis is ``...``. A dimension that its mesh axes together do not
+    divide is not split: 2 heads on tp=4 are replicated. Mesh axes that are manual in the context (inside
+    ``jax.shard_map``) are left out.
     """
     axes = [() if name is ... else _automatic(name, mesh) for name in logical]
     ways = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
@@ -238,7 +238,7 @@ def on_devices(tree: Any, dtype: Any = None) -> Any:
 
 
 def constrain(x: jax.Array, *logical: str | EllipsisType | None) -> jax.Array:
-    """Constrains ``x`` to its logical axes (``fit_spec``) on the mesh of the context. Without a mesh: ``x``."""
+    """Constrains ``x`` to its logical axes (``fit_spec``) on the mesh of the context. Returns ``x`` without a mesh."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -248,7 +248,7 @@ def constrain(x: jax.Array, *logical: str | EllipsisType | None) -> jax.Array:
 def split_over(logical: str) -> tuple[str, ...]:
     """Returns the mesh axes with more than one part that split a logical axis on the mesh of the context.
 
-    Without a mesh there are none.
+    Axes that are manual there (inside ``jax.shard_map``) do not count. Without a mesh there are none.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     return () if mesh.empty else tuple(axis for axis in _automatic(logical, mesh) if mesh.shape[axis] > 1)
@@ -277,7 +277,7 @@ def narrow_gradient_sums(narrow: bool) -> Iterator[None]:
 
 
 def gradient_sum_dtype(operands: Any) -> Any:
-    """Returns the dtype in which devices add up a weight's gradient, whose product has operands of this dtype."""
+    """Returns the dtype in which devices add up a weight's gradient. ``operands``: the dtype of its factors."""
     return operands if _NARROW_SUMS.get() else np.dtype(np.float32)
 
 
@@ -288,12 +288,12 @@ def on_each_device(
     *,
     rows: int,
 ) -> Callable[..., Any]:
-    """Maps ``f`` over the devices of the context's mesh: each computes it on its own part (``jax.shard_map``).
+    """Returns a function that computes ``f`` on each device of the context's mesh, on its parts (``jax.shard_map``).
 
     ``f`` takes arrays and returns a tuple of arrays. Inside it each device takes its own branch of a ``lax.cond``.
-    Without a mesh, or where all its axes are manual already, ``f`` itself is returned. The axes are the logical axes of
-    each argument and result. A mesh axis must divide the dimension that it splits. But "rows", of the size ``rows``, is
-    not split where its mesh axes do not divide it.
+    Without a mesh, or where all its axes are manual already, ``f`` itself is returned. ``in_axes`` and ``out_axes`` are
+    the logical axes of each argument and result. A mesh axis must divide the dimension that it splits. But "rows", of
+    the size ``rows``, is not split where its mesh axes do not divide it.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Auto not in mesh.axis_types:

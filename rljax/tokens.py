@@ -1,8 +1,8 @@
 """One sequence of tokens from an engine's reply to the token dump: its ids, and named arrays.
 
-Entry ``t`` of each array belongs to the token at position ``t``, and the prompt's tokens have entries, too. ``COLUMNS``
-lists the arrays. The code that cuts, joins, sends, packs or writes sequences reads this table, so a new array is one
-line in it.
+Entry ``t`` of an array belongs to token ``t``, also in the prompt. The table ``COLUMNS`` lists the arrays. Code that
+cuts, joins, sends, packs or writes sequences reads the table, so a new array is one line. All sequences of a batch have
+an array, or none has it (``common_columns``). Fill unknown floats with NaN where a mean or a dump must leave them out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COLUMNS: dict[str, Column] = {
 
 
 def blank(name: str, count: int, like: np.ndarray) -> np.ndarray:
-    """Returns entries [count, ...] that mean "unknown", with the trailing axes of ``like``."""
+    """Returns entries [count, ...] of the array ``name`` that mean "unknown", with the trailing axes of ``like``."""
     column = COLUMNS[name]
     return np.full((count, *like.shape[1:]), column.fill, column.dtype or like.dtype)
 
@@ -59,7 +59,7 @@ class TokenRecord:
     """
 
     ids: np.ndarray  # the token ids, int32 [t]
-    prompt_length: int  # p
+    prompt_length: int  # the number of tokens of the prompt, p
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays [t, ...] by their names in ``COLUMNS``
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class TokenRecord:
 
     @classmethod
     def of(cls, prompt: np.ndarray, response: np.ndarray, arrays: Mapping[str, Any], **facts: Any) -> Self:
-        """Returns a sequence with the arrays of :meth:`add`, and further fields of the class by name."""
+        """Returns the sequence of prompt and response, with ``arrays`` (:meth:`add`) and ``facts``, other fields."""
         return cls(np.concatenate([prompt, response], dtype=np.int32), len(prompt), **facts).add(arrays)
 
     @property
@@ -97,7 +97,7 @@ class TokenRecord:
         return self.turns > 0
 
     def add(self, arrays: Mapping[str, np.ndarray]) -> Self:
-        """Returns the sequence with further arrays, or with others of the same names.
+        """Returns the sequence with further arrays, which replace those of the same names.
 
         An array has entries of all tokens, [t, ...], or of the response, [r, ...]. In the second case the prompt's
         tokens get the fill of the column.
@@ -116,7 +116,7 @@ class TokenRecord:
         return dataclasses.replace(self, columns=columns)
 
     def cut(self, start: int, end: int | None = None, **facts: Any) -> Self:
-        """Returns the tokens from position ``start`` up to but not including ``end``, with other ``facts``."""
+        """Returns the tokens at positions ``start`` .. ``end`` - 1. ``facts`` are new values of other fields."""
         columns = {name: array[start:end] for name, array in self.columns.items()}
         ids = self.ids[start:end]
         length = min(max(self.prompt_length - start, 0), len(ids))
@@ -124,7 +124,7 @@ class TokenRecord:
 
 
 def as_stored(experts: np.ndarray) -> np.ndarray:
-    """Returns ``routes`` [t, ...] from the experts of all tokens but the last, unsigned integers [t - 1, ...]."""
+    """Returns the array ``routes`` [t, ...] from the experts of all tokens but the last, unsigned [t - 1, ...]."""
     return np.concatenate([experts + np.ones((), experts.dtype), np.zeros((1, *experts.shape[1:]), experts.dtype)])
 
 
@@ -132,7 +132,7 @@ T = TypeVar("T", bound=TokenRecord)
 
 
 def join(pieces: Sequence[TokenRecord], prompt_length: int) -> TokenRecord:
-    """Returns the tokens of all pieces in order. An array that only some pieces have is filled in the others."""
+    """Returns all pieces in order as one sequence. Where a piece lacks an array, its entries are the column's fill."""
     columns = {}
     for name in dict.fromkeys(name for piece in pieces for name in piece.columns):
         like = next(piece.columns[name] for piece in pieces if name in piece.columns)
@@ -143,7 +143,7 @@ def join(pieces: Sequence[TokenRecord], prompt_length: int) -> TokenRecord:
 
 
 def common_columns(sequences: Sequence[TokenRecord]) -> list[str]:
-    """Returns the names of the sequences' arrays. Raises ValueError if only some of the sequences have one of them."""
+    """Returns the names of the sequences' arrays. Raises ValueError if only some of the sequences have an array."""
     names = list(dict.fromkeys(name for sequence in sequences for name in sequence.columns))
     for name in names:
         if (count := sum(name in sequence.columns for sequence in sequences)) < len(sequences):

@@ -107,7 +107,7 @@ class Options:
     """The command-line options that are not part of the configuration."""
 
     dry_run: bool = False
-    """Whether to print only what the run would take."""
+    """Whether to print the memory and the work that the run would take, and not to train."""
     compile: str | None = None
     """The machine to compile the step for, such as h100:1x8; None: the step is not compiled."""
     json: str | None = None
@@ -119,7 +119,7 @@ class Options:
 def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
     """Splits a command line into the words of the configuration and the options of this program.
 
-    Raises ConfigError if an option lacks its value, or goes with another option that is missing.
+    Raises ConfigError if an option lacks its value, or needs another option that is not given.
     """
     found, words = read_options(Options, argv)
     options = Options(**found)
@@ -151,7 +151,7 @@ def describe_run(config: Config, options: Options) -> None:
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Reads the inputs of a run.
+    """Reads the inputs of a run: configuration, shape of the policy, tokenizer and mesh. It logs what may be wrong.
 
     Raises ConfigError if the model cannot be read, or if model, tokenizer and devices do not fit together.
     """
@@ -181,7 +181,7 @@ def read_inputs(config: Config) -> Inputs:
 
 
 def run(config: Config, owner: Ownership, processes: Processes, trackers: Trackers) -> int:
-    """Trains in the run directory, which this process owns, and starts the trackers; returns the exit status."""
+    """Trains as process 0, which owns the run directory, and starts the trackers; returns the exit status."""
     run_dir = Path(config.run.dir)
     inputs = read_inputs(config)
     config = inputs.config

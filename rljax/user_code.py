@@ -105,9 +105,9 @@ def _load_file(file: Path) -> ModuleType:
 
 @contextmanager
 def _searched(directory: str) -> Iterator[None]:
-    """Searches a directory for modules, before all others within the block.
+    """Searches a directory for modules: before all others during a ``with`` block.
 
-    After the block it is searched last, so that it hides no installed module.
+    After the block the directory is searched last, so that it hides no installed module.
     """
     sys.path.insert(0, directory)
     try:
@@ -119,9 +119,9 @@ def _searched(directory: str) -> Iterator[None]:
 
 
 def located(error: BaseException) -> str:
-    """Describes an exception in one line, with the file and line of the person's code that was reached last.
+    """Describes an exception in one line, with the file and line of the user's code that was reached last.
 
-    Code of Python and of installed packages does not count. If no other code was reached, the line names no file.
+    Code of Python, rljax and installed packages does not count. If no other code was reached, the line names no file.
     """
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
     places = [place for place in frames if not place[0].startswith(_NOT_THEIRS)]

@@ -106,7 +106,7 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
 
     If there are several right answers, ``ALTERNATIVES`` has them all. ``where``, the file and row number, begins each
     message. ``form`` is a key of ``FORMS``, or the keys that the user names; None: it is found from the row's keys.
-    With ``whole`` the problem also has ``COLUMNS`` and ``TRUTH``; its right answer may be a record, or "" without one.
+    With ``whole`` the problem may also have ``COLUMNS`` and ``TRUTH``. Its right answer may be a record, or "" if none.
 
     Raises:
       NoAnswerError: The right answer is empty.
@@ -190,7 +190,7 @@ def right_answers(problem: Problem) -> str | list[str]:
 
 
 def single_answer(problem: Problem) -> str:
-    """Returns the only text of a list of one right answer, or else ``answer``."""
+    """Returns the right answer of a problem: the only text of a list under ``TRUTH``, or else ``answer``."""
     match problem.get(TRUTH):
         case [str(only)]:
             return only
@@ -257,7 +257,7 @@ def write_rows(
 
 
 def read_provenance(path: str | Path) -> dict[str, Any] | None:
-    """Reads the provenance that ``write_rows`` stored, or None. Raises ValueError if the file is not Parquet."""
+    """Reads the provenance that ``write_rows`` stored; None if none. Raises ValueError if the file is not Parquet."""
     with parquet_file(path) as file:
         metadata = file.schema_arrow.metadata or {}
     return parse_json(metadata[_KEY]) if _KEY in metadata else None

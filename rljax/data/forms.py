@@ -76,7 +76,7 @@ class Alternatives(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of a row that are read."""
+    """The keys of a row, by what is read from them."""
 
     prompt: str  # the key of the prompt; "" if there is none
     answers: tuple[str, ...]  # the keys of the right answer; the answers under them must agree
@@ -111,7 +111,7 @@ def unread_keys(row: Mapping[str, Any], form: Form) -> tuple[str, ...]:
 
 
 def take(row: Mapping[str, Any], form: Form, where: str, *, whole: bool = False) -> tuple[Any, Any]:
-    """Returns (prompt, right answer) of a row without changes. ``form`` None: it is found from the row's keys.
+    """Returns (prompt, right answer) of a row, the answer without its working. ``form`` None: the row's keys tell it.
 
     Several right answers are ``Alternatives``. With ``whole`` a row without a key for the answer, or with a record that
     holds none, has the answer "".

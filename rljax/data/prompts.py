@@ -259,7 +259,7 @@ def render_problem(
 ) -> Problem:
     """Returns a problem whose prompt is the text to tokenise, rendered as ``ProblemsConfig.chat_template`` describes.
 
-    It has ``TEMPLATED`` if the chat template wrote the prompt, and ``RAW_PROMPT`` keeps a prompt that had another form.
+    If the chat template wrote the prompt, the result has ``TEMPLATED``. ``RAW_PROMPT`` keeps a prompt of another form.
     Without a tokenizer no template is applied. ``arguments`` are further arguments of the template, from
     ``template_arguments``.
 
@@ -286,7 +286,7 @@ def render_problem(
 def prompt_ids(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
     """Returns the token ids of a problem's rendered prompt, int32 [s].
 
-    The special tokens that the tokenizer puts before a text are before it, unless the chat template wrote the prompt.
+    A prompt that no chat template wrote begins with the special tokens that the tokenizer puts before a text.
     """
     text = problem["prompt"]
     return tokenizer.encode(text) if problem.get(TEMPLATED) else tokenizer.encode_prompt(text)
@@ -309,7 +309,7 @@ def say_marks(problems: Sequence[Problem], tokenizer: Tokenizer) -> None:
 
 
 def prompt_key(text: str) -> bytes:
-    """Returns a hash of a prompt, after Unicode NFC and with each run of spaces as one space."""
+    """Returns a hash of a prompt, after Unicode NFC and with one space for each run of white space."""
     return hashlib.sha256(" ".join(unicodedata.normalize("NFC", text).split()).encode()).digest()
 
 
@@ -319,8 +319,8 @@ def drop_long(
     """Returns the problems whose prompts have at most ``limit`` tokens.
 
     Raises:
-      ValueError: No problem is left, or a longer one may not be dropped. The message has the counts and ends with
-        ``remedy``.
+      ValueError: No problem is left, or there is a longer one and ``may_drop`` is false. The message has the counts and
+        ends with ``remedy``.
     """
     lengths = [len(prompt_ids(problem, tokenizer)) for problem in problems]
     if max(lengths) <= limit:

@@ -31,7 +31,7 @@ def one_set(names: Iterable[str], where: str) -> list[str]:
 
 
 def source_files(path: str | Path) -> list[Path]:
-    """Returns the file of a path, or all shards of a directory or of a ``*``. Raises ValueError as ``one_set`` does."""
+    """Returns the file of a path, or all shards of a directory or ``*`` pattern. Raises ValueError like ``one_set``."""
     path = Path(path)
     if path.is_file():
         return [path]

@@ -41,10 +41,10 @@ class Tokenizer:
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, named: Mapping[str, str], chat_template: str | None = None
     ) -> None:
-        """Prepares the tokenizer of the ``tokenizers`` library, which is changed.
+        """Prepares a tokenizer of the ``tokenizers`` library, which is changed in place.
 
         ``named`` are the special tokens by the names in chat templates (``eos_token``, ``pad_token``, ...). The chat
-        template is a jinja2 text.
+        template is a jinja2 text. Raises ValueError without an ``eos_token``.
         """
         if "eos_token" not in named:
             raise ValueError("the tokenizer names no eos_token")
@@ -73,7 +73,7 @@ class Tokenizer:
 
     @functools.cached_property
     def prefix(self) -> tuple[int, ...]:
-        """The special tokens that the tokenizer puts before a text, such as a BOS. Tokens behind it are left out."""
+        """The ids of the special tokens that the tokenizer puts before a text, such as a BOS, not those behind it."""
         processor = self._tokenizer.post_processor
         if processor is None:
             return ()
@@ -106,7 +106,7 @@ class Tokenizer:
         A last message of the assistant begins this answer. The template gets ``arguments`` such as ``enable_thinking``.
 
         Raises:
-          ValueError: The template refuses the messages, or does not name an argument.
+          ValueError: The template refuses the messages, or does not use an argument.
         """
         begun = any(message.get("role") == "assistant" and message.get("content") for message in messages[-1:])
         ending = {"add_generation_prompt": not begun, "continue_final_message": begun}
@@ -121,7 +121,7 @@ class Tokenizer:
         ``enable_thinking``.
 
         Raises:
-          ValueError: The template refuses the messages or leaves one out, does not name an argument, or ends an answer
+          ValueError: The template refuses the messages or leaves one out, does not use an argument, or ends an answer
             in another way when messages follow.
         """
         if not self.has_chat_template:
@@ -167,7 +167,7 @@ class Tokenizer:
 
     @functools.cached_property
     def template_stop(self) -> int | None:
-        """The special token with which the chat template ends an answer, or None if it cannot be told."""
+        """The id of the special token with which the chat template ends an answer, or None if it cannot be told."""
         if not self.has_chat_template:
             return None
         try:
@@ -194,7 +194,7 @@ class Tokenizer:
         }
 
     def digest(self) -> str:
-        """Returns a hash of the facts that decide ids and texts, hexadecimal."""
+        """Returns a hash, in hexadecimal digits, of the facts under ``tokenizer``, which decide ids and texts."""
         return hashlib.sha256(json.dumps(self.facts()["tokenizer"], sort_keys=True).encode()).hexdigest()
 
     def save(self, directory: str | Path) -> None:

@@ -66,7 +66,7 @@ class NamedReward:
             raise ValueError(f"takes {shown}{why}; a reward takes {FORMS}")
 
     def __call__(self, problem: Mapping[str, Any], response: str, truncated: bool) -> float:
-        """Returns the reward. Raises the errors of the function, and ValueError or TypeError if it is not a number."""
+        """Returns the reward. Raises the function's errors, and ValueError or TypeError if its result is no number."""
         if self._form is None or self._form == "rljax":
             return self._number(self._function(problem, response, truncated))
         values = _VALUES[self._form](problem, response)

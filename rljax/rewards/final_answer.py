@@ -65,7 +65,7 @@ def _without_labels(text: str) -> str:
 
 
 def last_tag(text: str) -> tuple[int, str | None]:
-    """Returns (start of the last tag that is not empty, its content); (-1, None) without one."""
+    """Returns (start of the last ``<answer>`` tag that is not empty, its content); (-1, None) without one."""
     tags = [each for each in _TAG.finditer(text) if each[1].strip()]
     return (tags[-1].start(), tags[-1][1].strip()) if tags else (-1, None)
 

@@ -52,7 +52,7 @@ _TWO_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\d")  # the library reads 4 2 as a b
 
 @functools.lru_cache(maxsize=1024)
 def parsed(text: str) -> tuple[Any, ...]:
-    """Parses the complete text with sympy; an empty tuple if any part of it cannot be parsed."""
+    """Returns the values that math-verify reads in a text; an empty tuple if any part of it cannot be parsed."""
     text = rewrite_numbers(text)
     if not braces_balance(text) or _TWO_NUMBERS.search(text):
         return ()

@@ -47,7 +47,7 @@ class RewardPool:
           unscored: The reward of a response that could not be scored.
 
         Raises:
-          ValueError: The reward cannot be found, or a worker cannot import it.
+          ValueError: The reward cannot be found or imported here, or another argument is out of its range.
         """
         if workers is None and reward in CHEAP:
             workers = 0
@@ -68,7 +68,7 @@ class RewardPool:
     def submit(self, problem: Mapping[str, Any], response: str, truncated: bool) -> Future[float]:
         """Starts to score one response.
 
-        The result of the future is a finite float, or ``unscored`` if the response could not be scored. It raises
+        The result of the future is a finite float, or ``unscored`` if the response cannot be scored. The future raises
         RuntimeError only if no worker can be started, and CancelledError after ``close``.
 
         Raises:

@@ -88,7 +88,7 @@ def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, tru
 
 
 def score_responses(frames: Frames, path: str) -> None:
-    """Scores responses in a child process with the reward ``path``; a request has the last arguments of ``score``."""
+    """Scores responses in a child process with the reward ``path``. A request is (problem, response, truncated)."""
     try:
         reward = resolve_reward(path)
     except ValueError as error:

@@ -113,10 +113,10 @@ def make_engine(
         embedded engine uses the rollout dtype. The exact engine ignores it, because its executable has its own setting.
       make_executable: A function that makes the trainer's executable. Only the exact engine needs it.
       functions: The functions of the policy for HTTP servers. None: those that ``policy_functions`` returns.
-      publish: The way in which weights come to HTTP servers.
+      publish: The way in which weights come to HTTP servers. None: the defaults.
       stop: The object that tells an engine of HTTP servers when to give up a wait.
       probe_prompts: The prompts from which probes for HTTP servers are made.
-      step_prompts: The number of prompts of a step, to which the embedded engine pads smaller requests; 0: no padding.
+      step_prompts: The number of prompts of a step, up to which the embedded engine pads requests; 0: no padding.
 
     Raises:
       ConfigError: No server answers in time, or there is no room for weights.
@@ -186,7 +186,7 @@ def make_backend(engine: str) -> Backend:
 def connect(
     urls: Sequence[str], limits: ClientLimits | None = None, *, kind: str = "vllm", api_key_file: str | None = None
 ) -> ServedModel:
-    """Connects to servers, vllm or sglang, that sample from the model that they were started with.
+    """Connects to servers of one ``kind``, vllm or sglang, which sample from the model that they were started with.
 
     ``urls`` are their base URLs, and ``api_key_file`` is the file with their key. ``limits`` None: the defaults.
 

@@ -25,11 +25,11 @@ _SCORE_BYTES = 2**30  # the most bytes of one layer's float32 attention scores o
 
 
 CacheSpec = tuple[tuple[StateArray, ...], ...]
-"""The arrays of a cache (``policy.model.States``)."""
+"""The descriptions of the arrays of a cache, in the structure of ``policy.model.States``."""
 
 
 def cache_spec(config: PolicyConfig, rows: int, places: int, dtype: Any, cache_dtype: Any) -> CacheSpec:
-    """Returns the arrays of the cache of ``rows`` rows (``Mixer.state_spec``)."""
+    """Returns the descriptions of the arrays of a cache, ``rows`` rows of ``places`` tokens (``Mixer.state_spec``)."""
     periods = FAMILIES[config.family].periods(config)
     specs = (block.attention.state_spec(rows, places, dtype, cache_dtype) for block in blocks_of(config))
     return tuple(tuple(StateArray((periods, *s.shape), s.dtype, ("layers", *s.axes)) for s in spec) for spec in specs)
@@ -38,8 +38,8 @@ def cache_spec(config: PolicyConfig, rows: int, places: int, dtype: Any, cache_d
 def cache_row_bytes(config: PolicyConfig, mesh: Mesh, places: int, dtype: Any, cache_dtype: Any) -> float:
     """Returns the bytes that one row of the cache takes on each device of ``mesh``, on average.
 
-    The mesh splits the rows of the cache, and its heads where their number divides evenly. ``Mixer.state_spec`` has the
-    same arguments.
+    The mesh splits the rows of the cache, and its heads where their number divides evenly. ``places`` is the number of
+    tokens of a row. The dtypes are as in ``Mixer.state_spec``.
     """
     total = 0
     for shape, kept_in, axes in itertools.chain.from_iterable(cache_spec(config, 1, places, dtype, cache_dtype)):
@@ -50,7 +50,7 @@ def cache_row_bytes(config: PolicyConfig, mesh: Mesh, places: int, dtype: Any, c
 
 
 class DecodeSizes(NamedTuple):
-    """The sizes of a continuous batch."""
+    """The sizes of a batch in which a new response takes the slot of a finished one."""
 
     slots: int  # the number of responses that are decoded at once
     # The number of responses to one prompt that start together. It divides the responses to a prompt. A prompt is
@@ -63,7 +63,7 @@ def batch_sizes(rows: int, n: int, budget: int, ways: int) -> DecodeSizes:
     """Returns the sizes of the batch that decodes ``rows`` responses, ``n`` to a prompt.
 
     Memory has room for the cache of ``budget`` responses, and the mesh splits rows into ``ways`` parts. The slots are a
-    multiple of ``ways``, because otherwise every device has all of them. That may exceed a very small budget.
+    multiple of ``ways``, because otherwise every device has all slots. So they may exceed a very small budget.
     """
     whole = -(-rows // ways) * ways
     most = max(1, budget // 8)
@@ -96,7 +96,7 @@ def cache_room(free: int | None, devices: int) -> float:
 
 
 def free_cache_room(mesh: Mesh) -> float:
-    """Returns the smallest ``cache_room`` of the devices of ``mesh`` (bytes). All processes return the same."""
+    """Returns the smallest ``cache_room`` of each process's first device (bytes). All processes return the same."""
     devices = mesh.local_devices
     stats = devices[0].memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
@@ -113,15 +113,15 @@ def padded_rows(count: int) -> int:
 
 
 def repeats(prompts: Sequence[np.ndarray]) -> int:
-    """Returns the number of neighbours with equal tokens, or the largest divisor where these numbers differ."""
+    """Returns the number of equal prompts in each run of neighbours, or the greatest common divisor if runs differ."""
     return math.gcd(*(len(list(equal)) for _, equal in itertools.groupby(prompts, lambda ids: ids.tobytes())))
 
 
 def padded_width(longest: int, first: int, places: int) -> int:
     """Returns the width that prompts of later turns are padded to (tokens).
 
-    It is ``first``, doubled until the ``longest`` prompt fits. It is smaller than ``places``, the tokens of a row that
-    fit into the cache, to leave room for a response.
+    The width is ``first``, doubled until the ``longest`` prompt fits. It stays below ``places``, the tokens of a row of
+    the cache, to leave room for a response.
     """
     while first < longest:
         first *= 2
@@ -129,5 +129,5 @@ def padded_width(longest: int, first: int, places: int) -> int:
 
 
 def prefill_rows(config: PolicyConfig, width: int, ways: int) -> int:
-    """Returns the largest number of prompts of ``width`` tokens whose attention scores fit into memory together."""
+    """Returns the most prompts of ``width`` tokens whose attention scores, split ``ways`` ways, fit into memory."""
     return max(1, _SCORE_BYTES * ways // (4 * config.num_heads * width * width))

@@ -3,8 +3,8 @@
 A *slot* is one row of the cache, which holds whatever the policy's mixers ask for (``Mixer.state_spec``). The places of
 a row form a ring. All slots write their next key and value at the same place, the ring's *time*, which moves on by one
 with each token. A response needs ``prompt + response`` places, and the ring has at least that many, so no slot
-overwrites its own keys. The mask of a slot marks the places of the response that it holds now. The others hold keys of
-an earlier response.
+overwrites its own keys. The mask of a slot marks the places of its prompt and its present response. All other
+places hold keys of earlier responses.
 
 Each response depends on the seed, on its own number and on its prompt. It does not depend on the slot or on the other
 rows, except that products of another shape may round differently.
@@ -34,7 +34,7 @@ from rljax.tokens import COLUMNS, TOPS
 
 
 class Slots(NamedTuple):
-    """The rows that are being decoded."""
+    """The state of all slots: the response that each slot decodes, and its cache."""
 
     time: Int[Array, ""]  # the place of the ring at which the next keys and values are written
     # The number of the response in each slot, from 0. A free slot has the total number of responses here.
@@ -47,11 +47,11 @@ class Slots(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The samples so far."""
+    """The tokens that were sampled so far, of all responses."""
 
     tokens: Any  # int32 [n, r], the tokens of each response, 0 after its end
-    # Their arrays [n, r, ...] by name, as in ``NextTokens``, filled after the end; with the experts of each token where
-    # they are kept, as ``routes`` [n, r, l, k].
+    # The arrays [n, r, ...] of the tokens by name, as in ``NextTokens``, filled after the end. Where experts are kept,
+    # ``routes`` [n, r, l, k] has those of each token.
     arrays: dict[str, Any]
     counts: Int[Array, " n"]  # the number of tokens of each response
     stopped: Bool[Array, " n"]  # whether a stop token ended the response
@@ -82,7 +82,7 @@ class Queue:
         return min(self._group, self.left) * self._batch.unit if self.left else self._batch.slots
 
     def admitted(self, free: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yields the last five arguments of ``admit`` for each group of units that starts now.
+        """Yields the last five positional arguments of ``admit`` for each group of units that starts now.
 
         ``free`` are the indices of the free slots, int [f]. A group that is too small is filled up.
         """
@@ -106,11 +106,10 @@ def cached(
     mask: Bool[Array, "b t s"],
     write_at: Int[Array, ""] | int,
 ) -> Where:
-    """Returns the tokens of rows whose keys and values are in a cache. ``valid`` are those that are not padding.
+    """Returns the ``Where`` of new tokens whose keys and values go into a cache. ``valid`` tells tokens from padding.
 
-    Attention writes the new ones in the dtype of the cache, from place ``write_at`` on. Then it reads all keys and
-    values from the cache. So even the new ones are rounded to the dtype of the cache. ``mask`` says which places each
-    query attends to.
+    Attention writes these keys and values in the dtype of the cache, from place ``write_at`` on. Then it reads all keys
+    and values from the cache, rounded to its dtype. ``mask`` says which places each new token attends to.
     """
 
     def attend_to_cache(q: Array, k: Array, v: Array, state: BlockState | None) -> tuple[Array, BlockState]:
@@ -145,13 +144,13 @@ def empty(
     with_routes: bool,
     reported: int = 0,
 ) -> tuple[Slots, Sampled]:
-    """Returns free slots and no samples.
+    """Returns slots that are all free, and arrays of samples without any token yet.
 
     Args:
       dtype, cache_dtype: The dtype of the hidden states, and of the cached keys and values.
       width: The length that prompts are padded to.
       rows: The number of responses.
-      limit: The longest response.
+      limit: The longest response (tokens).
       places: The size of the ring, which is more than ``width`` and holds the longest prompt with its response.
       with_routes: Whether the experts of the tokens are kept.
       reported: The number of likeliest tokens that are kept at each position.
@@ -238,7 +237,7 @@ def admit(
       lengths: The number of tokens of each prompt.
       rows: The numbers of the responses to each prompt that start now.
       into: The slot of each of these responses.
-      numbers: The number of each prompt.
+      numbers: The number of each prompt in the request, from 0.
       cache_dtype: The dtype of cached keys and values.
     """
     group, width = prompts.shape

@@ -8,7 +8,7 @@ All responses are decoded at once if their cache fits into the budget of tokens.
 place of a finished one (``rljax.rollout.decoding``).
 
 With a cache of 8 bits the engine samples from the numbers that the cache of a quantized engine holds. For weights of 8
-bits it is wrapped (``rljax.rollout.injected``).
+bits another engine wraps this one (``rljax.rollout.injected``).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class JaxEngine(RolloutEngine):
         self._version, self._room = 0, 0.0
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Casts ``params`` to the rollout dtype and keeps them."""
+        """Keeps a copy of ``params`` in the rollout dtype. Returns the metric ``time/publish_s``."""
         start = time.perf_counter()
         with jax.set_mesh(self.mesh):
             self._params = jax.block_until_ready(self._functions.cast(params))
@@ -173,7 +173,7 @@ class JaxEngine(RolloutEngine):
         *,
         seed: int,
     ) -> list[np.ndarray]:
-        """Samples the rest of turns of which the first tokens are known. Returns the tokens after these, int32 [t].
+        """Samples the rest of turns whose first tokens are known. Returns the further tokens of each turn, int32 [t].
 
         Args:
           requests: The tokens before each turn, and the most tokens of it.
@@ -285,7 +285,7 @@ class JaxEngine(RolloutEngine):
         numbers: np.ndarray | None,
         with_routes: bool = False,
     ) -> Sampled:
-        """Returns arrays on the host with room for ``rows.responses``. Responses to the existing prompts come first.
+        """Returns samples on the host with room for ``rows.responses``. Responses to the existing prompts come first.
 
         ``forced`` and ``numbers`` are those of ``decoding.decode``.
         """

@@ -61,11 +61,11 @@ class RolloutEngine(Protocol):
         Each response has the number of its trajectory as ``prompt_index``, and the number of its turn minus 1 as
         ``sample_index``. Requests may be put at any time while the responses are iterated, also from other threads. By
         default all open trajectories go on together, in rounds of ``answer_round``. Each round has its own seed, and
-        waits until each trajectory has a request. The metrics are the sums over the rounds.
+        waits until each open trajectory has a request. The metrics are the sums over the rounds.
 
         ``sampling`` has the most tokens of a turn as ``max_response_tokens``. The seed fixes the samples as far as the
-        engine can. With rounds this is so only if an environment always answers the same turn in the same way. It
-        raises the errors of ``generate``, and the error that was given to ``queue.fail``.
+        engine can. With rounds this is so only if an environment always answers the same turn in the same way. The
+        errors are those of ``generate``, and the error that was given to ``queue.fail``.
         """
         metrics: dict[str, float] = {}
 
@@ -82,9 +82,9 @@ class RolloutEngine(Protocol):
         return Samples(responses(), metrics)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples one turn for each of ``requests``, at least one. Settings and errors are as in ``answer``.
+        """Samples one turn for each of one or more ``requests``. Settings and errors are as in ``answer``.
 
-        An engine with an ``answer`` of its own needs none.
+        An engine with an ``answer`` of its own need not have this method.
         """
         raise RuntimeError("this engine answers no rounds")
 
@@ -98,7 +98,7 @@ class RolloutEngine(Protocol):
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """Makes ``params`` the policy of all later samples, and returns once the engine is proven to use them.
 
-        The parameters are float32 masters, or the base with adapters merged into it. The result has the metrics since
+        The parameters are float32 masters, or the base model with adapters merged in. The result has the metrics since
         the publish before (``time/*_s``, ``publish/*``, ``rollout/*``). It has no metrics of sampling, and no key of
         :class:`Samples`.
 
@@ -112,13 +112,13 @@ class RolloutEngine(Protocol):
 
 
 AHEAD: ContextVar[int | None] = ContextVar("AHEAD", default=None)
-"""The step for which this thread samples ahead; None on the thread that publishes, which alone may use the policy.
+"""The step whose batch the calling thread samples in advance; None on the thread that publishes.
 
-Another thread must not use it: the trainer may have reused the buffers of the policy that was published last."""
+Only that thread may use the published parameters. For any other, the trainer may have reused their buffers."""
 
 
 class Stopping(Protocol):
-    """The run, as an engine that waits for servers or responses sees it. Any thread may call the methods."""
+    """The view of the run for an engine that waits for servers or responses. Any thread may call the methods."""
 
     def is_requested(self) -> bool:
         """Returns whether the run was asked to stop, so that no new wait may begin."""
@@ -131,7 +131,7 @@ class Stopping(Protocol):
 
 
 def check_wanted(stop: Stopping | None, meanwhile: str = "responses were sampled") -> None:
-    """Raises StoppedWaitingError if the work under way must be given up. ``meanwhile`` says what was awaited."""
+    """Raises StoppedWaitingError if the work under way must be given up. ``meanwhile`` describes it in the message."""
     if stop is not None and stop.gives_up():
         raise StoppedWaitingError(f"asked to stop while {meanwhile}")
 
@@ -146,7 +146,7 @@ class TurnRequest(NamedTuple):
     max_tokens: int  # the most tokens of the turn
 
     def check_room(self, room: int, owner: str) -> None:
-        """Raises ValueError if the tokens and the turn may exceed ``room``. The message names the room's ``owner``."""
+        """Raises ValueError if the tokens and the turn may exceed ``room`` tokens. The message names its ``owner``."""
         if len(self.tokens) + self.max_tokens > room:
             before = f"turn {self.turn} of trajectory {self.key} would have {len(self.tokens)} tokens before it"
             raise ValueError(f"{before} and up to {self.max_tokens} of its own; {owner} {room}")
@@ -179,7 +179,7 @@ class TurnQueue:
             return not self._open
 
     def put(self, request: TurnRequest) -> None:
-        """Adds the request for the next turn of an open trajectory, which has no waiting request."""
+        """Adds the request for the next turn of an open trajectory, of which no request may be waiting."""
         with self._changed:
             assert request.key in self._open
             assert request.key not in self._waiting
@@ -216,14 +216,14 @@ class TurnQueue:
         self._wake = wake
 
     def take(self) -> list[TurnRequest]:
-        """Returns the requests that wait now, in order of key.
+        """Removes the requests that wait now, and returns them in order of key.
 
         Raises StoppedWaitingError if the run gives the responses up, and the error that was given to ``fail``.
         """
         return self._take(lambda: True)
 
     def take_round(self) -> list[TurnRequest]:
-        """Waits until each open trajectory has a waiting request, and returns all of them in order of key.
+        """Waits until each open trajectory has a waiting request. Removes and returns them in order of key.
 
         The list is empty once all trajectories have ended. It raises the errors of :meth:`take`.
         """

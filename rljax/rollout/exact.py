@@ -1,8 +1,8 @@
 """The engine with exactly zero mismatch: it samples from the log-softmax rows of the trainer's own executable.
 
-It runs the whole forward and backward on the rows so far, and samples a token from the distribution after each row's
-last token. The token's entry in that distribution is kept as its log-probability, so nothing is scored again. Sequence
-i of a request is in row i % b, where it will also be trained. A cut distribution (``top_k``) is made from the same
+The engine runs the whole forward and backward on the rows so far, and samples a token from the distribution after each
+row's last token. The token's entry there is kept as its log-probability, so nothing is scored again. Sequence i of a
+request is in row i % b, where it will also be trained. A cut distribution (``top_k``) is made from the same
 numbers, by the trainer's own operations.
 
 A second engine may guess the tokens that follow. It samples with the same random keys, so most guesses are right. One
@@ -42,7 +42,7 @@ class Executable(Protocol):
     def log_softmax(self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float) -> jax.Array:
         """Returns the log-softmax of the logits divided by ``temperature`` at each position, float32 [b, t, v].
 
-        Position i has the distribution of the next token. ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is the
+        Position i has the distribution of token i + 1. ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is the
         number of tokens of each row; all later positions are padding.
         """
 
@@ -128,7 +128,7 @@ class ExactEngine(RolloutEngine):
         self._version = 0
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Keeps the masters without copying them. A training step reuses their buffers, so publish after each step."""
+        """Keeps ``params`` without copying them. A training step reuses their buffers, so publish after each step."""
         self._params, self._version = params, policy_version
         return {} if self._drafts is None else self._drafts.publish(params, policy_version)
 
@@ -150,7 +150,7 @@ class ExactEngine(RolloutEngine):
         return self._sample(batches, sampling, seed)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples each turn of trajectory i in row i % b, where the whole trajectory will also be trained.
+        """Samples each turn of trajectory i in row i % b of b rows, where the whole trajectory will also be trained.
 
         Raises ValueError if a request's tokens and the longest turn do not fit into a row.
         """

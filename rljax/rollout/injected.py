@@ -110,7 +110,7 @@ def add_noise(params: Params, logical: Params, size: Array, seed: Array, version
 
 
 class InjectedEngine(RolloutEngine):
-    """RolloutEngine around another engine, to which it publishes changed weights. No memory for weights is saved.
+    """RolloutEngine around another engine, to which it publishes changed weights. Rounded weights save no memory.
 
     A response names the version whose weights were changed. With ``staleness`` k that is the version published k
     versions ago, or the oldest one if there are fewer. So a resumed run reaches the full staleness only after k steps.
@@ -130,7 +130,7 @@ class InjectedEngine(RolloutEngine):
         self._kept: deque[tuple[int, Params]] = deque(maxlen=inject.staleness + 1)
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Changes the weights as the configuration says, and publishes them to the wrapped engine."""
+        """Changes the weights as the ``InjectConfig`` says, and publishes them to the wrapped engine."""
         inject = self._inject
         with jax.set_mesh(self._mesh):
             if inject.staleness:

@@ -90,7 +90,7 @@ WISHES = (
 
 
 def can(engine: str, ability: Ability, platform: str = "") -> bool:
-    """Returns whether an engine has an ability, on servers of a ``platform``. Raises ValueError for another engine."""
+    """Returns whether an engine has an ability, on servers of a ``platform``. Raises ValueError for an unknown name."""
     if engine not in ENGINES:
         raise ValueError(f"the engine must be {_either(ENGINES)}, got {engine!r}")
     return ability in ENGINES[engine] and ability not in LACKING.get(platform, ())

@@ -84,7 +84,7 @@ def token_key(seed: Array, numbers: Int[Array, " m"], position: Array) -> Array:
 def with_noise(
     logits: Float[Array, "b v"], keys: Array, temperature: Array, inject: InjectConfig | None
 ) -> Float[Array, "b v"]:
-    """Adds Gaussian noise of ``inject.logit_noise``, divided by the temperature, to logits that were divided by it.
+    """Adds Gaussian noise, of standard deviation ``inject.logit_noise`` / ``temperature``, to logits divided by it.
 
     Each row has noise of its own, from its random key and ``NOISE_SEED``. Without noise the logits stay as they are.
     """
@@ -99,8 +99,8 @@ class NextTokens(NamedTuple):
     """The next token of each row."""
 
     tokens: Int[Array, " b"]  # the token ids
-    # Its arrays [b, ...] by their names in ``tokens.COLUMNS``. The log-probabilities are those of the distribution that
-    # is sampled from. The likeliest tokens are there where some are reported.
+    # The arrays [b, ...] of the tokens by their names in ``tokens.COLUMNS``. The log-probabilities are those of the
+    # distribution that is sampled from. The likeliest tokens are there where some are reported.
     arrays: dict[str, Array]
 
 

@@ -53,14 +53,14 @@ class VerifyConfig:
     """
 
     prompts: int = 4
-    """The number of probe prompts of one measurement. They are made from prompts of the run. The first measurement of a
-    publish has half of them. There are at least 16, and no half, for a mixture of experts, for a server that rounds to
-    8 bits as ``rollout.server_form`` says, and without a run."""
+    """The number of probe prompts of one measurement, made from prompts of the run. The first measurement of a publish
+    has half of them. Each measurement has all of them, and at least 16, for a mixture of experts, for a server that
+    rounds to 8 bits (``rollout.server_form``), and where no run gives prompts."""
     tokens: int = 12
     """The number of tokens generated from each prompt; at least 16 for a server that rounds to 8 bits."""
     factor: float = 4.0
-    """The band as a multiple of the worst measurement at the first publish. Each dtype has a lowest and a highest
-    band."""
+    """The largest mean difference of log-probabilities that passes, as a multiple of the worst one at the first
+    publish. Each dtype has a lowest and a highest limit for it."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prompts", "tokens", "factor")
@@ -83,8 +83,8 @@ class InjectConfig:
     dtype: Literal["same", "bfloat16", "float16"] = "same"
     """The dtype that the weights are rounded to. same: the weights stay as published."""
     logit_noise: float = 0.0
-    """The standard deviation of the Gaussian noise on each logit before sampling. A token, or a version of the weights,
-    gets the same noise each time it is sampled. Greedy sampling, as in an evaluation, has none."""
+    """The standard deviation of the Gaussian noise on each logit before sampling. A response that is sampled again
+    from the same seed gets the same noise. Greedy sampling, as in an evaluation, has none."""
     staleness: int = 0
     """The number of policy versions by which the sampling weights are older than the published ones."""
 
@@ -153,7 +153,7 @@ class RolloutConfig:
     """The number of responses to each prompt, at least 2 for the leave-one-out baseline."""
     refill: bool = False
     """Whether groups whose rewards are all equal, which carry no loss, are replaced by groups of new prompts. A further
-    round of sampling asks for as many prompts as groups are missing. After four of them the earliest groups without
+    round of sampling asks for as many prompts as groups are missing. After four such rounds the first groups without
     signal fill the batch up."""
     max_response_tokens: int = 8192
     """The longest response, the end-of-sequence token included (tokens). With an ``environment``: the longest

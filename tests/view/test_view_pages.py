@@ -162,7 +162,7 @@ def test_roles_choose_columns_and_wrong_words_are_refused(tmp_path):
     assert {words: " ".join(choose_pair(dump, *words)) for words in chosen} == chosen
     for roles, pair in (("rollout rollout ", "c a"), ("trainer trainer ", "a c"), ("rollout rollout", "b a")):
         of = {name: ColumnSource(role=role) for name, role in zip("abc", roles.split(" "), strict=False)}
-        assert " ".join(choose_pair(make_dump(["x"], [[1]], [[True]], dict.fromkeys(of, [[-1.0]]), of))) == pair
+        assert " ".join(choose_pair(make_dump(["x"], [[1]], [[True]], {name: [[-1.0]] for name in of}, of))) == pair
     with pytest.raises(ValueError, match=r"no column 'd' in the dump, which has \['a', 'b', 'b@2', 'c'\]"):
         choose_pair(dump, trainer="d")
     with pytest.raises(ValueError, match="two different columns"):

@@ -16,7 +16,7 @@ class EpisodeConfig:
     """The limits of one trajectory with an environment. ``rollout.max_response_tokens`` limits its tokens."""
 
     max_turns: int = 8
-    """The most turns of a trajectory. The policy does not read the reply to the last."""
+    """The most turns of a trajectory. The policy does not read the reply to the last turn."""
     max_turn_tokens: int = 0
     """The most tokens that the policy samples in one turn. 0: as many as ``rollout.max_response_tokens`` leaves."""
     max_rows: int = 1
@@ -29,7 +29,7 @@ class EpisodeConfig:
     workers: int = 1
     """The number of processes that environments run in. Each may hold thousands of them."""
     memory_gib: float = 4.0
-    """The memory limit of each of these processes and of each tool's process (GiB)."""
+    """The memory limit of each process of environments and of each tool's process (GiB)."""
 
     @property
     def busy_s(self) -> float:

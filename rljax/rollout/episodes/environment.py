@@ -11,7 +11,7 @@ from rljax import user_code
 from rljax.rewards.resolve import accepts
 
 Content = str | Sequence[Mapping[str, str]] | None
-"""The writing of an environment: a text that is taken as it stands, or chat messages, or nothing."""
+"""The type of what an environment writes: a text that is taken as it stands, chat messages, or None for nothing."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ _trajectory: ContextVar[int] = ContextVar("trajectory", default=0)
 
 
 def host_environments(frames: Frames, path: str, descriptor: int, limits: EpisodeConfig, tool_workers: int) -> None:
-    """Runs the environments of class ``path``, with so many tool processes, until the parent closes the socket."""
+    """Runs environments of class ``path``, and ``tool_workers`` tool processes, until the parent closes the socket."""
     try:
         make = find_environment(path)
     except ValueError as error:

@@ -83,8 +83,8 @@ class EnvironmentHosts:
     """Processes that hold the environments of many trajectories; a context manager.
 
     Each process runs its environments in one asyncio loop. A call that awaits for too long is cancelled. A process is
-    replaced if it crashes, runs out of memory, or its loop is blocked. All its trajectories are then lost. Any thread
-    may call all methods, and none of them waits.
+    replaced if it crashes, runs out of memory, or its loop is blocked. Its trajectories are then lost, but for those
+    whose ``reset`` can be sent again. Any thread may call all methods, of which only ``close`` waits.
 
     ``step`` and ``reward`` raise KeyError for a key without a trajectory. They and ``reset`` raise RuntimeError after
     ``close``. A second call for a trajectory before the first has ended raises ValueError.

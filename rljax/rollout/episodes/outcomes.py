@@ -130,7 +130,7 @@ class ToolEnded(msgspec.Struct, tag=True):
 
 
 class ToolUnasked(msgspec.Struct, tag=True):
-    """A process for tools that sent something unasked. ``said`` is the end of a sentence. The number is 0."""
+    """A report: a tool's process sent something unasked. ``said`` is the end of a sentence. The frame's number is 0."""
 
     said: str
 
@@ -140,7 +140,7 @@ HOST_MESSAGE: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(Hos
 
 
 class ProgressBoard:
-    """The shared memory with two numbers. The host process writes them; the parent can read them after a crash."""
+    """The shared memory in which a host process writes the running trajectory and a count, for its parent to read."""
 
     def __init__(self, descriptor: int | None = None):
         """Opens the memory of an inherited ``descriptor``, or makes a new one."""

@@ -24,7 +24,7 @@ from rljax.rollout.episodes.outcomes import UTF8_BYTES, ToolFailure, clip
 
 _IMPORT_S = 60.0
 REWARD = "reward "
-"""The word before the name of a reward that is called as a tool is, with its own time to be imported."""
+"""The prefix of the name of a reward that is called like a tool. Its import has a time limit of its own."""
 _reward = functools.cache(resolve_reward)
 _SHOWN = 320  # characters of the text of a failure
 ToolArguments = Mapping[str, Any] | Sequence[Any]
@@ -77,7 +77,7 @@ def refuse_call(reason: str) -> ToolResult:
 
 
 def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
-    """Sets the async function of path, arguments and ``counted`` that runs the tools of this process.
+    """Sets the async function that runs the tools of this process. It takes path, arguments and ``counted``.
 
     ``refuse_call`` calls ``count_refused`` once for each refused call.
     """
@@ -149,7 +149,7 @@ def start_tools(limits: EpisodeConfig, workers: int, on_unasked: Callable[[str],
 def run_in(process: Child, path: str, arguments: bytes, timeout_s: float, began: Callable[[], None]) -> ToolResult:
     """Calls the function ``path`` with pickled arguments in a process, which is replaced if it takes too long.
 
-    ``began`` is called once the process has imported the function. The result says if the tool failed. Raises
+    ``began`` is called once the process has imported the function. The result says whether the tool failed. Raises
     RuntimeError only if no process can be started.
     """
     limit_s, decoder = _IMPORT_S, Decoder(ToolResult)

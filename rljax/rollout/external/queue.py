@@ -77,7 +77,7 @@ class TrajectoryQueue:
             self.version = version
 
     def check_versions(self, trajectories: Iterable[Trajectory], where: str) -> None:
-        """Raises ValueError if a token was sampled with a policy version that does not exist.
+        """Raises ValueError if a token names a policy version above ``highest``, unless that is unknown.
 
         ``where`` is the name of the file or the request, for the message.
         """
@@ -94,7 +94,7 @@ class TrajectoryQueue:
         return read_trajectories(typed_rows(read_rows(path), str(path), self.limits), str(path), self.limits)
 
     def read_file(self) -> bool:
-        """Reads the next file of the directory. Returns whether there was one.
+        """Adds the trajectories of the next file of the directory. Returns whether there was one.
 
         Raises ValueError if a row of it cannot be used, and OSError if the directory cannot be listed.
         """
@@ -161,7 +161,7 @@ class TrajectoryQueue:
             return ready, len(self._complete) - ready, len(self._open)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits at most ``timeout_s`` seconds for another thread to add trajectories. Returns whether one did."""
+        """Waits at most ``timeout_s`` seconds for another thread's ``add``. Returns whether it added trajectories."""
         with self._changed:
             return self._changed.wait(timeout_s)
 

@@ -26,7 +26,7 @@ _ROUNDING = 1e-4  # the largest log-probability above 0 that counts as rounding 
 _LOWEST = -1e4  # the lowest log-probability that a sampled token can have (nats); vLLM writes -9999 for minus infinity
 
 DOUBTS = CONSTANT, AFTER_STOP, MIXED = "rollout/constant_logprobs", "rollout/after_stop", "rollout/mixed_prompts"
-"""The metrics: trajectories with equal log-probabilities, or with tokens after a stop token; groups of many prompts."""
+"""The metrics of odd data: trajectories with equal log-probabilities or tokens after a stop; groups of many prompts."""
 MIXED_REMEDY = "give each problem a group name of its own, also in later batches, if they are not meant to be compared"
 _SEVERAL = 8  # the fewest sampled tokens whose equal log-probabilities are odd
 
@@ -77,7 +77,7 @@ class Trajectory(NamedTuple):
 
 
 def row_type(limits: RowLimits) -> Any:
-    """Returns the type of a row. It reads the likeliest tokens and the routes only where ``limits`` needs them."""
+    """Returns a type of rows: ``PostedRow`` with likeliest tokens and routes only where ``limits`` needs them."""
     ids, logprobs = list[tuple[int, ...] | None] | None, list[tuple[float | None, ...] | None] | None
     columns: list[tuple[str, Any, None]] = []
     if limits.sampling.reported:
@@ -102,7 +102,7 @@ def typed_rows(
 def read_trajectories(numbered: Iterable[tuple[int, PostedRow]], where: str, limits: RowLimits) -> list[Trajectory]:
     """Reads the trajectories of a file or of a request, whose name ``where`` begins each message.
 
-    Consecutive rows with the same ``group`` and ``trajectory`` are the rows of one trajectory.
+    Consecutive rows with the same ``group`` and ``trajectory`` are one trajectory, as is a row that names none.
 
     Raises:
       ValueError: A row cannot be used. The message is one line that names the row.
