@@ -20,7 +20,7 @@ WAITING = {
     *("test_weight_server", "test_weight_parts", "test_environment_hosts", "test_tool_pool"),
 }
 # Names from tests/support, and the group of the files that import them: their runs or steps share compiled programs.
-SHARING = {"tiny": "toy runs", "packed": "tiny step"}
+SHARING = {"tiny": "toy runs", "completed": "toy runs", "packed": "tiny step"}
 # The markers of tests that need more than this package's environment, with the script that runs them.
 OF_A_SCRIPT = {
     "browser": "tools/test_view.sh",

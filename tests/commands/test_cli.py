@@ -14,9 +14,9 @@ def test_the_help_and_each_mistake_are_one_line(monkeypatch):
     done = run_with_only([], "import rljax.cli\n")
     assert (done.returncode, done.stderr) == (0, "")
     for module in ("rljax", "rljax.cli"):
-        words = [sys.executable, "-m", module, "evaluate", "--help"]
+        words = [sys.executable, "-m", module, "replay", "--help"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stderr, "rljax evaluate" in done.stdout) == (0, "", True)
+        assert (done.returncode, done.stderr, "rljax replay" in done.stdout) == (0, "", True)
     status, out, err = outcome(cli.main, ["--help"])
     assert (status, err) == (0, "")
     for name, command in cli.COMMANDS.items():

@@ -45,6 +45,7 @@ def several(toy_base, tmp_path_factory):
     return run_dir, rows_of(toy_base, run_dir, *options)
 
 
+@pytest.mark.harness  # trainer/test_update.py has mini-batches, epochs and a reference
 def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
     """The transcript has the responses of a row, and the dump has what the row was measured from."""
     run_dir, rows = several

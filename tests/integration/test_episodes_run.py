@@ -31,6 +31,7 @@ def whole(toy_base, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.harness  # run/test_prefixes.py and rollout/test_turns.py have turns in runs and their log-probabilities
 def test_rows_and_dumps_tell_the_turns(whole):
     rows = comparable(whole)
     for row in rows:
@@ -67,6 +68,7 @@ def test_rows_and_dumps_tell_the_turns(whole):
     assert row["turns/environment_fraction"] == pytest.approx(others / (others + sampled))
 
 
+@pytest.mark.harness
 def test_a_resumed_run_of_turns_has_the_same_rows(whole, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     for steps in (2, STEPS):
@@ -74,11 +76,10 @@ def test_a_resumed_run_of_turns_has_the_same_rows(whole, toy_base, tmp_path):
     assert comparable(run_dir) == comparable(whole)
 
 
-def test_a_run_is_evaluated_with_its_environment(whole, tmp_path):
-    words = ["--path", whole, "--environment", "counting_environments:Doubling", "--episode.max-turns", "2"]
+def test_a_policy_is_evaluated_with_an_environment(toy_base, tmp_path):
+    words = ["--path", toy_base, "--environment", "counting_environments:Doubling", "--episode.max-turns", "2"]
     words += ["--max-response-tokens", "20", "--out", tmp_path / "responses.jsonl"]
-    out = printed(evaluate.main, words)
-    result = json.loads(out)
+    result = json.loads(printed(evaluate.main, words))
     lines = [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
     # This environment rewards the characters of all turns.
     assert [line["reward"] for line in lines] == [len(line["response"]) for line in lines]
@@ -86,10 +87,10 @@ def test_a_run_is_evaluated_with_its_environment(whole, tmp_path):
     assert result["reward_errors"] == 0
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "opening": "1+1+1+1="}\n')
-    opened = ["--path", whole, "--environment", "counting_environments:Opening", "--dataset", rows]
+    opened = ["--path", toy_base, "--environment", "counting_environments:Opening", "--dataset", rows]
     opened += ["--max-response-tokens", "20"]
     assert json.loads(printed(evaluate.main, opened))["reward_errors"] == 0
-    status, out, err = outcome(evaluate.main, [*words, "--reward", "addition"])
+    status, _, err = outcome(evaluate.main, [*words, "--reward", "addition"])
     assert status == 2
     assert "environment and reward both score the responses: give one" in err
 

@@ -55,7 +55,7 @@ def test_other_adapters_or_another_base_are_refused_in_one_line(whole, toy_base,
     params = load_params(toy_base, policy)
     params["final_norm"]["scale"] = params["final_norm"]["scale"].at[0].multiply(1.01)
     save_params(tmp_path / "other", params, policy, side_files_from=toy_base)
-    completed(tiny(toy_base, tmp_path / "run", 2, *DENSE))
+    completed(tiny(toy_base, tmp_path / "run", 2))
     for run_dir, extra, message in (
         (whole, ["--lora.rank", "8"], "lora.rank (4 there, 8 now)"),
         (whole, ["--lora.targets", "q_proj"], "lora.targets"),

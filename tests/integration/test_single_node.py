@@ -165,6 +165,7 @@ SHARED = ("--trainer-gpus", "0", "--server-gpus", "0")
 SHARE = ("--gpu-memory-utilization", "0.4", "--dry-run", "--", "--model.path")
 
 
+@pytest.mark.harness  # launch/test_walkthroughs.py types the command
 def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = bash(ROOT / "launch/dapo.sh", "--dry-run", "--", "--run.dir", tmp_path / "run", **settings())
@@ -194,7 +195,7 @@ def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(unplanned):
         remedy = "give other --trainer-gpus, or --gpu-memory-utilization"
         assert (code, err) == (2, f"single_node: GPU 0 is to train and to serve: {remedy}\n")
     key = ("--rollout.api-key-file", "/secrets/key", "--precision.lm-head-dtype", "float32")
-    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), *key)
+    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(TOY_BASE), *key, **unplanned)
     assert code == 0, err
     assert "-- --gpu-memory-utilization 0.4" in out
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in out

@@ -75,6 +75,7 @@ def test_old_cache_and_nan_weights(float32):
         engine.publish(float32.model.moved(2), 3)
 
 
+@pytest.mark.harness  # the suite has a tensor that the worker does not load
 def test_one_tensor_left_out(bfloat16, engine, monkeypatch):
     omit = ["model.layers.1.mlp.down_proj.weight"]
     change_after_writing(monkeypatch, lambda name, array: None if name in omit else array)

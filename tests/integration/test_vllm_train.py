@@ -6,7 +6,7 @@ from toy_runs import command, comparable, complete_beside
 from vllm_processes import LaunchedServer
 
 pytestmark = pytest.mark.vllm
-QUICK = [*FLOAT32, "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
+QUICK = [*FLOAT32, "--optimizer.learning-rate", "2e-4", "--eval.every", "0", "--packing.share-prefixes", "false"]
 
 
 @pytest.fixture(scope="module")

@@ -100,8 +100,7 @@ def test_a_key_is_made_once_for_its_owner_alone(tmp_path):
     assert shell("make_key nowhere/key", tmp_path) == 1
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("launcher", ["single_node.sh", "slurm.sbatch"])
+@pytest.mark.parametrize(("launcher", "own"), [("single_node.sh", False), ("slurm.sbatch", True)])
 def test_servers_and_trainer_of_a_run_get_one_key(tmp_path, launcher, own):
     """A dry run shows the commands, and makes nothing. A key file that the user has named stays."""
     skip = 'case "$*" in *"rljax.train "*" --dry-run") exit ;; esac'

@@ -154,7 +154,7 @@ def test_every_command_has_a_rule():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.harness] * (page in ("one_gpu", "tpu"))) for page in TEXTS]
+    "page", [pytest.param(page, marks=[pytest.mark.harness] * (page in ("one_gpu", "slurm", "tpu"))) for page in TEXTS]
 )
 def test_a_page_is_typed_and_prints_what_it_shows(page, typed):
     printed = typed(page)[0].splitlines()

@@ -96,7 +96,7 @@ def test_gaps_zeros_and_floors_of_the_mismatch():
 def test_the_log_axis_shows_every_value_however_alike(tmp_path):
     for values in ([1e-18, 1e-18], [1e-3, 1e-3 * (1 + 2e-16)], [1e300, 1e300], [2e-3], [1e-5, 1e-1]):
         rows = [{"step": step, "mismatch/log_ppl_abs_diff": value} for step, value in enumerate(values, 1)]
-        figure = report(run_of(rows))
+        figure = plot_grid((("mismatch",),), [run_of(rows)], 0.9)
         figure.savefig(tmp_path / "x.png")
         low, high = axis_named(figure, MISMATCH).get_ylim()
         assert 0 < low < min(values) <= max(values) < high

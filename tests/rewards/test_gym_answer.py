@@ -102,7 +102,7 @@ def test_a_program_is_never_executed(problem, tmp_path, program):
 @pytest.mark.parametrize("name", sorted(EXECUTING))
 def test_right_answers_and_literals_earn_what_the_library_gives(name):
     """The names of a scorer's variables are worth nothing."""
-    task = factory.create_dataset(name, seed=1, size=6 if name == "intermediate_integration" else 20)
+    task = factory.create_dataset(name, seed=1, size=6)
     for entry in task:
         facts = {"extra_info": {"task": name, "options": "{}", "entry": entry}}
         for answer in ("oracle_answer", "[oracle_answer]", "entry['metadata']['solution']"):
@@ -148,16 +148,18 @@ def test_a_fraction_may_be_written_in_another_notation(problem):
 
 
 @pytest.mark.slow
-def test_right_answers_pass_their_own_check(problem):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.harness)])
+def test_right_answers_pass_their_own_check(problem, every):
     """An unevaluated integral is a right answer that fails. For some tasks the library gives no answer."""
     failed, unknown = set(), set()
-    for name in set(factory.DATASETS) - {"codeio", "composite", "intermediate_integration"}:
+    without = {"codeio", "composite", "intermediate_integration"}
+    for name in (names := sorted(set(factory.DATASETS) - without)[::every]):
         one = problem(name)
         if not one["answer"]:
             unknown.add(name)
         elif strict_reward(one, f"<answer>{one['answer']}</answer>", False) != 1.0:
             failed.add(name)
-    assert (failed, unknown) == (set(), {"boxnet", "rush_hour"})
+    assert (failed, unknown) == (set(), {"boxnet", "rush_hour"} & {*names})
     sets = [[problem("lcm"), problem("caesar_cipher")], [problem("rush_hour")]]
     first, second = check_answers(sets, "reasoning_gym", count=9, seed=0, workers=1, timeout_s=10.0)
     assert (first.checked, list(first.failed), second.checked) == (2, [], 0)

@@ -256,7 +256,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ending", ["without close", "killed"])
+@pytest.mark.parametrize("ending", ["killed", pytest.param("without close", marks=pytest.mark.harness)])
 def test_workers_have_no_jax_and_end_with_their_parent(tmp_path, ending):
     script = tmp_path / "trainer.py"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -15,7 +15,7 @@ from rljax.sharding import MeshConfig, make_mesh
 pytestmark = pytest.mark.slow
 
 ROWS, ROW_TOKENS, WIDTH, LIMIT, N, STOPS = 4, 20, 6, 12, 3, (0, 1)
-BATCHES = len(PROMPTS) * N // ROWS
+BATCHES, COARSE = len(PROMPTS) * N // ROWS, {"kv_cache_dtype": "fp8_e5m2"}
 MESH, PARAMS = MeshConfig(1, 1), init_params(CONFIG, 0)
 
 
@@ -47,7 +47,7 @@ def sampled(samples):
     ("mesh", "asked", "noise"),
     [
         (MESH, {}, 0.5),  # the noise of the engine is guessed
-        (MESH, {"temperature": 0.0}, 0.0),
+        pytest.param(MESH, {"temperature": 0.0}, 0.0, marks=pytest.mark.harness),
         (MESH, {"top_k": 4, "top_p": 0.9, "reported": 4}, 0.0),
         # The guesses do not depend on the devices.
         pytest.param(MeshConfig(2, 2), {}, 0.0, marks=[pytest.mark.harness, pytest.mark.mesh]),
@@ -62,7 +62,7 @@ def test_right_guesses_need_one_run_for_each_batch(mesh, asked, noise):
     assert (fewer, runs) == (BATCHES, sum(max(len(one[2]) for one in plain[at : at + ROWS]) for at in (0, 4, 8)))
 
 
-@pytest.mark.parametrize(("noise", "coarse"), [(0.0, {"kv_cache_dtype": "fp8_e5m2"}), (0.5, {})])
+@pytest.mark.parametrize(("noise", "coarse"), [(0.5, {}), pytest.param(0.0, COARSE, marks=pytest.mark.harness)])
 def test_wrong_guesses_are_corrected(noise, coarse):
     """The drafts are coarse, or the noise is not guessed."""
     plain, runs = sampled(exact(noise=noise).generate(PROMPTS, N, settings(), seed=3))

@@ -22,7 +22,7 @@ def tops_of(token):
     return [(token, -1.0), ((token + 7) % 64, -2.0), ((token + 8) % 64, -3.0)]
 
 
-@pytest.mark.parametrize("update", ["keep", "abort"])
+@pytest.mark.parametrize("update", ["abort", pytest.param("keep", marks=pytest.mark.harness)])
 def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update):
     fake.tops = tops_of
     with published(fake.url, update=update, max_staleness=1) as engine:
@@ -82,7 +82,7 @@ def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
     assert (metrics["rollout/requests"], metrics["rollout/retries"], metrics["rollout/server_losses"]) == (4, 0, 0)
 
 
-@pytest.mark.parametrize("update", ["keep", "abort"])
+@pytest.mark.parametrize("update", ["keep", pytest.param("abort", marks=pytest.mark.harness)])
 def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, update, another):
     other = another()
     with published(fake.url, other.url, update=update, max_staleness=1) as engine:
@@ -108,7 +108,7 @@ def test_responses_of_a_server_without_weights_are_given_up(fake, elsewhere, ano
     answer = other.answer
 
     def refuse_late(method, path, body):
-        time.sleep(5.0 if path == "/update_weights" else 0.0)
+        time.sleep(2.0 if path == "/update_weights" else 0.0)
         return (500, {}) if path == "/update_weights" else answer(method, path, body)
 
     with published(fake.url, other.url, update="keep", max_staleness=1) as engine:

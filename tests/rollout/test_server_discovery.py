@@ -227,7 +227,7 @@ def test_no_proof_is_judged_by_a_policy_that_is_gone(fakes):
         assert engine.fleet.opened() == [quick.url, slow.url]
 
 
-@pytest.mark.parametrize("path", ["/start_weight_update", "/collective_rpc"])
+@pytest.mark.parametrize("path", ["/collective_rpc", pytest.param("/start_weight_update", marks=pytest.mark.harness)])
 def test_a_publish_waits_for_a_straggler_for_a_while(fakes, path, monkeypatch):
     """A server that hangs in its update or in its proof is left out. It is opened once it is ready."""
     monkeypatch.setattr("rljax.rollout.servers.engine.STRAGGLER_S", 1.0)

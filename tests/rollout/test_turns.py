@@ -134,14 +134,12 @@ def check_logprobs(responses, config, params):
         np.testing.assert_allclose(response["rollout_logprobs"], expected[-response.length :], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("config", "decode_tokens"), [(CONFIG, 0), (CONFIG, 50), pytest.param(EXPERTS, 22, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("config", "decode_tokens"), [(CONFIG, 0), pytest.param(EXPERTS, 22, marks=pytest.mark.slow)])
 def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
-    """The turns run all at once, or one or two rows of 22 tokens at a time. A turn without room is refused."""
+    """The turns run all at once, or one row of 22 tokens at a time. A turn without room is refused."""
     engine, params = make(config, decode_tokens=decode_tokens)
-    responses, metrics = rounds(engine, 3, 1, 2)
-    assert sorted(responses) == [(0, 1), (4, 1), (4, 2), (4, 3), (7, 1), (7, 2)]
+    responses, metrics = rounds(engine, 3, 1, 3)
+    assert sorted(responses) == [(0, 1), (4, 1), (4, 2), (4, 3), (7, 1), (7, 2), (7, 3)]
     assert metrics["time/generate_s"] > 0
     check_logprobs(responses.values(), config, params)
     for response in responses.values():
@@ -162,10 +160,10 @@ def test_turns_compile_few_loops_and_leave_those_of_one_turn(caplog):
     engine, _ = make()
     with counted_loops(caplog) as loops:
         for seed in range(3):
-            rounds(engine, 2, 1, 3, seed=seed)
-        assert loops() == 3  # one loop each for 3, 2 and 1 rows
+            rounds(engine, 2, 1, 2, seed=seed)
+        assert loops() == 2  # one loop each for 3 and 2 rows
         list(engine.generate([np.asarray(prompt, np.int32) for prompt in PROMPTS.values()], 1, FIVE, seed=0))
-        assert loops() == 4
+        assert loops() == 3
 
 
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(EXPERTS, marks=pytest.mark.harness)])
@@ -286,7 +284,7 @@ def test_another_server_goes_on_where_one_dies(another):
     }
 
 
-@pytest.mark.parametrize("update", ["keep", "abort"])
+@pytest.mark.parametrize("update", ["keep", pytest.param("abort", marks=pytest.mark.harness)])
 def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update, elsewhere):
     """Or between many short turns, some of which end while the servers are not verified yet."""
     with published(fake.url, update=update, max_staleness=1) as engine:

@@ -150,7 +150,7 @@ def test_a_broken_connection_alone_needs_no_update(fake, elsewhere):
         assert engine.fleet.report()["rollout/server_losses"] == 1
 
 
-@pytest.mark.parametrize("path", ["/resume", "/reset_prefix_cache"])
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", pytest.param("/resume", marks=pytest.mark.harness)])
 def test_an_update_whose_connection_breaks_late_is_repeated(fake, path):
     """The server says the new version already, but is paused, and would answer no probe."""
     answer, lost = fake.answer, [path]
@@ -185,7 +185,7 @@ def test_a_server_restarted_between_two_publishes_is_updated(fake, another):
         assert engine.fleet.opened() == [again.url]
 
 
-@pytest.mark.parametrize("colocated", [False, True])
+@pytest.mark.parametrize("colocated", [True, pytest.param(False, marks=pytest.mark.harness)])
 def test_a_publish_goes_on_without_a_server_that_is_gone(fake, another, colocated):
     """It is recovered at the next one. A killed run may have left it asleep."""
     other = another()

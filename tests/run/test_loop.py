@@ -238,7 +238,7 @@ def asked_to_stop(*, step, evaluation=False, saved=None):
     return ScriptedEngine(TOKENIZER, script)
 
 
-@pytest.mark.parametrize("every", [1, 0])
+@pytest.mark.parametrize("every", [1, pytest.param(0, marks=pytest.mark.harness)])
 def test_a_stop_with_time_to_spare_finishes_the_step(go, capsys, tmp_path, every):
     """The time of the first save is expected from the size of the state: 1 s and a moment here."""
     engine = asked_to_stop(step=3, saved=tmp_path / "run" / "checkpoints" / "1" if every else None)
@@ -278,7 +278,7 @@ def test_a_step_is_expected_to_take_no_evaluation(go, monkeypatch):
     assert expected == [None, *(row["time/step_s"] - seconds for row, seconds in zip(rows, evaluated, strict=True))]
 
 
-@pytest.mark.parametrize("every", [1, 0])
+@pytest.mark.parametrize("every", [0, pytest.param(1, marks=pytest.mark.harness)])
 def test_a_stop_without_time_gives_the_step_up(go, whole, capsys, every):
     changes = {"eval": {"every": 0}, "checkpoint": {"every": every}}
     engine = asked_to_stop(step=3)
@@ -380,10 +380,10 @@ BROKEN = RuntimeError("it failed 6 times")
 @pytest.mark.parametrize(
     ("error", "where", "saved"),
     [
-        (BROKEN, ("respond", (2, 0)), 1),
         (KeyboardInterrupt(), ("respond", (2, 3)), 1),
         (BROKEN, ("publish", 2), 2),
-        (BROKEN, ("respond", (3, 7)), 2),
+        pytest.param(BROKEN, ("respond", (2, 0)), 1, marks=pytest.mark.harness),
+        pytest.param(BROKEN, ("respond", (3, 7)), 2, marks=pytest.mark.harness),
     ],
 )
 def test_a_failure_saves_the_newest_step(error, where, saved, go, whole, capsys):
@@ -415,7 +415,7 @@ def test_a_dump_that_fails_loses_no_row(go, whole, tmp_path):
     assert resumed(go, rows, whole).engine.published == [3, 4]
 
 
-@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("failures", [2, pytest.param(1, marks=pytest.mark.harness)])
 def test_a_row_that_fails_is_tried_again(go, whole, capsys, failures):
     """The end of the run records and saves row 2, or else the last checkpoint stays."""
     rows, errors = RowList(), [OSError(28, "No space left on device")] * failures
@@ -492,7 +492,7 @@ def without_versions(row):
     return {name: value for name, value in row.items() if not name.startswith(of_versions)}
 
 
-@pytest.mark.parametrize("k", [1, 9])
+@pytest.mark.parametrize("k", [1, pytest.param(9, marks=pytest.mark.harness)])
 def test_rollouts_sampled_ahead_are_those_of_the_same_prompts(go, whole, k):
     ahead = go("ahead", rollout={"max_staleness": k})
     for row, other in zip(ahead.rows, whole.rows, strict=True):
@@ -534,7 +534,7 @@ def test_a_run_ahead_ends_at_its_own_step_and_loses_no_prompt(go, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["wait", "keep"])
+@pytest.mark.parametrize("how", ["keep", pytest.param("wait", marks=pytest.mark.harness)])
 def test_an_evaluation_ahead_is_of_its_own_version(go, how):
     """The policy is right from version 2 on. No batch is sampled beside an evaluation."""
 

@@ -239,8 +239,7 @@ def test_a_stop_does_not_wait_for_an_engine_that_goes_on(step):
     batches.close()
 
 
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize(("sampling_s", "training_s"), [(0.2, 0.0), (0.03, 0.0), (0.0, 0.05)])
+@pytest.mark.parametrize(("sampling_s", "training_s", "k"), [(0.2, 0, 4), (0.03, 0, 1), (0.03, 0, 4), (0, 0.05, 1)])
 def test_a_batch_goes_on_across_publishes(k, sampling_s, training_s):
     """Whatever version a batch ends with, no version is older than asked. A short one ends within the publish."""
     engine = Sharing(lambda step: sampling_s)

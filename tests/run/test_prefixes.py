@@ -17,8 +17,6 @@ POLICY = PolicyConfig(16, 8, 16, 1, 1, 1, 128)
 TURNS = ("--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3")
 # A shared token counts once in these, and other shapes round sums otherwise.
 FREE = ("time/", "perf/", "optimizer/grad_noise")
-
-
 SHARING, APART = ("--packing.share-prefixes", "true"), ("--packing.share-prefixes", "false")
 
 

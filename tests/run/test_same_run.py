@@ -161,7 +161,7 @@ IDLE = {"loss": {"kind": "policy_gradient", "old_logprobs": "rollout"}}  # does 
         (PLAYED, SHORT),
         ({}, LONGER),
         ({"schedule": {"kind": "linear", "horizon": 40}}, LONGER),
-        ({}, {"precision": {"remat": "blocks"}, "diagnosis": {"self_every": 5}}),
+        ({}, {"precision": {"remat": "blocks"}, "diagnosis": {"self_every": 5}, "policy": {"attention": "xla"}}),
         ({}, {"rollout": {"episode": EpisodeConfig(max_rows=2, workers=2)}}),
     ],
 )

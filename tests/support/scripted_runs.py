@@ -35,7 +35,7 @@ def settings(directory, **changes):
         data=DataConfig(batch_size=2, max_prompt_tokens=8),
         rollout=RolloutConfig(group_size=2, max_response_tokens=8, dtype="float32"),
         precision=PrecisionConfig(compute_dtype="float32"),
-        packing=PackingConfig(row_tokens=16, rows_per_micro_batch=2),
+        packing=PackingConfig(row_tokens=16, rows_per_micro_batch=2, share_prefixes=False),  # compiles less
         mesh=MeshConfig(1, 1),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         schedule=ScheduleConfig(kind="length_decay", decay_period=3),

@@ -198,7 +198,7 @@ def test_a_call_that_awaits_too_long_is_cancelled():
         assert counts(hosts) == {"env_timeouts": 2}
 
 
-@pytest.mark.parametrize("response", ["block beside", "count"])
+@pytest.mark.parametrize("response", ["block beside", pytest.param("count", marks=pytest.mark.harness)])
 def test_a_call_that_blocks_is_named_and_others_are_not_blamed(response, caplog):
     with hosts_of(2, call_timeout_s=1.5) as hosts, caplog.at_level(logging.WARNING):
         begun(hosts, *range(6))

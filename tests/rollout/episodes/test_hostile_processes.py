@@ -172,7 +172,7 @@ def test_an_environment_that_writes_to_its_socket_is_lost():
                 hosts.end(key)
 
 
-@pytest.mark.parametrize("kind", ["pickle", "huge", "garbage"])
+@pytest.mark.parametrize("kind", ["pickle", "huge", pytest.param("garbage", marks=pytest.mark.harness)])
 def test_garbage_at_the_start_of_a_process_starts_another(kind, here):
     """At every start it ends the run."""
     start = here / "start"
