@@ -134,6 +134,18 @@ def check_logprobs(responses, config, params):
         np.testing.assert_allclose(response["rollout_logprobs"], expected[-response.length :], atol=2e-5, rtol=0)
 
 
+def test_turns_compile_few_loops_and_leave_those_of_one_turn(caplog):
+    """There is one loop for each number of rows, whatever the lengths, and one loop for responses of one turn."""
+    make_functions.cache_clear()
+    engine, _ = make()
+    with counted_loops(caplog) as loops:
+        for seed in range(3):
+            rounds(engine, 2, 1, 2, seed=seed)
+        assert loops() == 2  # one loop each for 3 and 2 rows
+        list(engine.generate([np.asarray(prompt, np.int32) for prompt in PROMPTS.values()], 1, FIVE, seed=0))
+        assert loops() == 3
+
+
 @pytest.mark.parametrize(("config", "decode_tokens"), [(CONFIG, 0), pytest.param(EXPERTS, 22, marks=pytest.mark.slow)])
 def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
     """The turns run all at once, or one row of 22 tokens at a time. A turn without room is refused."""
@@ -152,18 +164,6 @@ def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
     said = "turn 2 of trajectory 0 would have 18 tokens before it and up to 5 of its own; the engine has room for 22"
     with pytest.raises(ValueError, match=said):
         engine.answer_round([TurnRequest(0, 2, np.ones(18, np.int32), 5)], FIVE, seed=0)
-
-
-def test_turns_compile_few_loops_and_leave_those_of_one_turn(caplog):
-    """There is one loop for each number of rows, whatever the lengths, and one loop for responses of one turn."""
-    make_functions.cache_clear()
-    engine, _ = make()
-    with counted_loops(caplog) as loops:
-        for seed in range(3):
-            rounds(engine, 2, 1, 2, seed=seed)
-        assert loops() == 2  # one loop each for 3 and 2 rows
-        list(engine.generate([np.asarray(prompt, np.int32) for prompt in PROMPTS.values()], 1, FIVE, seed=0))
-        assert loops() == 3
 
 
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(EXPERTS, marks=pytest.mark.harness)])
@@ -252,7 +252,7 @@ def test_requests_may_come_late_and_from_other_threads(fake, elsewhere):
     assert [*by_place(responses)] == [(8, 1), (3, 1)]
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [3, pytest.param(1, marks=pytest.mark.harness)])
 def test_the_turns_of_a_group_stay_at_one_server(another, n):
     fakes = [another() for _ in range(3)]
     for each in fakes:

@@ -176,7 +176,7 @@ def go_on(engine, k, first=1, at=0):
     return found
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, 1, pytest.param(3, marks=pytest.mark.harness)])
 def test_batches_are_those_of_the_rule(k):
     expected = expected_batches()
     assert any(drawn % SIZE for _, drawn in expected)
@@ -186,7 +186,7 @@ def test_batches_are_those_of_the_rule(k):
     assert go_on(Shuffled(WITH_SIGNAL), k, first=3, at=expected[1][1]) == expected[2:]
 
 
-@pytest.mark.parametrize("lost", [[1], [2], [3]])
+@pytest.mark.parametrize("lost", [[2], *(pytest.param([n], marks=pytest.mark.harness) for n in (1, 3))])
 def test_a_lost_batch_takes_its_own_problems_again(lost):
     """Whichever round is lost, the batch begins again with its first problems, and the next batch follows it."""
     engine = Shuffled(WITH_SIGNAL, lost)
