@@ -77,19 +77,20 @@ def test_a_resumed_run_of_turns_has_the_same_rows(whole, toy_base, tmp_path):
 
 
 def test_a_policy_is_evaluated_with_an_environment(toy_base, tmp_path):
-    words = ["--path", toy_base, "--environment", "counting_environments:Doubling", "--episode.max-turns", "2"]
-    words += ["--max-response-tokens", "20", "--out", tmp_path / "responses.jsonl"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{i}+1=", "answer": "3"}}\n' for i in range(4)))
+    of_rows = ["--path", toy_base, "--dataset", rows, "--max-response-tokens", "20", "--environment"]
+    words = [*of_rows, "counting_environments:Doubling", "--episode.max-turns", "2"]
+    words += ["--out", tmp_path / "responses.jsonl"]
     result = json.loads(printed(evaluate.main, words))
     lines = [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
     # This environment rewards the characters of all turns.
     assert [line["reward"] for line in lines] == [len(line["response"]) for line in lines]
     assert result["accuracy"] == pytest.approx(sum(line["reward"] for line in lines) / len(lines))
     assert result["reward_errors"] == 0
-    rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "opening": "1+1+1+1="}\n')
-    opened = ["--path", toy_base, "--environment", "counting_environments:Opening", "--dataset", rows]
-    opened += ["--max-response-tokens", "20"]
-    assert json.loads(printed(evaluate.main, opened))["reward_errors"] == 0
+    opened = printed(evaluate.main, [*of_rows, "counting_environments:Opening"])
+    assert json.loads(opened)["reward_errors"] == 0
     status, _, err = outcome(evaluate.main, [*words, "--reward", "addition"])
     assert status == 2
     assert "environment and reward both score the responses: give one" in err

@@ -20,6 +20,7 @@ VALUES = {
     "longer": "len(response) / 100",
     "boxed": r"""1.0 if response == "\\boxed{" + problem["answer"] + "}" else 0.1""",
     "half": r"""1.0 if response == problem["answer"] and "\n" not in response else 0.5""",
+    "partial": '0.9 + 0.1 * (response == problem["answer"])',
     "penalty": '0.0 if response == problem["answer"] else -1.0',
     "near": '1 / (1 + abs(float(response) - float(problem["answer"])))',
 }
@@ -68,7 +69,7 @@ def test_a_reward_that_cannot_tell_answers_apart_is_said(own, reward, answers):
     assert lines[0] == f"warning: x: {found.control}"
 
 
-@pytest.mark.parametrize("reward", ["boxed", "near", "penalty", "math"])
+@pytest.mark.parametrize("reward", ["boxed", "partial", "near", "penalty", "math"])
 def test_a_reward_that_tells_answers_apart_is_not_accused(own, reward):
     for answers in (NUMBERS, WORDS, ["5", "6"], ["7"] * 5, ["1/2"], ["[1, 2]", "[2, 1]"]):
         if reward == "near" and not answers[0].isdigit():
