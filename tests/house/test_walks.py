@@ -99,7 +99,7 @@ def walks(tmp_path_factory):
         patch.setattr(httpx.AsyncClient, "request", watched_send)
         patch.setattr(builtins, "open", watched_open)
         served = ("--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32")
-        precise = ("--precision.compute-dtype", "float32")
+        precise = ("--precision.compute-dtype", "float32", "--rollout.max-response-tokens", "20")  # as test_prefixes.py
         completed(tiny(TOY_BASE, tmp_path_factory.mktemp("run") / "run", 2, *served, *precise), is_sound=False)
     fake.stop()
     step = Frame("run/step.py", "one_step")

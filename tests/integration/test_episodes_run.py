@@ -77,13 +77,12 @@ def test_a_resumed_run_of_turns_has_the_same_rows(whole, toy_base, tmp_path):
 
 
 def test_a_policy_is_evaluated_with_an_environment(toy_base, tmp_path):
-    rows = tmp_path / "rows.jsonl"
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "responses.jsonl"
     rows.write_text("".join(f'{{"prompt": "{i}+1=", "answer": "3"}}\n' for i in range(4)))
     of_rows = ["--path", toy_base, "--dataset", rows, "--max-response-tokens", "20", "--environment"]
-    words = [*of_rows, "counting_environments:Doubling", "--episode.max-turns", "2"]
-    words += ["--out", tmp_path / "responses.jsonl"]
+    words = [*of_rows, "counting_environments:Doubling", "--episode.max-turns", "2", "--out", out]
     result = json.loads(printed(evaluate.main, words))
-    lines = [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
     # This environment rewards the characters of all turns.
     assert [line["reward"] for line in lines] == [len(line["response"]) for line in lines]
     assert result["accuracy"] == pytest.approx(sum(line["reward"] for line in lines) / len(lines))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from process_runs import FLOAT32
 from records import train_sequence
 from toy_runs import TOY_BASE, completed, tiny
 
@@ -314,9 +315,9 @@ def test_each_fault_of_a_run_is_said_in_one_line(tmp_path, monkeypatch):
         return fault(sound(rollouts, config, version))
 
     monkeypatch.setattr(rljax.run.step, "training_sequences", spoil)
-    float32, said = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32"), ""
+    options, said = (*FLOAT32, "--rollout.max-response-tokens", "20"), ""  # the step of test_prefixes.py
     for steps in (10, 11):
-        said += completed(tiny(TOY_BASE, rows.parent, steps, *float32), is_sound=False)
+        said += completed(tiny(TOY_BASE, rows.parent, steps, *options), is_sound=False)
     begin = "warning: step "
     lines = [line.removeprefix(begin).split(": ", 1) for line in said.splitlines() if line.startswith(begin)]
     assert [int(number) for number, _ in lines] == list(FAULTS), said
