@@ -1,7 +1,5 @@
 """Corrections: presets, weights and rejections by hand, totals that merge, and batches without tokens."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,13 +20,10 @@ CENTERED = {"score_centering": True}
 TWO = 2.000001  # log 2 is rounded in float32, so a ratio of 2 is compared with a threshold a little above
 
 
-@functools.cache
-def compiled(config):
-    return jax.jit(functools.partial(correct, config, num_sequences=4))
-
-
 def run(config, logprobs=LOGPROBS, rollout=ROLLOUT, mask=MASK, ids=IDS):
-    weights, kept, totals = compiled(config)(logprobs, rollout, mask, sequence_ids=ids)
+    # Without jit all corrections share the compiled operations of this shape.
+    arrays = map(jnp.asarray, (logprobs, rollout, mask))
+    weights, kept, totals = correct(config, *arrays, sequence_ids=jnp.asarray(ids), num_sequences=4)
     assert weights.dtype == jnp.float32
     assert kept.dtype == jnp.bool_
     return np.asarray(weights), np.asarray(kept), {k: float(v) for k, v in finalize_correction(totals).items()}, totals

@@ -52,7 +52,7 @@ def world(tmp_path_factory):
     return root, make_dump(["a", "b"], rows, masks, {})
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.harness), 0.5])
 def test_two_directories_are_compared_by_every_next_token(world, temperature):
     """The reference is a scorer of given tokens that is asked for each token of the vocabulary."""
     root, dump = world

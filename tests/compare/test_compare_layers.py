@@ -21,6 +21,7 @@ from rljax.compare.layers.operations import logprobs, operations
 from rljax.compare.layers.torch_tracer import TorchTracer
 from rljax.compare.layers.tracers import open_tracer
 
+OTHER_FAULTS = [fault for fault in HYBRID_FAULTS if fault != "state"]
 SHAPE = (64, 64, 128, 2, 4, 2, 32, True, 10_000.0)
 HYBRID = (64, 64, 128, 8, 4, 2, 32, True, 2, 4, 16, 24, 4, 0.25)
 TOKENS = np.random.default_rng(0).integers(2, 62, 48).astype(np.int32)
@@ -34,7 +35,7 @@ def directory(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.harness), "bfloat16"])
 def reference(request, directory):
     # transformers rounds its logits to the dtype of the model, so the reference rounds them, too.
     return JaxTracer(directory, JaxForm(request.param, logits=request.param), f"jax:{request.param}")
@@ -148,7 +149,7 @@ def test_a_hybrid_has_the_operations_of_its_blocks(hybrid):
     ]
 
 
-@pytest.mark.parametrize("fault", HYBRID_FAULTS)
+@pytest.mark.parametrize("fault", ["state", *(pytest.param(f, marks=pytest.mark.harness) for f in OTHER_FAULTS)])
 def test_a_fault_in_a_hybrid_is_found_at_its_place(hybrid, fault, monkeypatch):
     path, reference = hybrid
     plant, place = HYBRID_FAULTS[fault]

@@ -24,7 +24,7 @@ def test_drawn_responses_score_as_they_were_drawn(model, temperature):
         np.testing.assert_array_equal(ids[~mask], [1, 2] if name[0] == "p" else [4, 5])
         assert mask.sum() == 12 or (ids[-1] == 3 and 3 not in ids[mask][:-1])
     for column, spec in {"full": "jax:float32", "again": "jax-decode:float32"}.items():
-        dump = dump.with_column(column, *score_column(spec, dump, model, temperature=temperature, batch_size=3))
+        dump = dump.with_column(column, *score_column(spec, dump, model, temperature=temperature, batch_size=4))
     for pair in compare_columns(dump).pairs:
         assert pair.verdict.status == "pass", pair.verdict.reason
         assert pair.metrics["logprob_abs_diff_max"] < 1e-4

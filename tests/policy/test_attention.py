@@ -21,7 +21,7 @@ def batch(*lengths, t=96):
     return np.stack([row(t, each) for each in lengths])
 
 
-SPLASH = pytest.param(INTERPRETED, 128, marks=pytest.mark.slow)
+SPLASH = pytest.param(INTERPRETED, 128, marks=pytest.mark.harness)
 OF_SPLASH = pytest.param(INTERPRETED, ([100, 130, 1, 20], [300]), 300, 1e-5, marks=pytest.mark.slow)
 
 
@@ -173,7 +173,7 @@ def test_trees_have_the_values_and_gradients_of_float64(attention, trees, head_d
 
 
 @pytest.mark.parametrize(
-    "attention", [SMALL_BLOCKS, pytest.param(SPLASH_OF_TREES, marks=pytest.mark.slow)], ids=["blocks", "splash"]
+    "attention", [SMALL_BLOCKS, pytest.param(SPLASH_OF_TREES, marks=pytest.mark.harness)], ids=["blocks", "splash"]
 )
 def test_nothing_of_a_branch_reaches_another(attention):
     ends = rows_of([[(20, [(60, LEAF), (50, LEAF)]), (40, LEAF)]], 256)

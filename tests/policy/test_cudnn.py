@@ -51,49 +51,50 @@ def test_the_program_holds_cudnn_and_one_way_out_of_it():
 
 
 class Call:
-    """A call of cuDNN on packed rows, in plain JAX. Tokens outside of all sequences are unwritten, here NaN."""
+    """A call of cuDNN on packed rows, in numpy. Tokens outside of all sequences are unwritten, here NaN."""
 
     def __init__(self, q, k, v, spans, settings):
         (q_lengths, k_lengths), starts = spans[:2], [each[:, :-1, None] for each in spans[2:]]
-        self.at_q, self.at_k = at = [jnp.arange(q.shape[1])[None, None] - each for each in starts]
+        self.at_q, self.at_k = at = [np.arange(q.shape[1])[None, None] - each for each in starts]
         self.of_q, self.of_k = ((x >= 0) & (x < n[..., None]) for x, n in zip(at, (q_lengths, k_lengths), strict=True))
         seen = self.at_q[..., None] >= self.at_k[:, :, None]
         seen |= settings["mask_type"] != wrapper.MaskType.PADDING_CAUSAL
-        self.mask = jnp.any(self.of_q[..., None] & self.of_k[:, :, None] & seen, axis=1)[:, None]
+        self.mask = np.any(self.of_q[..., None] & self.of_k[:, :, None] & seen, axis=1)[:, None]
         # The sequences of all rows are numbered one after another.
-        self.sequences = [divmod(int(n), q_lengths.shape[1]) for n in np.flatnonzero(np.asarray(q_lengths) > 0)]
+        self.sequences = [divmod(int(n), q_lengths.shape[1]) for n in np.flatnonzero(q_lengths > 0)]
         self.q, self.kv = q, (k, v)
-        self.k, self.v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        scores = jnp.einsum("bthk,bshk->bhts", q, self.k, preferred_element_type=jnp.float32)
-        self.scores, self.scale = jnp.where(self.mask, scores * settings["scale"], -jnp.inf), settings["scale"]
+        self.k, self.v = (np.repeat(np.float32(x), q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        scores = np.einsum("bthk,bshk->bhts", np.float32(q), self.k)
+        self.scores, self.scale = np.where(self.mask, scores * settings["scale"], -1e30), settings["scale"]
 
     def kept(self, inside, *arrays):
-        inside = jnp.any(inside, axis=1)[..., None, None]
-        return [jnp.where(inside, x, jnp.nan).astype(self.q.dtype) for x in arrays]
+        inside = np.any(inside, axis=1)[..., None, None]
+        return [np.where(inside, x, np.nan).astype(self.q.dtype) for x in arrays]
 
     def forward(self):
-        sums = jax.nn.logsumexp(self.scores, axis=-1)
+        sums = np.logaddexp.reduce(self.scores, axis=-1)
         lse = np.full((self.of_q[..., 0].size, *sums.shape[1:]), np.nan, np.float32)
         for number, (b, n) in enumerate(self.sequences):
-            lse[number, :, : int(self.of_q[b, n].sum())] = sums[b][:, np.asarray(self.of_q[b, n])]
-        out = jnp.einsum("bhts,bshk->bthk", jnp.exp(self.scores - sums[..., None]), self.v)
-        return *self.kept(self.of_q, out), jnp.asarray(lse)
+            lse[number, :, : int(self.of_q[b, n].sum())] = sums[b][:, self.of_q[b, n]]
+        out = np.einsum("bhts,bshk->bthk", np.exp(self.scores - sums[..., None]), self.v)
+        return *self.kept(self.of_q, out), lse
 
-    def backward(self, of_sequences, out, d_out):
+    def backward(self, *saved):
+        of_sequences, out, d_out = map(np.float32, saved)
         lse = np.zeros(self.scores.shape[:3], np.float32)
         for number, (b, n) in enumerate(self.sequences):
-            lse[b][:, np.asarray(self.of_q[b, n])] = of_sequences[number, :, : int(self.of_q[b, n].sum())]
-        p = jnp.exp(self.scores - lse[..., None])
-        dp = jnp.einsum("bthk,bshk->bhts", d_out, self.v) - jnp.einsum("bthk,bthk->bht", d_out, out)[..., None]
+            lse[b][:, self.of_q[b, n]] = of_sequences[number, :, : int(self.of_q[b, n].sum())]
+        p = np.exp(self.scores - lse[..., None])
+        dp = np.einsum("bthk,bshk->bhts", d_out, self.v) - np.einsum("bthk,bthk->bht", d_out, out)[..., None]
         ds = p * dp * self.scale
-        d_k, d_v = (jnp.einsum("bhts,bthk->bshk", *pair) for pair in ((ds, self.q), (p, d_out)))
+        d_k, d_v = (np.einsum("bhts,bthk->bshk", *pair) for pair in ((ds, np.float32(self.q)), (p, d_out)))
         d_k, d_v = (x.reshape(*x.shape[:2], -1, 2, x.shape[3]).sum(axis=3) for x in (d_k, d_v))
-        d_q = jnp.einsum("bhts,bshk->bthk", ds, self.k)
+        d_q = np.einsum("bhts,bshk->bthk", ds, self.k)
         return *self.kept(self.of_q, d_q), *self.kept(self.of_k, d_k, d_v)
 
 
 def on_host(run, shapes, *arrays):
-    return jax.pure_callback(lambda *each: tuple(np.asarray(x) for x in run(*each)), shapes, *arrays)
+    return jax.pure_callback(lambda *each: tuple(run(*map(np.asarray, each))), shapes, *arrays)
 
 
 @pytest.fixture

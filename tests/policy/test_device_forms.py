@@ -10,7 +10,7 @@ import pytest
 from rljax.policy.config import PolicyConfig
 from rljax.policy.kernels import Kernels
 from rljax.policy.layers import features_last, opaque
-from rljax.policy.model import hidden_states, init_params
+from rljax.policy.model import abstract_params, hidden_states, init_params
 from rljax.policy.rotary import rotary_tables, rotate, rotate_by_product
 from rljax.policy.score import segment_ends
 
@@ -43,7 +43,7 @@ def test_a_hint_changes_no_value_and_no_gradient(hint):
     jax.tree.map(np.testing.assert_array_equal, gated(hint)(X, Y), gated(lambda *each: each)(X, Y))
 
 
-@pytest.mark.parametrize("head_dim", [2, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(2, marks=pytest.mark.harness), 128])
 def test_rotations_by_a_product_give_the_same_bits(head_dim):
     """Values and gradients of bfloat16 heads are the same, because each product has a single term."""
     rng = np.random.default_rng(head_dim)
@@ -76,4 +76,4 @@ def test_blocks_one_by_one_compute_the_gradient_of_a_loop():
 )
 def test_only_few_blocks_are_compiled_one_by_one(unrolled, remat, loops):
     """With more blocks, or with recomputed values, the forward and the backward pass are a loop each."""
-    assert gradient(unrolled, remat).lower(init_params(CONFIG, 0)).as_text().count("stablehlo.while") == loops
+    assert gradient(unrolled, remat).lower(abstract_params(CONFIG)).as_text().count("stablehlo.while") == loops

@@ -81,7 +81,7 @@ def test_a_sixteen_bit_head_is_near_the_exact_one(dtype, error):
 def test_a_missing_id_never_gives_nan():
     hidden, table, targets, ids = example()
     nowhere = jnp.full_like(ids, -1).at[0].set(V)  # or an id past the vocabulary
-    assert np.array_equal(token_logprobs(hidden, table, targets, nowhere).tops, np.full((N, K), -np.inf))
+    assert np.array_equal(jax.jit(token_logprobs)(hidden, table, targets, nowhere).tops, np.full((N, K), -np.inf))
 
     @jax.jit
     def pulled(cotangent):
@@ -99,7 +99,8 @@ def test_a_missing_id_never_gives_nan():
 def test_sums_of_squares_survive_logits_far_apart():
     """Each chunk raises the running maximum by 100, and the last chunk decides. They have no gradient."""
     table, zero = jnp.asarray([[0.0], [0.0], [100.0], [100.0], [200.0], [200.0]]), jnp.zeros(1, int)
-    scores = token_logprobs(jnp.ones((1, 1)), table, zero, jnp.asarray([[5]]), max_chunk=2, collision=True)
+    score = jax.jit(functools.partial(token_logprobs, max_chunk=2, collision=True))
+    scores = score(jnp.ones((1, 1)), table, zero, jnp.asarray([[5]]))
     assert scores.collision == pytest.approx(0.5, abs=1e-6)
     assert float(scores.tops[0, 0]) == pytest.approx(np.log(0.5), abs=1e-5)
     hidden, table, targets, _ = example()

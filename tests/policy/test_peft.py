@@ -20,11 +20,12 @@ from rljax.policy.model import init_params
 from rljax.policy.peft import ADAPTER_CONFIG, WEIGHTS_NAME, load_adapters, save_adapters
 
 OF_ATTENTION = LoraConfig(rank=2, targets=ATTENTION)
+OF_ONE_RANK = LoraConfig(rank=1, alpha=0.75, targets=("o_proj", "gate_proj", "q_proj"))
 OF_DELTA_NETS = LoraConfig(rank=2, targets=("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "up_proj"))
 CASES = [
     (lambda: hf_model(SHAPES[0]), LoraConfig(rank=4)),
-    (lambda: hf_model(SHAPES[1]), LoraConfig(rank=1, alpha=0.75, targets=("o_proj", "gate_proj", "q_proj"))),
-    (lambda: hf_model(SHAPES_QWEN2[2], "Qwen2"), LoraConfig(rank=16, alpha=5.0)),
+    pytest.param(lambda: hf_model(SHAPES[1]), OF_ONE_RANK, marks=pytest.mark.harness),
+    pytest.param(lambda: hf_model(SHAPES_QWEN2[2], "Qwen2"), LoraConfig(rank=16, alpha=5.0), marks=pytest.mark.harness),
     (lambda: hf_model(SHAPES[0], "Qwen3Moe", **mixture(*MIXTURES[0])), LoraConfig(rank=3, targets=ATTENTION)),
     (hybrid_model, OF_DELTA_NETS),
 ]
@@ -136,10 +137,11 @@ def test_other_adapters_are_refused(tmp_path):
 
 
 SAME = (True, False, "gaussian", "orthogonal", "eva", "mica")
+FURTHER = [pytest.param(start, marks=pytest.mark.harness) for start in (*SAME[1:4], SAME[5], "pissa_niter_4", "olora")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [*SAME, "pissa", "pissa_niter_4", "olora"], ids=str)
+@pytest.mark.parametrize("start", [True, "eva", "pissa", *FURTHER], ids=str)
 def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
     peft = pytest.importorskip("peft")
     model, tokens = hf_model(SHAPES[0]), np.random.default_rng(1).integers(0, SHAPES[0][0], (2, 9))

@@ -97,7 +97,7 @@ def test_a_whole_run_is_one_trace_and_one_compilation(wrapper, dtype):
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.harness)])
 def test_updates_are_those_of_the_optimizer_itself_at_that_rate(dtype):
     params, grads = params_of(dtype), jax.tree.map(lambda x: jnp.asarray(x + 0.5, dtype), PARAMS)
     tx = injected(3e-4)

@@ -41,11 +41,11 @@ def on_parts(parts):
     [
         (MeshConfig(2, 4), 8),
         (MeshConfig(4, 2), 5),
-        (MeshConfig(1, context=8), 8),
-        (MeshConfig(1, 4, context=2), 8),
         (MeshConfig(1, 2, context=3), 8),
-        pytest.param(MeshConfig(8, 1), 8, marks=pytest.mark.harness),
-        pytest.param(MeshConfig(2, 2, context=2), 8, marks=pytest.mark.harness),
+        *(
+            pytest.param(MeshConfig(fsdp, tp, context=context), 8, marks=pytest.mark.harness)
+            for fsdp, tp, context in ((1, 1, 8), (1, 4, 2), (8, 1, 1), (2, 2, 2))
+        ),
     ],
     ids=str,
 )
@@ -77,6 +77,7 @@ def test_devices_do_not_talk_and_may_recompute():
     assert not re.findall(COLLECTIVES, compiled.as_text())
 
 
+@pytest.mark.harness
 def test_the_kernel_of_a_tpu_gives_the_bits_of_one_device():
     segments = np.stack([row(256, lengths) for lengths in ([100, 130], [256], [], [1, 60, 60])] * 2)
     arrays, mesh = heads(segments, head_dim=16), make_mesh(MeshConfig(4, 2))

@@ -22,17 +22,18 @@ pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 
 @functools.cache
 def alone():
-    return outcome(MeshConfig(1), config=CONFIG)
+    return outcome(MeshConfig(1), config=CONFIG, diagnosis=None)
 
 
 # On 8 devices of tp, each computes all 4 key heads.
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        (MeshConfig(2, 2, context=2), {"remat": "blocks", "keep_gathered": True}),
+        (MeshConfig(1, 2, context=2), {"remat": "blocks", "keep_gathered": True}),
         *(
             pytest.param(mesh, options, marks=pytest.mark.harness)
             for mesh, options in [
+                (MeshConfig(2, 2, context=2), {"remat": "blocks", "keep_gathered": True}),
                 (MeshConfig(2, 2), {"remat": "blocks"}),
                 (MeshConfig(2, context=4), {}),
                 (MeshConfig(1, 8), {}),
@@ -43,7 +44,7 @@ def alone():
     ids=str,
 )
 def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, options):
-    check_equal(outcome(mesh, config=CONFIG, **options), alone())
+    check_equal(outcome(mesh, config=CONFIG, diagnosis=None, **options), alone())
 
 
 def test_devices_of_tp_hold_a_part_of_each_product():
@@ -72,9 +73,10 @@ def test_operations_on_devices_of_tp_have_the_order_of_a_file(tmp_path):
         given = {f"1/{kind}": 2 * expected[f"1/{kind}"] for kind in ("delta_qkv", "convolution")}
 
 
-def test_an_engine_on_devices_of_tp_samples_from_the_policy():
+@pytest.mark.parametrize("fsdp", [1, pytest.param(2, marks=pytest.mark.harness)])
+def test_an_engine_on_devices_of_tp_samples_from_the_policy(fsdp):
     prompts = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10])]
-    engine = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(2, 2)), decode_tokens=4 * 18)
+    engine = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(fsdp, 2)), decode_tokens=4 * 18)
     params = init_params(CONFIG, 0)
     engine.publish(params, 0)
     responses = list(engine.generate(prompts, 4, SamplingParams(12, 1.0, (0, 1)), seed=0))

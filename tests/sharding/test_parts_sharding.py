@@ -19,7 +19,8 @@ pytestmark = pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "config"),
     [
-        *((mesh, DENSE) for mesh in (MeshConfig(8, 1), MeshConfig(4, 2), MeshConfig(2, 4), MeshConfig(2, replica=4))),
+        *(pytest.param(MeshConfig(*sizes), DENSE, marks=pytest.mark.harness) for sizes in ((8, 1), (4, 2), (2, 4))),
+        (MeshConfig(2, replica=4), DENSE),
         (MeshConfig(2, 4), tiny_hybrid()),
     ],
     ids=lambda each: getattr(each, "family", str(each)),

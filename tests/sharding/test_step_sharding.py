@@ -108,17 +108,18 @@ MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts
 def of_trees(mesh, config, sequences):
     made = in_trees(sequences, row=56, rows=8)
     options = {"config": config, "loss": LossConfig(), "count": len(sequences), "limit": 24, "remat": "blocks"}
-    gradient, _, logprobs = outcome(mesh, made, steps=2, **options)
+    gradient, _, logprobs = outcome(mesh, made, diagnosis=None, **options)
     return gradient, np.concatenate(unpack(logprobs, made, sequences))
 
 
 @pytest.mark.parametrize(
     ("mesh", "config"),
     [
-        (MeshConfig(2, 2, replica=2), CONFIG),
+        (MeshConfig(2, replica=2), CONFIG),
+        pytest.param(MeshConfig(2, 2, replica=2), CONFIG, marks=pytest.mark.harness),
         pytest.param(MeshConfig(2, 2, expert=2), MIXTURE, marks=pytest.mark.harness),
     ],
-    ids=["replicas", "experts"],
+    ids=["replicas", "parts of products", "experts"],
 )
 def test_trees_on_a_mesh_have_the_numbers_of_one_device(mesh, config):
     sequences = groups(8, layers=2 if config.num_experts else 0)

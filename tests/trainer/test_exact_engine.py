@@ -174,7 +174,7 @@ def test_greedy_takes_the_argmax_and_scores_it_at_temperature_1():
             assert r["rollout_logprobs"][i] == pytest.approx(every[token], abs=2e-5)
 
 
-@pytest.mark.parametrize("asked", [{}, CUT], ids=["whole", "cut"])
+@pytest.mark.parametrize("asked", [pytest.param({}, marks=pytest.mark.harness), CUT], ids=["whole", "cut"])
 def test_the_gradient_is_that_of_the_packed_step(asked):
     """If sampling is cut, the trainer's scores of the support have the bits of the engine's scores."""
     exact, update, state = make("float32", tx=keep_gradient(), **of_pass(asked))

@@ -39,8 +39,8 @@ def run(tx, *, row=20, rows=2, dtype="float32", noise=False, rate=1.0, updates=1
 def reference():
     """Returns the adapters' gradients, made from those of the merged float32 policy, one sequence at a time."""
     merged = MergedPolicy(CONFIG, LORA, MESH, init_params(CONFIG, 0), "float32")(adapters())
-    of_weights = tiny_step.expected_gradient(sequences(), merged)
-    return adapter_gradients(adapters(), TrainedParams(CONFIG, LORA).targets(of_weights), CONFIG, LORA)
+    targets = TrainedParams(CONFIG, LORA).targets(tiny_step.expected_gradient(sequences(), merged))
+    return jax.jit(lambda a, g: adapter_gradients(a, g, CONFIG, LORA))(adapters(), targets)
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
     """In float32 the engine's routes are those of the trainer's own forward. The last token has none."""
     sequences, (step, state) = sampled("float32"), make()
     batch = batches(sequences)
-    routes = forward_of(step, COUNT)(state.params, batch._replace(routes=None), with_routes=True)[1].routes
-    own = unpack_whole(np.asarray(routes), batch, sequences)
+    forward = functools.partial(step.forward, num_sequences=COUNT, diagnosis=None, with_routes=True)
+    own = unpack_whole(np.asarray(forward(state.params, batch._replace(routes=None))[1].routes), batch, sequences)
     for s, expected in zip(sequences, own, strict=True):
         given = s.columns["routes"]
         assert (given.shape, given.dtype) == ((len(s.ids), 3, 2), np.uint8)
@@ -133,7 +133,7 @@ def test_the_balance_loss_is_that_of_transformers(monkeypatch):
         return logits
 
     monkeypatch.setattr(experts, "router_logits", recording)
-    router = jax.jit(lambda: hidden_states(init_params(CONFIG, 2), CONFIG, *rows)[1].router)()
+    router = jax.jit(lambda params: hidden_states(params, CONFIG, *rows)[1].router)(init_params(CONFIG, 2))
     jax.effects_barrier()
     assert len(recorded) == CONFIG.num_layers
     expected = moe.load_balancing_loss_func(tuple(map(torch.tensor, recorded)), 16, 2, torch.tensor(segments))

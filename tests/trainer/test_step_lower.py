@@ -30,7 +30,7 @@ def of_shapes(tree):
     return jax.tree.map(lambda x: (tuple(x.shape), np.dtype(x.dtype)), tree)
 
 
-@pytest.mark.parametrize("given", [(), ("old_logprobs",), ("old_logprobs", "reference_logprobs")])
+@pytest.mark.parametrize("given", [(), ("old_logprobs", "reference_logprobs")])
 def test_it_takes_what_the_packed_batches_have(given):
     step, batch = make_step(ADAMW, **HOW), make_batch(**dict.fromkeys(given, np.full(5, -1.0, np.float32)))
     state = jax.eval_shape(lambda: fresh_state(ADAMW))

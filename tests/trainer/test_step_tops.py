@@ -43,13 +43,12 @@ def test_a_cut_step_learns_the_cut_distribution(remat, temperature):
     def loss(params):
         logp = log_softmax(params, batch, temperature)
         picked = jnp.take_along_axis(logp, jnp.asarray(batch.tokens)[..., None], axis=-1)[..., 0]
-        return -jnp.sum(jnp.where(batch.loss_mask, batch.advantages * picked, 0.0)) / np.sum(batch.loss_mask)
+        return -jnp.sum(jnp.where(batch.loss_mask, batch.advantages * picked, 0.0)) / np.sum(batch.loss_mask), logp
 
     grads, row, logprobs = run(step, batch)
     with jax.default_matmul_precision("highest"):
         params = init_params(CONFIG, 0)
-        expected = jax.jit(jax.grad(loss))(params)
-        logp = jax.jit(lambda params: log_softmax(params, batch, temperature))(params)
+        expected, logp = jax.jit(jax.grad(loss, has_aux=True))(params)
     check_close(grads, expected)
     mask = batch.response_mask
     picked = np.take_along_axis(np.asarray(logp), batch.tokens[..., None], axis=-1)[..., 0]
@@ -58,14 +57,14 @@ def test_a_cut_step_learns_the_cut_distribution(remat, temperature):
     entropy = -np.sum(np.exp(logp) * logp, axis=-1)
     assert row["policy/entropy"] == pytest.approx(entropy[mask].mean(), rel=1e-5)
     # The forward alone has the same scores.
-    alone, values = step.forward(jax.device_put(params), batch, num_sequences=COUNT, diagnosis=DiagnosisConfig())
+    alone, values = step.forward(jax.device_put(params), batch, num_sequences=COUNT, diagnosis=None)
     np.testing.assert_allclose(values.logprobs, logprobs, atol=2e-6, rtol=0)
     assert float(alone["policy/entropy"]) == pytest.approx(float(row["policy/entropy"]), rel=1e-6)
 
 
 @pytest.mark.slow
 def test_likeliest_tokens_that_nobody_needs_change_nothing():
-    step, batch = make_step(cut=False), packed(sequences())
+    step, batch = make_step(cut=False, diagnosis=DiagnosisConfig()), packed(sequences())
     jax.tree.map(np.testing.assert_array_equal, run(step, supported()), run(step, batch))
 
 
@@ -83,7 +82,7 @@ def test_scores_have_what_was_asked_for(cut):
     given, params = supported()._replace(with_loss=None, used=None), init_params(CONFIG, 0)
     micro, make = jax.tree.map(lambda x: jnp.asarray(x)[0], given), make_step(cut=cut).score
     jax.tree.map(np.testing.assert_array_equal, with_all_rows(micro), micro)
-    plain, every = make()(params, micro), make(tops=True, collision=True)(params, micro)
+    plain, every = jax.jit(lambda *both: (make()(*both), make(tops=True, collision=True)(*both)))(params, micro)
     assert (plain.tops is not None, plain.collision) == (cut, None)
     np.testing.assert_allclose(every.logprobs, plain.logprobs, atol=1e-6)
     mask = np.asarray(micro.response_mask)

@@ -50,15 +50,12 @@ def distance(found, expected):
 
 
 CENTERING = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
-FURTHER = ("score centering", "adapters, another temperature", "qwen2, cut sampling")
+FURTHER = ("dense", "score centering", "adapters, another temperature", "qwen2, cut sampling")
+OF_SEQUENCES = LossConfig(aggregation="sequence_mean")
 CASES = {
     "dense": (CONFIG, {}, {}),
     "qwen2, cut sampling": (QWEN2, {"tops": 4}, {"cut": True}),
-    "several turns, replayed routes": (
-        MIXTURE,
-        {"turns": True, "layers": 2},
-        {"loss": LossConfig(aggregation="sequence_mean")},
-    ),
+    "several turns, replayed routes": (MIXTURE, {"turns": True, "layers": 2}, {"loss": OF_SEQUENCES}),
     "score centering": (CONFIG, {"tops": 4}, {"correction": CENTERING}),
     "adapters, another temperature": (CONFIG, {}, {"lora": LORA, "temperature": 0.7}),
 }
@@ -96,14 +93,14 @@ def test_in_16_bits_trees_differ_by_few_roundings(dtype, rounding):
 def test_mistakes_are_seen():
     """All tokens before a token are seen, branches end early, positions go on, or a response reads its own token."""
     batch = in_trees(sequences := groups())
-    trees, right = batch.trees, trained(sequences, batch)
+    trees, right = batch.trees, trained(sequences, batch, diagnosis=None)
     for mistake in (
         {"ends": np.where(trees.ends > 0, trees.ends.max(axis=-1, keepdims=True), 0)},
         {"ends": np.maximum(trees.ends - 1, 0)},
         {"positions": np.tile(np.arange(48, dtype=np.int32), (*trees.tokens.shape[:2], 1))},
         {"sources": np.minimum(trees.sources + 1, 47)},
     ):
-        wrong = trained(sequences, batch._replace(trees=trees._replace(**mistake)))
+        wrong = trained(sequences, batch._replace(trees=trees._replace(**mistake)), diagnosis=None)
         assert distance(wrong, right)[0] > 0.01, mistake
 
 
