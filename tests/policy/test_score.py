@@ -45,7 +45,7 @@ def reference(params, cut):
     return [jnp.where(known, x, 0.0) for x in (picked, entropy)] + [tops, jnp.where(known, collision, 0.0)]
 
 
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.harness), True])
 def test_scores_and_gradients_match_the_whole_softmax(cut):
     rng = np.random.default_rng(1)
     weights = [jnp.asarray(rng.normal(size=(*SEGMENTS.shape, *more)), jnp.float32) for more in ((), (), (K,))]

@@ -73,10 +73,10 @@ def test_operations_on_devices_of_tp_have_the_order_of_a_file(tmp_path):
         given = {f"1/{kind}": 2 * expected[f"1/{kind}"] for kind in ("delta_qkv", "convolution")}
 
 
-@pytest.mark.parametrize("fsdp", [1, pytest.param(2, marks=pytest.mark.harness)])
-def test_an_engine_on_devices_of_tp_samples_from_the_policy(fsdp):
+@pytest.mark.harness  # policy/test_hybrid.py has an engine on one device
+def test_an_engine_on_devices_of_tp_samples_from_the_policy():
     prompts = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10])]
-    engine = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(fsdp, 2)), decode_tokens=4 * 18)
+    engine = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(2, 2)), decode_tokens=4 * 18)
     params = init_params(CONFIG, 0)
     engine.publish(params, 0)
     responses = list(engine.generate(prompts, 4, SamplingParams(12, 1.0, (0, 1)), seed=0))

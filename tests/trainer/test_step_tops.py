@@ -34,8 +34,8 @@ def log_softmax(params, batch, temperature):
     return cut_log_softmax(before, jnp.asarray(batch.top_ids))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("remat", "temperature"), [pytest.param(False, 1.0, marks=pytest.mark.harness), (True, 0.7)])
+@pytest.mark.harness  # policy/test_score.py has such scores and gradients, and test_exact_engine.py such a step
+@pytest.mark.parametrize(("remat", "temperature"), [(False, 1.0), (True, 0.7)])
 def test_a_cut_step_learns_the_cut_distribution(remat, temperature):
     """The row, log-probabilities and gradient equal those of logits that are masked outside the support."""
     batch, step = supported(), make_step(cut=True, remat=remat, temperature=temperature)
