@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
 LINES = 48_997
-TEST_LINES = 47_540
+TEST_LINES = 47_560
 EXPERIMENT_LINES = 5_500
 KEYS = 181
 WORDS = 80_000

@@ -51,14 +51,13 @@ def make_step(mesh, *, tx=None, params=None, **options):
     return step, tiny_step.fresh_state(tx, mesh=mesh, params=params, **of_step)
 
 
-def outcome(mesh, made=None, *, steps=1, **options):
-    """Returns the gradient, the metrics and the log-probabilities of the last step on the batch ``made``."""
+def outcome(mesh, made=None, **options):
+    """Returns the gradient, the metrics and the log-probabilities of a step on the batch ``made``."""
     made = batch() if made is None else made
     computed = made.tokens if made.trees is None else made.trees.tokens
     step, state = make_step(mesh, shape=computed.shape, **options)
     before = step.compilations  # another test may have run an equal step on batches of other arrays
-    for _ in range(steps):
-        state, metrics, values = step(state, made, 0.1, True)
+    state, metrics, values = step(state, made, 0.1, True)
     assert step.compilations <= before + 1
     return jax.device_get((state.opt_state.inner_state.trace, metrics, values.logprobs))
 
