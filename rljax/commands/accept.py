@@ -5,17 +5,17 @@
     rljax accept Qwen/Qwen3-4B --server URL --config dapo.yaml --json accept.json
 
 - server: the settings that a run compares in its handshake
-- tokens: one tokenizer, and the same end-of-sequence tokens on both sides
+- tokens: the same tokenizer and end-of-sequence tokens in the model and in the server
 - round trip: the weights from files to the policy and back, bit for bit
 - packed: sequences that share a row, as in training, against the same sequences alone
 - prefill: prefill and decode of the embedded engine against the trainer's forward
 - log-probabilities: those of the server against the trainer's, on tokens that it sampled, also by position
-- publish: three versions of the weights, each proven by its bits and its use
+- publish: three versions of the weights, each with the proof of a run that the server samples from it
 - training: the steps of a run, whose mean k3 must be small
 - first weights: the model's weights, which the server gets back at the end, with their proof
 
-The server is one that was started from MODEL and holds its weights. Requests of others, which its metrics count, end
-the command at any time. Nothing is published to it before its log-probabilities are right. At the end it gets the
+The server must have been started from MODEL and hold its weights. Requests of other clients, which its metrics count,
+end the command at any time. Nothing is published to it before its log-probabilities are right. At the end it gets the
 weights of MODEL back, after a failure or an interrupt, too.
 
 Started again with the same OUT, the program makes only the checks that have not passed. It makes all of them if the
@@ -57,11 +57,11 @@ from rljax.weights.format import weights_hash
 
 
 class AcceptCheck(NamedTuple):
-    """One check."""
+    """A check: what makes it, what to do after a failure, and what it needs."""
 
     method: str  # the method of ``ServerChecks`` that makes it
     remedy: str  # the advice after a failure
-    needs: tuple[str, ...] = ()  # the checks that must have passed before one that changes the server's weights
+    needs: tuple[str, ...] = ()  # the checks that must pass before this one, if it changes the server's weights
 
 
 CHECKS = {
@@ -83,7 +83,7 @@ _TASK |= {"optimizer.learning_rate": 1e-6, "schedule.kind": "constant"}
 
 @dataclass(frozen=True)
 class AcceptArguments:
-    """The arguments of the checks."""
+    """The arguments of ``rljax accept``."""
 
     model: Positional[str]
     """The Hugging Face directory of the model, or OWNER/NAME."""
@@ -106,10 +106,10 @@ class AcceptArguments:
 
 
 class Acceptance:
-    """The checks of one command, and the JSON document with what they found."""
+    """The checks that one command makes, and the JSON document with their findings."""
 
     def __init__(self, options: AcceptArguments, server: ServerUnderTest, command: str) -> None:
-        """Goes on with the document in the file if it is about the same model, server and options.
+        """Continues the JSON document of an earlier command if it has the same model, server and options.
 
         Raises OSError or ValueError if an input cannot be used.
         """
@@ -145,7 +145,7 @@ class Acceptance:
         return self.found.get(name, {}).get("status") != "PASS"
 
     def run(self) -> None:
-        """Makes the missing checks, and puts the first weights back at the end, however it comes."""
+        """Makes the checks that have not passed. At the end it puts the model's weights back, after an error, too."""
         todo = [name for name in CHECKS if self._lacks(name)]
         with caller_errors():
             try:
@@ -193,7 +193,7 @@ class Acceptance:
         write_whole(self._path, finite_json(self.document))
 
     def page(self) -> str:
-        """Returns the page: a line for each check, and the verdict."""
+        """Returns the text to print: a line for each check, and the verdict."""
         width = max(map(len, _PARTS))
         lines = [f"{name:<{width}}  {line(self.found[name])}" for name in _PARTS if name in self.found]
         return "\n".join([*lines, f"{'PASS' if self.document['passed'] else 'FAIL'}; written to {self._path}"])
@@ -202,8 +202,8 @@ class Acceptance:
 def earlier_report(path: Path, out: Path) -> dict[str, Any] | None:
     """Reads the report of an earlier command; None if there is none.
 
-    Raises ValueError if the file is no such report, or ``out`` has a run or tokens that no report speaks of: they would
-    be removed.
+    Raises ValueError if the file is no such report, or if there is no file, but ``out`` has a run or tokens, which the
+    checks would remove.
     """
     if path.exists():
         document: Any = parse_json(path.read_bytes())

@@ -67,20 +67,20 @@ class CheckArguments:
     """The arguments of the check."""
 
     models: tuple[Literal["0.6B", "1.7B", "4B", "8B", "14B", "32B"], ...] = ("0.6B",)
-    """Sizes of Qwen3 whose training step is timed. A size that does not fit by the plan is skipped."""
+    """Sizes of Qwen3 whose training step is timed. A size whose planned memory does not fit the device is skipped."""
     json: Path | None = None
     """The JSON file to write. None: accelerator_NAME.json in this directory, where NAME is the kind of device; no file
     with --tiny. The last line says where the file is."""
     only: tuple[str, ...] = ()
     """Names of parts, or beginnings of them, such as attention or "step 0.6B". Empty: all."""
     tiny: bool = False
-    """Shapes that take seconds on a CPU; their speeds mean nothing."""
+    """Use small shapes that take seconds on a CPU; their speeds mean nothing."""
     limit_s: float = 600.0
-    """The longest time of all parts together (seconds). Parts for which none is left are skipped."""
+    """The longest time of all parts together (seconds). Parts for which no time is left are skipped."""
 
 
 def make_parts(arguments: CheckArguments) -> Parts:
-    """Returns the parts that ``--only`` names, in the order of the report, with the check of the device first."""
+    """Returns the parts that ``--only`` names (none: all), in the order of the report. "device" is always first."""
     tiny, part = arguments.tiny, functools.partial
     policies = {"tiny": TINY} if tiny else {size: KNOWN_SHAPES[f"Qwen/Qwen3-{size}"] for size in arguments.models}
     smallest = next(iter(policies.values()), TINY)
@@ -104,8 +104,8 @@ def make_parts(arguments: CheckArguments) -> Parts:
 def run_parts(parts: Parts, arguments: CheckArguments) -> Iterator[tuple[str, CheckFacts]]:
     """Runs the parts one after another in another process, and yields the name and the findings of each.
 
-    The process is replaced after a part that fails, because its device may be in a bad state, and before each step,
-    whose use of memory is measured. On a CPU without --tiny the kernels and the step would take hours, and are skipped.
+    After a part that raises an error, crashes or is too slow, a new process runs the next one. A new one also runs each
+    step, whose memory is measured. On a CPU without --tiny, attention, head and step take hours, and are skipped.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "output")

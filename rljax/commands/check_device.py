@@ -2,8 +2,8 @@
 
 These are attention, the head, a sum over all devices, and a training step with a model's shapes. Weights, tokens and
 rows are random. Everything else of the step is a run's own: ``rljax.run.training.make_step`` and the plan of the dry
-run. Each function returns plain values for JSON. ``says`` is a line about them, ``problems`` has a line for each fault,
-and ``skipped`` gives the reason if nothing was checked.
+run. Each check returns a dict of plain values for JSON. Its ``says`` is a line about them, ``problems`` has a line for
+each fault, and ``skipped`` gives the reason if nothing was checked.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def nvidia_smi(field: str) -> list[str]:
 
 
 def device_memory() -> int | None:
-    """Returns the bytes of a device that JAX may use, or None if JAX does not say."""
+    """Returns the memory that JAX may use on its first device (bytes), or None if JAX does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def check_devices() -> CheckFacts:
-    """Returns the devices, their drivers and the versions of the installed packages."""
+    """Describes the devices, their drivers and the installed packages. GPUs that JAX does not use are a problem."""
     device, memory = jax.devices()[0], device_memory()
     try:
         unused = unused_gpus(jax.local_device_count() if device.platform == "gpu" else 0)
@@ -103,7 +103,7 @@ def check_devices() -> CheckFacts:
 
 
 def median_ms(run: Callable[[], Any], repeats: int) -> float:
-    """Returns the median time of a call that has run before (ms). Calls are queued by fours to hide the host's time."""
+    """Returns the median time of a call that has run before (ms). Four are queued at once to hide the host's time."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -113,9 +113,9 @@ def median_ms(run: Callable[[], Any], repeats: int) -> float:
 
 
 def check_attention(name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, repeats: int) -> CheckFacts:
-    """Measures the forward and backward pass of one row: errors against float32, the time, leaks between segments.
+    """Measures attention on a row of ``tokens`` tokens: errors of both passes against float32, time, leaks of segments.
 
-    If auto means xla, it is skipped, because xla is checked anyway.
+    If ``name`` is auto and auto chooses xla, nothing is measured, because another part checks xla.
     """
     here = (jax.devices()[0], dtype, policy.head_dim)
     picked = find_implementation(name, *here)
@@ -150,7 +150,7 @@ def _unequal(x: jax.Array, y: jax.Array, where: jax.Array) -> jax.Array:
 def find_leaks(lowered: jax.stages.Lowered, arrays: Sequence[jax.Array], ends: np.ndarray) -> CheckFacts:
     """Counts the values in other segments that change when the whole second segment is changed.
 
-    If the order of sums is not fixed, results that differ between two equal runs are not judged.
+    A segment is one sequence of the row. A result that differs between two equal runs is not judged for leaks.
     """
     changed = ends == np.unique(ends)[2]
     others = [jnp.where(changed[:, :, None, None], x * 3 + 1, x).astype(x.dtype) for x in arrays]
@@ -180,7 +180,7 @@ def find_leaks(lowered: jax.stages.Lowered, arrays: Sequence[jax.Array], ends: n
 
 
 def naive_logprobs(hidden: Any, table: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Computes the results of ``token_logprobs`` from all logits at once."""
+    """Computes log-probabilities and entropies of tokens [n], as ``token_logprobs`` does, from all logits at once."""
     logits = jnp.einsum("nd,vd->nv", hidden, table, preferred_element_type=jnp.float32)
     logp = jax.nn.log_softmax(logits, axis=-1)
     picked = jnp.take_along_axis(logp, targets[:, None], axis=-1)[:, 0]
@@ -188,7 +188,7 @@ def naive_logprobs(hidden: Any, table: Any, targets: Any) -> tuple[jax.Array, ja
 
 
 def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_chunk: int) -> CheckFacts:
-    """Measures the head in chunks: its errors against all logits at once in float32, and its time."""
+    """Measures the LM head, which works in chunks: its errors against float32 logits all at once, and its time."""
     rng = np.random.default_rng(0)
     d, v = policy.hidden_size, policy.vocab_size
     hidden = jnp.asarray(rng.standard_normal((tokens, d), np.float32), dtype)
@@ -245,7 +245,7 @@ def check_collective(mebibytes: int, repeats: int) -> CheckFacts:
 
 @dataclass(frozen=True)
 class StepSize:
-    """The sizes of a step. Each device takes one row at a time."""
+    """The sizes of a training step. Each device takes one row at a time."""
 
     row_tokens: int = 9216
     max_prompt_tokens: int = 1024
@@ -293,7 +293,7 @@ def check_step(
 ) -> CheckFacts:
     """Compiles and times a step of the model ``name``, and compares the planned, compiled and used bytes.
 
-    ``steps`` steps after the warm-up are timed. A step is skipped if its plan exceeds the memory of a device.
+    ``steps`` steps after the warm-up are timed. A step whose planned bytes exceed the memory of a device is skipped.
     """
     mesh, config, limit = make_mesh(Config().mesh), step_config(size, dtype, remat), device_memory()
     planned = sum(part for _, part in planned_bytes(config, policy, mesh).values()) - beside_bytes(config, policy, mesh)

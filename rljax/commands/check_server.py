@@ -51,24 +51,24 @@ RESPONSES = 16  # the responses whose tokens are scored
 BIAS = 8.0  # the largest mean difference beyond the KL divergence, in standard errors; 1024 tokens have 0.01 to 1
 GROWTH = 8.0  # the largest factor by which a gap may grow with the position
 CHANGE = 0.05  # the size of the change of each weight in the second version that is published
-# The time in which nobody asks the server, the time for requests of before to end, and the time between counts (s).
+# The wait in which no other client may ask the server, the time for earlier requests to end, the time between counts.
 QUIET_S, _SETTLE_S, _EVERY_S = 2.0, 15.0, 0.5
 _FINISHED, _RUNNING = "vllm:request_success_total", "vllm:num_requests_(?:running|waiting)"
 _UNUSED = ("lm_head.weight", "rotary_emb.inv_freq")  # tensors of files that a policy may leave out
 
 
 def parity(problem: Any, response: str, truncated: bool) -> float:
-    """Returns a reward of 0 or 1 that depends on the response's text alone, so that any model has both in a group."""
+    """Returns a reward of 0 or 1 from a hash of the response's text, so that responses of any model get both."""
     return float(zlib.crc32(response.encode()) & 1)
 
 
 class ServerUnderTest(Fleet):
-    """The connection to one vLLM server for questions that are no rollouts."""
+    """The connection to the vLLM server that the checks ask."""
 
     def __init__(self, config: Any) -> None:
-        """Describes the only server of a ``RolloutConfig``.
+        """Connects to the only server of a ``RolloutConfig`` and reads its description.
 
-        Raises ServerError if it does not answer or has no plugin, and ValueError if it cannot be used.
+        Raises ServerError if it does not answer, and ValueError if it has no plugin or does not count its requests.
         """
         super().__init__(config, VllmBackend(), Admission())
         try:
@@ -83,7 +83,7 @@ class ServerUnderTest(Fleet):
             raise
 
     def ask(self, method: str) -> dict[str, Any]:
-        """Returns the first worker's answer to a question to rljax's plugin."""
+        """Calls a method of rljax's plugin on the server, and returns the first worker's answer."""
         return dict(self.wait(self.kind.ask_plugin(self.servers[0], method))[0])
 
     def _numbers(self, name: str) -> list[float]:
@@ -93,9 +93,9 @@ class ServerUnderTest(Fleet):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watches in a block whether the server answers only this process. Requests of others send it a SIGTERM.
+        """Watches the server during a ``with`` block. If another client asks it, this process gets SIGTERM.
 
-        Raises ConfigError in the place of KeyboardInterrupt, and before and after the block, if there are such ones.
+        Raises ConfigError for such requests before or after the block, or in the place of a KeyboardInterrupt in it.
         """
         deadline = time.monotonic() + _SETTLE_S
         while sum(self._numbers(_RUNNING)) and time.monotonic() < deadline:
@@ -136,17 +136,17 @@ class ServerUnderTest(Fleet):
 
 
 class ServerChecks:
-    """The checks of one model and one server. Each returns what it found and its ``problems``."""
+    """The checks of one model and one server. Each returns a dict for JSON with its findings and its ``problems``."""
 
     def __init__(self, inputs: Inputs, server: ServerUnderTest, out: Path, length: int, bar: float | None) -> None:
         """Reads the prompts of the run that ``inputs`` would make; the checks read the rest.
 
         Args:
           inputs: The inputs of the run, whose model has a directory here.
-          server: The server.
+          server: The server that the checks ask.
           out: The directory of the sampled tokens.
           length: The length of the sampled responses (tokens).
-          bar: The largest mean k3 (nats). None: the value for the dtype.
+          bar: The largest mean k3 between server and trainer (nats). None: the value for the dtype.
         """
         self._inputs, self._server, self._path, self._length = inputs, server, out / "tokens.parquet", length
         self._model, self._dtype = Path(inputs.config.model.path), inputs.config.rollout.dtype
@@ -157,13 +157,13 @@ class ServerChecks:
         self.bar = BARS[self._dtype] * factor if bar is None else bar
 
     def handshake(self) -> CheckFacts:
-        """Shakes hands with the server as a run does."""
+        """Makes the engine of a run, which compares the server's settings with those of the run."""
         with self._engine():
             info = self._server.info
         return {"says": f"vLLM {info.version}, {info.dtype}, head {info.head_dtype}, {info.form}", "problems": []}
 
     def same_tokens(self) -> CheckFacts:
-        """Compares tokenizer and end-of-sequence tokens of server and trainer, and samples what other checks score."""
+        """Compares tokenizer and end-of-sequence tokens of server and model. Samples tokens for other checks."""
         self.tokens()
         stops = sorted(self._inputs.policy.stop_token_ids)
         ours = {"tokenizer": self._inputs.tokenizer.digest(), "stop_token_ids": stops}
@@ -180,11 +180,11 @@ class ServerChecks:
         return round_trip_facts(same, list(stored))
 
     def packed(self) -> CheckFacts:
-        """Compares sequences that share a row, as in training, with the same sequences alone."""
+        """Compares log-probabilities of sequences that share a row, as in training, with those of each alone."""
         return self._compare("jax-packed")
 
     def prefill(self) -> CheckFacts:
-        """Compares prefill and decode of the embedded engine with the trainer's forward."""
+        """Compares the log-probabilities of the embedded engine's prefill and decode with the trainer's."""
         return self._compare("jax-prefill", "jax-decode")
 
     def logprobs(self) -> CheckFacts:
@@ -198,7 +198,7 @@ class ServerChecks:
         return found | {"growth": growth, "problems": found["problems"] + growth_problems(growth, self._highest)}
 
     def publish(self) -> CheckFacts:
-        """Publishes the model, a changed one and the model again. Each is proven by its bits and its use."""
+        """Publishes the weights, changed ones and the first again. A run's engine proves each, as in training."""
         params = self._params(self._dtype)
         return self._publish(params, changed(params), params)
 
@@ -214,11 +214,11 @@ class ServerChecks:
         return found | {"problems": found["problems"] + ([f"rljax train ended with status {status}"] if status else [])}
 
     def put_back(self) -> CheckFacts:
-        """Publishes the model's own weights, and lets them be proven."""
+        """Publishes the model's own weights with the same proof as ``publish``."""
         return self._publish(self._params(self._dtype))
 
     def tokens(self) -> TokenDump:
-        """Returns responses that the server sampled to prompts of the run, with all columns that they have so far."""
+        """Returns a dump of responses that the server sampled to prompts of the run, with all columns so far."""
         if not self._path.exists():
             prompts = self._prompts[:RESPONSES]
             masks = [np.zeros(len(ids), bool) for ids in prompts]
@@ -283,7 +283,7 @@ class ServerChecks:
 
 @jax.jit
 def changed(params: Params) -> Params:
-    """Returns the parameters with each weight changed by a few percent."""
+    """Returns the parameters, each weight times 1 + CHANGE * n, where n is random (standard normal)."""
     leaves, tree = jax.tree.flatten(params)
     noise = [jax.random.normal(jax.random.key(i), leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(tree, [leaf * (1 + CHANGE * each) for leaf, each in zip(leaves, noise, strict=True)])
@@ -299,7 +299,7 @@ def token_facts(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> CheckFact
 
 
 def round_trip_facts(same: Mapping[str, bool], stored: Sequence[str]) -> CheckFacts:
-    """Judges a round trip: whether each written tensor has the ``same`` bits, and the names of the ``stored`` ones."""
+    """Judges a round trip by ``same``, whether each tensor kept its bits, and ``stored``, the names in the files."""
     found = {"come back with other bits": [name for name, is_same in same.items() if not is_same]}
     found["of the files are not read"] = [name for name in stored if name not in same and not name.endswith(_UNUSED)]
     problems = [f"{len(names)} tensors {what}: {', '.join(names[:3])}" for what, names in found.items() if names]
@@ -309,7 +309,7 @@ def round_trip_facts(same: Mapping[str, bool], stored: Sequence[str]) -> CheckFa
 def pair_facts(dump: TokenDump, pairs: Sequence[tuple[str, str]], *, bar: float = math.inf) -> CheckFacts:
     """Judges pairs of columns as ``rljax compare`` does, and by their mean k3, at most ``bar`` (nats).
 
-    With a finite ``bar`` the mean difference of tokens that the second column sampled must be explained by chance.
+    With a finite ``bar`` the second column must have sampled the tokens, and chance must explain the mean difference.
     """
     found, reasons = {}, defaultdict[str, list[str]](list)
     for pair in (compare_columns(dump, names).pairs[0] for names in pairs):
@@ -329,9 +329,9 @@ def pair_facts(dump: TokenDump, pairs: Sequence[tuple[str, str]], *, bar: float 
 
 
 def growth_problems(growth: Mapping[str, tuple[float, float]], highest: float) -> list[str]:
-    """Judges gaps of server and trainer by position (nats), each beside the trainer's gap to itself.
+    """Judges pairs of gaps by position: of server and trainer, and of the trainer and itself (nats).
 
-    Returns a line if the last gap is beyond ``highest`` and far above both the first one and the trainer's own.
+    Returns a line if the last gap is above ``highest``, and far above the first gap and the trainer's own last gap.
     """
     (first, _), *_, (last, own) = (*growth.values(), *growth.values())
     if last <= max(highest, GROWTH * first, GROWTH * own):
@@ -340,7 +340,7 @@ def growth_problems(growth: Mapping[str, tuple[float, float]], highest: float) -
 
 
 def training_facts(rows: Sequence[Row], steps: int, bar: float) -> CheckFacts:
-    """Judges the rows of a run of ``steps`` steps: complete, finite, with updates, and with a mean k3 below ``bar``."""
+    """Judges the rows of a run of ``steps`` steps: complete, finite, with updates, and a mean k3 up to ``bar``."""
     if len(rows) < steps:
         return {"says": "", "problems": [f"{len(rows)} of {steps} steps were made"]}
     k3, lost = np.mean([row["mismatch/k3_kl"] for row in rows]), sum(row["mismatch/nonfinite_count"] for row in rows)

@@ -97,8 +97,8 @@ class CompareArguments(SampleConfig):
     top_k: int = 20
     """With --distributions, the number of likeliest tokens that a server is asked for."""
     same_weights: bool = False
-    """The model directories hold one model's weights in different forms, as after a conversion. Their hashes may
-    differ, and only the numbers judge."""
+    """Take the model directories as one model's weights in different forms, as after a conversion. Different hashes
+    of weights are then no failure."""
     second_run: bool = True
     """Measure noise floors: score the tokens again in the ways that ``floors`` names."""
     floors: tuple[Cause, ...] = ("shape",)
@@ -152,11 +152,11 @@ def parse(argv: Sequence[str]) -> CompareArguments:
     )
 
 
-Job = tuple[str, str, int, Cause]  # column, spec, batch size, program
+Job = tuple[str, str, int, Cause]  # a column, its scorer's spec, the batch size, and the program of ``jax:``
 
 
 def jobs(dump: TokenDump, columns: dict[str, str], options: CompareArguments) -> list[Job]:
-    """Returns the columns to compute: one for each scorer, and one for each noise floor of ``--floors``.
+    """Returns the columns to compute: one for each scorer, and one for each of its noise floors of ``--floors``.
 
     The engine that sampled the responses has its first column already, so only its noise floor is added.
     """
@@ -201,7 +201,7 @@ def sequences(options: CompareArguments) -> TokenDump:
 
 
 def run_layers(dump: TokenDump, options: CompareArguments) -> int:
-    """Compares each further scorer with the first, writes the reports, and returns the exit status."""
+    """Compares each further scorer with the first by operations, writes the reports, and returns the exit status."""
     scorers, model, out = options.scorer, options.model, options.out
     if len(scorers) < 2:
         raise ConfigError(f"--layers compares the first --scorer with each other one, got {len(scorers)}")
@@ -242,7 +242,7 @@ def _check_alike(spec: str, config: PolicyConfig, first: str, expected: PolicyCo
 
 
 def run_bench(options: CompareArguments, argv: Sequence[str]) -> int:
-    """Measures the scorers one by one in the directory OUT, which exists, and returns the exit status."""
+    """Measures the scorers of --serve, writes into the directory OUT, which exists, and returns the exit status."""
     if options.model is None or (options.tokens and options.toy_prompts):
         raise ConfigError("--serve needs --model, and takes the prompts of either TOKENS or --toy-prompts N")
     for name, least in (("lengths", 1), ("repeat", 0)):
@@ -278,7 +278,7 @@ def run_bench(options: CompareArguments, argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compares the columns, writes the report, and returns the exit status."""
+    """Compares columns, operations or the scorers of --serve, writes the report, and returns the exit status."""
     options = parse(argv)
     with contextlib.ExitStack() as stack:
         with caller_errors():
@@ -291,7 +291,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: CompareArguments) -> int:
-    """Does the comparison in the directory OUT, which exists, and returns the exit status."""
+    """Compares the columns, writes into the directory OUT, which exists, and returns the exit status."""
     with caller_errors():
         if options.model is not None:
             options = dataclasses.replace(options, model=model_directory(options.model))

@@ -59,7 +59,7 @@ class DiagnoseArguments:
 
 
 def needed(module: str, source: Path) -> ModuleType:
-    """Returns a module that token files or run directories need. Raises MissingPackageError if a package is missing."""
+    """Imports the module that reads ``source``, a dump or a run. Raises MissingPackageError if a package is missing."""
     return import_for(f"{source}: a token file or a run directory", module, "train")
 
 
@@ -70,7 +70,7 @@ def read_tokens(path: Path) -> TokenDump:
 
 
 def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFacts | None) -> Declared:
-    """Returns the declared dtypes and forms of both sides, from the configuration or else the header of the dump."""
+    """Returns the declared dtypes and 8-bit forms of trainer and engine, from a run's settings or a dump's header."""
     if config is not None:
         declared: Declared = needed("rljax.run.watch", Path(config.run.dir)).declared_by(config)
         return declared
@@ -90,7 +90,7 @@ def facts_of(
 ) -> Facts:
     """Gathers the facts of the log, the token dump and the configuration that the arguments name.
 
-    ``run`` is one of a log's runs, and ``trainer`` and ``rollout`` are columns of the dump.
+    ``run`` names one of several runs in a log. ``trainer`` and ``rollout`` name columns of the dump.
 
     Raises ConfigError or ValueError if neither a log nor a dump can be read, or one has no such run or column.
     """

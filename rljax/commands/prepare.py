@@ -79,7 +79,7 @@ class PrepareArguments(ProblemsConfig):
     form: DataForm | None = None
     """The form of the source; None: the keys of a row tell it."""
     model: str | None = None
-    """A model, a run directory or a checkpoint. Its tokenizer counts, and its policy or a served copy is sampled."""
+    """A model, a run directory or a checkpoint. Its tokenizer counts tokens, and its policy samples with --samples."""
     max_prompt_tokens: int | None = None
     """The longest prompt that is kept (tokens, the chat template included); None: any length."""
     check_answers: int = 1000
@@ -95,7 +95,7 @@ class PrepareArguments(ProblemsConfig):
     urls: tuple[str, ...] = ()
     """The URLs of vLLM servers, which get the weights of a run; empty: the embedded engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """The dtype of the embedded engine and of a run's weights."""
+    """The dtype of the embedded engine, and of a run's weights that servers get."""
     temperature: float = 1.0
     """The temperature of the sampling."""
     max_response_tokens: int | None = None
@@ -129,21 +129,21 @@ class PrepareArguments(ProblemsConfig):
 
     @property
     def own_form(self) -> Form:
-        """The name of the source's form, or the names of its keys."""
+        """The names of the source's keys if some are given, or else the name of its form."""
         keys = OwnKeys(self.prompt_key, self.answer_key)
         return keys if any(keys) else self.form
 
 
 @dataclass
 class KeptRows:
-    """The rows that are kept so far, and the numbers that each step kept and dropped."""
+    """The rows that are kept so far, and how many rows each filter kept and dropped."""
 
     rows: list[FileRow]  # the rows as they were read
     problems: list[Problem]  # the same rows, checked
     steps: list[dict[str, Any]] = field(default_factory=list)  # the entries of the provenance, one for each filter
 
     def keep(self, step: str, kept: Sequence[bool], **facts: Any) -> None:
-        """Keeps the rows with a true entry in ``kept``, and records the step."""
+        """Keeps the rows with a true entry in ``kept``, and records the step. Raises ConfigError if none is left."""
         before = len(self.rows)
         self.rows = [row for row, keep in zip(self.rows, kept, strict=True) if keep]
         self.problems = [problem for problem, keep in zip(self.problems, kept, strict=True) if keep]
@@ -152,7 +152,7 @@ class KeptRows:
             raise ConfigError(f"no problem is left after the step {step!r}")
 
     def note(self, step: str, dropped: int, **facts: Any) -> None:
-        """Records a step and prints it."""
+        """Records and prints how many rows a step dropped and how many are left, with further ``facts``."""
         self.steps.append({"step": step, "dropped": dropped, "kept": len(self.rows), **facts})
         shown = "".join(f", {name.replace('_', ' ')} {value}" for name, value in facts.items())
         print(f"{step}: {dropped} dropped, {len(self.rows)} kept{shown}")
@@ -162,7 +162,7 @@ class ScoreFile:
     """The rewards of each problem's responses, in a JSONL file that survives an interruption."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        """Reads the scores so far. Raises ConfigError if they come from other settings."""
+        """Reads the scores so far. Raises ConfigError if the file holds no scores, or scores of other settings."""
         self._path, self.rewards = path, dict[str, list[float]]()
         if path.is_file():
             text = path.read_text(encoding="utf-8")
@@ -228,7 +228,7 @@ def content_of(problem: Problem) -> str:
 def read_distinct(path: Path, form: Form, tally: Tally, *, whole: bool) -> KeptRows:
     """Reads the first row of each prompt, by ``prompt_key``, and counts rows and repeats in ``tally``.
 
-    ``whole`` is as in ``parse_row``.
+    ``form`` and ``whole`` say how a row is read, as in ``data.files.parse_row``.
     """
     seen: dict[bytes, str] = {}
     selection, contradicting = KeptRows([], []), 0
@@ -258,7 +258,7 @@ def drop_long(selection: KeptRows, tokenizer: Tokenizer, limit: int, tally: Tall
 
 
 def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tokenizer: Tokenizer) -> ScoreFile:
-    """Samples and scores ``samples`` responses to each problem that is not scored yet."""
+    """Samples and scores ``samples`` responses to each problem without scores. Returns the scores of all problems."""
     with caller_errors():
         policy = find_policy(str(arguments.model))
         scoring = arguments.reward, arguments.reward_workers, arguments.reward_timeout_s

@@ -44,9 +44,9 @@ class ReplayArguments(SurgeConfig):
     logs: Positional[tuple[Path, ...]] = dataclasses.field(kw_only=True)
     """The training logs."""
     column: str | None = None
-    """The length column, where its name is not known."""
+    """The name of the length column. None: a column with a known name."""
     truncated_column: str | None = None
-    """The column with the share of truncated responses."""
+    """The column with the share of truncated responses. None: the one that goes with a known length column, if any."""
     picture: Path | None = None
     """The file for one picture of all logs, .png or .svg. It needs matplotlib."""
     json: Path | None = None
@@ -54,16 +54,16 @@ class ReplayArguments(SurgeConfig):
     sweep: bool = False
     """Add rules with other values of ratio, window and persistence."""
     learning_rate: float = 1e-6
-    """The initial rate."""
+    """The initial learning rate."""
     multiplier: float = 1.8
     """The decay period divided by the step of the surge."""
     decay_factor: float = 0.5
-    """The factor of the rate at each decay."""
+    """The factor by which each decay multiplies the learning rate."""
     floor_ratio: float = 0.1
-    """The lowest rate divided by the initial one."""
+    """The lowest learning rate divided by the initial one."""
 
     def rule(self) -> SurgeConfig:
-        """Returns the rule for a surge that the options give."""
+        """Returns the rule in use: the configuration of a surge that the options give."""
         return SurgeConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(SurgeConfig)})
 
     def law(self) -> RateLaw:
@@ -86,7 +86,7 @@ class Replay:
 
 
 def replay_log(path: Path, options: ReplayArguments) -> Replay:
-    """Reads a log and replays it. Raises ConfigError, whose message names the log."""
+    """Reads a log and replays it under each rule. Raises ConfigError, which names the log, if it cannot be read."""
     try:
         with caller_errors():
             log = read_lengths(path, options.column, options.truncated_column)
@@ -99,7 +99,7 @@ def replay_log(path: Path, options: ReplayArguments) -> Replay:
 
 
 def verdict(outcome: RuleOutcome) -> str:
-    """Returns the step at which the rule calls the surge, in one line."""
+    """Returns one line that says at which step the rule calls a surge, or that it calls none."""
     if outcome.surge_step is None:
         return f"no surge in {len(outcome.rates)} steps"
     how = "by max_wait" if outcome.crossing_step is None else f"crossing since step {outcome.crossing_step}"
@@ -139,7 +139,7 @@ def report(result: Replay) -> list[str]:
 
 
 def near_misses(result: Replay) -> list[str]:
-    """Returns lines about the length nearest to a call, and about the other rules."""
+    """Returns lines about the step that came nearest to a call, and about the other rules that call."""
     outcome, config = result.in_use, result.in_use.rule.config
     assert config is not None  # the rule in use has one
     if outcome.nearest is None:
@@ -178,7 +178,7 @@ def logs_table(results: Sequence[Replay]) -> list[list[str]]:
 
 
 def outcome_numbers(outcome: RuleOutcome) -> dict[str, Any]:
-    """Returns the entry of a rule in the JSON."""
+    """Returns the entry of one rule's outcome in the JSON document."""
     config, nearest = outcome.rule.config, outcome.nearest
     return {
         "rule": outcome.rule.name,
@@ -194,7 +194,7 @@ def outcome_numbers(outcome: RuleOutcome) -> dict[str, Any]:
 
 
 def log_numbers(result: Replay) -> dict[str, Any]:
-    """Returns the entry of a log in the JSON."""
+    """Returns the entry of one log in the JSON document."""
     log = result.log
     return {
         "log": str(result.path),

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Parses the options. Returns the given options, and the defaults of options that ``ServerConfig`` lacks."""
+    """Returns the options of the command line by name: those that are given, and this program's own with defaults."""
     parser = argparse.ArgumentParser(
         prog=f"rljax serve {kind.lower()}",
         description="Serves a model for rljax, on loopback unless --host says otherwise.",
@@ -84,7 +84,7 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
 def serve(server: Any, argv: Sequence[str]) -> int:
     """Serves until this program is interrupted or terminated, or the server ends. Returns the exit status.
 
-    It prints the URL of the server once the server is healthy. ``server`` is the module of its kind.
+    It prints the URL of the server once the server is healthy. ``server`` is the module that starts this kind.
     """
     kind = server.CONFIG.kind
     logging.basicConfig(level=logging.INFO, format=f"{kind.lower()}_server: %(message)s")

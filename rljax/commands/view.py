@@ -44,7 +44,7 @@ TOKENIZER_FILES = ("tokenizer*", "*.jinja", "config.json", "special_tokens_map.j
 
 @dataclass(frozen=True)
 class ViewArguments:
-    """The arguments of the page."""
+    """The arguments of ``rljax view``."""
 
     dump_or_run: Positional[Path]
     """The token dump, another file of tokens, or the run directory."""
@@ -62,7 +62,7 @@ class ViewArguments:
     dumps: int = 6
     """The most dumps of a run on the page, evenly spread up to the newest one."""
     alternatives: int = 5
-    """The most likely tokens that are shown at each token."""
+    """The number of likeliest tokens that are shown at each token."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("dumps", 1), ("alternatives", 0)):
@@ -71,7 +71,7 @@ class ViewArguments:
 
 
 def is_run(path: Path) -> bool:
-    """Returns whether a path is a run directory: it has rows, or a configuration."""
+    """Returns whether a path is a run directory: it has metrics.jsonl or config.yaml."""
     return (path / "metrics.jsonl").is_file() or (path / "config.yaml").is_file()
 
 

@@ -50,9 +50,9 @@ ROWS = {
     "vllm": ("vllm", "prefill"),
     "vllm-decode": ("vllm", "decode"),
 }
-"""The engine and the path of a row, by the kind of its scorer."""
+"""The engine of a row and its path ("forward", "prefill" or "decode"), by the kind of its scorer."""
 REFERENCES = ("jax", "jax-decode", "hf")
-"""The kinds of scorers that can be the one that the others are compared with."""
+"""The kinds of scorers that can be the reference of the gaps."""
 STARTED = ("vllm", "vllm-decode")
 """The kinds of scorers whose server a bench starts when they name a dtype and no URL."""
 _OTHERS = {ROWS[kind][0] for kind in ("hf", *STARTED)}  # the engines whose gap is compared with published ones
@@ -93,24 +93,24 @@ class BenchForm(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> BenchForm:
-        """Returns the form of a row of the bench's document."""
+        """Returns the identity of a row of bench.json."""
         return cls(*(row[name] for name in cls._fields))
 
     @property
     def kind(self) -> str:
-        """The kind of the form's scorer."""
+        """The kind of the row's scorer, a key of ``ROWS``."""
         words = self.engine.removesuffix(ON_TPU), self.path
         return next(kind for kind, known in ROWS.items() if known == words)
 
     @property
     def column(self) -> str:
-        """The name of the form's column in the dump of its length, as ``rljax compare`` names columns."""
+        """The name of the row's column in the dump of its length, as ``rljax compare`` names columns."""
         named = f"{self.kind}:{self.dtype}".replace("vllm-decode", "vllm-forced")
         return named.replace(self.engine.removesuffix(ON_TPU), self.engine, 1)
 
 
 def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
-    """Returns the spec of the scorer of each row.
+    """Returns the identity of each row with the spec of its scorer, such as ``hf:bfloat16``.
 
     Raises:
       ValueError: A scorer is none of ``ROWS``, or has the row of another one.
@@ -133,7 +133,7 @@ def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
 
 
 def is_started(spec: str) -> bool:
-    """Returns whether a bench starts the server of a scorer."""
+    """Returns whether a bench itself starts the server of the scorer that ``spec`` names."""
     return spec.startswith(STARTED) and "://" not in spec
 
 
@@ -154,7 +154,7 @@ def machine() -> dict[str, Any]:
 
 
 def new_document(config: BenchConfig, prompts: TokenDump, prompts_name: str | None, command: str) -> dict[str, Any]:
-    """Returns the JSON document of a bench without rows."""
+    """Returns the JSON document of a new bench, which has no rows yet."""
     policy = read_config(config.model)
     floors = ["shape"] * config.second_run + ["repeat"] * bool(config.repeat)
     return {
@@ -197,7 +197,7 @@ def resumed(fresh: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 class Bench:
-    """One bench: its document, the tokens of each length, and the forms that are still to measure."""
+    """A bench: its document, the tokens of each length, and the rows that are still to measure."""
 
     def __init__(self, config: BenchConfig, prompts: TokenDump, prompts_name: str | None, command: str):
         """Opens or begins the bench in the directory ``config.out``, which exists.
@@ -216,7 +216,7 @@ class Bench:
         write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
 
     def run(self) -> None:
-        """Measures every missing form. The document is written after each."""
+        """Measures every missing row, and writes the document after each. A row that fails gets the reason."""
         for length in dict.fromkeys(form.length for form in self._todo):
             with self._failing([form for form in self._todo if form.length == length]):
                 self._sample(length)
@@ -305,16 +305,16 @@ class Bench:
 def measure_form(
     form: BenchForm, dump: TokenDump, reference: str, score: ScoreRows, config: BenchConfig
 ) -> tuple[dict[str, Any], TokenDump]:
-    """Measures one row of a bench. Returns its numbers, and the dump with the form's new columns.
+    """Measures one row of a bench. Returns its numbers, and the dump with the row's new columns.
 
-    The dump has the column ``reference``, which the gap is measured against, unless this is the form's own. For a path
-    "decode" it has the column of the same engine's prefill, too. ``score`` is a function that scores the dump in
-    batches of the size that it gets. The dump gets the column of the floor "shape", too. Of several repeats the largest
-    gap is recorded.
+    ``dump`` must have the column ``reference``, which the gap is measured against, unless this is the row's own. For
+    the path "decode" it must have the column of the same engine's prefill, too. ``score`` is a function that scores the
+    dump in batches of the given size. The new columns are the row's own and that of the floor "shape". Of several
+    repeats the largest gap is recorded.
 
     Raises:
-      ValueError: The engine has another dtype than the form or other weights than the reference, or no token has a
-        finite number on both sides.
+      ValueError: The engine has another dtype than ``form``, or other weights than the reference. Or no token has a
+        finite number in both columns.
     """
     size, start = config.batch_size, time.perf_counter()
     vectors, source = score(size)

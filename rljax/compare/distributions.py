@@ -4,7 +4,7 @@ The log-ratio of a sampled token says little about other tokens: two engines may
 differ on the others. At each response token, given the same tokens before it, the rollout engine has a distribution p
 and the trainer a distribution q. They are compared by KL(p || q) = sum_i p_i log(p_i / q_i).
 
-A side may know only its likeliest tokens. Then the tokens that both sides know are kept, and all others become one
+A scorer may know only its likeliest tokens. Then the tokens that both scorers know are kept, and all others become one
 outcome, "the rest". By the data processing inequality the KL over merged outcomes is a lower bound.
 """
 
@@ -62,7 +62,7 @@ class DistributionPair:
 
     trainer: str  # the scorer with the distribution q
     rollout: str  # the scorer with the distribution p
-    is_complete: bool  # both know every token; if not, all numbers but top1_agreement are over merged outcomes
+    is_complete: bool  # whether both know every token; if not, metrics but top1_agreement are over merged outcomes
     metrics: dict[str, float]
 
 
@@ -78,8 +78,8 @@ def compare_distributions(
     """Compares every two of the scorers that know distributions. Other scorers are left out.
 
     A server counts as the rollout engine; otherwise the earlier of two specs counts as the trainer. The models of all
-    scorers are in memory together. Sequences are scored one after another. A sequence needs 4 bytes for each scorer,
-    response token and token of the vocabulary.
+    scorers are in memory together. Sequences are scored one after another. A sequence needs 4 bytes of memory for each
+    scorer, response token and token of the vocabulary.
 
     Args:
       specs: The specs of the scorers, in the forms of ``score_column``.
@@ -132,7 +132,7 @@ def divergences(p: TokenLogprobs, q: TokenLogprobs) -> np.ndarray:
     """Computes five numbers at each of n positions, float64 [n, 5].
 
     They are KL(p || q) and KL(q || p) (nats), the total variation, the agreement of the likeliest token (0 or 1), and
-    the mass of p on the rest. Raises ValueError if both sides know every token, but their vocabularies differ in size.
+    the mass of p on the rest. Raises ValueError if both know every token, but their vocabularies differ in size.
     """
     same_top = _top(p) == _top(q)
     x, y = _shared(p, q)

@@ -38,7 +38,7 @@ _RUNS_CODE = "loading it runs whatever code it holds"
 def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     """Reads a file of any known kind, or a directory with ``tokens_*.jsonl`` files or prime-rl's token export.
 
-    Raises ValueError if the file is a pickle, damaged, or of an unknown kind; the message names the line.
+    Raises ValueError if the file is a pickle, damaged, or of an unknown kind; the message names the file or its line.
     """
     place = Path(path)
     ranks = sorted(place.rglob("rank_*.jsonl")) if place.is_dir() else []

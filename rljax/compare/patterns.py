@@ -41,7 +41,7 @@ Pattern = tuple[str, str, str]
 def find_patterns(
     pair: TokenPair, x: np.ndarray, y: np.ndarray, mask: np.ndarray, valid: np.ndarray
 ) -> Iterator[Pattern]:
-    """Yields what the pattern of a gap shows. Only the first finding counts, because it may cause the later ones.
+    """Yields findings on which tokens carry the gap. Only the first counts, because it may cause the later ones.
 
     Args:
       pair: The two columns.
@@ -134,15 +134,15 @@ def _kinds(
 
 
 def ratio_bias(lr: np.ndarray) -> float:
-    """Returns the mean ratio minus 1 in standard errors, for log-ratios [n], at least one. Exponents are at most 20."""
+    """Returns the mean of exp(lr) minus 1, in its standard errors, for at least one log-ratio, [n], clipped to +-20."""
     ratio = np.exp(np.clip(lr, -20.0, 20.0))
     return float((np.mean(ratio) - 1.0) / max(float(np.std(ratio)) / math.sqrt(len(ratio)), 1e-9))
 
 
 def missing_mass(lr: np.ndarray) -> float:
-    """Returns by how many standard errors the mean ratio is below 1, for log-ratios [n] to the sampler's column.
+    """Returns how many standard errors the mean of exp(lr) is below 1, for log-ratios [n] to the sampler's column.
 
-    It is 0 if the lack is small beside the mean gap, or ratios are far above 1, as they are not below a cut.
+    It is 0 if this lack is small beside the mean gap, or if some ratios are far above 1, which no cut causes.
     """
     if len(lr) < _FEWEST or np.quantile(lr, 0.99) >= math.log(_LARGEST_RATIO):
         return 0.0
@@ -151,11 +151,11 @@ def missing_mass(lr: np.ndarray) -> float:
 
 
 def find_cut(lr: np.ndarray) -> Iterator[Pattern]:
-    """Yields a finding if the mean ratio of one side to the other is below 1. ``lr`` are log-ratios [n] (nats).
+    """Yields a finding if the mean ratio of one column to the other is below 1. ``lr`` are log-ratios [n] (nats).
 
-    Over two distributions of all tokens the mean ratio to the sampler's is 1, however far apart they are. If the
-    sampler's is normalised over fewer tokens, the mean ratio is the mass of these tokens. With the largest fifth of the
-    log-ratios clipped it is below 1, too, or else a few tokens are wrong.
+    If both distributions are over all tokens, the mean ratio to the sampler's is 1, however far apart they are. If the
+    sampler's is normalised over fewer tokens, the mean ratio is the mass of these tokens. A cut keeps it below 1 when
+    the largest fifth of the log-ratios is clipped. Otherwise a few wrong tokens are the reason.
     """
     for name, signed in (("second", lr), ("first", -lr)):
         lacks = missing_mass(signed)

@@ -40,7 +40,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def plot_growth(axes: Axes, comparison: Comparison) -> None:
-    """Plots one line for each pair. The line is dashed if the pair does not pass."""
+    """Plots the mean absolute difference of each pair by position. The line is dashed if the pair does not pass."""
     shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
     for pair, shade in zip(comparison.pairs, shades, strict=True):
         gaps = [max(bucket[GAP], 1e-9) for bucket in pair.growth.values()]
@@ -51,7 +51,7 @@ def plot_growth(axes: Axes, comparison: Comparison) -> None:
 
 
 def plot_matrix(axes: Axes, comparison: Comparison) -> None:
-    """Plots the difference of each pair, and on the diagonal the difference between the two runs of one scorer."""
+    """Plots the mean absolute difference of each pair, and on the diagonal that of two runs of one scorer."""
     names = list(comparison.columns)
     grid = np.full((len(names), len(names)), np.nan)
     for pair in comparison.pairs:
@@ -70,7 +70,7 @@ def plot_matrix(axes: Axes, comparison: Comparison) -> None:
 
 
 def plot_layers(judged: Sequence[Judged], path: Path) -> None:
-    """Plots one row of three panels for each comparison into a file."""
+    """Plots each comparison as a row of three panels (map, depth, effects) into the file ``path``."""
     figure = Figure(figsize=(17, 5.2 * len(judged)), layout="constrained")
     grid = figure.subplots(len(judged), 3, squeeze=False)
     for (left, middle, right), (comparison, verdict) in zip(grid, judged, strict=True):
@@ -83,7 +83,7 @@ def plot_layers(judged: Sequence[Judged], path: Path) -> None:
 
 
 def plot_map(axis: Axes, comparison: LayerComparison) -> None:
-    """Plots the own error of each operation as a multiple of its limit. A cross marks an operation above its limit."""
+    """Plots the largest error of each operation in a block as a multiple of its limit. A cross marks those above 1."""
     head(axis, "Own error as a multiple of its limit", "")
     kinds = [kind for kind in IN_BLOCK if any(each.operation.kind == kind for each in comparison.differences)]
     layers = 1 + max((each.operation.layer or 0 for each in comparison.differences), default=0)
@@ -124,7 +124,7 @@ def plot_depth(axis: Axes, comparison: LayerComparison) -> None:
 
 
 def plot_effects(axis: Axes, comparison: LayerComparison) -> None:
-    """Plots the effect of the own errors of some operations on the reference's log-probabilities."""
+    """Plots the mean change of the reference's log-probabilities by an operation's own error, where it was measured."""
     head(axis, "Effect of one own error on log-probabilities", "")
     known = [(each.effect_mean, each) for each in comparison.differences if each.effect_mean is not None]
     known.sort(key=lambda pair: pair[0], reverse=True)

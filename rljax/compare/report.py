@@ -20,7 +20,7 @@ from rljax.record.token_dumps import OTHER_RUNS, PLACES, ColumnSource, TokenDump
 
 POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)
 OF_BUCKETS = ("token_count", "k3_kl", "logprob_abs_diff_mean", "extreme_rate")
-"""The metrics of each bucket. The buckets of positions have the first three."""
+"""The metrics of each bucket in ``Pair.turns``. The buckets in ``Pair.growth`` have the first three."""
 GAP = "logprob_abs_diff_mean"
 MATRIX_METRICS = (GAP, "k3_kl", "log_ppl_abs_diff")
 
@@ -35,7 +35,7 @@ class Pair:
 
     trainer: str  # the column in the trainer's place of every formula
     rollout: str  # the column in the rollout engine's place
-    roles_known: bool
+    roles_known: bool  # whether the columns have different roles, which decide their order
     metrics: dict[str, float]  # the metrics of mismatch_metrics
     growth: dict[str, dict[str, float]]  # metrics of each position bucket with tokens
     verdict: Verdict
@@ -65,14 +65,14 @@ class Comparison:
 
 
 def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, same_weights: bool = False) -> Comparison:
-    """Compares every two of the columns; None means all of them, in the order of their names.
+    """Compares every two of the columns; None means all but runs for noise floors, by their names.
 
     The roles of two columns (``TokenDump.role``) decide their order: a trainer comes first, then a column without a
     role, then a rollout engine. Two columns of one role keep their order, and the pair says that the roles are unknown.
 
     With ``same_weights`` different hashes count as equal weights, such as one model in two kinds of files.
 
-    Raises ValueError if a named column is missing, there are fewer than two, or a log-probability is above 0.
+    Raises ValueError if a column is missing or named twice, there are fewer than two, or a log-probability is above 0.
     """
     chosen = list(columns) if columns is not None else sorted(dump.first_runs)
     if missing := [name for name in chosen if name not in dump.logprobs]:
@@ -101,10 +101,10 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
 
 
 def ratio_bars(pair: TokenPair) -> dict[str, float]:
-    """Returns the bars of other projects for the ratio exp(lr) of single tokens, and how far lr is biased.
+    """Returns the shares of tokens whose ratio exp(lr) other projects' limits allow, and the bias of the log-ratio lr.
 
-    ``within_1%`` and its like are shares of the tokens. ``noise`` is the standard error of the mean of lr, which falls
-    as 1 / sqrt(tokens). ``bias`` is this mean. It does not fall, so it is a bias where it is several times the noise.
+    ``mean`` is the mean ratio. ``within_1%`` and its like are the shares. ``bias`` is the mean of lr, and ``noise`` its
+    standard error, which falls as 1 / sqrt(tokens). A mean of several times the noise is a true bias.
     """
     lr = pair.lr[pair.valid]
     if not len(lr):
@@ -124,12 +124,12 @@ def to_json(comparison: Comparison) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Formats the tables as Markdown."""
+    """Formats the tables of a comparison as Markdown."""
     return _join(comparison, "## {}\n\n{}", markdown_table)
 
 
 def to_text(comparison: Comparison) -> str:
-    """Formats the tables for a terminal."""
+    """Formats the tables of a comparison for a terminal."""
     return _join(comparison, "{}\n{}", text_table)
 
 

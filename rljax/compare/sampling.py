@@ -25,8 +25,8 @@ from rljax.rollout.types import Response, SamplingParams
 class SampleConfig:
     """The settings of the sampling.
 
-    In a second run a server samples again with the same seeds at half the batch size, to measure its noise floor. Both
-    runs sample from the same prefix up to the first token that differs.
+    In a second run a server samples again with the same seeds at half the batch size, to measure its noise floor. The
+    log-probabilities of both runs are compared up to the first token that differs.
     """
 
     responses: int = 1

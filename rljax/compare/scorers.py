@@ -153,7 +153,7 @@ def counted(items: Iterable[T], progress: Callable[[int], object]) -> Iterator[T
 
 
 def server_label(info: ServerInfo) -> str:
-    """Returns the dtype of a server and its 8-bit form, or its address if the dtype is unknown."""
+    """Returns the dtype of a server with its 8-bit form, if it has one, or its address if the dtype is unknown."""
     form = f" ({info.form.label})" if info.form.is_rounded else ""
     return f"{info.dtype}{form}" if info.dtype else info.url.partition("://")[2]
 
@@ -164,7 +164,7 @@ def server_kind(info: ServerInfo, kind: str = "vllm") -> str:
 
 
 def server_source(info: ServerInfo, way: str, temperature: float | None, kind: str = "vllm") -> ColumnSource:
-    """Returns the source of a column that a server of ``kind`` computes; ``way`` ends the engine's name.
+    """Returns the source of a column that a server of ``kind`` computes; ``way`` (decode or "") ends its engine's name.
 
     The hash of the weights is empty if weights have been published to the server, or if its model's files are not here.
     """
@@ -212,7 +212,7 @@ def split_model(spec: str, model: str | os.PathLike[str] | None) -> tuple[str, P
 def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str]:
     """Splits the spec KIND:ARGUMENT of a "scorer" or "sampler"; raises ValueError for an unknown form.
 
-    ``forms`` has the form of the argument by kind: "DTYPE", "DTYPE[@DIR]", "URL" or "FILE#COLUMN".
+    ``forms`` has the form of ARGUMENT by kind: "DTYPE", "DTYPE[@DIR]", "DTYPE[/CACHE][@DIR]", "URL" or "FILE#COLUMN".
     """
     kind, _, argument = spec.partition(":")
     if kind in forms and re.fullmatch(_PATTERNS[forms[kind]], argument, re.DOTALL):
@@ -259,7 +259,7 @@ def _read_column(argument: str, dump: TokenDump) -> tuple[list[np.ndarray], Colu
 
 
 def check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
-    """Raises ValueError if a token id of ``dump`` is outside the model's vocabulary."""
+    """Raises ValueError if a token id of ``dump`` is ``vocab_size``, the model's, or more."""
     for name, ids in zip(dump.sequence_ids, dump.token_ids, strict=True):
         if (top := ids.max()) >= vocab_size:
             said = f"sequence {name!r} has token {top}, but the model knows {vocab_size}"

@@ -9,7 +9,7 @@ from typing import Any
 from rljax.data.files import FileRow
 
 Line = tuple[Path, int, FileRow]
-"""A file, the number of a line, and its object."""
+"""A file, the number of a line, and the JSON object in this line."""
 
 _FIELDS = {
     "token_ids": "input_ids tokens",
@@ -35,13 +35,13 @@ In each table a name is used once: ``policy_logprobs`` are the trainer's beside 
 """
 _OTHERS = "sequence_id target_ids input_lengths sample_loss_mask response_length response_lengths"
 COLUMNS = {*_FIELDS, *_OF_TOKENS, *" ".join([*_FIELDS.values(), *_OF_TOKENS.values(), _OTHERS]).split()}
-"""The names of all that is read of a sequence, but for columns of other names under ``logprobs`` and ``values``."""
+"""The names of all fields that are read of a sequence, except those under ``logprobs`` and ``values``."""
 IDS = {"token_ids", "response_ids", *" ".join([_FIELDS["token_ids"], _FIELDS["response_ids"]]).split()}
 """The names of a sequence's token ids."""
 
 
 def renamed(record: FileRow) -> FileRow:
-    """Returns a record in our names, with all numbers of its tokens under ``logprobs`` and ``values``."""
+    """Returns a record with our names of fields, and all numbers of its tokens under ``logprobs`` and ``values``."""
     known = {name: value for name, value in record.items() if value is not None}
     lists = {name: value for name, value in known.items() if isinstance(value, list)}
     flat = {name: value for name, value in lists.items() if name.startswith(("logprobs/", "values/"))}
@@ -62,7 +62,7 @@ def renamed(record: FileRow) -> FileRow:
 
 
 def sequences_of(lines: Iterable[Line]) -> Iterator[Line]:
-    """Yields each sequence in our names. Of a batch these are its rows, without their padding.
+    """Yields each sequence in our names. A line with a batch gives one sequence for each row, without its padding.
 
     Raises ValueError if ``logprobs`` is neither an object nor a list, ``values`` no object, or the mask of a batch no
     list; it names the line.

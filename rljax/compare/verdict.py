@@ -1,7 +1,7 @@
 """Judges the gap between two columns of log-probabilities: within limits, too large, or not comparable.
 
-Each check prevents a false alarm of the next. First come the declared sources of the columns, then an alignment off by
-one, the base of the logarithm, and the temperature. Last comes the size of the gap, whose limit depends on the dtypes.
+Each check prevents a false alarm of the next. First come fills for missing numbers and the declared sources, then the
+alignment, the base of the logarithm, the tokens that carry the gap, the temperature, and last the size of the gap.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (1e-4, 8e-3), "bfloat16": (1e-3
 USUAL_GAP, USUAL_MEAN = 0.1, 0.03
 """The normalised gap, and the mean gap (nats), that healthy engines in bfloat16 do not both exceed.
 
-A real model of 0.1B to 8B parameters has a mean gap of 0.003 to 0.03. The normalised gap of a certain one may be larger
-than the usual one, and the mean gap of an uncertain one (0.047 of SmolLM2-135M, where the normalised gap is 0.065).
+A real model of 0.1B to 8B parameters has a mean gap of 0.003 to 0.03. A model that is sure of its tokens may exceed the
+first, and an unsure one the second: SmolLM2-135M has a mean gap of 0.047 and a normalised gap of 0.065.
 """
 ROUNDED_GAP = 0.5
 """The highest expected normalised gap of an engine that declares that it rounds its weights or its cache to 8 bits."""
@@ -278,7 +278,7 @@ def _temperature_findings(pair: TokenPair) -> Iterator[Pattern]:
 
 
 def is_beyond(pair: TokenPair) -> bool:
-    """Returns whether the gap is beyond rounding in bfloat16, or that of the 8-bit forms that a column declares."""
+    """Returns whether the gap is beyond rounding in bfloat16, or in 8 bits if a column declares an 8-bit form."""
     gap = pair.normalised_gap
     if any(pair.dump.sources[name].form for name in (pair.trainer, pair.rollout)):
         return gap > ROUNDED_GAP

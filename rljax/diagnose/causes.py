@@ -20,9 +20,9 @@ DECISIVE: Mapping[str, str] = {
     **{cause: cause for cause in ("truncated_sampling", "some_responses", "first_token", "last_tokens", "one_token")},
     **{cause: cause for cause in ("after_environment", "trainer_side", "engine_side")},
 }
-"""The cause that each cause of a verdict of ``compare`` shows, if it makes the other facts of a dump meaningless."""
+"""The cause to diagnose by the cause of ``compare``'s verdict, if this makes all other facts of a dump meaningless."""
 OF_VERDICTS = {**DECISIVE, "left_out": "missing_numbers", "temperature": "temperature"}
-"""The same for all causes of a verdict that show one."""
+"""The cause to diagnose by the cause of ``compare``'s verdict, if this shows it by itself."""
 
 _FAR_SHARE = 0.01  # the least share of tokens far above the median error; rounding and drift have less
 _CUT = 4.0  # the least lack of the mean ratio that lets a cut be possible (standard errors)
@@ -40,8 +40,8 @@ _TEMPERATURE_EFFECT = 0.02  # nobody would set a temperature with a smaller erro
 def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     """Returns the cause, a key of CAUSES, and all findings, the best supported first.
 
-    The cause is "cannot_tell" in four cases: all findings are mere possibilities, no mismatch was measured, a log's
-    mismatch is larger than usual, or a limit is crossed that is no mere bar of a project, and no finding explains it.
+    Without a sure or likely finding the cause is "healthy" or "cannot_tell". "healthy" needs no finding at all. With a
+    dump no limit may be crossed. A log alone needs a mismatch of usual size, few extreme tokens and no collapse.
     """
     if facts.runs:
         names = ", ".join(facts.runs)
@@ -65,7 +65,7 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
 
 
 def find_token_causes(tokens: TokenFacts) -> Iterator[Finding]:
-    """Yields the cause of the verdict of ``compare`` on the dump, or the noise of a router."""
+    """Yields what a dump shows: repeated responses, the cause of ``compare``'s verdict, a cut, or a router's noise."""
     verdict = tokens.verdict
     if count := tokens.repeated:
         said = "responses have the tokens and, to the bit, the log-probabilities of one to another prompt"

@@ -21,10 +21,10 @@ _FEWEST_TOKENS = 50  # the fewest tokens of a bucket that counts, over the whole
 
 @dataclass(frozen=True)
 class Onset:
-    """The growth of one signal before or after the decline of the reward."""
+    """The step from which one signal has grown, and its distance to the decline of the reward."""
 
-    step: int | None  # the first step from which the signal stays above twice its reference; None: it does not grow
-    lead: int | None  # the steps from ``step`` to the decline of the reward, negative if ``step`` is later; or None
+    step: int | None  # the first step from which it stays above twice its early median; None: it does not grow
+    lead: int | None  # the steps from ``step`` to the decline, negative if ``step`` is later; None: one is missing
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Course:
     staleness_gaps: Mapping[str, float]  # the mean gap by staleness of a token
 
     def counts(self, group: str) -> dict[str, tuple[float, float]]:
-        """Returns the tokens and the extreme tokens of all steps in each bucket of a group, if the log has both."""
+        """Returns the numbers of tokens and extreme tokens over all steps, of each bucket of a group that has both."""
         return {
             label: (float(np.nansum(each["token_count"])), float(np.nansum(each["token_count"] * each["extreme_rate"])))
             for label, each in self.log.buckets.get(group, {}).items()
@@ -66,7 +66,7 @@ class Course:
 
     @property
     def k3_of_most(self) -> float:
-        """An upper bound on the sum that the 99% smallest abs(lr) add to k3_kl in the first steps, or NaN."""
+        """The most that the 99% of tokens with the smallest abs(log-ratio) add to k3_kl in the first steps, or NaN."""
         return self.first.get("logprob_abs_diff_p99", math.nan) ** 2 / 2  # exp(lr) - lr - 1 is about lr ** 2 / 2
 
     @property
@@ -78,9 +78,9 @@ class Course:
 def effect(k3: float, gap: float) -> float:
     """Returns the error of the logits that causes a mismatch, in units that do not depend on the entropy.
 
-    ``k3`` is the mean of exp(lr) - lr - 1, and ``gap`` the mean of abs(lr). Both grow with the share of uncertain
-    tokens, but their ratio, the result, does not. It is about 0.3 times the standard deviation of the error of a logit
-    difference (nats).
+    ``k3`` is the mean of exp(lr) - lr - 1 over log-ratios lr, and ``gap`` the mean of abs(lr). Both grow with the share
+    of uncertain tokens, but their ratio, the result, does not. It is about 0.3 times the standard deviation of the
+    error of a logit difference (nats). It is 0 if ``gap`` is 0, and NaN if ``gap`` is NaN.
     """
     return k3 / gap if gap > 0 else (0.0 if gap == 0 else math.nan)
 
@@ -94,7 +94,7 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def read_course(log: Log) -> Course:
-    """Reads the facts of a log."""
+    """Computes the facts of a log from its signals and buckets."""
     width = window(len(log.steps))
     gap_name = next((name for name in GAPS if log.has(name)), "")
     gap, k3 = np.abs(log.get(gap_name)), log.get("k3_kl")  # the mean of lr has a sign

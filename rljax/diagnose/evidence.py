@@ -57,7 +57,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Declared(NamedTuple):
-    """The settings of the two sides, from a run's configuration or a dump's header. An empty text means unknown."""
+    """The settings of trainer and engine, from a run's configuration or a dump's header. "" means unknown."""
 
     trainer_dtype: str = ""
     rollout_dtype: str = ""
@@ -67,7 +67,7 @@ class Declared(NamedTuple):
 
     @property
     def coarser(self) -> str:
-        """The coarser of the two dtypes; empty if one is unknown."""
+        """The coarser dtype of trainer and engine; empty if one is unknown."""
         both = (self.trainer_dtype, self.rollout_dtype)
         return max(both, key=DTYPES.index) if all(name in DTYPES for name in both) else ""
 
@@ -82,7 +82,7 @@ class Crossing(NamedTuple):
     value: float  # the last value of a log (the median of its last steps), or the value of a dump
     steps: int  # the number of steps beyond the limit; a dump counts as one step
     measured: int  # the number of steps with a value
-    first: int | None  # the first step beyond the limit
+    first: int | None  # the first step beyond the limit; None if there is none
 
     @property
     def is_crossed(self) -> bool:
@@ -127,14 +127,14 @@ class Facts(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """The size of the mismatch: of a log, the smaller of its first and its last steps."""
+        """The size of the mismatch in the dump, or else the smaller one of a log's first and last steps."""
         return min(self._sizes, key=lambda size: (_ORDER.index(_origin(size)), size.value))
 
     @property
     def is_normal(self) -> bool:
         """Whether a log's mismatch is of the size that healthy runs in 16 bits have.
 
-        The first and the last steps count, or all steps of a log that is too short for a course.
+        Both ends of the log must have it (or the dump, if there is one), and all of fewer than ``FEWEST_STEPS`` steps.
         """
         course = self.course
         if course is None or not all(_origin(size) in DTYPES for size in self._sizes):
@@ -170,7 +170,7 @@ class Facts(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the size is clearly above rounding in 16 bits."""
+        """Whether the size of the mismatch is clearly above rounding in 16 bits."""
         return self.size.value > _CLEARLY * self.size.limits["bfloat16"]
 
 
@@ -196,7 +196,7 @@ def _origin(size: Size) -> str:
 
 
 def cross(signals: Mapping[str, np.ndarray], steps: np.ndarray) -> list[Crossing]:
-    """Applies every limit to its signal if the signal has a finite number.
+    """Compares every signal that has a finite number with the limits of the field.
 
     The signals are float64 [n] each, NaN where there is no number, and the steps int64 [n].
     """
@@ -213,9 +213,9 @@ def cross(signals: Mapping[str, np.ndarray], steps: np.ndarray) -> list[Crossing
 
 
 def first_remedy(cause: str, project: str) -> dict[str, str]:
-    """Returns the best fitting remedy of a cause for which a project has an option; {} of ``healthy``.
+    """Returns the best fitting remedy for which a project has an option, or else the best; {} if the cause has none.
 
-    A project that is not in the table has what serves any project. The result has the ``remedy`` in words, its
+    An option that serves any project replaces a missing one of the project. The result has the ``remedy`` in words, its
     ``option`` ("" if there is none) and the ``source`` of the option.
     """
     own, found = TABLES["projects"].get(project, {"repository": "", "options": {}}), list[dict[str, str]]()

@@ -1,4 +1,4 @@
-"""Names causes from the course of a log: faults of one side, of the synchronisation, of rewards and of groups.
+"""Names causes from the course of a log: faults of trainer or engine, of synchronisation, rewards and groups.
 
 The rules need the numbers of the steps and no buckets, so they hold for the logs of all projects.
 """
@@ -28,7 +28,7 @@ _DEAD = 0.1  # the share of its first value under which entropy, signal or gradi
 
 
 def find_log_causes(course: Course) -> Iterator[Finding]:
-    """Yields the finding of the first rule that fits. A rule explains the signs of those after it."""
+    """Yields the findings of the first rule that fits, because they explain the signs that later rules look for."""
     for rule in _RULES:
         found = list(rule(course))
         if found:

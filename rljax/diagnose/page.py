@@ -147,7 +147,7 @@ def _wrapped(text: str, indent: int = 0) -> list[str]:
 
 
 def answers(facts: Facts) -> dict[str, str]:
-    """Returns one sentence for each question that the facts answer. ``to_measure`` says what the others take."""
+    """Returns a sentence for each question that the facts answer. ``to_measure`` says how to answer the others."""
     course = facts.course
     found = {
         "a few tokens or all": _concentration(facts),
@@ -271,7 +271,7 @@ _NUMERICS = ("eight_bits", "sixteen_bits", "head_dtype", "length_growth", "misma
 
 
 def to_measure(facts: Facts, cause: str) -> Iterator[str]:
-    """Yields a line for each measurement that would answer an open question."""
+    """Yields a line for each measurement that would answer a question still open after the diagnosis ``cause``."""
     course, tokens = facts.course, facts.tokens
     names, is_own = set(course.last) if course is not None else set(), facts.project == "rljax"
     if course is not None and not course.gap_name:

@@ -40,7 +40,7 @@ the largest and the smallest exp(lr).
 """
 
 FEWEST_LOST = 3
-"""A signal is lost if at least so many of its numbers, up to the last one, are not finite."""
+"""A signal is lost if its log ends with at least so many numbers that are not finite."""
 PROJECTS = tuple(SIGNAL_NAMES)
 """The projects whose logs are known."""
 BUCKETED = ("mismatch_position", "mismatch_entropy", "mismatch_staleness", "turns")
@@ -71,7 +71,7 @@ class Log:
 
 
 def names_of(project: str) -> dict[str, tuple[str, ...]]:
-    """Returns the names under which a project logs each signal, the best first, by the name of the signal."""
+    """Returns a project's names of each signal, the best first. A "-" before a name says that its sign is turned."""
     metrics = NAME_TABLE.get(project, ())
     table = [(ours, (name,)) for name, _, ours in metrics if isinstance(ours, str) and ours in MISMATCH]
     table += [(name, (f"mismatch/{name}",)) for name in MISMATCH if project == "rljax"]

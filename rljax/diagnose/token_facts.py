@@ -49,7 +49,7 @@ class TokenFacts:
 
     trainer: str  # the column in the trainer's place
     rollout: str  # the column in the rollout engine's place
-    roles_known: bool
+    roles_known: bool  # whether the dump has a column with the role of a trainer, and one of a rollout engine
     metrics: Mapping[str, float]  # the metrics of ``mismatch_metrics``
     verdict: Verdict  # the verdict of ``compare`` on the two columns
     normalised_gap: float  # the mean of abs(lr) over the mean uncertainty, as ``compare`` uses it
@@ -78,8 +78,8 @@ class TokenFacts:
     def size(self, has_forms: bool) -> Size:
         """Returns the size of the mismatch.
 
-        A gap that ``compare`` calls usual is rounding in 16 bits at most, unless a side is said to compute in 8 bits:
-        it ``has_forms``.
+        ``has_forms`` says whether an engine declares 8-bit weights or an 8-bit cache. If none does, a gap that
+        ``compare`` calls usual is rounding in 16 bits at most.
         """
         is_usual = not self.is_beyond and not has_forms
         limits = EFFECTS | {"8 bits": _LARGEST_ROUNDING} | ({"bfloat16": math.inf} if is_usual else {})
@@ -180,7 +180,7 @@ def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
 def ratios(
     top: np.ndarray, bottom: np.ndarray, values: np.ndarray, edges: Sequence[float], labels: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Returns the sum of ``top`` over the sum of ``bottom`` of the tokens in each bucket with enough of them.
+    """Returns the sum of ``top`` over the sum of ``bottom`` in each bucket of ``values`` with enough tokens, [n] each.
 
     The labels are by default those of ``bucket_labels``.
     """

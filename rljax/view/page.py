@@ -1,6 +1,6 @@
 """One HTML file with dumps of tokens and the curves of a run. Any browser shows it without a network.
 
-Of each dump it has the sequences by their contribution, histograms, the growth of the gap, and the tokens.
+For each dump it has the sequences, those that contribute most to the mismatch first, charts, and the tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ GROWING = ("position", "turn", "after")
 class Measured:
     """The numbers of the n sequences of a dump."""
 
-    pair: TokenPair  # the columns
+    pair: TokenPair  # the two columns, at the response tokens
     sequences: dict[str, np.ndarray]  # numbers of the sequences by name, [n]
     order: np.ndarray  # the indices of the sequences with a response token, the largest contribution first, int64
     metrics: dict[str, float]  # the metrics of the whole dump, by name
@@ -179,7 +179,7 @@ def _weigh(pair: TokenPair, correction: CorrectionConfig | None) -> tuple[list[n
 class Page:
     """The parts of a page, to which dumps are added one by one."""
 
-    title: str
+    title: str  # the heading of the page
     tokenizer: Tokenizer | None = None  # None: the page shows token ids
     facts: list[str] = field(default_factory=list)  # sentences under the title
     curves: str = ""  # the figure of a run as SVG
@@ -190,7 +190,7 @@ class Page:
         """Adds a measured dump, which the page calls ``name``.
 
         At most ``tokens`` tokens are shown one by one. Whole sequences are shown, the largest contribution first. The
-        first sequence is always shown. Each token has ``alternatives`` likeliest tokens.
+        first sequence is always shown. At each token up to ``alternatives`` likeliest tokens are shown.
         """
         dump, pair = measured.pair.dump, measured.pair
         lengths = np.asarray([len(dump.token_ids[row]) for row in measured.order])
@@ -276,7 +276,7 @@ class Page:
 
 
 def packed(array: np.ndarray) -> dict[str, str]:
-    """Returns the dtype of an array, and its bytes compressed by gzip as base64 text. The array is little-endian."""
+    """Returns an array as its dtype and its bytes, in gzip and base64. The array must be little-endian."""
     content = gzip.compress(array.tobytes(), compresslevel=6, mtime=0)
     return {"dtype": array.dtype.str[1:], "bytes": base64.b64encode(content).decode()}
 

@@ -18,15 +18,15 @@ from rljax.compare.layers.operations import IN_BLOCK, PRODUCTS, Operation, Opera
 from rljax.policy.config import PolicyConfig
 
 LIMITS = {"float32": 2e-6, "float16": 6.25e-4, "bfloat16": 5e-3}
-"""The largest own error that rounding explains, by the coarser dtype."""
+"""The largest own error that rounding explains, by the coarser dtype of the two scorers."""
 PRODUCT_LIMITS = {"float32": 2e-6, "float16": 1.25e-4, "bfloat16": 1e-3}
-"""The limits of products and sums, which round a float32 number once on either side."""
+"""The limits of products and sums, which round a float32 number once in each scorer."""
 OTHER_DTYPE = 2.0  # the factor of the limits where the dtypes of the scorers differ
 EXPERTS = 2.0  # the factor of the limits for all experts together: engines round between their products, or do not
 ONE_PLACE = 3.0  # the factor of the limits for a single channel and for a single token
 BIAS = 0.03  # the factor of the limits for a scale: rounding up and down cancels in the mean
 BIASES = {"activation": 0.08, "gated_norm": 0.08, "delta_rule": 0.25}
-"""Other such factors. A gate's rounding cancels less, and one rounded rate moves a whole head of a delta net."""
+"""``BIAS`` of other operations. A gate's rounding cancels less, and one rounded rate moves a head of a delta net."""
 BIAS_NOISE = 5.0  # a scale must also be this many times its standard error, and 1 + 4 / t times that for t tokens
 CANCELLING = ("delta_rule",)
 """The operations without a limit for a single token: a value may be a small difference of large numbers."""
@@ -34,7 +34,7 @@ EFFECTS = 12  # the number of operations whose effect on log-probabilities is me
 _NARROW = ("delta_rate", "delta_step")
 """The products with one number for each head. One that is rounded the other way is a large share of a token's error."""
 ONCE = (*(kind for kind in PRODUCTS if kind not in _NARROW), "attention_residual", "residual", "embedding", "logits")
-"""The operations with the limits of products."""
+"""The kinds of operations whose limits are ``PRODUCT_LIMITS``."""
 _TINY = 1e-30
 
 
@@ -60,20 +60,20 @@ class OperationDifference:
 class LayerComparison:
     """The comparison of a tested scorer with a reference, operation by operation, over one sequence."""
 
-    reference: str
-    tested: str
-    dtypes: tuple[str, str]
-    tokens: int
+    reference: str  # the label of the reference
+    tested: str  # the label of the tested scorer
+    dtypes: tuple[str, str]  # the dtypes of the reference and of the tested scorer; "" if unknown
+    tokens: int  # the number of tokens of the sequence
     logprob_mean: float  # the mean absolute difference of the log-probabilities (nats)
     logprob_max: float  # the largest one (nats)
     differences: list[OperationDifference] = field(default_factory=list)  # in the order of the operations
 
 
 def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effects: int = EFFECTS) -> LayerComparison:
-    """Compares two scorers of one policy at each operation, on one sequence, int32 [t] with at least 2 tokens.
+    """Compares two scorers of one policy at each operation, on the sequence ``tokens``, int32 [t] with t of at least 2.
 
     The values of ``reference`` are fed to ``tested``, whose operations are judged. The effect on the reference's
-    log-probabilities is measured for ``effects`` operations.
+    log-probabilities is measured for at most ``effects`` operations, those with the largest ``ratio``.
     """
     inputs, free = reference.run(tokens, {}), tested.run(tokens, {})
     theirs, own = reference.run(tokens, inputs), tested.run(tokens, inputs)

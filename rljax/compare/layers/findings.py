@@ -27,7 +27,7 @@ _HEAD = ["operation", "own error", "limit", "error / limit", "error up to it", "
 
 @dataclass(frozen=True)
 class Parting:
-    """A layer or operation at which two scorers differ by more than rounding."""
+    """A layer or operation at which two scorers differ by more than rounding, or round to different dtypes."""
 
     place: str  # such as "layer 17, attention" or "every layer, rotation of keys"
     reason: str  # what the numbers show
@@ -39,12 +39,12 @@ class Parting:
 class LayerVerdict:
     """The verdict on a comparison by layers."""
 
-    sentence: str
+    sentence: str  # the verdict in words
     findings: list[Parting]  # the places, the largest ratio first, and of equal ones the first operation
 
     @property
     def passed(self) -> bool:
-        """Whether rounding explains every difference."""
+        """Whether there is no finding: rounding explains every difference."""
         return not self.findings
 
 
@@ -52,7 +52,7 @@ Judged = tuple[LayerComparison, LayerVerdict]
 
 
 def judge_layers(comparison: LayerComparison) -> LayerVerdict:
-    """Judges each operation by its own error and groups the operations that are above their limits."""
+    """Judges each operation by its errors and its dtypes, and groups those above a limit or with different dtypes."""
     above = [each for each in comparison.differences if each.ratio > 1 or _other_dtype(each, comparison)]
     names = [each.operation.name for each in comparison.differences]
     findings = sorted(_grouped(above, comparison), key=lambda found: (-found.ratio, names.index(found.operations[0])))

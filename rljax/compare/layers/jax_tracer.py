@@ -28,7 +28,7 @@ _MULTIPLE = 64  # the default width of a row is a multiple of this number of tok
 
 @dataclass(frozen=True)
 class JaxForm:
-    """The form of a forward of this library."""
+    """The settings of a forward pass of this library: dtypes, attention, mesh and the shape of the batch."""
 
     dtype: str
     attention: AttentionName = "auto"
@@ -41,10 +41,10 @@ class JaxForm:
 
 
 class JaxTracer:
-    """The forward of this library. All operations are parts of one compiled program, as in the trainer."""
+    """The tracer (``Tracer``) of this library's forward pass, which is one compiled program, as in the trainer."""
 
     def __init__(self, directory: str | Path, form: JaxForm, label: str) -> None:
-        """Loads the weights of a Hugging Face directory.
+        """Loads the weights of a Hugging Face directory. ``label`` is the name for a reader.
 
         Raises:
           ValueError: The directory does not hold a model, or the devices here do not support the form.

@@ -51,7 +51,7 @@ IN_BLOCK = {
     "mlp": "down projection",
     "residual": "residual stream after the MLP",
 }
-"""The operations of blocks, in order, with their names for a reader. Each tap of a block is one of them."""
+"""The operations of blocks, in order, with names for a reader. Each value that a block records is of one of them."""
 OUTSIDE = {"embedding": "embedding", "final_norm": "final norm", "logits": "logits"}
 """The operations outside of the blocks. The first comes before the blocks."""
 PRODUCTS = (
@@ -63,14 +63,14 @@ PRODUCTS = (
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a decoder."""
+    """One operation of a decoder, such as the attention of a block."""
 
     kind: str  # a key of IN_BLOCK or of OUTSIDE
     layer: int | None = None  # the number of its block, from 0; None outside of the blocks
 
     @property
     def name(self) -> str:
-        """The name of its value."""
+        """The name of the operation and of its value, such as ``17/attention``."""
         return self.kind if self.layer is None else f"{self.layer}/{self.kind}"
 
     @property
@@ -82,7 +82,7 @@ class Operation:
 def operations(config: PolicyConfig) -> list[Operation]:
     """Returns the operations of a policy, in order. A mixture's router and experts are one operation, ``mlp``.
 
-    Raises KeyError if the policy has a tap that neither ``IN_BLOCK`` nor ``OUTSIDE`` names.
+    Raises KeyError if the policy records a value (``tap``) that neither ``IN_BLOCK`` nor ``OUTSIDE`` names.
     """
     taps = _taps(config)
     if unnamed := {tap.rpartition("/")[2] for tap in taps} - {*IN_BLOCK, *OUTSIDE}:
@@ -135,7 +135,7 @@ class Tracer(Protocol):
 
 
 def stacked(operation: Operation, config: PolicyConfig) -> tuple[str, int | None]:
-    """Returns the name of an operation's value in a recorded forward of this library, and its index in a stack."""
+    """Returns the name of an operation's value in what a forward records, and its index in that stack of blocks."""
     if operation.layer is None:
         return operation.kind, None
     stacks = stack_paths(len(blocks_of(config)))

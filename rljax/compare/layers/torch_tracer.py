@@ -52,10 +52,10 @@ _FUNCTIONS = {
 
 
 class TorchTracer:
-    """The tracer of a transformers model on torch."""
+    """A transformers model on torch that shows the values of its operations (``Tracer``)."""
 
     def __init__(self, directory: str | Path, dtype: str, label: str, attention: str | None = None, rows: int = 1):
-        """Loads the model. The sequence is in each of the ``rows`` of a batch.
+        """Loads the model. A forward computes a batch of ``rows`` rows, each with the same sequence.
 
         ``attention`` is a name of transformers, such as "eager" or "sdpa"; None: its default.
 
@@ -115,7 +115,7 @@ class _Taps:
 
     @contextlib.contextmanager
     def on(self, model: Any) -> Iterator[None]:
-        """Puts the hooks into ``model``, and removes them at the end of the block."""
+        """Puts the hooks into ``model``, and removes them at the end of the ``with`` block."""
         with contextlib.ExitStack() as stack:
 
             def after(part: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Opens the tracer that a spec such as ``jax:bfloat16,tp=2`` names."""
+"""Opens the scorer that a spec such as ``jax:bfloat16,tp=2`` names as a tracer, which shows its operations' values."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ _TIMEOUT_S = 300.0
 
 
 class VllmTracer:
-    """A vLLM server with rljax's plugin. Hooks are there only while a sequence is computed."""
+    """A vLLM server that shows the values of its operations by hooks, which its plugin puts in for one request."""
 
     def __init__(self, url: str, directory: str | os.PathLike[str] | None) -> None:
-        """Asks the server for its description. ``directory`` replaces a model directory that only the server has.
+        """Asks the server for its description. ``directory`` is used if its model directory cannot be read here.
 
         Raises:
           ValueError: The server has no plugin, or its model directory cannot be read and ``directory`` is None.
