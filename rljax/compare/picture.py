@@ -84,7 +84,7 @@ def plot_layers(judged: Sequence[Judged], path: Path) -> None:
 
 def plot_map(axis: Axes, comparison: LayerComparison) -> None:
     """Plots the largest error of each operation in a block as a multiple of its limit. A cross marks those above 1."""
-    head(axis, "Own error as a multiple of its limit", "")
+    head(axis, "Largest error as a multiple of its limit", "")
     kinds = [kind for kind in IN_BLOCK if any(each.operation.kind == kind for each in comparison.differences)]
     layers = 1 + max((each.operation.layer or 0 for each in comparison.differences), default=0)
     grid = np.full((len(kinds), layers), np.nan)
