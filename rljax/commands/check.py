@@ -69,8 +69,8 @@ class CheckArguments:
     models: tuple[Literal["0.6B", "1.7B", "4B", "8B", "14B", "32B"], ...] = ("0.6B",)
     """Sizes of Qwen3 whose training step is timed. A size whose planned memory does not fit the device is skipped."""
     json: Path | None = None
-    """The JSON file to write. None: accelerator_NAME.json in this directory, where NAME is the kind of device; no file
-    with --tiny. The last line says where the file is."""
+    """The JSON file to write. None: accelerator_NAME.json in the current directory, where NAME is the kind of device;
+    no file with --tiny. The last line says where the file is."""
     only: tuple[str, ...] = ()
     """Names of parts, or beginnings of them, such as attention or "step 0.6B". Empty: all."""
     tiny: bool = False

@@ -148,7 +148,7 @@ def _unequal(x: jax.Array, y: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def find_leaks(lowered: jax.stages.Lowered, arrays: Sequence[jax.Array], ends: np.ndarray) -> CheckFacts:
-    """Counts the values in other segments that change when the whole second segment is changed.
+    """Counts the results of attention that change in other segments when the inputs of the second one are changed.
 
     A segment is one sequence of the row. A result that differs between two equal runs is not judged for leaks.
     """

@@ -139,7 +139,7 @@ class ServerChecks:
     """The checks of one model and one server. Each returns a dict for JSON with its findings and its ``problems``."""
 
     def __init__(self, inputs: Inputs, server: ServerUnderTest, out: Path, length: int, bar: float | None) -> None:
-        """Reads the prompts of the run that ``inputs`` would make; the checks read the rest.
+        """Reads the prompts of the run that ``inputs`` would make. Weights are read by the checks that need them.
 
         Args:
           inputs: The inputs of the run, whose model has a directory here.

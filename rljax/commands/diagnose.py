@@ -92,7 +92,7 @@ def facts_of(
 
     ``run`` names one of several runs in a log. ``trainer`` and ``rollout`` name columns of the dump.
 
-    Raises ConfigError or ValueError if neither a log nor a dump can be read, or one has no such run or column.
+    Raises ConfigError or ValueError if a given file cannot be read, or has no such run or column.
     """
     course, dump, config, runs, is_summary = None, None, None, dict[str, Rows](), False
     if not source.exists():

@@ -139,7 +139,7 @@ class KeptRows:
     """The rows that are kept so far, and how many rows each filter kept and dropped."""
 
     rows: list[FileRow]  # the rows as they were read
-    problems: list[Problem]  # the same rows, checked
+    problems: list[Problem]  # the problem of each row, in the same order
     steps: list[dict[str, Any]] = field(default_factory=list)  # the entries of the provenance, one for each filter
 
     def keep(self, step: str, kept: Sequence[bool], **facts: Any) -> None:
@@ -193,7 +193,7 @@ class ScoreFile:
 
 
 def find_source(source: str) -> Path:
-    """Returns the local file or shards of a source, after a download if needed. Raises ConfigError if that fails."""
+    """Returns the local path of a source. Raises ConfigError if a download fails, or a task makes its problems."""
     match = _HUB_ID.fullmatch(source)
     is_file_name = ":" not in source and source.endswith(FILE_SUFFIXES)
     if task_names(source):

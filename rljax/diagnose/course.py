@@ -42,14 +42,14 @@ class Course:
     effect_start: float  # the error of the logits at the very first step with a number
     gap_name: str  # the signal that stands for the size of the mismatch; empty if there is none
     start: float  # the first number of this signal
-    noise: float  # the median change of the logarithm of the mismatch from one step to the next
+    noise: float  # the median absolute change of the logarithm of the mismatch from one step to the next
     early_growth: float  # the largest smoothed mismatch of the first quarter of the steps over the first number
     peak: float  # the highest smoothed reward
     decline: int | None  # the step at which the reward begins to fall for good; None: it does not collapse
     onsets: Mapping[str, Onset]  # the onsets of gap, grad_norm, entropy (its fall) and length
     # The error of the logits by bucket, over the whole log: group -> label -> effect.
     effects: Mapping[str, Mapping[str, float]]
-    staleness_gaps: Mapping[str, float]  # the mean gap by staleness of a token
+    staleness_gaps: Mapping[str, float]  # the mean abs(lr) of tokens, by their staleness
 
     def counts(self, group: str) -> dict[str, tuple[float, float]]:
         """Returns the numbers of tokens and extreme tokens over all steps, of each bucket of a group that has both."""

@@ -112,8 +112,8 @@ class Size(NamedTuple):
 class Facts(NamedTuple):
     """All facts of a diagnosis."""
 
-    course: Course | None  # the facts of the log
-    tokens: TokenFacts | None  # the facts of the token dump
+    course: Course | None  # the facts of the log; None without a log
+    tokens: TokenFacts | None  # the facts of the token dump; None without one
     crossings: Sequence[Crossing]  # the limits, as applied to the log or else to the dump
     declared: Declared = Declared()
     runs: Sequence[str] = ()  # the names of the runs in the file, if it has several and none was chosen

@@ -35,8 +35,8 @@ MISMATCH = (
 )
 """The mismatch signals: metrics of ``rljax.mismatch`` with these names, and those that only other projects log.
 
-The others are ``token_mult_prob_error``, ``logprob_abs_diff_std`` (the standard deviation of abs(lr)), and the mean,
-the largest and the smallest exp(lr).
+The latter are ``token_mult_prob_error``, ``logprob_abs_diff_std`` (the standard deviation of abs(lr)), and the mean,
+the largest and the smallest exp(lr). lr is the log-ratio of trainer to engine of a token.
 """
 
 FEWEST_LOST = 3
@@ -178,7 +178,7 @@ def _derived(plain: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _last_finite(numbers: list[tuple[int, float]]) -> int | None:
-    """Returns the step after which no number is finite, of at least three; None if the log ends in finite numbers."""
+    """Returns the first step of the last numbers if they are not finite; None if fewer than ``FEWEST_LOST`` are not."""
     lost = list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), reversed(numbers)))
     return lost[-1][0] if len(lost) >= FEWEST_LOST else None
 

@@ -55,7 +55,7 @@ class TokenFacts:
     normalised_gap: float  # the mean of abs(lr) over the mean uncertainty, as ``compare`` uses it
     is_beyond: bool  # whether ``compare`` calls the gap beyond rounding
     floors: Mapping[str, float]  # the mean of abs(lr) between two runs of a scorer, by column
-    repeated: int  # the number of responses that repeat one to another prompt, to the bit and not by chance
+    repeated: int  # the number of responses that equal one to another prompt, to the bit and not by chance
     outliers: int = 0  # the number of tokens whose error is far beyond all others
     outlier_share: float = 0.0  # the share of k3_kl that the outliers carry
     effect_without: float = math.nan  # the error of the logits of most tokens: outliers hardly change it
