@@ -1,8 +1,8 @@
-"""Measures scorers on the same tokens: each row is a scorer at one length, with its noise floors beside its gap.
+"""Measures scorers on the same tokens: a row has the gap of one scorer at one length, and the scorer's noise floors.
 
-A gap is measured against a reference: the forward pass of this library, unless another scorer is named. The servers
-that the rows need are started one after another. The directory of a bench has bench.json, and for each length a token
-dump with all columns. bench.json has no path and no address of the machine.
+A gap is the difference of log-probabilities from a reference: this library's forward, unless another scorer is named.
+The servers that the rows need are started one after another. The directory of a bench has bench.json, and for each
+length a token dump with all columns. bench.json has no path and no address of the machine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ROWS = {
 REFERENCES = ("jax", "jax-decode", "hf")
 """The kinds of scorers that can be the reference of the gaps."""
 STARTED = ("vllm", "vllm-decode")
-"""The kinds of scorers whose server a bench starts when they name a dtype and no URL."""
+"""The kinds of scorers for which a bench starts a server, if their spec names a dtype and no URL."""
 _OTHERS = {ROWS[kind][0] for kind in ("hf", *STARTED)}  # the engines whose gap is compared with published ones
 GAP = "logprob_abs_diff_mean"
 METRICS = (GAP, "k3_kl", "logprob_abs_diff_max", "extreme_rate", "log_ppl_abs_diff")
@@ -74,12 +74,12 @@ class BenchConfig:
     scorers: tuple[str, ...]  # KIND:DTYPE, where vllm and vllm-decode mean a server to start, or vllm:URL
     lengths: tuple[int, ...]  # the lengths of the responses (tokens)
     batch_size: int = 4  # the sequences that are scored at the same time
-    second_run: bool = True  # whether another batch size measures the floor "shape"
-    repeat: int = 1  # the further scorings at the same batch size, which measure the floor "repeat"
-    reference: str = "jax"  # the scorer that gaps are measured against; without a dtype it has the row's
+    second_run: bool = True  # whether a second scoring, at half the batch size, measures the floor "shape"
+    repeat: int = 1  # the number of further scorings at the same batch size, which measure the floor "repeat"
+    reference: str = "jax"  # the scorer that gaps are measured against; without a dtype, at each row's dtype
     sample: str = "jax-decode:bfloat16"  # the engine that samples the tokens
     seed: int = 0  # the seed of the sampling
-    server_arg: tuple[str, ...] = ()  # further arguments of the servers
+    server_arg: tuple[str, ...] = ()  # further command-line arguments of the servers that the bench starts
     out: Path = Path("comparison")  # the directory to write
 
 
@@ -88,7 +88,7 @@ class BenchForm(NamedTuple):
 
     engine: str
     dtype: str
-    path: str
+    path: str  # the way of the computation: "forward", "prefill" or "decode"
     length: int  # the length of the scored responses, in tokens
 
     @classmethod
@@ -113,7 +113,7 @@ def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
     """Returns the identity of each row with the spec of its scorer, such as ``hf:bfloat16``.
 
     Raises:
-      ValueError: A scorer is none of ``ROWS``, or has the row of another one.
+      ValueError: A spec has an unknown kind or dtype, or two specs describe the same row.
       ServerError: A server that a scorer names does not answer.
     """
     forms: dict[BenchForm, str] = {}
@@ -138,7 +138,7 @@ def is_started(spec: str) -> bool:
 
 
 def machine() -> dict[str, Any]:
-    """Returns the processor, cores, memory, accelerators and system of this machine, without its name."""
+    """Returns this machine's processor, cores, memory (GiB), system and jax devices, without the machine's name."""
     found = ""
     with contextlib.suppress(OSError):
         found = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -178,10 +178,10 @@ def new_document(config: BenchConfig, prompts: TokenDump, prompts_name: str | No
 
 
 def resumed(fresh: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the document to continue: the one in the file ``path`` if it exists, or else ``fresh``.
+    """Returns the bench to continue: the content of the file ``path`` without failed rows, or ``fresh`` without a file.
 
-    Failed rows are measured again. Raises ValueError if the file has another model, machine, version or setting, or is
-    gone while its tokens are there.
+    So failed rows are measured again. Raises ValueError if the file has another model, machine, version or setting, or
+    if it is missing beside tokens that a bench has scored.
     """
     if not path.exists():
         left = [file for file in sorted(path.parent.glob("tokens-*.parquet")) if read_dump(file).logprobs]
@@ -356,7 +356,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def without_places(text: str) -> str:
-    """Returns a text in which "URL" replaces each URL, and its last part replaces each absolute path."""
+    """Returns a text with "URL" in place of each URL, and with only the last part of each absolute path."""
     part = r"[^\s/'\":;,()]+"
     return re.sub(rf"(?<![\w.~/-])~?(?:/{part})*/({part})/?", r"\1", re.sub(r"https?://\S+", "URL", text))
 
@@ -368,7 +368,7 @@ HEAD = (
 
 
 def bench_rows(document: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the table of a bench as rows of cells, the head first, sorted by length, dtype, engine and path."""
+    """Returns the table of a bench.json: the head, then the cells of each row, by length, dtype, engine and path."""
     order = sorted(document["rows"], key=lambda row: (row["length"], row["dtype"], row["engine"], row["path"]))
     return [list(HEAD), *(_cells(row, document["model"]["parameters"]) for row in order)]
 

@@ -33,21 +33,21 @@ from rljax.rollout.kinds import engines_that
 
 _SERVERS = engines_that("serves")
 KINDS = ("jax", "hf", *_SERVERS)
-"""The kinds of scorers that know distributions; a server knows only the likeliest tokens."""
+"""The kinds of scorers that give next-token distributions; a server gives only the likeliest tokens."""
 
 _MULTIPLE = 64  # tokens and places are padded to a multiple of this, so that few shapes are compiled
 _LEAST_REST = 1e-7  # the smallest rest: the rounding of a sum of float32 probabilities
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probabilities that a scorer knows at n positions."""
+    """The next-token log-probabilities that a scorer gives at n positions."""
 
     logprobs: np.ndarray  # float32 [n, k], nats; -inf fills places with fewer than k known tokens
-    ids: np.ndarray | None = None  # int32 [n, k], -1 as fill; None if every token of the vocabulary is known, in order
+    ids: np.ndarray | None = None  # the token ids, int32 [n, k], -1 as fill; None for the whole vocabulary in order
 
 
 DistributionsAt = Callable[[np.ndarray, np.ndarray], TokenLogprobs]
-"""A function (token ids [t], places [n], each at least 1) -> the distributions of the tokens at these places."""
+"""A function of token ids [t] and places [n], each >= 1: gives the distribution before the token at each place."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DistributionPair:
 
     Of the metrics, ``kl`` is the mean of KL(p || q), ``kl_max`` its maximum, ``reverse_kl`` the mean of KL(q || p)
     (nats). ``total_variation`` is the mean of half the sum of abs(p - q). ``top1_agreement`` is the share of positions
-    at which both have the same likeliest token. ``rest_mass`` is the mean mass of p on the rest, and ``token_count``
+    where both scorers have the same likeliest token. ``rest_mass`` is the mean mass of p on the rest, ``token_count``
     the number of positions.
     """
 
@@ -75,11 +75,11 @@ def compare_distributions(
     top_k: int = 20,
     progress: Callable[[int], object] = lambda count: None,
 ) -> list[DistributionPair]:
-    """Compares every two of the scorers that know distributions. Other scorers are left out.
+    """Compares every two of the scorers that give distributions (``KINDS``). Other scorers are left out.
 
-    A server counts as the rollout engine; otherwise the earlier of two specs counts as the trainer. The models of all
-    scorers are in memory together. Sequences are scored one after another. A sequence needs 4 bytes of memory for each
-    scorer, response token and token of the vocabulary.
+    A server beside another kind is the rollout engine; otherwise the earlier of two specs is the trainer. The models of
+    all scorers are in memory together. Sequences are scored one after another: each scorer holds float32 [response
+    tokens, vocabulary], and the comparison of two makes several copies in float64.
 
     Args:
       specs: The specs of the scorers, in the forms of ``score_column``.
@@ -91,7 +91,7 @@ def compare_distributions(
       progress: A function that gets the number of newly compared sequences.
 
     Raises:
-      ValueError: Fewer than two specs know distributions, a server does not score the temperature, a scorer has no
+      ValueError: Fewer than two specs give distributions, the temperature is not 1 with a server, a scorer has no
         model directory, two vocabularies differ in size, or a token is outside a vocabulary.
       ServerError: A server does not answer, or refuses.
     """
@@ -116,7 +116,7 @@ def compare_distributions(
 
 
 def with_distributions(specs: Sequence[str]) -> list[str]:
-    """Returns the specs whose scorers know distributions, servers last.
+    """Returns each spec whose scorer gives distributions once, servers last.
 
     Raises ValueError if there are fewer than two.
     """
@@ -129,7 +129,7 @@ def with_distributions(specs: Sequence[str]) -> list[str]:
 
 
 def divergences(p: TokenLogprobs, q: TokenLogprobs) -> np.ndarray:
-    """Computes five numbers at each of n positions, float64 [n, 5].
+    """Compares the distributions of two scorers at each of n positions by five numbers, float64 [n, 5].
 
     They are KL(p || q) and KL(q || p) (nats), the total variation, the agreement of the likeliest token (0 or 1), and
     the mass of p on the rest. Raises ValueError if both know every token, but their vocabularies differ in size.

@@ -1,8 +1,8 @@
 """Reads token files of other frameworks into a ``TokenDump``.
 
 ``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export or traces, or replies of an
-OpenAI-compatible server or of SGLang's ``/generate``. It also reads sequences or batches as JSONL or Parquet, in our
-names or those of TRL, verl, NeMo-RL, slime, Miles, tunix, Levanter and open-instruct. Pickles are refused.
+OpenAI-compatible server or of SGLang's ``/generate``. It also reads sequences or batches as JSONL or Parquet, in
+rljax's names or those of TRL, verl, NeMo-RL, slime, Miles, tunix, Levanter and open-instruct. Pickles are refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finds the tokens or responses that carry the gap between two columns, and gaps with one sign.
+"""Finds tokens or responses that carry the gap between two columns of log-probabilities, and a column with a cut.
 
 The error of a token is abs(log-ratio) over the token's uncertainty 1 - p. Rounding makes about the same error at every
-token. Between two states of a policy uncertain tokens have far larger errors than certain ones, so what is usual is
-measured at uncertain tokens.
+token. Between two states of a policy uncertain tokens have far larger errors than certain ones, so the usual error
+is measured at uncertain tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rljax.record.dump_facts import TokenPair
 from rljax.record.token_arrays import to_rows
 
 LEAST_UNCERTAINTY = 0.02
-"""The least uncertainty by which a log-ratio is divided: less is rounding of the log-probability itself."""
+"""The least number that a log-ratio is divided by. Below it, the log-probability itself is rounded too coarsely."""
 _UNCERTAIN = 0.1  # the least uncertainty of a token whose error is compared with that of others
 _TIMES = 8.0  # the least ratio of errors between tokens that carry the gap and the others; 1 to 2 without a fault
 _SHARE = 0.8  # the least share of k3 that such tokens carry; at most 0.12 without a fault
@@ -35,7 +35,7 @@ _SIGMAS = 5.0  # the least lack of the mean ratio over its standard error; at mo
 _OF_GAP = 0.2  # the least lack of the mean ratio over the mean gap; at most 0.14 without a cut
 
 Pattern = tuple[str, str, str]
-"""The status, the cause and the reason of a finding."""
+"""A finding: its status, its cause and its reason, as a ``Verdict`` has them."""
 
 
 def find_patterns(
@@ -45,8 +45,8 @@ def find_patterns(
 
     Args:
       pair: The two columns.
-      x: The first column, float64 [b, t] (nats).
-      y: The second column, float64 [b, t] (nats).
+      x: The trainer's column of the pair, float64 [b, t] (nats).
+      y: The rollout engine's column of the pair, float64 [b, t] (nats).
       mask: The marks of response tokens, bool [b, t].
       valid: The marks of response tokens with a finite number in both columns, bool [b, t].
     """

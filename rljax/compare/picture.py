@@ -1,7 +1,7 @@
-"""Pictures of a comparison of columns, and of one by layers.
+"""Pictures of a comparison of columns, and of a comparison of operations, layer by layer.
 
-The first has the matrix of the pairs, and the gap of each along the response. The second has own errors as a map,
-errors along depth, and effects.
+The first picture has the gap of each pair of columns as a matrix and along the response. The second has the errors of
+the operations as a map and along depth, and their effects on log-probabilities.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAP = LinearSegmentedColormap.from_list("ratio", _SHADES)
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Plots the mean absolute difference of each pair as a matrix, and its growth along the response."""
+    """Plots each pair's mean absolute difference as a matrix and along the response, into the file ``path``."""
     side = max(5.5, 2.0 + 0.6 * len(comparison.columns))
     figure = Figure(figsize=(2 * side + 4.0, side), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -104,7 +104,7 @@ def plot_map(axis: Axes, comparison: LayerComparison) -> None:
 
 
 def plot_depth(axis: Axes, comparison: LayerComparison) -> None:
-    """Plots the own errors, the errors up to each operation, and the limits, in the order of the operations."""
+    """Plots each operation's own error, the error up to it, and its limit, in the order of the operations."""
     head(axis, "Along depth", "relative error")
     differences, places = comparison.differences, np.arange(len(comparison.differences))
     lines = {

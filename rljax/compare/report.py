@@ -37,9 +37,9 @@ class Pair:
     rollout: str  # the column in the rollout engine's place
     roles_known: bool  # whether the columns have different roles, which decide their order
     metrics: dict[str, float]  # the metrics of mismatch_metrics
-    growth: dict[str, dict[str, float]]  # metrics of each position bucket with tokens
+    growth: dict[str, dict[str, float]]  # the metrics of each bucket of positions with tokens, by label
     verdict: Verdict
-    # Metrics of each bucket of mismatch_by_turn; empty without responses of several turns.
+    # The metrics of each bucket of mismatch_by_turn, by label; empty without responses of several turns.
     turns: dict[str, dict[str, float]] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)  # the numbers of ``ratio_bars``; empty without a token
 
@@ -51,9 +51,9 @@ class Pair:
 class Comparison:
     """All pairs of a dump's columns, and the difference of each scorer from its own second run."""
 
-    columns: dict[str, ColumnSource]  # with their roles, in the order of the matrix, without second runs
-    pairs: list[Pair]  # every two columns
-    noise_floor: dict[str, dict[str, float]]  # the metrics between the two runs of a column
+    columns: dict[str, ColumnSource]  # the sources with their roles, in the order of the matrix, without second runs
+    pairs: list[Pair]  # the comparisons of every two columns
+    noise_floor: dict[str, dict[str, float]]  # the metrics between the two runs of a column, by column
     # The metrics between a column and its run on another mesh ("mesh") or with another remat ("remat"), by column.
     other_floors: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     distributions: list[DistributionPair] = field(default_factory=list)
@@ -208,7 +208,7 @@ def _tables(comparison: Comparison) -> Iterator[tuple[str, _Rows]]:
 
 
 TURN_TABLES = {"turn_": "turn", "after_": "distance from the environment's last token (its next token is at 1)"}
-"""The quantity by which each table of turns splits the mismatch, by the beginning of its labels."""
+"""The quantity by which each table of turns splits the mismatch, by the prefix of the table's labels."""
 
 
 def _by_pair(pairs: Sequence[Pair], texts: Iterable[Mapping[str, str]]) -> _Rows:

@@ -64,9 +64,9 @@ def sample_responses(
 
     Args:
       dump: The dump with the prompts, which end before the first response token. Its columns are not copied.
-      model: The Hugging Face directory of the model. A server needs only its end-of-sequence tokens and vocabulary.
+      model: The Hugging Face directory of the model. For a server only its configuration is read, not its weights.
       spec: The sampler: ``jax-decode:DTYPE`` (the embedded engine), ``vllm-decode:URL`` or ``sglang-decode:URL``.
-      progress: A function that gets the number of newly sampled responses.
+      progress: A function that is called with the number of newly sampled responses.
       full_length: Whether no end-of-sequence token ends a response, so that each has ``max_response_tokens`` tokens.
 
     Raises:
@@ -117,7 +117,7 @@ def split_sampler(spec: str) -> tuple[str, str]:
 
 
 def toy_prompts(count: int, model: str | Path) -> TokenDump:
-    """Returns a dump of the first prompts of the toy task's eval split, in tokens of ``model``, without responses.
+    """Returns a dump of the first ``count`` prompts of the toy task's eval split, in tokens of ``model``, no responses.
 
     Raises ValueError if the model has no tokenizer, ``count`` is below 1, or the split has fewer problems.
     """

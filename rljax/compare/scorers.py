@@ -97,8 +97,8 @@ def score_column(
       model: The Hugging Face directory for a spec with a DTYPE that names none.
       temperature: The temperature of the distribution, positive; it must be 1 for a server.
       batch_size: The number of sequences in a forward pass, or of requests at a time.
-      progress: A function that gets the number of newly scored sequences.
-      cause: The program of ``jax:``. shape: the forward on one device. mesh: the forward on all devices, with weights
+      progress: A function that is called with the number of newly scored sequences.
+      cause: The program for ``jax:``. shape: the forward on one device. mesh: the forward on all devices, with weights
         split by ``self_check.other_mesh``. remat: the forward of a program with a backward that recomputes its blocks.
 
     Raises:
@@ -200,7 +200,7 @@ def split_spec(spec: str) -> tuple[str, str]:
 def split_model(spec: str, model: str | os.PathLike[str] | None) -> tuple[str, Path]:
     """Returns the dtype and the model directory of the spec ``KIND:DTYPE[@DIR]``.
 
-    The directory is ``model`` if the spec names none. Raises ValueError if there is no directory, or the spec is
+    The directory is ``model`` if the spec names none. Raises ValueError if both name none, or the spec is
     unknown.
     """
     dtype, _, own = split_spec(spec)[1].partition("@")
@@ -340,7 +340,7 @@ def _split(dump: TokenDump) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def load_hf(directory: Path, dtype: str, attention: str | None = None) -> tuple[Any, Any, str]:
-    """Loads a model with transformers and returns the torch module, the model and its device.
+    """Loads a model with transformers and returns the package torch, the model and the name of its device.
 
     ``attention`` is the ``attn_implementation``; None means the default of transformers. Raises ValueError if torch or
     transformers is not installed.

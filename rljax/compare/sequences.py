@@ -1,4 +1,4 @@
-"""Gives the fields of token files of other projects our names, and splits batches into sequences."""
+"""Renames the fields of other projects' token files to rljax's names, and splits batches into sequences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_TOKENS = {
     "values/advantage": "advantages advantage loss_weights",
     "values/entropy": "entropy entropies",
 }
-"""The names in other projects of the fields of a sequence, and of the numbers of its tokens, by our names.
+"""The names in other projects of the fields of a sequence, and of the numbers of its tokens, by rljax's names.
 
 In each table a name is used once: ``policy_logprobs`` are the trainer's beside ``behavior_logprobs``.
 """
@@ -37,7 +37,7 @@ _OTHERS = "sequence_id target_ids input_lengths sample_loss_mask response_length
 COLUMNS = {*_FIELDS, *_OF_TOKENS, *" ".join([*_FIELDS.values(), *_OF_TOKENS.values(), _OTHERS]).split()}
 """The names of all fields that are read of a sequence, except those under ``logprobs`` and ``values``."""
 IDS = {"token_ids", "response_ids", *" ".join([_FIELDS["token_ids"], _FIELDS["response_ids"]]).split()}
-"""The names of a sequence's token ids."""
+"""The names of the fields with the token ids of a sequence or of its response."""
 
 
 def renamed(record: FileRow) -> FileRow:
@@ -65,7 +65,7 @@ def sequences_of(lines: Iterable[Line]) -> Iterator[Line]:
     """Yields each sequence in our names. A line with a batch gives one sequence for each row, without its padding.
 
     Raises ValueError if ``logprobs`` is neither an object nor a list, ``values`` no object, or the mask of a batch no
-    list; it names the line.
+    list. The message names the line.
     """
     for file, number, line in lines:
         try:

@@ -27,7 +27,7 @@ from rljax.record.token_dumps import ColumnSource
 # of the logits changes the log-probability of a likely token little. Measured between engines with equal weights: bf16
 # 1.2e-2, fp16 1.6e-3, fp32 9e-7. Each range leaves room for other models.
 GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (1e-4, 8e-3), "bfloat16": (1e-3, 0.3)}
-"""The expected range of the normalised gap of two engines, by the coarser of their dtypes."""
+"""The expected range of the mean gap over the mean of 1 - p of two engines, by the coarser of their dtypes."""
 USUAL_GAP, USUAL_MEAN = 0.1, 0.03
 """The normalised gap, and the mean gap (nats), that healthy engines in bfloat16 do not both exceed.
 
@@ -68,7 +68,7 @@ class Verdict:
     """
 
     status: str  # "pass", "fail" (comparable but too far apart) or "refused" (not comparable)
-    cause: str
+    cause: str  # one of the causes above
     reason: str  # one sentence for a reader
     bars: Bars
     left_out: int = 0  # the number of response tokens that are left out
@@ -79,7 +79,7 @@ def judge(pair: TokenPair, *, same_weights: bool = False) -> Verdict:
     """Judges a pair of columns. The cause is inferred from numbers, and the reason says how certain it is.
 
     A pair with the sampler's column is refused if top_p, top_k or min_p cut its distribution and not the other's
-    (``ColumnSource.cut``). ``TokenDump.sampling`` names the sampler's column; else each column of a rollout engine
+    (``ColumnSource.cut``). If ``TokenDump.sampling`` names no sampler's column, each column of a rollout engine
     counts. With ``same_weights`` different hashes belong to the same weights in two forms, so hashes are ignored.
     """
     x, y, mask = pair.rows()

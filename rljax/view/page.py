@@ -59,7 +59,7 @@ class Measured:
     """The numbers of the n sequences of a dump."""
 
     pair: TokenPair  # the two columns, at the response tokens
-    sequences: dict[str, np.ndarray]  # numbers of the sequences by name, [n]
+    sequences: dict[str, np.ndarray]  # the numbers of the sequences, [n] each, by name, such as share and largest
     order: np.ndarray  # the indices of the sequences with a response token, the largest contribution first, int64
     metrics: dict[str, float]  # the metrics of the whole dump, by name
     histograms: dict[str, np.ndarray]  # the number of tokens in each bucket, int64, by the names of ``EDGES``
@@ -300,7 +300,7 @@ def _source(dump: TokenDump, name: str) -> dict[str, str]:
 def _ranks(token_ids: np.ndarray, tops: np.ndarray) -> np.ndarray:
     """Returns the rank of each token among the k likeliest, from 1.
 
-    It is k + 1 if the token is none of them, and 0 if no likeliest token is known.
+    The rank is k + 1 if the token is not among them, and 0 if no likeliest token is known.
     """
     hits = tops == token_ids[:, None]
     ranks = np.where(hits.any(axis=1), hits.argmax(axis=1) + 1, tops.shape[1] + 1)

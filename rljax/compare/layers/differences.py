@@ -24,12 +24,12 @@ PRODUCT_LIMITS = {"float32": 2e-6, "float16": 1.25e-4, "bfloat16": 1e-3}
 OTHER_DTYPE = 2.0  # the factor of the limits where the dtypes of the scorers differ
 EXPERTS = 2.0  # the factor of the limits for all experts together: engines round between their products, or do not
 ONE_PLACE = 3.0  # the factor of the limits for a single channel and for a single token
-BIAS = 0.03  # the factor of the limits for a scale: rounding up and down cancels in the mean
+BIAS = 0.03  # the factor of the limits for the mean factor's distance from 1: rounding up and down cancels in the mean
 BIASES = {"activation": 0.08, "gated_norm": 0.08, "delta_rule": 0.25}
 """``BIAS`` of other operations. A gate's rounding cancels less, and one rounded rate moves a head of a delta net."""
 BIAS_NOISE = 5.0  # a scale must also be this many times its standard error, and 1 + 4 / t times that for t tokens
 CANCELLING = ("delta_rule",)
-"""The operations without a limit for a single token: a value may be a small difference of large numbers."""
+"""The kinds of operations without a limit for a single token: a value may be a small difference of large numbers."""
 EFFECTS = 12  # the number of operations whose effect on log-probabilities is measured, those nearest to their limits
 _NARROW = ("delta_rate", "delta_step")
 """The products with one number for each head. One that is rounded the other way is a large share of a token's error."""
@@ -52,7 +52,7 @@ class OperationDifference:
     precisions: tuple[str, str]  # the coarsest dtypes that hold the values of the reference and of the tested scorer
     hint: str = ""  # a fact about the error that helps to find its cause
     up_to: float = float("nan")  # the error of the value when each scorer computes everything by itself
-    effect_mean: float | None = None  # the mean change of the reference's log-probabilities by it (nats)
+    effect_mean: float | None = None  # the mean change of the reference's log-probabilities by ``own`` (nats)
     effect_max: float | None = None  # the largest change (nats)
 
 

@@ -118,13 +118,13 @@ def _other_dtype(difference: OperationDifference, comparison: LayerComparison) -
 
 
 def layers_text(judged: Sequence[Judged]) -> str:
-    """Formats the verdicts and a table of the kinds of operations for a terminal."""
+    """Formats each verdict, and a table of the worst operation of each kind, for a terminal."""
     parts = [f"{_title(pair[0])}\n{text_table(_kinds(pair[0]))}\n{_sentence(*pair)}" for pair in judged]
     return "\n\n".join(parts) + "\n"
 
 
 def layers_markdown(judged: Sequence[Judged]) -> str:
-    """Formats the verdicts, a table of the kinds of operations and a table of all operations as Markdown."""
+    """Formats each verdict, a table of the worst operation of each kind, and a table of all operations as Markdown."""
     parts = []
     for comparison, verdict in judged:
         rows = [_HEAD, *(_row(each.operation.label, each) for each in comparison.differences)]

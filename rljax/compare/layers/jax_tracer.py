@@ -30,12 +30,12 @@ _MULTIPLE = 64  # the default width of a row is a multiple of this number of tok
 class JaxForm:
     """The settings of a forward pass of this library: dtypes, attention, mesh and the shape of the batch."""
 
-    dtype: str
-    attention: AttentionName = "auto"
+    dtype: str  # the dtype of weights and activations
+    attention: AttentionName = "auto"  # the kernel of the attention
     head: str = ""  # the dtype of the operands of the LM head; "" for that of the weights
     logits: str = ""  # the dtype that the logits are rounded to; "" for none, as in the trainer
-    fsdp: int = 1
-    tp: int = 1
+    fsdp: int = 1  # the size of the mesh's axis fsdp
+    tp: int = 1  # the size of the mesh's axis tp
     rows: int = 1  # the number of rows of the batch; each holds the sequence
     width: int = 0  # the number of tokens of a row; 0 for the next multiple of 64
 
@@ -47,7 +47,7 @@ class JaxTracer:
         """Loads the weights of a Hugging Face directory. ``label`` is the name for a reader.
 
         Raises:
-          ValueError: The directory does not hold a model, or the devices here do not support the form.
+          ValueError: The directory does not hold a model, or jax's devices do not support the form.
         """
         self.label, self.dtype, self._form = label, form.dtype, form
         self.config = read_config(directory)
@@ -58,7 +58,7 @@ class JaxTracer:
         self._forward = jax.jit(self._traced)
 
     def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:
-        """Computes one sequence (``Tracer.run``). Raises ValueError if it is longer than the rows."""
+        """Computes one sequence (``Tracer.run``). Raises ValueError if it is longer than ``JaxForm.width``."""
         width = self._form.width or -(-len(tokens) // _MULTIPLE) * _MULTIPLE
         if len(tokens) > width:
             raise ValueError(f"{self.label}: width must be at least the {len(tokens)} tokens of the sequence")

@@ -58,7 +58,7 @@ PRODUCTS = (
     *("query", "key", "value", "delta_qkv", "delta_gate", "delta_rate", "delta_step"),
     *("attention_output", "gate", "up", "mlp"),
 )
-"""The products of a block with weights."""
+"""The operations of a block that multiply by a matrix of weights."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def value_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Tracer(Protocol):
-    """A scorer that shows the values of its operations."""
+    """The interface of a scorer that shows the values of its operations."""
 
     label: str  # the name for a reader, such as ``jax:bfloat16``
     dtype: str  # the dtype of weights and activations; "" if it is unknown

@@ -57,7 +57,7 @@ class TorchTracer:
     def __init__(self, directory: str | Path, dtype: str, label: str, attention: str | None = None, rows: int = 1):
         """Loads the model. A forward computes a batch of ``rows`` rows, each with the same sequence.
 
-        ``attention`` is a name of transformers, such as "eager" or "sdpa"; None: its default.
+        ``attention`` is a name of transformers, such as "eager" or "sdpa"; None means its default.
 
         Raises:
           ValueError: torch or transformers is missing, or the directory does not hold a model.

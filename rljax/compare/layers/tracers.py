@@ -23,7 +23,7 @@ _FORMS = "jax:DTYPE[,KEY=VALUE...][@DIR], hf:DTYPE[,KEY=VALUE...][@DIR] or vllm:
 
 
 def check_traced(spec: str) -> None:
-    """Raises ValueError if the operations of this kind of scorer cannot be compared. Nothing is opened."""
+    """Raises ValueError if a spec names no scorer whose operations can be compared. It opens nothing."""
     if spec.startswith("sglang:"):
         said = "SGLang has no hooks that can be put into a running server; compare it without --layers"
         raise ValueError(f"--layers cannot look into the scorer {spec!r}: {said}")

@@ -80,7 +80,7 @@ class VllmTracer:
         return values
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the server."""
         self._fleet.close()
 
     def _compute(self, tokens: np.ndarray, request: str) -> None:
