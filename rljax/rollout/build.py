@@ -176,7 +176,7 @@ def load_jax_engine(
 
 
 def make_backend(engine: str) -> Backend:
-    """Makes the ``VllmBackend`` of ``servers/vllm/client.py`` for "vllm". Raises ValueError for no kind of server."""
+    """Makes the client of a kind of server: ``vllm.client.VllmBackend`` for "vllm". Raises ValueError for others."""
     if not can(engine, "serves"):
         raise ValueError(f"the kind of server must be {named_engines('serves')}, got {engine!r}")
     kind = pkgutil.resolve_name(f"rljax.rollout.servers.{engine}.client:{engine.capitalize()}Backend")

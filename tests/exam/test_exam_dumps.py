@@ -6,7 +6,7 @@ import pytest
 from scoring import CASES, score, unpack
 from toy_runs import outcome
 
-from rljax.commands import compare, diagnose
+from rljax.commands import diagnose
 
 DUMPS = [name for name in CASES if name.startswith("d_") or name == "p_qwen35_vllm_dump"]
 # The causes that may be named where ``compare`` finds no pattern. Another cause of a verdict has one, or is the same.
@@ -17,8 +17,7 @@ UNNAMED = {
 
 
 @pytest.mark.slow
-def test_dumps_of_other_projects(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "plot_comparison", lambda *given: None)  # compare/test_compare_report.py has it
+def test_dumps_of_other_projects(tmp_path):
     counts, others, lines = score(DUMPS, tmp_path)
     text = "\n".join(lines)
     assert counts["right"] >= len(DUMPS) == 25, text

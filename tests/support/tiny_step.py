@@ -25,7 +25,7 @@ from rljax.trainer.step import TrainStep
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 COUNT, LONGEST = 12, 19
 MESH = make_mesh(MeshConfig(1, 1))
-PLAIN, UNCORRECTED = LossConfig(), CorrectionConfig()
+PLAIN, UNCORRECTED, MEASURED = LossConfig(), CorrectionConfig(), DiagnosisConfig()
 
 
 def sequences(in_loss=lambda i: i % 4 != 0):
@@ -65,9 +65,9 @@ def make_step(tx=None, *, config=CONFIG, mesh=MESH, row=20, rows=2, shape=None, 
     )
 
 
-def forward_of(step, count=COUNT):
+def forward_of(step, count=COUNT, diagnosis=MEASURED):
     """Returns the step's forward without a gradient, as updates take it."""
-    return functools.partial(step.forward, num_sequences=count, diagnosis=DiagnosisConfig())
+    return functools.partial(step.forward, num_sequences=count, diagnosis=diagnosis)
 
 
 def fresh_state(tx=None, *, config=CONFIG, mesh=MESH, params=None, dtype="float32", lora=OFF):

@@ -56,8 +56,9 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
     """In float32 the engine's routes are those of the trainer's own forward. The last token has none."""
     sequences, (step, state) = sampled("float32"), make()
     batch = batches(sequences)
-    forward = functools.partial(step.forward, num_sequences=COUNT, diagnosis=None, with_routes=True)
-    own = unpack_whole(np.asarray(forward(state.params, batch._replace(routes=None))[1].routes), batch, sequences)
+    forward = forward_of(step, COUNT, diagnosis=None)
+    routes = forward(state.params, batch._replace(routes=None), with_routes=True)[1].routes
+    own = unpack_whole(np.asarray(routes), batch, sequences)
     for s, expected in zip(sequences, own, strict=True):
         given = s.columns["routes"]
         assert (given.shape, given.dtype) == ((len(s.ids), 3, 2), np.uint8)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from number_updates import NumberUpdate
 from records import train_sequence
-from tiny_step import fresh_state, make_step
+from tiny_step import forward_of, fresh_state, make_step
 from tree_batches import groups, in_trees, separate
 
 from rljax.trainer import self_check
@@ -102,7 +102,7 @@ OPTIONS = UpdateOptions(1e-2, 0, False)
 def checked(pack_first):
     """Returns an update on trees whose first check packs trees by ``pack_first``."""
     step = make_step(shape=(1, 2, 48), count=20, limit=24)
-    forward = functools.partial(step.forward, num_sequences=20, diagnosis=None)
+    forward = forward_of(step, 20, diagnosis=None)
     packs = pack_first, separate, functools.partial(separate, row=64)
     on_trees, apart = (SingleUpdate(step, forward, pack) for pack in (in_trees, separate))
     return self_check.CheckedTrees(on_trees, forward, packs, FLOORS["float32"], lambda: apart)
